@@ -129,6 +129,43 @@ def mixture(name: str, seed: int = 0, **changes: Any) -> Any:
         return randomise(getattr(transformers, f"{family}ForCausalLM")(config).float().eval())
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4} | LATENT
+ROUTED = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": {"num_experts": 4, "head_dim": 8},
+    "Olmoe": {"num_experts": 4},
+    "DeepseekV2": {"n_routed_experts": 4, "topk_method": "greedy"} | DEEPSEEK,
+    "DeepseekV3": {"n_routed_experts": 4} | DEEPSEEK,
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4, "swiglu_limit": 0.7},
+    "Glm4Moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8},
+}
+"""Of the published mixtures: name of the classes in transformers, and sizes."""
+
+GROUPED = {
+    "DeepseekV2": {"n_routed_experts": 8, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "DeepseekV3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "Glm4Moe": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+}
+"""Of those that choose among the experts of some groups alone."""
+
+
+@torch.no_grad()
+def routed(name: str, **changes: Any) -> Any:
+    """In evaluation mode, in fp32; all parameters random, and biases that correct the choice of experts, which would be as good
+    as left out at zero."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **EXPERTS, **ROUTED[name], **changes})
+    model = randomise(getattr(transformers, f"{name}ForCausalLM")(config).float().eval())
+    for path, buffer in model.named_buffers():
+        if path.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    return model
+
+
 def minimax_m3(**changes: Any) -> Any:
     """A layer that attends to everything and one to the blocks that its indexer chooses."""
     from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chronicals.kernels import expert_dispatch as module
-from chronicals.kernels.expert_dispatch import dispatch_reference, dispatch_to_experts
+from chronicals.kernels.expert_dispatch import dispatch_reference, dispatch_to_experts, watching_dispatches
 from mutants import mutant
 
 CASES = [(1, 1, 1), (1, 8, 8), (67, 2, 8), (300, 8, 128), (131, 3, 200), (97, 4, 3), (64, 1, 5), (2000, 2, 4)]
@@ -52,6 +52,30 @@ def test_the_reference_is_the_definition(case):
 def test_no_pairs(device):
     got = dispatch_to_experts(torch.zeros(0, 2, dtype=torch.int64, device=device), 3)
     assert got.bounds.tolist() == [0, 0, 0, 0] and got.tiles[0].tolist() == [3, 3, 3]
+    assert got.received().shape == (0, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_experts_receive(case, device):
+    experts_Tk = drawn(*case, device)
+    got = dispatch_to_experts(experts_Tk, case[2])
+    assert torch.equal(got.received(), experts_Tk)
+    pairs, last = experts_Tk.numel(), got.order_S[-1:]
+    bounds = torch.where(got.bounds == pairs, pairs - 1, got.bounds)
+    short = got._replace(bounds=bounds).received().reshape(-1)  # the rows of an expert end one too early
+    assert (short != experts_Tk.reshape(-1)).nonzero().tolist() == [last.tolist()] and short[last] == case[2]
+    if pairs > 1:
+        twice = got.order_S.clone()
+        twice[-1] = twice[0]  # a pair is there twice, and so another one is not
+        assert (got._replace(order_S=twice).received().reshape(-1) == case[2]).nonzero().tolist() == [last.tolist()]
+
+
+def test_dispatches_are_watched(device):
+    seen, experts_Tk = [], drawn(7, 2, 5, device)
+    with watching_dispatches(seen.append):
+        got = dispatch_to_experts(experts_Tk, 5)
+    dispatch_to_experts(experts_Tk, 5)
+    assert len(seen) == 1 and seen[0] is got
 
 
 def test_other_shapes_are_refused():

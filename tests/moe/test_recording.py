@@ -1,6 +1,7 @@
 """What is recorded of routers, traces on disk, and heads that learn from them beside a model that stays as it was."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.recall import hits, measure
 from chronicals.moe.recording import record, record_data
-from chronicals.moe.routers import experts_per_token, why_not_softmax
+from chronicals.moe.routers import experts_per_token
 from chronicals.moe.trace import INDEX, TraceInfo, TraceWriter, read_trace
 from chronicals.moe.train_predictor import train_predictor
 from mixtures import mixture
@@ -250,13 +251,32 @@ def test_what_is_no_mixture_is_named():
         HeadSizes(rank=0)
 
 
-def test_routers_that_choose_otherwise_are_told_apart():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+def seen_by(seen, _, args, out):
+    seen.append(out)
 
-    assert why_not_softmax(qwen3_moe()) is None and why_not_softmax(native()) is None
-    config = DeepseekV3Config(
-        **{**families.SIZES, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        moe_intermediate_size=16, first_k_dense_replace=0, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8,
-        qk_rope_head_dim=4, v_head_dim=8,
-    )  # fmt: skip
-    assert why_not_softmax(DeepseekV3ForCausalLM(config))
+
+@pytest.mark.parametrize("family", [*families.ROUTED, *(f"{name} in groups" for name in families.GROUPED)])
+def test_it_is_what_the_routers_of_any_family_did(family):
+    """Beside what each router returns for the documents by themselves; biases that correct the choice are not zero."""
+    name, _, in_groups = family.partition(" ")
+    model, given = families.routed(name, vocab_size=300, **(families.GROUPED[name] if in_groups else {})), batch()
+    layers = mixture_layers(model)
+    (found,) = record(present(model), [given], features=True)
+    for place, part in ((slice(0, 9), given.input_ids[:9]), (slice(9, 21), given.input_ids[14:26])):
+        seen = []
+        hooks = [layer.router.register_forward_hook(partial(seen_by, seen)) for layer in layers]
+        with torch.no_grad():
+            out = model.get_decoder()(input_ids=part[None], output_hidden_states=True)
+        for hook in hooks:
+            hook.remove()
+        for n, (logits, weights, experts) in enumerate(seen):
+            torch.testing.assert_close(found.logits[n, place], logits, rtol=1e-3, atol=1e-4)
+            order, own = experts.argsort(-1), found.experts[n, place].argsort(-1)
+            assert torch.equal(found.experts[n, place].gather(-1, own), experts.gather(-1, order))
+            torch.testing.assert_close(found.weights[n, place].gather(-1, own), weights.gather(-1, order), rtol=1e-3, atol=1e-4)
+            norm = model.get_decoder().layers[layers[n].number].input_layernorm
+            features = norm(out.hidden_states[layers[n].number][0])
+            torch.testing.assert_close(found.features[n, place], features, rtol=1e-3, atol=1e-4)
+    if name in ("DeepseekV3", "Glm4Moe"):
+        largest = found.logits.topk(K).indices.sort(-1).values
+        assert not torch.equal(found.experts.sort(-1).values, largest)

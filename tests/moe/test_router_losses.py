@@ -1,5 +1,7 @@
 """Every loss of routers against loops in plain NumPy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from chronicals.moe import router_losses as losses
 from chronicals.moe.anchor import Anchor, replayed
 from chronicals.moe.router_losses import Tokens
 from chronicals.moe.router_settings import RouterSettings
-from chronicals.moe.router_terms import RouterTerms
+from chronicals.moe.router_terms import RouterTerms, Routing
 
 E, K, L, W = 7, 3, 3, 20
 LENGTHS = [(9, 4, 7), (13, 1, 6), (20,)]
@@ -79,33 +81,50 @@ def made():
     logits = [torch.randn(len(of), E, dtype=torch.float64, requires_grad=True) for _ in range(L)]
     ahead = [torch.randn(len(of), min(2, L - n), E, dtype=torch.float64, requires_grad=True) for n in range(L)]
     tokens = torch.randn(len(of), 2, L, E, dtype=torch.float64, requires_grad=True)
-    return of, Computed(torch.zeros(len(of), 1), logits, ahead, tokens)
+    received = [torch.rand(len(of), E).topk(K).indices for _ in range(L)]  # not those with the largest logits
+    return of, Computed(torch.zeros(len(of), 1), logits, ahead, tokens, received)
 
 
-def terms_of(of, computed, **settings):
+def terms_of(of, computed, scores="softmax", **settings):
     model = PresentedModel(None, True, True, pack_width=W)
-    return RouterTerms(RouterSettings(**settings), K).terms(model, computed, of)
+    return RouterTerms(RouterSettings(**settings), Routing(K, E, scores)).terms(model, computed, of)
 
 
-def test_every_term_is_its_formula(made):
+def by_sigmoid(z):
+    s = 1 / (1 + np.exp(-z))
+    return s / s.sum()
+
+
+def by_sqrtsoftplus(z):
+    s = np.sqrt(np.log(1 + np.exp(z)))
+    return s / s.sum()
+
+
+PROBABILITIES = {"softmax": softmax, "sigmoid": by_sigmoid, "sqrtsoftplus": by_sqrtsoftplus}
+
+
+@pytest.mark.parametrize("scores", PROBABILITIES)
+def test_every_term_is_its_formula(made, scores):
     of, computed = made
+    p = PROBABILITIES[scores]
     packs, z = Packs(of), [x.detach().numpy() for x in computed.router_logits]
+    got = [x.tolist() for x in computed.received]
     ahead, tokens = [x.detach().numpy() for x in computed.layers_ahead], computed.tokens_ahead.detach().numpy()
 
-    def balance(layer):
+    def balance(layer, experts):
         total = 0.0
         for some in packs.tokens:
-            f = [sum(e in largest(layer[t]) for t in some) / (K * len(some)) for e in range(E)]
-            p = np.mean([softmax(layer[t]) for t in some], axis=0)
-            total += E * float(np.dot(f, p))
+            f = [sum(e in experts[t] for t in some) / (K * len(some)) for e in range(E)]
+            total += E * float(np.dot(f, np.mean([p(layer[t]) for t in some], axis=0)))
         return total
 
+    entropies = np.array([[np.mean([-(p(x[t]) * np.log(p(x[t]))).sum() for t in some]) for some in packs.tokens] for x in z])
     expected = {
-        "balance": np.mean([balance(x) for x in z]),
+        "balance": np.mean([balance(x, experts) for x, experts in zip(z, got)]),
         "z": np.mean([packs.sum(lambda t, x=x: np.log(np.exp(x[t]).sum()) ** 2) for x in z]),
-        "temporal": np.mean([packs.sum(lambda t, x=x: ((softmax(x[t + 1]) - softmax(x[t])) ** 2).sum(), 1) for x in z]),
+        "temporal": np.mean([packs.sum(lambda t, x=x: ((p(x[t + 1]) - p(x[t])) ** 2).sum(), 1) for x in z]),
         "locality": np.mean([
-            packs.sum(lambda t, x=x: -np.log(sum(softmax(x[t + 1])[e] for e in largest(x[t]))), 1) for x in z
+            packs.sum(lambda t, x=x, s=s: -np.log(sum(p(x[t + 1])[e] for e in s[t])), 1) for x, s in zip(z, got)
         ]),
         "layer_ahead": np.mean([
             packs.sum(lambda t, n=n, d=d: lookahead(ahead[n][t, d], z[n + d][t]))
@@ -120,10 +139,12 @@ def test_every_term_is_its_formula(made):
         "token_ahead_recall_2": np.mean([
             packs.sum(lambda t, n=n: len(largest(tokens[t, 1, n]) & largest(z[n][t + 2])) / K, 2) for n in range(L)
         ]),
-        "entropy": np.mean([packs.sum(lambda t, x=x: -(softmax(x[t]) * np.log(softmax(x[t]))).sum()) for x in z]),
+        "entropy": entropies.mean(0).sum(),
+        "entropy_worst": entropies.min(0).sum(),
         "dropped": 0.0,
+        "dropped_worst": 0.0,
     }  # fmt: skip
-    found = terms_of(of, computed, **ALL, **OF_HEADS)
+    found = terms_of(of, computed, scores, **ALL, **OF_HEADS)
     for name, value in expected.items():
         term = found[f"router/{name}"]
         assert abs(float(term.sum) - value) <= 1e-6 * max(1.0, abs(value)), name
@@ -131,24 +152,54 @@ def test_every_term_is_its_formula(made):
 
 
 def test_loads_are_counted(made):
+    """Of what experts got; ids that no expert has are rows that are lost."""
     of, computed = made
-    found = terms_of(of, computed, balance=1.0)
-    packs, busiest, idle = Packs(of), [], []
-    for layer in computed.router_logits:
-        counts = [[sum(e in largest(layer[t].detach().numpy()) for t in some) for e in range(E)] for some in packs.tokens]
-        busiest.append(sum(E * max(c) / sum(c) for c in counts))
-        idle.append(sum(np.mean([n == 0 for n in c]) for c in counts))
-    assert float(found["router/busiest"].sum) == pytest.approx(np.mean(busiest), abs=1e-5)
-    assert float(found["router/idle"].sum) == pytest.approx(np.mean(idle), abs=1e-5)
+    layers = [ids.clone() for ids in computed.received]
+    layers[1][::3, 0], layers[1][1::4, 1], layers[2][5::7, 2] = E, -1, E + 4
+    found = terms_of(of, replace(computed, received=layers), metrics=True)
+    packs, shown = Packs(of), {"busiest": [], "idle": [], "dropped": []}
+    for ids in layers:
+        counts = [[sum(e in ids[t].tolist() for t in some) for e in range(E)] for some in packs.tokens]
+        choices = [K * len(some) for some in packs.tokens]
+        shown["busiest"].append([E * max(c) / n for c, n in zip(counts, choices)])
+        shown["idle"].append([np.mean([n == 0 for n in c]) for c in counts])
+        shown["dropped"].append([1 - sum(c) / n for c, n in zip(counts, choices)])
+    assert max(shown["dropped"][1]) > 0.1
+    for name, values in shown.items():
+        assert float(found[f"router/{name}"].sum) == pytest.approx(np.mean(values, 0).sum(), abs=1e-5)
+        assert float(found[f"router/{name}_worst"].sum) == pytest.approx(np.max(values, 0).sum(), abs=1e-5)
+        assert found[f"router/{name}"].coefficient == found[f"router/{name}_worst"].coefficient == 0.0
 
 
-def test_gradients_are_right(made):
+def test_tokens_that_no_expert_got_are_near_nothing(made):
+    of, computed = made
+    lost = [torch.full_like(ids, E) for ids in computed.received]
+    found = terms_of(of, replace(computed, received=lost), balance=1.0, locality=1.0)
+    assert float(found["router/locality"].sum) == pytest.approx(0.0, abs=1e-9) and found["router/balance"].sum == 0
+    sum(term.sum * term.coefficient for term in found.values()).backward()
+    assert all(torch.isfinite(x.grad).all() for x in computed.router_logits)
+    assert float(found["router/dropped"].sum) == len(LENGTHS)
+
+
+def test_routers_without_probabilities_show_what_experts_got(made):
+    of, computed = made
+    found = terms_of(of, computed, None, z=1.0)
+    assert found.keys() == {"router/z"} | {
+        f"router/{name}{end}" for name in ("busiest", "idle", "dropped") for end in ("", "_worst")
+    }
+    model = PresentedModel(None, True, True, pack_width=W)
+    none = RouterTerms(RouterSettings(metrics=True), Routing(K, E, None, False)).terms(model, computed, of)
+    assert none["router/busiest"].sum == found["router/busiest"].sum
+
+
+@pytest.mark.parametrize("scores", PROBABILITIES)
+def test_gradients_are_right(made, scores):
     of, computed = made
     free = [*computed.router_logits, *computed.layers_ahead, computed.tokens_ahead]
 
     def loss(*given):
-        some = Computed(computed.states, given[:L], given[L : 2 * L], given[-1])
-        found = terms_of(of, some, **ALL, **OF_HEADS)
+        some = Computed(computed.states, given[:L], given[L : 2 * L], given[-1], computed.received)
+        found = terms_of(of, some, scores, **ALL, **OF_HEADS)
         return sum(term.sum * term.coefficient for term in found.values())
 
     fixed = [y.detach() for y in computed.router_logits]
@@ -156,7 +207,8 @@ def test_gradients_are_right(made):
     some = [x.detach() for x in free[L:]]
 
     def of_routers(*logits):
-        found = terms_of(of, Computed(computed.states, logits, *[some[:L], some[-1]]), **{n: ALL[n] for n in list(ALL)[:4]})
+        given = Computed(computed.states, logits, some[:L], some[-1], computed.received)
+        found = terms_of(of, given, scores, **{n: ALL[n] for n in list(ALL)[:4]})
         return sum(term.sum * term.coefficient for term in found.values())
 
     assert torch.autograd.gradcheck(of_routers, free[:L], fast_mode=True)
@@ -177,7 +229,7 @@ def test_terms_never_wait_for_the_device(made):
         fake = mode.from_tensor
         some = Computed(
             fake(computed.states), [fake(x) for x in computed.router_logits], [fake(x) for x in computed.layers_ahead],
-            fake(computed.tokens_ahead),
+            fake(computed.tokens_ahead), [fake(x) for x in computed.received],
         )  # fmt: skip
         found = terms_of(of._map(fake), some, **ALL, **OF_HEADS)
         sum(term.sum * term.coefficient for term in found.values()).backward()
@@ -201,7 +253,9 @@ def test_a_pack_without_documents_adds_nothing(made):
         assert torch.isfinite(both[1][name].sum)
 
 
-def test_the_anchor_is_zero_where_it_began_and_pulls_back():
+@pytest.mark.parametrize("scores", PROBABILITIES)
+def test_the_anchor_is_zero_where_it_began_and_pulls_back(scores):
+    p = PROBABILITIES[scores]
     ids = torch.arange(3, 15)
     tokens = replayed(ids, torch.tensor([0, 5, 12], dtype=torch.int32))
     weight = torch.randn(L, E, 50, requires_grad=True)
@@ -213,7 +267,7 @@ def test_the_anchor_is_zero_where_it_began_and_pulls_back():
             return [layer[:, batch.input_ids].T for layer in weight]
 
     began = [x.detach() for x in Model().router_logits(tokens)]
-    anchor = Anchor(0.5, tokens, began)
+    anchor = Anchor(0.5, tokens, began, scores)
     term = anchor.terms(Model(), Computed(torch.zeros(60, 1)), batch())["router/anchor"]
     assert term.sum == 0 and term.coefficient == 0.5 and term.sum.requires_grad
     with torch.no_grad():
@@ -221,7 +275,7 @@ def test_the_anchor_is_zero_where_it_began_and_pulls_back():
     term = anchor.terms(Model(), Computed(torch.zeros(60, 1)), batch())["router/anchor"]
     now = [x.detach().double().numpy() for x in Model().router_logits(tokens)]
     expected = np.mean([
-        np.mean([(softmax(a) * np.log(softmax(a) / softmax(b))).sum() for a, b in zip(layer, before.double().numpy())])
+        np.mean([(p(a) * np.log(p(a) / p(b))).sum() for a, b in zip(layer, before.double().numpy())])
         for layer, before in zip(now, began)
     ])  # fmt: skip
     assert float(term.sum) == pytest.approx(3 * expected, rel=1e-5)  # three packs have documents

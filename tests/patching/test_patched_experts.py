@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import transformers
 from test_patch import assert_same, batch, loss_and_gradients
 from torch import nn
 
@@ -17,24 +16,11 @@ from chronicals.patching.experts import BY, recognise_experts
 from chronicals.patching.patch import EXPERTS, ON_RANKS
 from interpreted import kernels_run
 
-ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-DEEPSEEK = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4} | LATENT
-FAMILIES = {
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
-    "Qwen3Moe": {"num_experts": 4, "head_dim": 8},
-    "Olmoe": {"num_experts": 4},
-    "DeepseekV2": {"n_routed_experts": 4, "topk_method": "greedy"} | DEEPSEEK,
-    "DeepseekV3": {"n_routed_experts": 4} | DEEPSEEK,
-    "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4, "swiglu_limit": 0.7},
-    "Glm4Moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8},
-}
+FAMILIES = families.ROUTED
 
 
 def build(name, **changes):
-    config = getattr(transformers, f"{name}Config")(**{**families.SIZES, **ROUTED, **FAMILIES[name], **changes})
-    return families.randomise(getattr(transformers, f"{name}ForCausalLM")(config).train())
+    return families.routed(name, **changes).train()
 
 
 def layers_of(model):

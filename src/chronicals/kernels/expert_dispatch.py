@@ -14,6 +14,8 @@ Shapes: T tokens, k experts of a token, S = T · k pairs, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -56,6 +58,28 @@ class Dispatch(NamedTuple):
     @property
     def experts(self) -> int:
         return len(self.bounds) - 1
+
+    def received(self) -> Tensor:
+        """int64 ``[T, k]``: the expert among whose rows each pair is; E of pairs that are among no expert's."""
+        pairs = len(self.order_S)
+        at_place = self.order_S[self.places_S.clamp(0, pairs - 1)]
+        expert = torch.searchsorted(self.bounds[1:], self.places_S, right=True)
+        own = at_place == torch.arange(pairs, device=at_place.device)
+        return torch.where(own, expert, self.experts).view(pairs // self.each, self.each)
+
+
+_watcher: Callable[[Dispatch], None] | None = None
+
+
+@contextmanager
+def watching_dispatches(see: Callable[[Dispatch], None]) -> Iterator[None]:
+    """Within: ``see`` is given every dispatch that is made."""
+    global _watcher
+    before, _watcher = _watcher, see
+    try:
+        yield
+    finally:
+        _watcher = before
 
 
 @triton.jit
@@ -152,8 +176,10 @@ def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
     experts_S = experts_Tk.reshape(-1).contiguous()
     on_card = HAS_TRITON and runs_triton(experts_S.new_empty(0, dtype=torch.float32))
     made = _dispatch if on_card and len(experts_S) else dispatch_reference
-    order, places, bounds, tiles = made(experts_S, experts, rows)
-    return Dispatch(order, places, bounds, tiles, each, rows)
+    dispatch = Dispatch(*made(experts_S, experts, rows), each, rows)
+    if _watcher is not None:
+        _watcher(dispatch)
+    return dispatch
 
 
 def dispatch_reference(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

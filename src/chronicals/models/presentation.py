@@ -23,6 +23,7 @@ from chronicals.models import attention_seam
 from chronicals.models.additions import Addition, Computed
 from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, read_head
+from chronicals.models.routed_experts import receiving
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
 from chronicals.models.terms import Terms
 
@@ -121,6 +122,7 @@ class PresentedModel:
         flash: False where packs attend by no backend of FlashAttention.
         pack_width: tokens of a pack, each of which has a router loss of its own; None where a Batch is one pack.
         additions: what else is minimised beside any objective's terms.
+        experts: the modules that layers call for their experts, where it is recorded what these receive.
     """
 
     model: Any
@@ -130,6 +132,7 @@ class PresentedModel:
     flash: bool = True
     pack_width: int | None = None
     additions: tuple[Addition, ...] = ()
+    experts: tuple[nn.Module, ...] = ()
 
     @property
     def records_routers(self) -> bool:
@@ -201,7 +204,8 @@ class PresentedModel:
             inputs[SWITCH] = True
         if lookahead:
             inputs[LOOKAHEAD] = True
-        out = module(**inputs)
+        with receiving(self.experts if routers else ()) as received:
+            out = module(**inputs)
 
         def flat(x: Tensor, beside: int = 1) -> Tensor:
             """A row a token, of what has ``beside`` dimensions beside it."""
@@ -218,6 +222,7 @@ class PresentedModel:
             [flat(logits) for logits in found],
             [flat(logits, beside=2) for logits in layers or ()],
             None if tokens is None else flat(tokens, beside=3),
+            [flat(ids) for ids in received],
         )
 
     @contextmanager

@@ -38,18 +38,21 @@ class Anchor:
         batch: what is replayed, on the device.
         reference: ``[T, E]`` fp32 of each layer, on the device.
         draws: whether a forward pass of the model in training may draw random numbers.
+        scores: by what of the logits experts are weighed.
     """
 
     coefficient: float
     batch: Batch
     reference: Sequence[Tensor]
     draws: bool = False
+    scores: str = "softmax"
     lookahead = False
 
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
         with in_evaluation(model.model) if self.draws else nullcontext():
             now = model.router_logits(self.batch)
-        drift = losses.mean([losses.anchor_losses(logits, began).mean() for logits, began in zip(now, self.reference)])
+        drifts = [losses.anchor_losses(logits, began, self.scores).mean() for logits, began in zip(now, self.reference)]
+        drift = losses.mean(drifts)
         packs = Tokens.of(batch, model.pack_width).packs  # every pack has the same replay: the mean over a step's is the drift
         return {"router/anchor": Term(drift * packs, self.coefficient, "packs")}
 

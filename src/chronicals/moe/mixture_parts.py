@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.memory import decoder_layers
-from chronicals.quantization import Experts4bit
+from chronicals.models.routed_experts import count_of, is_experts, without_adapters
 
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 """What classes call the correction of scores, in a router or beside it."""
@@ -48,18 +48,6 @@ class MixtureLayer:
         return getattr(self.router, "bias", None)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether it holds stacked experts, and is called with the chosen ones."""
-    shapes = _shapes(module)
-    return len(shapes.get("down_proj", ())) == 3 and bool(shapes.keys() & {"gate_up_proj", "up_proj"})
-
-
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of its parameters; of stacked weights in 4 bits those that they have in the class."""
-    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
-    return {**shapes, **module.stacked} if isinstance(module, Experts4bit) else shapes
-
-
 def mixture_layers(model: Any) -> list[MixtureLayer]:
     """The layers with routed experts, in order.
 
@@ -72,8 +60,8 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
         path, experts = next(((path, module) for path, module in layer.named_modules() if is_experts(module)), ("", None))
         if experts is None:
             continue
-        count = _shapes(experts)["down_proj"][0]
-        block = path.partition(".base_layer")[0].rpartition(".")[0]
+        count = count_of(experts)
+        block = without_adapters(path).rpartition(".")[0]
         around = layer.get_submodule(block)
         router = next(_routers(around, count, width), None)
         attention = next((module for module in layer.modules() if "Attention" in type(module).__name__), None)
@@ -96,12 +84,3 @@ def _correction(block: nn.Module, experts: int) -> Tensor | None:
     named = (*block.named_parameters(), *block.named_buffers())
     found = next((x for name, x in named if name.rpartition(".")[2] in CORRECTIONS and x.numel() == experts), None)
     return None if found is None else found.detach().flatten()
-
-
-def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """int64 ids and weights, ``[T, k]`` both, among the arguments of an experts module: the tensor of integers, and the last of
-    the others."""
-    tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
-    ids = next(x for x in tensors if not x.is_floating_point())
-    ids = ids.reshape(-1, ids.shape[-1])
-    return ids, [x for x in tensors if x.is_floating_point()][-1].reshape(len(ids), -1)

@@ -1,27 +1,36 @@
-"""Losses of routers, each a pure function of logits; every layer by itself, for an expert's number means nothing in another.
+"""Losses of routers, each a pure function of scores; every layer by itself, for an expert's number means nothing in another.
 
-With z_t the logits of a token's router, P_t = softmax(z_t), S_t the k largest of P_t, sg(·) without a gradient:
+With z_t the logits of a token's router and s_t what it makes of them to weigh its experts (``SCORES``),
 
-    balance      E Σ_e f_e p_e      f_e: share of all choices that fell on e, p_e: mean of P_t,e  (Switch: arXiv 2101.03961, 4)
+    P_t = s_t / Σ_e s_t,e = softmax(log s_t)     for a softmax P_t is s_t, for a sigmoid s′_t of DeepSeek-V3 (2412.19437, 20)
+
+S_t the experts that really got the token, however the router chose them, sg(·) without a gradient:
+
+    balance      E Σ_e f_e p_e      f_e: share of all choices that fell on e, p_e: mean of P_t,e
+                                    (Switch: arXiv 2101.03961, 4; with a sigmoid DeepSeek-V3, 17 to 20)
     z            logsumexp(z_t)²                                                               (ST-MoE: arXiv 2202.08906, 5)
     temporal     ‖P_t − P_{t−1}‖²
     locality     −log Σ_{e ∈ S_{t−1}} P_t,e
     lookahead    KL(sg softmax(z/T) ‖ Q) + a max(0, m − min_{e ∈ S} z′_e + max_{e ∉ S} z′_e) − b log(Σ_{e ∈ S} Q_e) / k
-                 of z′ predicted of z, Q = softmax(z′/T)
+                 of z′ predicted of z, Q = softmax(z′/T), S the k largest of z
     anchor       KL(P_t ‖ P°_t), P° of the router as the run began, on the same token; 0 then, and with a gradient in P
 
 balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and locality over tokens that have
-a token before them in their document; then all are means over layers, and lookahead over distances.
+a token before them in their document; then all are means over layers, and lookahead over distances. Where DeepSeek-V3 counts
+the k largest scores of a sequence, f counts the experts that a pack's tokens got, by correction biases and groups, too.
 
-Shapes: T tokens, E experts, P packs of W tokens; T = P · W.
+Functions of P take log s ``[T, E]``, of which P is the softmax.
+
+Shapes: T tokens, E experts, L layers, P packs of W tokens; T = P · W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.batch import Batch
@@ -56,17 +65,21 @@ class Tokens:
         same = self.document[distance:] == self.document[: len(self.document) - distance]
         return self.counted[: len(self.counted) - distance] & same
 
-    def sum_over_packs(self, values: Tensor, there: Tensor) -> Tensor:
-        """The sum over the packs of the mean of ``values`` where they are ``there``; of packs without any, 0.
+    def means(self, values: Tensor, there: Tensor) -> Tensor:
+        """``[P]``: the mean of a pack's ``values`` where they are ``there``; of packs without any, 0.
 
         Args:
             values: ``[n]``, of the first n tokens.
             there: bool ``[n]``.
         """
         missing = len(self.counted) - len(values)
-        values, there = (torch.nn.functional.pad(x, (0, missing)) for x in (torch.where(there, values, 0.0), there))
+        values, there = (F.pad(x, (0, missing)) for x in (torch.where(there, values, 0.0), there))
         sums, counts = (x.view(-1, self.width).sum(1) for x in (values, there.to(values.dtype)))
-        return (sums / counts.clamp(min=1.0)).sum()
+        return sums / counts.clamp(min=1.0)
+
+    def sum_over_packs(self, values: Tensor, there: Tensor) -> Tensor:
+        """The sum of ``means``."""
+        return self.means(values, there).sum()
 
     @property
     def packs(self) -> Tensor:
@@ -84,18 +97,63 @@ def chosen(logits: Tensor, k: int) -> Tensor:
     return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(k, dim=-1).indices, True)
 
 
-def balance(logits: Tensor, k: int, tokens: Tokens) -> Tensor:
-    """The sum over the packs, of one layer's ``[T, E]``."""
-    load_PE, mean_PE = load_and_mean(logits, k, tokens)
-    return logits.shape[-1] * (load_PE * mean_PE).sum()
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda z: z,
+    "sigmoid": F.logsigmoid,
+    "sqrtsoftplus": lambda z: F.softplus(z).log() / 2,
+}
+"""By the name of s its logarithm, up to a constant of the token."""
 
 
-def load_and_mean(logits: Tensor, k: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """``[P, E]`` both: f, and p of the formula; 0 for packs without a token that counts."""
+def log_scores(logits: Tensor, scores: str) -> Tensor:
+    """log s, in fp32 at least."""
+    return SCORES[scores](wide(logits))
+
+
+def sent(received: Tensor, experts: int) -> Tensor:
+    """bool ``[..., E]``: S, of the experts that tokens got, ``[..., k]``; ids that no expert has are none's."""
+    known = torch.where((received >= 0) & (received < experts), received, experts)
+    return received.new_zeros(*received.shape[:-1], experts + 1, dtype=torch.bool).scatter(-1, known, True)[..., :experts]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What experts got of the tokens that count, in fp32.
+
+    Attributes:
+        rows_LPE: how many rows.
+        choices_P1: how many were chosen: k for each token.
+    """
+
+    rows_LPE: Tensor
+    choices_P1: Tensor
+
+    @classmethod
+    def of(cls, received: Sequence[Tensor], experts: int, k: int, tokens: Tokens) -> Load:
+        """Args:
+        received: ``[T, k]`` of each layer.
+        """
+        counted_PW1 = tokens.counted.view(-1, tokens.width, 1).to(torch.float32)
+        rows = [(sent(ids, experts).unflatten(0, (-1, tokens.width)) * counted_PW1).sum(1) for ids in received]
+        return cls(torch.stack(rows), k * counted_PW1.sum(1))
+
+    @property
+    def shares_LPE(self) -> Tensor:
+        """f; 0 of packs without a token that counts."""
+        return self.rows_LPE / self.choices_P1.clamp(min=1.0)
+
+    @property
+    def dropped_LP(self) -> Tensor:
+        """Which share of the choices no expert got."""
+        return (self.choices_P1[:, 0] - self.rows_LPE.sum(-1)) / self.choices_P1[:, 0].clamp(min=1.0)
+
+
+def balance(log_s: Tensor, shares_PE: Tensor, tokens: Tokens) -> Tensor:
+    """The sum over the packs, of one layer, whose f are given."""
     counted_PW1 = tokens.counted.view(-1, tokens.width, 1).to(torch.float32)
-    sent_PWE, p_PWE = (x.unflatten(0, (-1, tokens.width)) for x in (chosen(logits, k), wide(logits).softmax(-1)))
-    rows_P1 = counted_PW1.sum(1).clamp(min=1.0)
-    return (sent_PWE * counted_PW1).sum(1) / (k * rows_P1), (p_PWE * counted_PW1).sum(1) / rows_P1
+    p_PWE = log_s.softmax(-1).unflatten(0, (-1, tokens.width))
+    mean_PE = (p_PWE * counted_PW1).sum(1) / counted_PW1.sum(1).clamp(min=1.0)
+    return log_s.shape[-1] * (shares_PE * mean_PE).sum()
 
 
 def z_losses(logits: Tensor) -> Tensor:
@@ -103,16 +161,21 @@ def z_losses(logits: Tensor) -> Tensor:
     return wide(logits).logsumexp(-1).square()
 
 
-def temporal_losses(logits: Tensor) -> Tensor:
+def temporal_losses(log_s: Tensor) -> Tensor:
     """``[T - 1]``: of token t + 1 beside token t."""
-    p = wide(logits).softmax(-1)
+    p = log_s.softmax(-1)
     return (p[1:] - p[:-1]).square().sum(-1)
 
 
-def locality_losses(logits: Tensor, k: int) -> Tensor:
-    """``[T - 1]``: of token t + 1 beside token t."""
-    log_p = wide(logits).log_softmax(-1)
-    return -log_p[1:].masked_fill(~chosen(logits[:-1], k), float("-inf")).logsumexp(-1)
+def locality_losses(log_s: Tensor, received: Tensor) -> Tensor:
+    """``[T - 1]``: of token t + 1 beside token t; 0 where no expert got token t.
+
+    Args:
+        received: ``[T, k]``.
+    """
+    before = sent(received[:-1], log_s.shape[-1])
+    before = before | ~before.any(-1, keepdim=True)
+    return -log_s.log_softmax(-1)[1:].masked_fill(~before, float("-inf")).logsumexp(-1)
 
 
 def lookahead_losses(
@@ -163,10 +226,16 @@ def recalls(predicted: Tensor, target: Tensor, k: int, among: int | None = None)
     return (chosen(predicted, among or k) & chosen(target, k)).sum(-1) / k
 
 
-def anchor_losses(logits: Tensor, reference: Tensor) -> Tensor:
+def anchor_losses(logits: Tensor, reference: Tensor, scores: str = "softmax") -> Tensor:
     """``[T]``: KL from the reference's distribution to that of now, with a gradient in ``logits``."""
-    log_p, log_r = wide(logits).log_softmax(-1), wide(reference.detach()).log_softmax(-1)
+    log_p, log_r = (log_scores(x, scores).log_softmax(-1) for x in (logits, reference.detach()))
     return (log_p.exp() * (log_p - log_r)).sum(-1)
+
+
+def entropies(log_s: Tensor) -> Tensor:
+    """``[T]``: of P, in nats."""
+    log_p = log_s.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def mean(values: Sequence[Tensor]) -> Tensor:

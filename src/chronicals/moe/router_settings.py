@@ -5,6 +5,8 @@ from __future__ import annotations
 import pydantic
 from pydantic import Field
 
+LOSSES = ("balance", "z", "temporal", "locality", "layer_ahead", "token_ahead", "anchor")
+
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
 class RouterSettings:
@@ -22,10 +24,19 @@ class RouterSettings:
     lookahead_margin: float = Field(default=1.0, ge=0, description="By which the ranking sets chosen experts above others")
     anchor: float = Field(default=0.0, ge=0, description="Weight of the KL from where the routers began, on replayed tokens")
     anchor_tokens: int = Field(default=512, gt=0, description="Tokens that the anchor replays beside each forward pass")
+    metrics: bool = Field(default=False, description="Show the load of experts where no loss is trained; with one it is shown")
 
     def __post_init__(self) -> None:
-        if not any((self.balance, self.z, self.temporal, self.locality, self.layer_ahead, self.token_ahead, self.anchor)):
-            raise ValueError("no loss has a weight; set one, as balance: 0.01, or leave the section out")
+        if not self.metrics and not self.weights:
+            raise ValueError(
+                "no loss has a weight; set one, as balance: 0.01, or metrics: true to be shown what routers do, or leave the "
+                "section out"
+            )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the losses that are trained, by their names."""
+        return {name: weight for name in LOSSES if (weight := getattr(self, name))}
 
     @property
     def lookahead(self) -> bool:

@@ -16,44 +16,65 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.models import Computed, PresentedModel, Term, Terms
 from chronicals.moe import router_losses as losses
-from chronicals.moe.router_losses import Tokens
+from chronicals.moe.router_losses import Load, Tokens
 from chronicals.moe.router_settings import RouterSettings
 
 PER = "packs"
 
 
 @dataclass(frozen=True)
-class RouterTerms:
-    """An ``Addition``: the losses that ``settings`` have a weight for, with what is shown of the routers.
+class Routing:
+    """How the routers of a model choose and weigh experts.
 
     Attributes:
         k: experts of a token.
+        experts: E.
+        scores: by what of the logits experts are weighed, of ``router_losses.SCORES``; None where it is none of these, or there
+            are no logits.
+        logits: whether the model gives the logits of its routers.
     """
 
-    settings: RouterSettings
     k: int
+    experts: int
+    scores: str | None = "softmax"
+    logits: bool = True
+
+
+@dataclass(frozen=True)
+class RouterTerms:
+    """An ``Addition``: the losses that ``settings`` have a weight for, with what is shown of the routers."""
+
+    settings: RouterSettings
+    routing: Routing
 
     @property
     def lookahead(self) -> bool:
         return self.settings.lookahead
 
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
-        tokens, given, layers = Tokens.of(batch, model.pack_width), self.settings, computed.router_logits
+        tokens, given, received = Tokens.of(batch, model.pack_width), self.settings, computed.received
+        load = Load.of(received, self.routing.experts, self.routing.k, tokens)
+        logits = computed.router_logits if self.routing.logits else []
+        log_s = [losses.log_scores(z, self.routing.scores) for z in logits] if self.routing.scores else []
         found = dict[str, Term]()
 
-        def add(name: str, weight: float, of_layer: Callable[[Tensor], Tensor]) -> None:
+        def add(name: str, weight: float, of_layer: Callable[..., Tensor], *layers: Any) -> None:
             if weight:
-                found[f"router/{name}"] = Term(losses.mean([of_layer(logits) for logits in layers]), weight, PER)
+                values = [of_layer(*layer) for layer in zip(*layers, strict=True)]
+                found[f"router/{name}"] = Term(losses.mean(values), weight, PER)
 
-        add("balance", given.balance, lambda x: losses.balance(x, self.k, tokens))
-        add("z", given.z, lambda x: tokens.sum_over_packs(losses.z_losses(x), tokens.counted))
-        add("temporal", given.temporal, lambda x: tokens.sum_over_packs(losses.temporal_losses(x), tokens.before(1)))
-        add("locality", given.locality, lambda x: tokens.sum_over_packs(losses.locality_losses(x, self.k), tokens.before(1)))
+        def over_tokens(of_layer: Callable[..., Tensor], ahead: int) -> Callable[..., Tensor]:
+            return lambda *layer: tokens.sum_over_packs(of_layer(*layer), tokens.before(ahead))
+
+        add("balance", given.balance, lambda x, f: losses.balance(x, f, tokens), log_s, load.shares_LPE)
+        add("z", given.z, over_tokens(losses.z_losses, 0), logits)
+        add("temporal", given.temporal, over_tokens(losses.temporal_losses, 1), log_s)
+        add("locality", given.locality, over_tokens(losses.locality_losses, 1), log_s, received)
         if given.layer_ahead:
             found |= self._lookahead("layer_ahead", given.layer_ahead, layer_predictions(computed), tokens)
         if given.token_ahead:
             found |= self._lookahead("token_ahead", given.token_ahead, token_predictions(computed), tokens)
-        return {**found, **self._metrics([logits.detach() for logits in layers], tokens)}
+        return {**found, **_metrics(load, [x.detach() for x in log_s], tokens)}
 
     def _lookahead(self, name: str, weight: float, pairs: Any, tokens: Tokens) -> dict[str, Term]:
         """The loss of heads, and as a metric the recall of each distance."""
@@ -61,31 +82,36 @@ class RouterTerms:
         for distance, shift, predicted, target in pairs:
             there = tokens.before(shift)
             values = losses.lookahead_losses(
-                predicted, target, self.k, given.lookahead_temperature, given.lookahead_ranking, given.lookahead_set,
+                predicted, target, self.routing.k, given.lookahead_temperature, given.lookahead_ranking, given.lookahead_set,
                 given.lookahead_margin,
             )  # fmt: skip
             sums.append(tokens.sum_over_packs(values, there))
-            share = losses.recalls(predicted.detach(), target.detach(), self.k)
+            share = losses.recalls(predicted.detach(), target.detach(), self.routing.k)
             recalled.setdefault(distance, []).append(tokens.sum_over_packs(share, there))
         metrics = {f"router/{name}_recall_{d}": Term(losses.mean(shares), 0.0, PER) for d, shares in recalled.items()}
         return {f"router/{name}": Term(losses.mean(sums), weight, PER), **metrics}
 
-    def _metrics(self, layers: list[Tensor], tokens: Tokens) -> dict[str, Term]:
-        """``busiest``: the load of the expert with most tokens, in equal shares (1 is balance), the mean over layers;
-        ``idle``: which share of the experts got no token; ``entropy`` of a token's probabilities, in nats; ``dropped``: which
-        share of the choices no expert got."""
-        busiest, idle, entropy, dropped = [], [], [], []
-        for logits in layers:
-            load_PE, _ = losses.load_and_mean(logits, self.k, tokens)
-            there_P = tokens.counted.view(-1, tokens.width).any(1).float()
-            busiest.append(logits.shape[-1] * load_PE.amax(1).sum())
-            idle.append(((load_PE == 0).float().mean(1) * there_P).sum())
-            log_p = losses.wide(logits).log_softmax(-1)
-            entropy.append(tokens.sum_over_packs(-(log_p.exp() * log_p).sum(-1), tokens.counted))
-            sent_T = losses.chosen(logits, self.k).sum(-1, dtype=torch.float32)
-            dropped.append(tokens.sum_over_packs(1 - sent_T / self.k, tokens.counted))
-        shown = {"busiest": busiest, "idle": idle, "entropy": entropy, "dropped": dropped}
-        return {f"router/{name}": Term(losses.mean(values), 0.0, PER) for name, values in shown.items()}
+
+def _metrics(load: Load, log_s: list[Tensor], tokens: Tokens) -> dict[str, Term]:
+    """``busiest``: the load of the expert with most tokens, in equal shares (1 is balance); ``idle``: which share of the
+    experts got no token; ``dropped``: which share of the choices no expert got; ``entropy`` of a token's P, in nats, where P is
+    known.
+
+    Each is the mean over layers; with ``_worst`` that of the layer which is worst in a pack.
+    """
+    there_P = (load.choices_P1[:, 0] > 0).float()
+    shown = {
+        "busiest": load.rows_LPE.shape[-1] * load.shares_LPE.amax(-1),
+        "idle": (load.rows_LPE == 0).float().mean(-1) * there_P,
+        "dropped": load.dropped_LP,
+    }
+    worst = {name: values_LP.amax(0) for name, values_LP in shown.items()}
+    if log_s:
+        shown["entropy"] = torch.stack([tokens.means(losses.entropies(x), tokens.counted) for x in log_s])
+        worst["entropy"] = shown["entropy"].amin(0)
+    found = {name: values_LP.mean(0) for name, values_LP in shown.items()}
+    found |= {f"{name}_worst": values_P for name, values_P in worst.items()}
+    return {f"router/{name}": Term(values_P.sum(), 0.0, PER) for name, values_P in found.items()}
 
 
 def layer_predictions(computed: Computed) -> list[tuple[int, int, Tensor, Tensor]]:

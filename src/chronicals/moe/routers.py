@@ -1,8 +1,7 @@
-"""What the routers of a Hugging Face mixture are: how many experts a token gets, and whether their losses can be trained."""
+"""What the routers of a Hugging Face mixture are: how they weigh experts, and which of their losses can be trained."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +9,13 @@ from torch import Tensor, nn
 
 from chronicals.models import asks_for_router_loss
 from chronicals.models.lookahead_heads import HEADS, lookahead_heads
+from chronicals.models.routed_experts import chosen_experts, count_of, routed_experts, without_adapters
 from chronicals.models.router_loss import SWITCH
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
-from chronicals.moe.mixture_parts import chosen_experts, is_experts
+from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.router_losses import SCORES
 from chronicals.moe.router_settings import RouterSettings
+from chronicals.moe.router_terms import Routing
 
 K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 """What configurations call the experts of a token."""
@@ -21,7 +23,13 @@ K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 LENGTH = 24
 """Tokens of a twin's document."""
 
-_PROVED: dict[tuple[type, str], str | None] = {}
+OF_SCORES = ("balance", "temporal", "locality", "anchor")
+"""Losses of the probabilities of experts."""
+
+Proof = tuple[str | None, bool]
+"""``scores`` and ``logits`` of a ``Routing``."""
+
+_PROVED: dict[tuple[type, str], Proof | str] = {}
 
 
 def experts_per_token(model: Any) -> int:
@@ -40,71 +48,107 @@ def experts_per_token(model: Any) -> int:
 
 def check_routers(model: Any, settings: RouterSettings) -> None:
     """Raises ValueError where these losses cannot be trained with the model; the message names the setting."""
-    reason = why_not_softmax(model)
-    if reason:
-        raise ValueError(f"router: {type(model).__name__} {reason}; leave the section out")
+    name = type(model).__name__
+    try:
+        routing = routing_of(model)
+    except ValueError as error:
+        raise ValueError(f"router: {error}; leave the section out") from None
+    for loss, weight in settings.weights.items():
+        if not routing.logits:
+            raise ValueError(
+                f"router.{loss}={weight}: {name} does not give the logits of its routers; leave it out (router.metrics shows "
+                "the load of its experts)"
+            )
+        if loss in OF_SCORES and routing.scores is None:
+            raise ValueError(
+                f"router.{loss}={weight}: {name} weighs its experts by none of {', '.join(SCORES)} of its routers' logits, so "
+                "they have no probability that is known here; leave it out (router.z and router.metrics need none)"
+            )
     if settings.balance and asks_for_router_loss(model):
         raise ValueError(
             f"router.balance={settings.balance}: {SWITCH}=True in the model's configuration already adds a load-balancing "
             "loss; leave one of them out"
         )
     heads = lookahead_heads(model)
-    for name in HEADS:
-        if getattr(settings, name) and name not in heads:
+    for head in HEADS:
+        if getattr(settings, head) and head not in heads:
             raise ValueError(
-                f"router.{name}={getattr(settings, name)}: {type(model).__name__} has no such heads; leave it out, or make "
-                "heads for a frozen model (chronicals moe predict-train)"
+                f"router.{head}={getattr(settings, head)}: {name} has no such heads; leave it out, or make heads for a frozen "
+                "model (chronicals moe predict-train)"
             )
 
 
-def why_not_softmax(model: Any) -> str | None:
-    """Why the router logits of the class are not those of a softmax whose k largest are chosen; None where they are.
+def routing_of(model: Any) -> Routing:
+    """How the model routes: how its router logits become the weights of experts is proved on a small random twin, once for each
+    class and configuration; which experts it chooses need not be known, it is recorded.
 
-    Proved on a small random twin, once for each class and configuration.
+    Raises:
+        ValueError: it has no routed experts that are known here; the message names the class.
     """
+    name = type(model).__name__
     try:
         config = twin_config(model.config)
         key = (type(model), config.to_json_string(use_diff=False))
         if key not in _PROVED:
             with plain_surroundings():
-                _PROVED[key] = _difference(build_twin(type(model), config))
-        return _PROVED[key]
+                _PROVED[key] = _prove(build_twin(type(model), config))
+        proof = _PROVED[key]
     except Exception as error:  # any class of transformers may object in its own way
-        return f"could not be tried on a small copy ({type(error).__name__}: {error})"
+        raise ValueError(f"{name} could not be tried on a small copy ({type(error).__name__}: {error})") from error
+    if isinstance(proof, str):
+        raise ValueError(f"{name} {proof}")
+    return Routing(experts_per_token(model), count_of(next(iter(routed_experts(model).values()))), *proof)
 
 
 @torch.no_grad()
-def _difference(twin: Any) -> str | None:
-    if not getattr(twin.config.get_text_config(), "num_hidden_layers", 0):
-        return "has no layers"
-    seen, hooks = list[tuple[Tensor, Tensor]](), list[Any]()
+def _prove(twin: Any) -> Proof | str:
+    """What is found of the twin, or what keeps it from being known."""
+    experts = routed_experts(twin)
+    if not experts:
+        return "has no layer with routed experts that is known here"
+    if len({count_of(module) for module in experts.values()}) > 1:
+        return "has layers with different numbers of experts"
     for name, buffer in twin.named_buffers():
         if name.endswith("bias"):  # of a router that adds it before it chooses
             buffer.normal_()
-    for module in twin.modules():
-        if is_experts(module):
-            hooks.append(module.register_forward_pre_hook(partial(_see, seen), with_kwargs=True))
+    seen = list[tuple[Tensor, Tensor]]()
+
+    def see(_: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+        seen.append(chosen_experts(args, named))
+
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in experts.values()]
     ids = torch.randint(FIRST_TOKEN, twin.get_input_embeddings().weight.shape[0], (1, LENGTH))
     out = twin.get_decoder()(input_ids=ids, use_cache=False, output_router_logits=True)
     for hook in hooks:
         hook.remove()
-    logits = out.get("router_logits") or ()
-    if not seen:
-        return "has no layer with routed experts that is known here"
-    if len(logits) != len(seen):
-        return f"gives the logits of {len(logits)} routers and has {len(seen)}"
-    for scores, (experts, weights) in zip(logits, seen):
-        scores = scores.view(-1, scores.shape[-1]).float()
-        if not torch.equal(scores.topk(experts.shape[-1]).indices.sort(-1).values, experts.sort(-1).values):
-            return "chooses other experts than those with the largest router logits"
-        theirs, ours = (x / x.sum(-1, keepdim=True) for x in (weights.float(), scores.softmax(-1).gather(-1, experts)))
-        if not torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4):
-            return "weighs its experts otherwise than by the softmax of the router logits"
-    return None
+    if len(seen) != len(experts):
+        return f"calls the experts of {len(seen)} layers and has those of {len(experts)}"
+    if any(chosen.shape != (LENGTH, experts_per_token(twin)) for chosen, _ in seen):
+        return "gives tokens another number of experts than its configuration says"
+    logits = [scores.view(-1, scores.shape[-1]) for scores in out.get("router_logits") or ()]
+    if [len(scores) for scores in logits] != [LENGTH] * len(seen):
+        return None, False
+    same = (name for name in SCORES if all(_weighs_by(name, *layer) for layer in zip(logits, *zip(*seen))))
+    return next(same, None), True
 
 
-def _see(seen: list[tuple[Tensor, Tensor]], _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
-    seen.append(chosen_experts(args, named))
+def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> bool:
+    """Whether experts are weighed by these scores, up to a factor of the token; of the layer, where a token has one expert."""
+    theirs, ours = weights.float(), SCORES[name](logits.float()).exp().gather(-1, experts)
+    if theirs.shape[-1] > 1 or torch.allclose(theirs, theirs[:1]):
+        theirs, ours = (x / x.sum(-1, keepdim=True) for x in (theirs, ours))
+    else:
+        theirs, ours = (x / x.sum() for x in (theirs, ours))
+    return torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4)
+
+
+def untrained_routers(model: Any) -> list[str]:
+    """The weights of routers, by the ends of their paths, as ``mlp.gate.weight``, where no router has one that is trained."""
+    paths = {id(module): without_adapters(path) for path, module in model.named_modules()}
+    routers = [paths[id(layer.router)] for layer in mixture_layers(model)]
+    if any(p.requires_grad for path in routers for p in model.get_submodule(path).parameters()):
+        return []
+    return sorted({".".join([*path.split(".")[-2:], "weight"]) for path in routers})
 
 
 def choose_heads(model: Any, settings: RouterSettings | None) -> list[str]:

@@ -168,7 +168,7 @@ def _compilation(
         "weights in FP8 are kept between calls": in_fp8,
         "only packs on a card are compiled for": not on_card,
         f"{type(model).__name__} has no list of layers": not decoder_layers(model),
-        "its layers' router logits are recorded for the router loss": router_loss,
+        "its layers' router logits are recorded for the losses of routers": router_loss,
         "adapters run through PEFT's own modules": unfused_kind(model) is not None,
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)

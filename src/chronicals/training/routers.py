@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ from chronicals.data import TokenStore
 from chronicals.models import PresentedModel
 from chronicals.models.lookahead_heads import lookahead_heads
 from chronicals.models.peft_kinds import within_adapters
+from chronicals.models.routed_experts import called_for_experts
+from chronicals.models.router_loss import SWITCH
 from chronicals.moe.anchor import FILE, Anchor, first_tokens
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
-from chronicals.moe.routers import check_routers, choose_heads, experts_per_token
+from chronicals.moe.routers import check_routers, choose_heads, routing_of, untrained_routers
 
 if TYPE_CHECKING:
     from chronicals.training.session import Session
@@ -47,9 +50,44 @@ def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
 
 
 def add_router_terms(presented: PresentedModel, settings: RouterSettings | None) -> None:
-    """Let the losses of ``settings`` but the anchor's be a part of any objective's."""
-    if settings is not None:
-        presented.additions = (RouterTerms(settings, experts_per_token(presented.model)),)
+    """Let the losses of ``settings`` but the anchor's be a part of any objective's, and what routers do be shown: as asked, and
+    where the class has a loss of its own.
+
+    Call it when adapters are there and weights are not yet divided.
+
+    Raises:
+        ConfigurationError: as ``prepare_routers``.
+    """
+    model = presented.model
+    if settings is None and presented.router_loss is None:
+        return
+    try:
+        routing = routing_of(model)
+    except ValueError as error:
+        if settings is not None:
+            raise ConfigurationError(f"router: {error}; leave the section out") from None
+        logger.warning("router metrics: what the routers do is not shown: %s", error)
+        return
+    settings = settings or RouterSettings(metrics=True)
+    presented.experts = called_for_experts(model)
+    presented.additions = (RouterTerms(settings, routing),)
+    named = [f"router.{name}={weight}" for name, weight in settings.weights.items() if name in OF_ROUTERS]
+    named += [f"{SWITCH}=True"] if presented.router_loss is not None else []
+    if named and (untrained := untrained_routers(model)):
+        _warn_of_untrained(named, untrained, any("lora_" in name for name, _ in model.named_parameters()))
+
+
+OF_ROUTERS = ("balance", "z", "temporal", "locality")
+"""Losses that are there to train routers; the anchor also holds what adapters below do to them."""
+
+
+def _warn_of_untrained(losses: list[str], weights: list[str], adapters: bool) -> None:
+    names = ",".join(weights)
+    remedy = f"add {names} to lora_target_parameters" if adapters else f"let {names} require a gradient"
+    logger.warning(
+        "%s: no router is trained (%s frozen, without adapters), so this loss only changes what comes to them from trained "
+        "weights below; %s to train them, or leave the loss out", ", ".join(losses), names, remedy,
+    )  # fmt: skip
 
 
 def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: Path | None) -> None:
@@ -81,6 +119,8 @@ def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: 
         batch = first_tokens(_documents(store), settings.anchor_tokens).to(device)
         with presented.attending_documents(), session.precision.autocast():
             anchor = Anchor.of(settings.anchor, presented, batch)
+    (terms,) = (addition for addition in presented.additions if isinstance(addition, RouterTerms))
+    anchor = replace(anchor, scores=terms.routing.scores)
     session.ranks.writer_does(lambda: anchor.write(output_dir), OSError)
     presented.additions = (*presented.additions, anchor)
 
