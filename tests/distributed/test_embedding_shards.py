@@ -13,7 +13,7 @@ import two_processes
 from chronicals.distributed import EmbeddingInShards, Mesh, shard_embedding, shard_frozen, why_embedding_stays_whole
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import decoder_layers
-from chronicals.models import quantise_layers
+from chronicals.models import count_values, quantise_layers
 
 sys.path.insert(0, str(Path(__file__).parent))
 import embedding_ranks
@@ -130,3 +130,15 @@ def test_what_a_rank_of_two_holds_of_eight_billion(kind, at_least):
     assert (whole - layers_divided) / GIB == pytest.approx(saved - 128256 * 4096 / GIB)
     if kind == "NF4":  # 1.43 where it was measured, of layers alone
         assert (whole - layers_divided) / GIB == pytest.approx(1.467, abs=0.002)
+
+
+@pytest.mark.parametrize("kind", ["NF4", "16 bit"])
+def test_weights_are_counted_as_all_ranks_have_them(kind):
+    model = tiny.llama(hidden_size=256, intermediate_size=512, attention_bias=True).requires_grad_(False)
+    whole = count_values(model)
+    assert whole == sum(p.numel() for p in model.parameters())
+    if kind == "NF4":
+        quantise_layers(model)
+    shard_frozen(decoder_layers(model), Mesh(0, 2), 2, torch.device("cpu"), torch.bfloat16)
+    assert shard_embedding(model, 0, 2, torch.device("cpu")) is None
+    assert count_values(model) == whole

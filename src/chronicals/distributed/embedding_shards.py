@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.config.paths import lasting
-from chronicals.distributed.weight_shards import PART
 from chronicals.lora.embedding_layer import is_embedding
 from chronicals.lora.embeddings import embeddings_to_store
 from chronicals.models import embedding_table
+from chronicals.models.rows import PART
 from chronicals.patching.fused_weights import is_hooked
 
 

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.distributed.mesh import Mesh, group_of
-from chronicals.distributed.weight_shards import CODES, PART
+from chronicals.distributed.weight_shards import CODES
+from chronicals.models.rows import PART
 from chronicals.quantization import Linear4bit, Packed, PackedBase, PackedLinear
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.side_by_side import lay_side_by_side
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models.presentation import AS_FORWARD
+from chronicals.models.rows import PART
 from chronicals.saving import Piece
 
 Products = Sequence[tuple[nn.Module, tuple[str, ...]]]
@@ -221,10 +222,6 @@ class WeightShards:
 def whole_parts(weights: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those of which every rank holds all."""
     return (weight for weight in weights if not isinstance(weight, DTensor) and not getattr(weight, PART, 0))
-
-
-PART = "_chronicals_part"
-"""Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it is divided."""
 
 
 CODES = "_chronicals_codes"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
+from chronicals.models.rows import PART
 from chronicals.quantization import Experts4bit, Linear4bit, Packed, PackedLinear
 from chronicals.quantization.experts import can_be_packed, pack_stack
 
@@ -125,7 +126,8 @@ def quantising_while_reading(watch: Watch | None = None, take: Take | None = Non
 
 
 def count_values(model: nn.Module) -> int:
-    """Weights that a model's parameters stand for: of what is packed those of the layer; else a byte of codes holds two."""
+    """Weights that a model's parameters stand for: of what is packed those of the layer, else a byte of codes holds two; of
+    what is divided among ranks those of all."""
     packed, inside = set[int](), 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -135,7 +137,7 @@ def count_values(model: nn.Module) -> int:
             packed |= {id(module.get_parameter(name)) for name in module.stacked}
             inside += module.values
     others = (p for p in model.parameters() if id(p) not in packed)
-    return inside + sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in others)
+    return inside + sum(p.numel() * getattr(p, PART, 1) * (2 if p.dtype == torch.uint8 else 1) for p in others)
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:

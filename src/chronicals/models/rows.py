@@ -15,6 +15,9 @@ from torch import Tensor, nn
 STORED = "_chronicals_stored_rows"
 """Attribute of a model on the meta device: where its weights are."""
 
+PART = "_chronicals_part"
+"""Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it is divided."""
+
 
 class StoredRows:
     """The weights of a folder or hub name, by the names of the model.
