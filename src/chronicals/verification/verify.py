@@ -213,7 +213,7 @@ def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, li
         notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
     sections = dict(config.sections)
     if beside := {name: sections.pop(name) for name in BESIDE if name in sections}:
-        notes.append(f"{beside}: these losses are in no arm, and their own tests hold them to their formulas")
+        notes.append(f"{beside}: these losses and metrics are in no arm, and their own tests hold them to their formulas")
     exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
     config = config.replace(lora_dropout=0.0, sections=sections, **exactly)
     return config, notes
