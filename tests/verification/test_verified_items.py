@@ -1,5 +1,7 @@
 """``verify`` of objectives over pairs and judged answers: healthy runs pass, faults of the road to the loss do not."""
 
+import functools
+import itertools
 import sys
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 import runs
 import tiny
+from chronicals.objectives import Term
 from chronicals.verification import verify
 from preferences import judged_rows, rows
 
@@ -15,6 +18,10 @@ LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 HEALTHY = {
     "dpo, stored": {"objective": "dpo", "dpo": {"beta": 0.3}},
     "dpo, off": {"objective": "dpo", **LORA, "gradient_accumulation_steps": 1},
+    "dpo, smoothed": {"objective": "dpo", "dpo": {"label_smoothing": 0.2}, **LORA},
+    "dpo, hinge": {"objective": "dpo", "dpo": {"loss": "hinge", "beta": 0.02}, **LORA},
+    "dpo, robust": {"objective": "dpo", "dpo": {"loss": "robust", "label_smoothing": 0.2}, **LORA},
+    "dpo, by token": {"objective": "dpo", "dpo": {"loss": "sigmoid_norm", "beta": 3.0}, **LORA},
     "dpo, bf16": {"objective": "dpo", **LORA, "mixed_precision": "bf16"},
     "ipo": {"objective": "ipo", **LORA},
     "simpo": {"objective": "simpo"},
@@ -45,8 +52,9 @@ def test_another_model_as_the_reference(tmp_path):
     assert verification.passed, verification.failures
 
 
-pairs, kto, reference, log_probabilities = (
-    sys.modules[f"chronicals.objectives.{name}"] for name in ("pairs", "kto", "reference", "log_probabilities")
+pairs, dpo, ipo, simpo, cpo, orpo, kto, reference, log_probabilities = (
+    sys.modules[f"chronicals.objectives.{name}"]
+    for name in ("pairs", "dpo", "ipo", "simpo", "cpo", "orpo", "kto", "reference", "log_probabilities")
 )
 
 
@@ -81,9 +89,52 @@ def of_a_micro_batch(monkeypatch):
     monkeypatch.setattr(kto.KTO, "__call__", wrong)
 
 
+def a_wrong_sign(monkeypatch):
+    """Every loss is that of the other answer, or of the other label."""
+    for module in (dpo, cpo):
+        monkeypatch.setattr(module, "dpo_losses", lambda h, *given, right=module.dpo_losses: right(-h, *given))
+    monkeypatch.setattr(ipo, "ipo_losses", lambda h, tau, right=ipo.ipo_losses: right(-h, tau))
+    monkeypatch.setattr(simpo, "simpo_losses", lambda a, b, gamma, right=simpo.simpo_losses: right(b, a, gamma))
+    monkeypatch.setattr(orpo, "log_odds_ratio", lambda a, b, right=orpo.log_odds_ratio: right(b, a))
+    monkeypatch.setattr(kto, "kto_losses", lambda r, z, good, *given, right=kto.kto_losses: right(r, z, ~good, *given))
+
+
+def by_token(monkeypatch):
+    """The loss of pairs, or of judged answers, is divided by tokens."""
+    for cls in (dpo.DPO, ipo.IPO, simpo.SimPO, cpo.CPO, orpo.ORPO):
+        monkeypatch.setattr(cls, "terms", lambda self, pairs, right=cls.terms: divided_by("targets", right(self, pairs), 1.0))
+    right = kto.KTO.__call__
+    monkeypatch.setattr(kto.KTO, "__call__", lambda self, model, batch: divided_by("targets", right(self, model, batch), 1.0))
+
+
+def a_mean_of_means(monkeypatch):
+    """The loss is a mean over the items of each micro-batch, and then over micro-batches."""
+
+    def of_pairs(self, pairs, right):
+        return divided_by("packs", right(self, pairs), pairs.there.sum().clamp(min=1))
+
+    def of_answers(self, model, batch, right=kto.KTO.__call__):
+        return divided_by("packs", right(self, model, batch), (batch.segments["side"] == 0).sum().clamp(min=1))
+
+    for cls in (dpo.DPO, ipo.IPO, simpo.SimPO, cpo.CPO, orpo.ORPO):
+        monkeypatch.setattr(cls, "terms", functools.partialmethod(of_pairs, right=cls.terms))
+    monkeypatch.setattr(kto.KTO, "__call__", of_answers)
+
+
+def divided_by(per, terms, count):
+    """The terms with what is minimised over items divided by ``count``, and by another count of the step."""
+    return {
+        name: Term(term.sum / count, term.coefficient, per) if term.coefficient and term.per == "items" else term
+        for name, term in terms.items()
+    }
+
+
 FAULTS = [
     (sides_swapped, "dpo, off"), (sides_swapped, "orpo"), (no_reference, "kto"), (a_document_late, "simpo"),
     (of_a_micro_batch, "kto"),
+    *itertools.product((a_wrong_sign, a_mean_of_means), ("dpo, off", "ipo", "simpo", "cpo", "orpo", "kto")),
+    *itertools.product((a_wrong_sign, a_mean_of_means), ("dpo, smoothed", "dpo, hinge", "dpo, robust", "dpo, by token")),
+    (by_token, "dpo, off"), (by_token, "orpo"), (by_token, "kto"),
 ]  # fmt: skip
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from chronicals.models import Term
+from chronicals.models import Term, Terms
+from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, nll_of_chosen, reward_metrics
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import settings
+from chronicals.objectives.terms import ScoredDocument, settings
 
 
 @register("cpo")
@@ -35,4 +36,12 @@ class CPO(PairObjective):
             self.name: Term(pairs.total(losses), per=PER_PAIR),
             **nll_of_chosen(pairs, given.alpha),
             **reward_metrics(pairs, given.beta * pairs.chosen, given.beta * pairs.rejected),
+        }
+
+    def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        given, better, worse = self.settings, log_p(chosen).sum(), log_p(rejected).sum()
+        h, share = given.beta * (better - worse), given.label_smoothing
+        return {
+            "cpo": Term((1 - share) * minus_log_sigmoid(h) + share * minus_log_sigmoid(-h), per="items"),
+            "cross_entropy": Term(-better, given.alpha, per="first_targets"),
         }

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.models import Term
+from chronicals.models import Term, Terms
+from chronicals.objectives.definitions import log_ratio, minus_log_sigmoid
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import settings
+from chronicals.objectives.terms import ScoredDocument, settings
 
 Loss = Literal["sigmoid", "hinge", "robust", "sigmoid_norm"]
 
@@ -69,3 +70,18 @@ class DPO(PairObjective, WithReference):
         losses = dpo_losses(given.beta * (scores[0] - scores[1]), given.loss, given.label_smoothing)
         loss = Term(pairs.total(losses), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, given.beta * chosen, given.beta * rejected)}
+
+    def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        given, better, worse = self.settings, log_ratio(chosen), log_ratio(rejected)
+        if given.loss == "sigmoid_norm":
+            h = given.beta * (better.mean() - worse.mean())
+        else:
+            h = given.beta * (better.sum() - worse.sum())
+        right, wrong, share = minus_log_sigmoid(h), minus_log_sigmoid(-h), given.label_smoothing
+        losses = {
+            "sigmoid": (1 - share) * right + share * wrong,
+            "robust": ((1 - share) * right - share * wrong) / (1 - 2 * share),
+            "hinge": (1 - h).clamp(min=0),
+            "sigmoid_norm": right,
+        }
+        return {"dpo": Term(losses[given.loss], per="items")}

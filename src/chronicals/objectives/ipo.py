@@ -10,11 +10,12 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.models import Term
+from chronicals.models import Term, Terms
+from chronicals.objectives.definitions import log_ratio
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import settings
+from chronicals.objectives.terms import ScoredDocument, settings
 
 
 def ipo_losses(h: Tensor, tau: float) -> Tensor:
@@ -37,3 +38,7 @@ class IPO(PairObjective, WithReference):
         losses = ipo_losses(chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens, tau)
         loss = Term(pairs.total(losses), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, tau * chosen, tau * rejected)}
+
+    def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        h = log_ratio(chosen).mean() - log_ratio(rejected).mean()
+        return {"ipo": Term((h - 0.5 / self.settings.tau) ** 2, per="items")}

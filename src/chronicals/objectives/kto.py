@@ -21,8 +21,8 @@ from chronicals.batch import Batch
 from chronicals.data.judged_answers import JUDGED
 from chronicals.data.store import LABEL, SIDE
 from chronicals.models import PresentedModel, Term, Terms
+from chronicals.objectives.definitions import document_of, log_ratio
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
-from chronicals.objectives.pairs import sums_of
 from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import ScoredDocument, settings
@@ -34,16 +34,16 @@ KL = "kl"
 """z, a segment of every Batch of a step."""
 
 
-def kto_losses(log_ratio: Tensor, kl: Tensor, good: Tensor, beta: float, desirable: float, undesirable: float) -> Tensor:
+def kto_losses(r: Tensor, kl: Tensor, good: Tensor, beta: float, desirable: float, undesirable: float) -> Tensor:
     """The loss of each answer.
 
     Args:
-        log_ratio: ``[N]``, r.
+        r: ``[N]``.
         kl: z, ``[1]``.
         good: bool ``[N]``.
         desirable, undesirable: λ_D and λ_U.
     """
-    gain = beta * (log_ratio - kl)
+    gain = beta * (r - kl)
     return torch.where(good, desirable * (1 - torch.sigmoid(gain)), undesirable * (1 - torch.sigmoid(-gain)))
 
 
@@ -72,14 +72,14 @@ class KTO(WithReference):
         given, segments = self.settings, batch.segments
         scores = score_tokens(model, batch, self.chunk_size)
         own, good = segments[SIDE] == OWN, segments[LABEL] == 1
-        log_ratio = document_sums(scores.log_p, batch) - segments[REFERENCE]
+        r = document_sums(scores.log_p, batch) - segments[REFERENCE]
         kl = segments[KL].clamp(min=0)
-        losses = kto_losses(log_ratio, kl, good, given.beta, given.desirable_weight, given.undesirable_weight)
+        losses = kto_losses(r, kl, good, given.beta, given.desirable_weight, given.undesirable_weight)
 
         def total(values: Tensor, which: Tensor) -> Tensor:
             return torch.where(which, values, 0.0).sum()
 
-        rewards = given.beta * log_ratio.detach()
+        rewards = given.beta * r.detach()
         here = own.sum().to(kl.dtype)
         return {
             "kto": Term(total(losses, own), per="items"),
@@ -90,19 +90,13 @@ class KTO(WithReference):
         }
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
-        return {KL: Term(_log_ratio(item, MISMATCHED).sum(), 0.0, "items")}
+        return {"kl": Term(log_ratio(document_of(item, 1)).sum(), 0.0, "items")}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
-        given, log_ratio = self.settings, _log_ratio(item, OWN)
-        good = torch.tensor([item[0].label == 1], device=log_ratio.device)
-        losses = kto_losses(
-            log_ratio, known[KL].clamp(min=0), good, given.beta, given.desirable_weight, given.undesirable_weight
-        )
-        return {"kto": Term(losses.sum(), per="items")}
-
-
-def _log_ratio(item: Sequence[ScoredDocument], side: int) -> Tensor:
-    """r, ``[1]``, of an item's document of this side."""
-    own, reference = sums_of(next(document for document in item if document.side == side))
-    assert reference is not None
-    return own - reference
+        given, answer = self.settings, document_of(item, 0)
+        r, z = log_ratio(answer).sum(), known["kl"].squeeze().clamp(min=0)
+        if answer.label == 1:
+            loss = given.desirable_weight * (1 - torch.sigmoid(given.beta * (r - z)))
+        else:
+            loss = given.undesirable_weight * (1 - torch.sigmoid(given.beta * (z - r)))
+        return {"kto": Term(loss, per="items")}

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.models import Term
+from chronicals.models import Term, Terms
+from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, nll_of_chosen, reward_metrics
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import settings
+from chronicals.objectives.terms import ScoredDocument, settings
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -51,4 +52,12 @@ class ORPO(PairObjective):
             self.name: Term(pairs.total(-F.logsigmoid(ratio)), beta, PER_PAIR),
             "log_odds_ratio": Term(pairs.total(ratio.detach()), 0.0, PER_PAIR),
             **reward_metrics(pairs, beta * chosen, beta * rejected),
+        }
+
+    def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        better, worse = (log_p(answer).double().mean().exp() for answer in (chosen, rejected))
+        ratio = (better / (1 - better)) / (worse / (1 - worse))
+        return {
+            "cross_entropy": Term(-log_p(chosen).sum(), per="first_targets"),
+            "odds_ratio": Term(minus_log_sigmoid(ratio.log()).float(), self.settings.beta, per="items"),
         }

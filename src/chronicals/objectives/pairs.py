@@ -21,8 +21,9 @@ from chronicals.batch import Batch
 from chronicals.data.loader import GROUP
 from chronicals.data.store import SIDE
 from chronicals.models import PresentedModel, Term, Terms
+from chronicals.objectives.definitions import document_of
 from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
-from chronicals.objectives.reference import REFERENCE, WithReference
+from chronicals.objectives.reference import WithReference
 from chronicals.objectives.terms import Objective, ScoredDocument
 
 CHOSEN, REJECTED = 0, 1
@@ -85,24 +86,6 @@ def pairs_of(sums: Tensor, batch: Batch, reference: Tensor | None) -> Pairs:
     return replace(found, **dict(zip(("reference_chosen", "reference_rejected"), references)))
 
 
-def pair_of(item: Sequence[ScoredDocument]) -> Pairs:
-    """The one pair of an item's documents, from their whole logits."""
-    documents = {document.side: document for document in item}
-    sides = [documents[side] for side in (CHOSEN, REJECTED)]
-    (chosen, reference_chosen), (rejected, reference_rejected) = (sums_of(document) for document in sides)
-    of_chosen, of_rejected = (torch.tensor([float(len(document.targets))], device=chosen.device) for document in sides)
-    return Pairs(chosen, rejected, of_chosen, of_rejected, of_chosen > 0, reference_chosen, reference_rejected)
-
-
-def sums_of(document: ScoredDocument) -> tuple[Tensor, Tensor | None]:
-    """``[1]`` both: log π of a document's targets, and log π_ref where a reference is among its frozen models."""
-    found = [
-        logits.float().log_softmax(-1).gather(-1, document.targets[:, None]).sum()[None]
-        for logits in (document.logits, *([document.frozen[REFERENCE]] if REFERENCE in document.frozen else []))
-    ]
-    return found[0], found[1] if len(found) > 1 else None
-
-
 class PairObjective(Objective):
     """Minimises a function of both answers' log-probabilities, the mean over the pairs of a step.
 
@@ -127,7 +110,11 @@ class PairObjective(Objective):
         return {**self.terms(pairs), **metrics, **scores.auxiliary}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
-        return self.terms(pair_of(item))
+        return self.pair_definition(document_of(item, 0), document_of(item, 1))
+
+    @abstractmethod
+    def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        """What a pair adds to the loss, by the formula (``definitions.py``), and what that is divided by."""
 
     @abstractmethod
     def terms(self, pairs: Pairs) -> dict[str, Term]:

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.models import Term
+from chronicals.models import Term, Terms
+from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import settings
+from chronicals.objectives.terms import ScoredDocument, settings
 
 
 def simpo_losses(chosen: Tensor, rejected: Tensor, gamma: float) -> Tensor:
@@ -37,3 +38,7 @@ class SimPO(PairObjective):
         chosen, rejected = (self.settings.beta * mean for mean in pairs.mean_log_p())
         loss = Term(pairs.total(simpo_losses(chosen, rejected, self.settings.gamma)), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, chosen, rejected)}
+
+    def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        better, worse = (self.settings.beta * log_p(answer).mean() for answer in (chosen, rejected))
+        return {"simpo": Term(minus_log_sigmoid(better - worse - self.settings.gamma), per="items")}

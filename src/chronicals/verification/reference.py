@@ -23,7 +23,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import SCORE, beside_text, is_within, score_of
 from chronicals.models.classifier import classifier_of
 from chronicals.models.router_loss import SWITCH, asks_for_router_loss, read_router_loss
-from chronicals.objectives import Count, Objective, ScoredDocument, divide
+from chronicals.objectives import Objective, ScoredDocument, Terms
 from chronicals.verification.modules import plain_name
 from chronicals.verification.plain_adapters import PlainAdapters, adapter_fields
 from chronicals.verification.quantised import (
@@ -59,6 +59,23 @@ Item = list[MaskedDocument]
 def count_targets(document: MaskedDocument) -> int:
     """Its tokens that are trained; the first is predicted by none."""
     return int(document.trained[1:].sum())
+
+
+def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
+    """What a step's sums are divided by, by the names of ``Step.counts``, counted anew from its items."""
+    items = [item for pack in packs for item in pack]
+    firsts = [next(document for document in item if document.side == 0) for item in items]
+    targets, good = sum(count_targets(document) for item in items for document in item), sum(d.label == 1 for d in firsts)
+    return {
+        "targets": targets, "weight": targets, "first_targets": sum(count_targets(document) for document in firsts),
+        "items": len(items), "good_items": good, "bad_items": len(items) - good, "packs": len(packs),
+    }  # fmt: skip
+
+
+def _divided(terms: Terms, counts: Mapping[str, int]) -> Tensor:
+    """What an item adds to the loss of its step."""
+    parts = [term.coefficient * term.sum / (counts[term.per] or 1) for term in terms.values() if term.coefficient]
+    return torch.stack(parts).sum()
 
 
 class PlainArm:
@@ -164,7 +181,7 @@ class PlainArm:
                 parameter.copy_(weights[name])
 
     def differentiate(
-        self, packs: Sequence[Sequence[Item]], counts: Mapping[str, Count], scale: float = 1.0
+        self, packs: Sequence[Sequence[Item]], counts: Mapping[str, int], scale: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward over a whole step.
 
@@ -183,7 +200,7 @@ class PlainArm:
         for rows in self._forward_passes([max(len(document.ids) for document in item) for item in items]):
             with self._products():
                 scored = self._scored([items[row] for row in rows])
-                losses = torch.stack([divide(self.objective.item_definition(item, known), counts)["loss"] for item in scored])
+                losses = torch.stack([_divided(self.objective.item_definition(item, known), counts) for item in scored])
             (losses.sum() * scale).backward()
             found[rows] = losses.detach().double().cpu() * counts["targets"]
         if self.router_loss:
@@ -196,7 +213,7 @@ class PlainArm:
         return found, gradients
 
     @torch.no_grad()
-    def _known(self, items: Sequence[Item], counts: Mapping[str, Count]) -> dict[str, Tensor]:
+    def _known(self, items: Sequence[Item], counts: Mapping[str, int]) -> dict[str, Tensor]:
         """What the objective must know of the whole step, ``[1]`` by name."""
         if type(self.objective).known_definition is Objective.known_definition:
             return {}

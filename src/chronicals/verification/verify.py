@@ -43,7 +43,6 @@ from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.training.routers import prepare_routers
-from chronicals.training.step import counts_of
 from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
 from chronicals.verification import comparison
@@ -58,6 +57,7 @@ from chronicals.verification.reference import (
     PlainAdamW,
     PlainArm,
     changed_buffers,
+    count_items,
     exact_products,
     scheduled_rates,
     without_dropout,
@@ -330,8 +330,8 @@ class _Comparison:
         return {name: self.path.weight(name) if name in self.path.trained else own[name].detach().clone() for name in own}
 
     def one_step(self, step: Step, number: int, packs: list[list[Item]]) -> None:
-        before, counts = self._weights(), counts_of(step, Mesh())
-        targets = int(step.counts["targets"])
+        before, counts = self._weights(), count_items(packs)
+        targets = counts["targets"]
         self.fp32.load(before)
         self.plain.load(before)
         made = self.path.step(step, number)
