@@ -54,6 +54,9 @@ def lookahead(found: dict) -> str:
 
 HEADS = ("layer_ahead", "gate_reuse")
 
+RENAMED = {"log_odds_ratio": "log_odds_chosen"}
+"""Metrics that are called otherwise since they were measured."""
+
 
 def stages(found: dict) -> str:
     rows, runs = [], found["stages"]
@@ -65,7 +68,7 @@ def stages(found: dict) -> str:
                 before, after = (sum(run[side] for run in some) / max(len(some), 1) for side in ("before", "after"))
                 count = f"{sum(run['improved'] for run in some)} of {len(some)}"
                 cells.append(f"{before:.2f} → {after:.2f} ({count})" if some else "-")
-        rows.append([key[0], key[1], *cells])
+        rows.append([key[0], RENAMED.get(key[1], key[1]), *cells])
     head = ["stage", "held-out", "native, full", "native, LoRA", "Qwen3-MoE, full", "Qwen3-MoE, LoRA"]
     return (
         f"Every stage with losses of routers, {found['about']['steps']} steps of a small model; held-out rows before and "

@@ -42,7 +42,9 @@ ADAPTERS = {
 }  # fmt: skip
 RATES = {"sft": (1e-3, 2e-3), "dpo": (3e-4, 1e-3), "orpo": (1e-3, 2e-3), "distill": (1e-3, 2e-3)}
 """Peak learning rates, of all weights and of adapters."""
-MEASURED = {"sft": ("cross_entropy", -1), "dpo": ("rewards/margins", 1), "orpo": ("log_odds_ratio", 1), "distill": ("loss", -1)}
+MEASURED = {
+    "sft": ("cross_entropy", -1), "dpo": ("rewards/margins", 1), "orpo": ("log_odds_chosen", 1), "distill": ("loss", -1),
+}  # fmt: skip
 """What is measured of a stage on held-out rows, and which way is better."""
 TRAINED, HELD = 300, 60
 

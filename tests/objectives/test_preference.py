@@ -91,6 +91,8 @@ def test_loss_gradients_and_metrics_are_those_of_trl(objective, section, setting
     assert_close(gradients, expected)
     for name in SHOWN | {"entropy"}:
         assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=5e-5), name  # differences of sums of some -80
+    both = (shown["rewards/chosen"] + shown["rewards/rejected"]) / (2 * beta)
+    assert terms["kl"] == pytest.approx(both, rel=1e-4, abs=5e-5 / beta)
 
 
 def test_conservative_dpo_weighs_both_ways_of_a_pair():
@@ -143,7 +145,11 @@ def test_objectives_without_a_reference_are_those_of_trl(objective, trainer, sec
     expected = loss + prompts * (nll_of(model, batch, batch["chosen_labels"]) - nll_of(model, batch, whole))
     assert terms["loss"] == pytest.approx(float(expected), rel=1e-4)
     assert_close(gradients, gradients_of(model, expected))
-    for name in REWARDS:
+    of_chosen = shown["nll_loss"] if section.get("alpha") else nll_of(model, batch, batch["chosen_labels"])  # 0 without alpha
+    shown["cross_entropy"] = float(of_chosen)
+    assert terms.get("odds_ratio") == (-terms["log_odds_ratio"] if prompts else None)
+    beside = {"orpo": {"cross_entropy", "log_odds_ratio", "log_odds_chosen"}, "cpo": {"cross_entropy"}}
+    for name in SHOWN | beside.get(objective, set()):
         assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=1e-5), name
 
 
@@ -163,10 +169,13 @@ def trl_kto(folder, model, reference, store, **settings):
     return loss, gradients_of(model, loss), {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 
+@pytest.mark.parametrize("labels", [None, True, False], ids=["both", "good", "bad"])
 @pytest.mark.parametrize("seed_of_reference", [8, 16])
-def test_kto_is_that_of_trl(seed_of_reference, tmp_path):
-    """With a divergence held at zero, or above it."""
+def test_kto_is_that_of_trl(seed_of_reference, labels, tmp_path):
+    """With a divergence held at zero, or above it; with answers of one kind alone, without the means of the other."""
     given, other = judged_rows(COUNT), tiny.llama(seed=seed_of_reference)
+    if labels is not None:
+        given = [{**row, "label": labels} for row in given]
     other.save_pretrained(tmp_path / "reference")
     section = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7, "reference_model": str(tmp_path / "reference")}
     terms, gradients = one_step(tmp_path, given, "kto", section, max_seq_length=2048)
@@ -177,7 +186,10 @@ def test_kto_is_that_of_trl(seed_of_reference, tmp_path):
     assert terms["loss"] == pytest.approx(float(loss), rel=1e-4)
     assert_close(gradients, expected)
     assert (terms["kl"] > 0.1) == (seed_of_reference == 16)
-    for name in ("kl", "rewards/chosen", "rewards/rejected"):
+    expected = {name for name in shown if not name.startswith(("logits/", "num_tokens"))}
+    assert expected == terms.keys() - {"loss", "grad_norm", "applied"}
+    assert ("rewards/margins" in terms) == (labels is None)
+    for name in expected:
         assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=5e-5), name
 
 
@@ -300,6 +312,28 @@ def test_held_out_pairs_are_compared_with_the_reference_too(tmp_path):
     result = train(tmp_path, validation_split=0.25)
     assert set(result.evaluation.others) >= REWARDS and result.evaluation.perplexity is None
     assert result.evaluation.others["rewards/margins"] > 0
+
+
+@pytest.mark.parametrize("labels", [None, True, False], ids=["both", "good", "bad"])
+def test_means_over_no_answers_are_not_shown(labels, tmp_path):
+    """Neither of a run's steps, one of which may have answers of one kind alone, nor of held-out answers."""
+    held_out = judged_rows(6, seed=5)
+    if labels is not None:
+        held_out = [{**row, "label": labels} for row in held_out]
+    alone = {"batch_size": 1, "gradient_accumulation_steps": 1, "max_documents": 6}
+    result = train(tmp_path, judged_rows(24), objective="kto", eval_rows=held_out, max_steps=8, **alone)
+    of_kind = {True: {"rewards/chosen", "logps/chosen"}, False: {"rewards/rejected", "logps/rejected"}}
+    everything = {"rewards/margins", *of_kind[True], *of_kind[False]}
+    expected = everything if labels is None else of_kind[labels]
+    assert set(result.evaluation.others) & everything == expected
+    assert set(result.evaluation.others) - everything == {"kl", "entropy"}
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert {"rewards/margins" in line for line in lines} == {True, False}
+    for line in lines:
+        both = {f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")} <= line.keys()
+        assert ("rewards/margins" in line) == both
+        if both:
+            assert line["rewards/margins"] == pytest.approx(line["rewards/chosen"] - line["rewards/rejected"], abs=1e-6)
 
 
 @pytest.mark.parametrize(

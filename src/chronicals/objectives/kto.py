@@ -25,10 +25,13 @@ from chronicals.objectives.definitions import document_of, log_ratio
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Count, ScoredDocument, Value, settings
 
 OWN, MISMATCHED = 0, 1
 """Sides: the row's own answer, and the answer of another row to its prompt."""
+
+GOOD, BAD = "good_items", "bad_items"
+"""The counts of a step's good and bad answers."""
 
 KL = "kl"
 """z, a segment of every Batch of a step."""
@@ -72,22 +75,33 @@ class KTO(WithReference):
         given, segments = self.settings, batch.segments
         scores = score_tokens(model, batch, self.chunk_size)
         own, good = segments[SIDE] == OWN, segments[LABEL] == 1
-        r = document_sums(scores.log_p, batch) - segments[REFERENCE]
+        log_p = document_sums(scores.log_p, batch)
+        r = log_p - segments[REFERENCE]
         kl = segments[KL].clamp(min=0)
         losses = kto_losses(r, kl, good, given.beta, given.desirable_weight, given.undesirable_weight)
 
         def total(values: Tensor, which: Tensor) -> Tensor:
             return torch.where(which, values, 0.0).sum()
 
-        rewards = given.beta * r.detach()
-        here = own.sum().to(kl.dtype)
+        here, metrics = own.sum().to(kl.dtype), {}
+        for name, values in (("rewards", given.beta * r.detach()), ("logps", log_p.detach())):
+            metrics[f"{name}/chosen"] = Term(total(values, own & good), 0.0, GOOD)
+            metrics[f"{name}/rejected"] = Term(total(values, own & ~good), 0.0, BAD)
         return {
             "kto": Term(total(losses, own), per="items"),
             "kl": Term(kl.detach()[0] * here, 0.0, "items"),
-            "rewards/chosen": Term(total(rewards, own & good), 0.0, "good_items"),
-            "rewards/rejected": Term(total(rewards, own & ~good), 0.0, "bad_items"),
+            "entropy": Term(total(document_sums(scores.entropy, batch), own), 0.0, "first_targets"),
+            **metrics,
             **scores.auxiliary,
         }
+
+    def finish_metrics(self, values: Mapping[str, Value], counts: Mapping[str, Count]) -> dict[str, Value]:
+        """Without means over the good or the bad answers where there are none; with their margin where there are both."""
+        without = {side for side, count in (("/chosen", GOOD), ("/rejected", BAD)) if not counts[count]}
+        shown = {name: value for name, value in values.items() if not name.endswith(tuple(without))}
+        if not without:
+            shown["rewards/margins"] = shown["rewards/chosen"] - shown["rewards/rejected"]
+        return shown
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
         return {"kl": Term(log_ratio(document_of(item, 1)).sum(), 0.0, "items")}

@@ -37,7 +37,7 @@ def log_one_minus_exp(x: Tensor) -> Tensor:
 class ORPO(PairObjective):
     """Supervised fine-tuning on the chosen answers, with the odds of the rejected ones held down."""
 
-    name = "odds_ratio"
+    name, by_token = "odds_ratio", True
     full_learning_rate, adapter_learning_rate = 8e-6, 1e-4
 
     @settings
@@ -47,10 +47,12 @@ class ORPO(PairObjective):
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         beta, (chosen, rejected) = self.settings.beta, pairs.mean_log_p()
         ratio = log_odds_ratio(chosen, rejected)
+        losses = -F.logsigmoid(ratio)
         return {
             **nll_of_chosen(pairs, 1.0),
-            self.name: Term(pairs.total(-F.logsigmoid(ratio)), beta, PER_PAIR),
-            "log_odds_ratio": Term(pairs.total(ratio.detach()), 0.0, PER_PAIR),
+            self.name: Term(pairs.total(losses), beta, PER_PAIR),
+            "log_odds_chosen": Term(pairs.total(ratio.detach()), 0.0, PER_PAIR),
+            "log_odds_ratio": Term(-pairs.total(losses.detach()), 0.0, PER_PAIR),
             **reward_metrics(pairs, beta * chosen, beta * rejected),
         }
 

@@ -91,22 +91,28 @@ class PairObjective(Objective):
 
     Attributes:
         name: of the loss among the terms.
+        by_token: whether the log-probabilities that are shown are means over an answer's tokens, as those of the loss.
     """
 
     row_kinds: ClassVar[tuple[str, ...]] = ("preference",)
     full_learning_rate: ClassVar[float] = 1e-6
     adapter_learning_rate: ClassVar[float] = 1e-5
     name: ClassVar[str]
+    by_token: ClassVar[bool] = False
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         reference = self.reference_sums(model, batch) if isinstance(self, WithReference) else None
         scores = score_tokens(model, batch, self.chunk_size)
         pairs = pairs_of(document_sums(scores.log_p, batch), batch, reference)
+        chosen, rejected = pairs.mean_log_p() if self.by_token else (pairs.chosen, pairs.rejected)
         metrics = {
-            "logps/chosen": Term(pairs.total(pairs.chosen.detach()), 0.0, PER_PAIR),
-            "logps/rejected": Term(pairs.total(pairs.rejected.detach()), 0.0, PER_PAIR),
+            "logps/chosen": Term(pairs.total(chosen.detach()), 0.0, PER_PAIR),
+            "logps/rejected": Term(pairs.total(rejected.detach()), 0.0, PER_PAIR),
             "entropy": Term(scores.entropy.sum(), 0.0),
         }
+        if reference is not None:
+            of_chosen, of_rejected = pairs.log_ratios()
+            metrics["kl"] = Term(pairs.total((of_chosen + of_rejected).detach() / 2), 0.0, PER_PAIR)
         return {**self.terms(pairs), **metrics, **scores.auxiliary}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:

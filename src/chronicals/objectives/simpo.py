@@ -27,7 +27,7 @@ def simpo_losses(chosen: Tensor, rejected: Tensor, gamma: float) -> Tensor:
 class SimPO(PairObjective):
     """Raises the mean log-probability of the chosen answer's tokens over that of the rejected one's, by a margin."""
 
-    name = "simpo"
+    name, by_token = "simpo", True
 
     @settings
     class Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pydantic
 import torch
@@ -22,6 +22,8 @@ from chronicals.saving import SavedModel
 Count = int | float | Tensor
 """What a sum is divided by; a scalar on the device where steps are CUDA graphs."""
 
+Value = TypeVar("Value", Tensor, float)
+"""Of a metric, on the device or not."""
 
 CHUNK = 4352
 """Rows of logits that exist at a time, unless told otherwise."""
@@ -150,6 +152,15 @@ class Objective(ABC):
             The Batch as ``__call__`` gets it, with more segments or the same; and terms.
         """
         return batch, {}
+
+    def finish_metrics(self, values: Mapping[str, Value], counts: Mapping[str, Count]) -> dict[str, Value]:
+        """What is shown of a whole step, or of held-out data: all by default.
+
+        Args:
+            values: by name, as ``divide`` gives them, added up.
+            counts: of the step, on the host; or of the data.
+        """
+        return dict(values)
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:

@@ -100,6 +100,7 @@ def evaluate(
     loss = sum(terms[name].coefficient * value for name, value in values.items())
     perplexity = math.exp(min(values["cross_entropy"], 700.0)) if "cross_entropy" in values else None
     others = {name: values[name] for name in shown(terms) if name != "token_accuracy"}
+    others = objective.finish_metrics(others, counts)
     return Evaluation(loss, perplexity, values.get("token_accuracy"), int(counts["targets"]), others)
 
 

@@ -240,7 +240,7 @@ class Session:
             self._parts.inspect = None
         if self._has_magnitudes:
             forget_row_norms(self.model)
-        return {**scalars, **self._beside}
+        return {**self.objective.finish_metrics(scalars, counts), **self._beside}
 
     def _reduce(self, scalars: list[Tensor]) -> Tensor | None:
         self.before_update()
