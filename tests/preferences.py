@@ -49,12 +49,13 @@ def store_of(folder: Path, given: list[dict[str, Any]], kinds: tuple[str, ...] =
 
 def one_step(
     folder: Path, given: list[dict[str, Any]], objective: str, section: dict[str, Any], model: Any = None, column: Any = None,
-    **changes: Any,
+    padded: bool = False, **changes: Any,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:  # fmt: skip
     """Terms and gradients of one step over all rows: the gradients before clipping, by the name of the parameter.
 
     Args:
         column: values of the documents' ``reference``, if the store is to have some.
+        padded: each document behind its prompt in a row of its own, as of a class that does not keep documents apart.
     """
     usual = {"batch_size": 1, "gradient_accumulation_steps": 1, "max_grad_norm": float("inf"), "objective": objective}
     config = runs.config(folder, **{**usual, objective: section, **changes})
@@ -69,10 +70,12 @@ def one_step(
     def look() -> None:
         gradients.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
-    with prepared(model, config, build_objective(config), tokenizer=tiny.tokenizer()) as session, session.stepping():
-        model.train()
-        (step,) = stream.steps(count=1)
-        terms = session.train_once(step, look)
+    with prepared(model, config, build_objective(config), tokenizer=tiny.tokenizer()) as session:
+        session.presented.packed &= not padded
+        with session.stepping():
+            model.train()
+            (step,) = stream.steps(count=1)
+            terms = session.train_once(step, look)
     return {name: float(value) for name, value in terms.items()}, gradients
 
 

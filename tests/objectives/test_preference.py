@@ -8,7 +8,7 @@ import torch
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.objectives import OBJECTIVES as OBJECTIVES_BY_NAME
+from chronicals.objectives import OBJECTIVES
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
 from chronicals.training import CheckpointError
@@ -193,7 +193,7 @@ def test_kto_is_that_of_trl(seed_of_reference, labels, tmp_path):
         assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=5e-5), name
 
 
-OBJECTIVES = {
+SETTINGS = {
     "dpo": {"beta": 0.3}, "ipo": {"tau": 0.3}, "simpo": {}, "cpo": {}, "orpo": {}, "kto": {"beta": 0.3},
 }  # fmt: skip
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -204,17 +204,51 @@ def reference_column(store, seed=3):
     return -120 + 3 * torch.randn(len(store), generator=torch.Generator().manual_seed(seed)).numpy()
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_however_a_step_is_divided(objective, tmp_path):
+def rows_and_reference(folder, objective, count):
+    """Rows that the objective takes, and what their documents have under its reference."""
+    given = judged_rows(count) if objective == "kto" else rows(count)
+    if objective not in WITH_REFERENCE:
+        return given, None
+    return given, reference_column(store_of(folder, given, OBJECTIVES[objective].row_kinds))
+
+
+VARIANTS = {
+    **SETTINGS,
+    "dpo, smoothed": {"beta": 0.3, "label_smoothing": 0.2},
+    "dpo, hinge": {"beta": 0.02, "loss": "hinge"},
+    "dpo, robust": {"beta": 0.3, "loss": "robust", "label_smoothing": 0.2},
+    "dpo, by token": {"beta": 3.0, "loss": "sigmoid_norm"},
+    "cpo, smoothed": {"label_smoothing": 0.1},
+}
+
+
+APART = {"padded": {"padded": True}, "a pack each": {"use_sequence_packing": False, "max_seq_length": 128, "batch_size": COUNT}}
+
+
+@pytest.mark.parametrize("way", APART)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_is_what_separate_rows_give(name, way, tmp_path):
+    """One pack with all pairs, whose answers share their prompts: each answer in a row with its prompt; each pair in a pack."""
+    objective = name.partition(",")[0]
+    given, column = rows_and_reference(tmp_path, objective, COUNT)
+    packed, other = (
+        one_step(tmp_path, given, objective, VARIANTS[name], column=column, **{"max_seq_length": 2048, **more})
+        for more in ({}, APART[way])
+    )
+    assert other[0] == pytest.approx(packed[0], rel=1e-5, abs=1e-6)
+    assert_close(other[1], packed[1], 1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_however_a_step_is_divided(name, tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
-    given, found = judged_rows(8) if objective == "kto" else rows(8), []
-    kinds = OBJECTIVES_BY_NAME[objective].row_kinds
-    column = reference_column(store_of(tmp_path, given, kinds)) if objective in WITH_REFERENCE else None
+    objective, found = name.partition(",")[0], []
+    given, column = rows_and_reference(tmp_path, objective, 8)
     divisions = [(1, 8, {"max_documents": 3}), (2, 4, {"max_documents": 3}), (8, 1, {"max_documents": 3}), (1, 8, {})]
     for batch, accumulation, more in divisions:
         found.append(
             one_step(
-                tmp_path, given, objective, OBJECTIVES[objective], column=column, batch_size=batch,
+                tmp_path, given, objective, VARIANTS[name], column=column, batch_size=batch,
                 gradient_accumulation_steps=accumulation, max_seq_length=128, **more,
             )
         )  # fmt: skip
