@@ -6,13 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import create_dataloader
+from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import PresentedModel
+from chronicals.quantization import Linear4bit
 
 VOCABULARY = 61
 SIZES = {
@@ -253,3 +255,28 @@ def assert_same(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: 
     mean = torch.stack([x.norm() for x in expected.values()]).mean().item()
     for name, x in expected.items():
         assert (x - got[name]).norm().item() <= tolerance * max(x.norm().item(), 1e-2 * mean), name
+
+
+def replaced(model: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
+    """``model``, whose layers' linear layers are what ``make`` makes of them."""
+    for path, layer in list(model.get_decoder().layers.named_modules()):
+        if isinstance(layer, nn.Linear):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_decoder().layers.get_submodule(parent), name, make(layer))
+    return model
+
+
+def four_bit_pair(family: str, adapted: bool, **config: Any) -> tuple[Any, Any]:
+    """A model in 4 bits and the plain one that it stands for, in fp64, with the same adapters."""
+    model, plain = build(family), build(family)
+    plain.load_state_dict(model.state_dict())
+    replaced(model, Linear4bit.of), replaced(plain, lambda layer: Linear4bit.of(layer).to(torch.float64).plain())
+    for one in (model.double(), plain.double()):
+        torch.manual_seed(0)
+        if adapted:
+            apply_lora(one, LoRAConfig(rank=4, dropout=0.0, **config))
+        for name, p in one.named_parameters():
+            p.requires_grad_(p.requires_grad and p.is_floating_point())
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.1)
+    return model, plain

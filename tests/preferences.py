@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,13 @@ def store_of(folder: Path, given: list[dict[str, Any]], kinds: tuple[str, ...] =
 
 def one_step(
     folder: Path, given: list[dict[str, Any]], objective: str, section: dict[str, Any], model: Any = None, column: Any = None,
-    padded: bool = False, **changes: Any,
+    padded: bool = False, ready: Callable[[Any], None] | None = None, **changes: Any,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:  # fmt: skip
     """Terms and gradients of one step over all rows: the gradients before clipping, by the name of the parameter.
 
     Args:
         column: values of the documents' ``reference``, if the store is to have some.
+        ready: called with the model when it is prepared, before the step.
         padded: each document behind its prompt in a row of its own, as of a class that does not keep documents apart.
     """
     usual = {"batch_size": 1, "gradient_accumulation_steps": 1, "max_grad_norm": float("inf"), "objective": objective}
@@ -72,6 +74,8 @@ def one_step(
 
     with prepared(model, config, build_objective(config), tokenizer=tiny.tokenizer()) as session:
         session.presented.packed &= not padded
+        if ready is not None:
+            ready(model)
         with session.stepping():
             model.train()
             (step,) = stream.steps(count=1)

@@ -10,6 +10,7 @@ import families
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
+from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts
 from chronicals.patching.decoder_layer import BY
@@ -59,9 +60,10 @@ def assert_equal(model, presented, batch):
 
 def gradients_of(model, states):
     generator = torch.Generator().manual_seed(1)
-    upstream = torch.randn(states.shape, generator=generator)
-    found = torch.autograd.grad(states, list(model.parameters()), upstream, allow_unused=True)
-    return {name: g for (name, _), g in zip(model.named_parameters(), found) if g is not None and g.norm() > 1e-6}
+    upstream = torch.randn(states.shape, generator=generator).to(states)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found = torch.autograd.grad(states, [p for _, p in trained], upstream, allow_unused=True)
+    return {name: g for (name, _), g in zip(trained, found) if g is not None and g.norm() > 1e-6}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "granite"])
@@ -80,15 +82,33 @@ def test_padded_rows(family, batch):
     assert_equal(model, presented, batch)
 
 
+def twins(family, how):
+    """A model and the plain one that it stands for, in fp64, with the same adapters where there are some."""
+    if how == "LoRA over NF4":
+        return families.four_bit_pair(family, adapted=True)
+    model = families.build(family).double()
+    if how == "LoRA":
+        apply_lora(model, LoRAConfig(rank=4, dropout=0.0))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("how", ["all weights", "LoRA", "LoRA over NF4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_fused_layers(family, batch):
-    model = families.build(family)
-    plain = copy.deepcopy(model)
+def test_fused_layers(family, how, batch):
+    """States and every gradient, of weights and of adapters."""
+    model, plain = twins(family, how)
     presented = present(model, pack_width=WIDTH)
     patch_parts(model, whole_layers=True)
     fuse_weights(model)
     before = decoder_layer.runs[BY]
     with presented.attending_documents():
         states = presented.hidden_states(batch)[batch.targets >= 0]
+        found = gradients_of(model, states)
     assert decoder_layer.runs[BY] > before
-    torch.testing.assert_close(states, alone(plain, batch), rtol=1e-4, atol=1e-4)
+    expected_states = alone(plain, batch)
+    expected = gradients_of(plain, expected_states)
+    assert any("lora_A" in name for name in expected) == ("LoRA" in how)
+    families.assert_same({"states": expected_states, **expected}, {"states": states, **found})

@@ -5,40 +5,13 @@ import torch
 from torch import nn
 
 import families
-from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models.linear import read_linear
 from chronicals.patching import decoder_layer, patch_parts, run_in_fp8, unfuse_weights
 from chronicals.patching import fused_weights as weights_module
 from chronicals.patching.decoder_layer import BY
-from chronicals.quantization import Linear4bit
+from families import four_bit_pair
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "phi3"]
-
-
-def replaced(model, make):
-    """``model``, whose layers' linear layers are what ``make`` makes of them."""
-    for path, layer in list(model.get_decoder().layers.named_modules()):
-        if isinstance(layer, nn.Linear):
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_decoder().layers.get_submodule(parent), name, make(layer))
-    return model
-
-
-def pair(family, adapted, **config):
-    """A model in 4 bits and the plain one that it stands for, in fp64, with the same adapters."""
-    model = families.build(family)
-    plain = families.build(family)
-    plain.load_state_dict(model.state_dict())
-    replaced(model, Linear4bit.of), replaced(plain, lambda layer: Linear4bit.of(layer).to(torch.float64).plain())
-    for one in (model.double(), plain.double()):
-        torch.manual_seed(0)
-        if adapted:
-            apply_lora(one, LoRAConfig(rank=4, dropout=0.0, **config))
-        for name, p in one.named_parameters():
-            p.requires_grad_(p.requires_grad and p.is_floating_point())
-            if "lora_B" in name:
-                torch.nn.init.normal_(p, std=0.1)
-    return model, plain
 
 
 def compared(model, plain, batch):
@@ -50,7 +23,7 @@ def compared(model, plain, batch):
 @pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapters"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_layers_compute_what_the_class_computes(family, adapted):
-    (model, plain), batch = pair(family, adapted), families.documents_batch()
+    (model, plain), batch = four_bit_pair(family, adapted), families.documents_batch()
     if not adapted:  # norms, embedding and head are trained; the plain model's linear layers are not
         for layer in plain.get_decoder().layers:
             for child in layer.modules():
@@ -70,13 +43,13 @@ def test_fused_layers_compute_what_the_class_computes(family, adapted):
 
 
 def test_dora_over_4_bits():
-    (model, plain), batch = pair("llama", True, use_dora=True), families.documents_batch()
+    (model, plain), batch = four_bit_pair("llama", True, use_dora=True), families.documents_batch()
     patch_parts(model, whole_layers=True)
     assert any("magnitude" in name for name in compared(model, plain, batch))
 
 
 def test_layers_of_one_shape_share_what_they_are_dequantised_to():
-    model, _ = pair("llama", adapted=True)
+    model, _ = four_bit_pair("llama", adapted=True)
     patch_parts(model, whole_layers=True)
     decoder_layer.fuse_weights(model)
     first, second = (
@@ -87,7 +60,7 @@ def test_layers_of_one_shape_share_what_they_are_dequantised_to():
 
 
 def test_a_cast_model_is_dequantised_to_the_new_type():
-    (model, plain), batch = pair("llama", adapted=True), families.documents_batch()
+    (model, plain), batch = four_bit_pair("llama", adapted=True), families.documents_batch()
     patch_parts(model, whole_layers=True)
     compared(model, plain, batch)
     model.float(), model.double()
@@ -99,7 +72,7 @@ def test_a_cast_model_is_dequantised_to_the_new_type():
 
 
 def test_partly_in_4_bits_runs_part_by_part():
-    model, _ = pair("llama", adapted=False)
+    model, _ = four_bit_pair("llama", adapted=False)
     attention = model.get_decoder().layers[0].self_attn
     attention.q_proj = attention.q_proj.plain()
     with pytest.raises(weights_module.Unmerged, match="differ in type"):
