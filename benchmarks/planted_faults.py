@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from chronicals.data import build_store  # noqa: E402
 from chronicals.data.gate import RULES, DataReport  # noqa: E402
-from data.planted_faults import ALONG, PLANTED, WIDTH, encoder, planted  # noqa: E402  the tests' own table
+from data.planted_faults import ALONG, PLANTED, WIDTH, encoder, planted, rule_of  # noqa: E402  the tests' own table
 
 INTRODUCTION = """\
 # The data checks
@@ -37,7 +37,7 @@ gate:
 ```
 
 This page is written by `python benchmarks/planted_faults.py`. Its last column says what the checks report for a file of sound
-rows with one such fault planted in it.
+rows with one such fault planted in it: chats, or the rows of the objective that it names.
 
 | rule | an error above | what it finds | what to do | found in a planted file |
 |---|---|---|---|---|
@@ -45,15 +45,20 @@ rows with one such fault planted in it.
 
 
 def found(rule: str) -> str:
-    """The rule's verdict on its planted file; it must find that row, and nothing that does not come along."""
-    if rule not in PLANTED:
-        return "tests of its own"
+    """The rule's verdict on each file planted for it."""
+    names = [name for name in PLANTED if rule_of(name) == rule]
+    return "; ".join(" ".join([*name.split("/")[1:2], verdict(name)]) for name in names) or "tests of its own"
+
+
+def verdict(name: str) -> str:
+    """On a planted file, in which the rule must find that row, and nothing that does not come along."""
+    rule = rule_of(name)
     with tempfile.TemporaryDirectory() as folder:
-        path, tokenizer, number = planted(rule, Path(folder))
-        report: DataReport = build_store(path, encoder(rule, tokenizer), WIDTH, Path(folder)).report
+        path, tokenizer, number = planted(name, Path(folder))
+        report: DataReport = build_store(path, encoder(name, tokenizer), WIDTH, Path(folder)).report
     finding = report.findings[rule]
-    if finding.rows != [number] or set(report.findings) != {rule} | ALONG.get(rule, set()):
-        raise SystemExit(f"{rule}: planted in row {number}, found {json.dumps(report.to_dict()['findings'])}")
+    if finding.rows != [number] or set(report.findings) != {rule} | ALONG.get(name, set()):
+        raise SystemExit(f"{name}: planted in row {number}, found {json.dumps(report.to_dict()['findings'])}")
     along = "".join(f", with `{other}`" for other in sorted(set(report.findings) - {rule}))
     return f"{report.level(rule, {})}, row {number} of {report.rows}{along}"
 

@@ -6,7 +6,6 @@ import random
 
 import tiny
 from chronicals.data import Tokenizer
-from chronicals.data.rows import TRAINED
 from chronicals.objectives import OBJECTIVES as OBJECTIVE_CLASSES
 
 WIDTH = 64
@@ -89,10 +88,28 @@ PLANTED = {
     "unusable_scores": {"prompt": [USER], "responses": ["forty two", "everything"], "scores": [0.5]},
     "unusable_label": {"prompt": [USER], "completion": [ASSISTANT], "label": "good"},
     "duplicate_row": copy.deepcopy(CLEAN[3]),
+    "missing_field/dpo": {"prompt": [USER], "chosen": [ASSISTANT]},
+    "missing_field/ipo": {"question": "what is two?", "query": "what is life?", "chosen": "two is", "rejected": "two are"},
+    "columns_recognised/dpo": {"question": "what is 2?", "chosen": "the answer is two", "rejected": "the answer is life"},
+    "columns_recognised/kto": {"instruction": "say it", "input": "what is 2?", "output": "two", "label": True},
+    "unusable_kind/dpo": chat(USER, ASSISTANT),
+    "unusable_kind/kto": {"text": "the answer to life"},
+    "empty_answer/dpo": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": " "}]},
+    "empty_answer/kto": {"prompt": [USER], "completion": "\n", "label": True},
+    "no_assistant_turn/kto": {**chat(USER), "label": True},
+    "cut_stop/dpo": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": "very " * WIDTH},
+    "cut_stop/kto": {"prompt": [USER], "completion": "very " * WIDTH, "label": False},
+    "masked_by_cut/dpo": {"prompt": "very " * WIDTH, "chosen": [ASSISTANT], "rejected": "forty"},
+    "masked_by_cut/kto": {"prompt": "very " * WIDTH, "completion": [ASSISTANT], "label": True},
+    "unusable_label/kto/chat": chat(USER, ASSISTANT),
+    "unusable_label/kto/missing": {"prompt": [USER], "completion": [ASSISTANT]},
 }
-"""Rule: the row that breaks it (a text is a raw line), or what is done to the tokenizer and the row."""
+"""Rule: the row that breaks it (a text is a raw line), or what is done to the tokenizer and the row. Behind a slash stands the
+objective whose rows it is among, where other rows break the rule than those of ``sft`` or of another one."""
 
-ELSEWHERE = {"vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training", "one_label"}
+ELSEWHERE = {
+    "vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training", "one_label", "no_other_prompt",
+}  # fmt: skip
 """Rules that need more than a row: tests of their own."""
 
 OBJECTIVES = {
@@ -105,38 +122,50 @@ ALONG = {
     "cut_stop": {"cut_row"}, "masked_by_cut": {"cut_row", "cut_stop"}, "single_token": {"masked_row"},
     "columns_recognised": {"plain_completion"}, "unread_field": {"plain_completion"},
     "masked_stop": set(), "trained_padding": set(),
+    "columns_recognised/dpo": {"plain_completion"}, "cut_stop/dpo": {"cut_row"}, "cut_stop/kto": {"cut_row"},
+    "masked_by_cut/dpo": {"cut_row"}, "masked_by_cut/kto": {"cut_row"},
 }  # fmt: skip
 """What else a planted row breaks, and must."""
 
 
-def clean_rows(rule):
-    """Rows that the objective of a rule takes."""
+def rule_of(name):
+    """The rule that a planted row breaks."""
+    return name.partition("/")[0]
+
+
+def objective_of(name):
+    """The objective among whose rows it is."""
+    return name.split("/")[1] if "/" in name else OBJECTIVES.get(name, "sft")
+
+
+def clean_rows(name):
+    """Rows that the objective of a planted row takes."""
     answers = [[{"role": "assistant", "content": f"the answer is {n}"}] for n in range(13)]
     asked = [{"prompt": [{"role": "user", "content": f"what is {n}?"}]} for n in range(12)]
-    if OBJECTIVES.get(rule) == "dpo":
+    kinds = OBJECTIVE_CLASSES[objective_of(name)].row_kinds
+    if kinds == ("preference",):
         return [{**row, "chosen": answers[n], "rejected": answers[n + 1]} for n, row in enumerate(asked)]
-    if OBJECTIVES.get(rule) == "kto":
+    if kinds == ("unpaired preference",):
         return [{**row, "completion": answers[n], "label": n % 2 == 0} for n, row in enumerate(asked)]
     return CLEAN
 
 
-def encoder(rule, tokenizer):
-    """As the objective of a rule has it."""
-    kinds = OBJECTIVE_CLASSES[OBJECTIVES[rule]].row_kinds if rule in OBJECTIVES else TRAINED
-    return Tokenizer(tokenizer, kinds=kinds)
+def encoder(name, tokenizer):
+    """As the objective of a planted row has it."""
+    return Tokenizer(tokenizer, kinds=OBJECTIVE_CLASSES[objective_of(name)].row_kinds)
 
 
-def planted(rule, tmp_path):
+def planted(name, tmp_path):
     """A file of clean rows with the fault at a random place: the file, a tokenizer, and the number of the row."""
     tokenizer = tiny.tokenizer()
-    change, row = PLANTED[rule] if isinstance(PLANTED[rule], tuple) else (None, PLANTED[rule])
+    change, row = PLANTED[name] if isinstance(PLANTED[name], tuple) else (None, PLANTED[name])
     if change:
         change(tokenizer)
     row = row(tokenizer) if callable(row) else row
-    clean = [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)] if change else clean_rows(rule)
+    clean = [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)] if change else clean_rows(name)
     place = random.randint(4, len(clean))
     lines = [json.dumps(row) for row in clean]
     lines.insert(place, row if isinstance(row, str) else json.dumps(row))
-    path = tmp_path / f"{rule}.jsonl"
+    path = tmp_path / f"{name.replace('/', '-')}.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path, tokenizer, place + 1

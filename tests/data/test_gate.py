@@ -30,25 +30,26 @@ from data.planted_faults import (
     CLEAN,
     ELSEWHERE,
     MASKED,
-    OBJECTIVES,
     PLANTED,
     WIDTH,
     clean_rows,
     encoder,
+    objective_of,
     planted,
+    rule_of,
 )
 from data.stock_templates import KINDS, names, record, refusal, shipped, with_template
 
 
 def test_every_rule_has_a_planted_fault():
-    assert set(PLANTED) | ELSEWHERE == set(RULES)
+    assert set(PLANTED) & set(RULES) | ELSEWHERE == set(RULES) >= {*map(rule_of, PLANTED)}
 
 
-@pytest.mark.parametrize("rule", PLANTED)
-def test_a_planted_fault_is_found_and_nothing_else(rule, tmp_path):
-    path, tokenizer, number = planted(rule, tmp_path)
-    report = build_store(path, encoder(rule, tokenizer), WIDTH, tmp_path).report
-    assert set(report.findings) == {rule} | ALONG.get(rule, set())
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found_and_nothing_else(name, tmp_path):
+    path, tokenizer, number = planted(name, tmp_path)
+    report, rule = build_store(path, encoder(name, tokenizer), WIDTH, tmp_path).report, rule_of(name)
+    assert set(report.findings) == {rule} | ALONG.get(name, set())
     assert (report.count(rule), report.findings[rule].rows) == (1, [number])
     if RULES[rule].share != 0:
         report.check("train")
@@ -58,13 +59,13 @@ def test_a_planted_fault_is_found_and_nothing_else(rule, tmp_path):
     report.check("train", dict.fromkeys(report.findings, 1.0))
 
 
-@pytest.mark.parametrize("rule", [rule for rule in PLANTED if RULES[rule].share == 0])
-def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0(rule, tmp_path):
-    path, tokenizer, number = planted(rule, tmp_path)
+@pytest.mark.parametrize("name", [name for name in PLANTED if RULES[rule_of(name)].share == 0])
+def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0(name, tmp_path):
+    rule, (path, tokenizer, number) = rule_of(name), planted(name, tmp_path)
     model = tiny.llama(vocab_size=310)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(DataError, match=rule) as stopped:
-        config = runs.config(tmp_path, max_seq_length=WIDTH, objective=OBJECTIVES.get(rule, "sft"))
+        config = runs.config(tmp_path, max_seq_length=WIDTH, objective=objective_of(name))
         runs.ChronicalsTrainer(model, tokenizer, config).train(path)
     assert RULES[rule].remedy in str(stopped.value)
     assert all((a == b.cpu()).all() for a, b in zip(before, model.parameters(), strict=True))

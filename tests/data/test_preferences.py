@@ -67,6 +67,75 @@ def test_both_sides_go_on_from_one_prompt(row, prompt, completions):
     assert found == [{"source": "a book", "prompt": prompt, "completion": completion} for completion in completions]
 
 
+ANSWERS = {"chosen": "the answer is two", "rejected": "the answer is life"}
+SAID = [[assistant("the answer is two")], [assistant("the answer is life")]]
+HUMAN = [{"from": "human", "value": "what is 2?"}]
+MESSAGES = {"chosen": assistant("two"), "rejected": {"from": "gpt", "value": "a number"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "named", "prompt", "completions"),
+    [
+        ({"question": "what is 2?", **ANSWERS}, "question", "what is 2?", [*ANSWERS.values()]),
+        ({"query": "what is 2?", **ANSWERS}, "query", "what is 2?", [*ANSWERS.values()]),
+        ({"input": "what is 2?", "instruction": "", **ANSWERS}, "input", "what is 2?", [*ANSWERS.values()]),
+        ({"instruction": "what is 2?", "input": "", **ANSWERS}, "instruction", [user("what is 2?")], SAID),
+        (
+            {"instruction": "say it:", "input": "2", "history": [["hello", "good day"]], **ANSWERS}, "instruction",
+            [*ASKED[:2], user("say it:\n\n2")], SAID,
+        ),
+        ({"messages": ASKED, **ANSWERS}, "messages", ASKED, SAID),
+        ({"conversations": json.dumps(HUMAN), **ANSWERS}, "conversations", HUMAN, SAID),
+        ({"conversations": HUMAN, **MESSAGES}, "conversations", HUMAN, [[MESSAGES["chosen"]], [MESSAGES["rejected"]]]),
+        ({"messages": user("what is 2?"), **MESSAGES}, "messages", [user("what is 2?")], [[m] for m in MESSAGES.values()]),
+        ({"prompt": user("what is 2?"), **MESSAGES}, None, [user("what is 2?")], [[m] for m in MESSAGES.values()]),
+        ({"prompt": "what is 2?", **MESSAGES, "question": "?"}, None, [user("what is 2?")], [[m] for m in MESSAGES.values()]),
+        ({"question": "what is 2?", "responses": ["a", "b"], "scores": [1, 2]}, "question", "what is 2?", ["b", "a"]),
+        (
+            {"messages": [*ASKED, assistant("two")], "question": "?", "chosen": [*ASKED, assistant("two")],
+             "rejected": [*ASKED, assistant("a")]},
+            None, ASKED, [[assistant("two")], [assistant("a")]],
+        ),
+        (
+            {"conversations": HUMAN, "chosen": [user("what is 2?"), assistant("two")],
+             "rejected": [user("what is 2?"), assistant("a")]},
+            None, [user("what is 2?")], [[assistant("two")], [assistant("a")]],
+        ),
+        (
+            {"prompt": [user("what is 2?")], "chosen": [user("what is 2?"), assistant("two")],
+             "rejected": [user("what is 2?"), assistant("a")]},
+            None, [user("what is 2?")], [[assistant("two")], [assistant("a")]],
+        ),
+    ],
+)  # fmt: skip
+def test_the_prompt_is_found_under_the_names_that_people_give_it(row, named, prompt, completions):
+    """And told; what the answers begin with is not taken for it."""
+    told = []
+    found = sides_of({**row, "source": "a book"}, "row 1", told.append)
+    assert found == [{"source": "a book", "prompt": prompt, "completion": completion} for completion in completions]
+    assert told == [named] * (named is not None)
+
+
+def test_a_question_is_in_the_tokens_of_both_sides(tmp_path):
+    """The same as under its usual name, and counted."""
+    encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
+    store = build_store([{"question": "what is 2?", **ANSWERS}], encoder, 64, tmp_path)
+    usual = build_store([{"prompt": "what is 2?", **ANSWERS}], encoder, 64, tmp_path)
+    assert store.hashes.tolist() == usual.hashes.tolist()
+    assert store.report.findings["columns_recognised"].example == "row 1: question is the prompt"
+    assert "columns_recognised" not in usual.report.findings
+
+
+def test_an_instruction_is_rendered_as_it_is_in_fine_tuning(tmp_path):
+    row = {"system": "be kind", "instruction": "what is 2?", "input": "quickly", **ANSWERS}
+    store = build_store([row], Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
+    for number, answer in enumerate(ANSWERS.values()):
+        trained = {"system": "be kind", "instruction": "what is 2?", "input": "quickly", "output": answer}
+        found, expected = store.whole_document(number), Tokenizer(tiny.tokenizer()).encode(trained, "row")
+        assert (found[0].tolist(), found[1].tolist()) == tuple(map(list, expected))
+        assert "what is 2?\n\nquickly" in tiny.tokenizer().decode(found[0])
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -77,6 +146,11 @@ def test_both_sides_go_on_from_one_prompt(row, prompt, completions):
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "wrong_type: chosen must be text or a list of messages, this is int"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "empty_answer: rejected is empty"),
         ({"prompt": [user("a")], "chosen": [], "rejected": [assistant("b")]}, "empty_answer: chosen is empty"),
+        ({"question": "a", "query": "b", **ANSWERS}, "missing_field: question and query may both be the prompt; name it: col"),
+        ({"messages": [user("a"), assistant("b")], **ANSWERS}, "missing_field: messages ends with the assistant, so that"),
+        ({"messages": "what is 2?", **ANSWERS}, "wrong_type: messages must be a list of messages, this is str"),
+        ({"instruction": ["a"], **ANSWERS}, "wrong_type: instruction must be text, this is list"),
+        ({"chosen": assistant("a"), "rejected": assistant("b")}, "no_common_prompt: chosen and rejected begin with different"),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "unusable_scores: 2 responses and 1 scores"),
         ({"prompt": "a", "responses": ["b"], "scores": [1]}, "unusable_scores: responses has 1, of which no pair"),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [1, math.nan]}, "unusable_scores: score 2 is nan, not a finite"),
@@ -139,31 +213,6 @@ def test_answers_that_the_cut_makes_equal_go(tmp_path):
     row = {"prompt": "a", "chosen": " b" * 90 + " c", "rejected": " b" * 90 + " d"}
     store = build_store([row, TEXTS], Tokenizer(tiny.tokenizer(), kinds=KINDS), 60, tmp_path)
     assert store.rows.tolist() == [1, 1] and store.report.findings["identical_answers"].rows == [1]
-
-
-JUDGED = {"prompt": "what is 2?", "completion": " two", "label": True}
-
-
-@pytest.mark.parametrize("label", [None, "yes", 2, float("nan")])
-def test_a_label_that_is_missing_or_wrong_is_told(label, tmp_path):
-    rows = [JUDGED, {**JUDGED, "label": label}, {**JUDGED, "completion": " a", "label": 0.0}]
-    report = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=("unpaired preference",)), 64, tmp_path).report
-    finding = report.findings["unusable_label"]
-    assert finding.rows == [2] and f"label={label!r}: must be true for a good answer or false" in finding.example
-
-
-def test_judged_conversations_may_repeat_their_prompt(tmp_path):
-    """The mismatched answer is what comes behind the prompt of the row before."""
-    rows = [
-        {"prompt": text, "completion": [user(text), assistant(answer)], "label": answer == "two"}
-        for text, answer in (("what is 2?", "two"), ("what is 3?", "a number"))
-    ]
-    encoder = Tokenizer(tiny.tokenizer(), kinds=("unpaired preference",))
-    store = build_store(rows, encoder, 128, tmp_path)
-    expected = [("what is 2?", "two"), ("what is 2?", "a number"), ("what is 3?", "a number"), ("what is 3?", "two")]
-    found = [store.whole_document(n)[0].tolist() for n in range(len(store)) if store.columns["shared"][n] >= 0]
-    alone = Tokenizer(tiny.tokenizer())
-    assert found == [alone.encode({"messages": [user(q), assistant(a)]}, "row")[0] for q, a in expected]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -57,9 +57,9 @@ def facts(encoded):
     return [(array.dtype, array.tolist()) for array in arrays], asdict(encoded.report)
 
 
-def assert_same_by_processes(rows, of=None, taken_here=0):
+def assert_same_by_processes(rows, of=None, taken_here=0, earlier=0):
     of, taken = of or encoder(), []
-    whole = list(chunks_of(rows))
+    whole = list(chunks_of(rows, earlier))
     with TokenizingProcesses(of, 2) as several:
         ask = several._ask
         several._ask = lambda frame: taken.append(frame) or ask(frame)
@@ -103,6 +103,13 @@ def test_the_same_however_many_rows_the_tokenizer_is_given_at_once(at_once):
         assert facts(one) == facts(other)
 
 
+def test_the_same_where_a_chunk_needs_the_rows_before_it():
+    """Judged answers, pairs of which ask the same; one of those before a chunk cannot be read."""
+    answers = [{"prompt": f"what is {n // 2}?", "completion": f" {n}", "label": n % 2} for n in range(40)]
+    rows = [(f"row {n}", BadRow("torn", "unparsable") if n == 20 else row) for n, row in enumerate(answers)]
+    assert_same_by_processes(rows, encoder(kinds=("unpaired preference",)), earlier=4)
+
+
 def test_the_same_under_other_settings():
     of = encoder(train_on="answers", train_on_roles=["user", "assistant"], train_on_turns="last")
     of.overlong = "drop"
@@ -123,7 +130,7 @@ def test_a_store_of_several_processes(tmp_path, monkeypatch):
     alone = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "alone", processes=1)
     chunked = building.chunks_of
     encoded = TokenizingProcesses.encoded
-    monkeypatch.setattr(building, "chunks_of", lambda rows: list(chunked(rows)))
+    monkeypatch.setattr(building, "chunks_of", lambda *given: list(chunked(*given)))
     monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, helped(self, some)))
     store = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "several", processes=3)
     for name in ("lengths", "targets", "rows", "hashes"):
@@ -158,7 +165,7 @@ def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, monkey
                 program.wait()
             yield chunk
 
-    monkeypatch.setattr(building, "chunks_of", lambda rows: list(chunked(rows)))
+    monkeypatch.setattr(building, "chunks_of", lambda *given: list(chunked(*given)))
     monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, killing(self, some)))
     with pytest.raises(ChildProcessError, match=r"ended with status -9.*dataset_num_proc"):
         build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path, processes=2)

@@ -26,6 +26,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError, Overlong
 from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
 from chronicals.data.documents import UNJUDGED, Documents
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
+from chronicals.data.judged_answers import EARLIER, JUDGED
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
 from chronicals.data.rows import TRAINED
@@ -172,7 +173,7 @@ def build_store(
     with _naming(cache_dir):
         content = file_digests(source, cache_dir)
         made_of: list[Any] = [max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
-        made_of += ["prompts once, answers differ"] if _has_items(tokenizer) else []
+        made_of += ["prompts by name, answers of other prompts"] if _has_items(tokenizer) else []
         key, *earlier = (_key([version, *made_of]) for version in (FORMAT, *EARLIER_FORMATS))
         path = cache_dir / f"{key}.arrow"
         if builder and not (path.exists() and path.with_suffix(".json").exists()):
@@ -255,7 +256,7 @@ def _bytes_aside(path: Path) -> int:
 
 def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
-    schema = SCHEMA
+    schema, kinds = SCHEMA, tokenising.encoder.tokenizer.kinds
     if _has_items(tokenising.encoder.tokenizer):
         for name in OF_ITEMS:
             schema = schema.append(pa.field(name, pa.int64()))
@@ -264,7 +265,7 @@ def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses
     try:
         with _collecting_by_chunks(), tokenising, open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), schema) as writer:
-                for chunk, encoded in tokenising.encoded(chunks_of(rows)):
+                for chunk, encoded in tokenising.encoded(chunks_of(rows, EARLIER if JUDGED in kinds else 0)):
                     counts.add(chunk, encoded)
                     if len(encoded.documents):
                         writer.write_batch(_record_batch(encoded.documents, encoded.hashes, schema))

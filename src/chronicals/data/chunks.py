@@ -1,6 +1,6 @@
 """Chunks of rows, and the documents they become: recognised, tokenised, fitted and checked, each chunk by itself.
 
-What a chunk gives depends on nothing but its rows, so that it may be made in any process. A row that cannot be used is left
+What a chunk gives depends on nothing but its rows and those it has from before them, so that it may be made in any process. A row that cannot be used is left
 out and counted; the gate judges at the end.
 """
 
@@ -10,6 +10,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -21,8 +22,15 @@ from chronicals.data.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.conversation import chosen, messages_of
 from chronicals.data.documents import UNJUDGED, Documents, Marks, Piece, are_identical, fit
 from chronicals.data.gate import DataError, DataReport
-from chronicals.data.judged_answers import ANSWER, JUDGED, answer_to, answered, judgement
-from chronicals.data.preferences import SIDES, sides_of
+from chronicals.data.judged_answers import (
+    JUDGED,
+    answered,
+    judgement,
+    lacks_a_judgement,
+    of_other_prompts,
+    with_answer_of,
+)
+from chronicals.data.preferences import PREFERENCE, SIDES, sides_of
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.rows import (
     TRAINED,
@@ -51,28 +59,36 @@ class Chunk:
         first: number of the first, from 0.
         wheres: what errors call each.
         letters: in all of them, about.
+        earlier: some that were read before the first, the last ones.
     """
 
     first: int
     wheres: list[str] = field(default_factory=list)
     records: list[Record | BadRow | Line] = field(default_factory=list)
     letters: int = 0
+    earlier: list[Record | BadRow | Line] = field(default_factory=list)
 
 
-def chunks_of(rows: Iterable[Unparsed]) -> Iterator[Chunk]:
-    """The rows in chunks."""
+def chunks_of(rows: Iterable[Unparsed], earlier: int = 0) -> Iterator[Chunk]:
+    """The rows in chunks.
+
+    Args:
+        earlier: how many rows before it a chunk has.
+    """
     first, letters = 0, 0
     wheres, records = list[str](), list[Record | BadRow | Line]()
+    before = deque[Record | BadRow | Line](maxlen=earlier)
     for where, record in rows:
         wheres.append(where)
         records.append(record)
         letters += _letters(record)
         if len(records) == CHUNK_ROWS or letters >= CHUNK_LETTERS:
-            yield Chunk(first, wheres, records, letters)
+            yield Chunk(first, wheres, records, letters, [*before])
+            before.extend(records)
             first, letters = first + len(records), 0
             wheres, records = [], []
     if records:
-        yield Chunk(first, wheres, records, letters)
+        yield Chunk(first, wheres, records, letters, [*before])
 
 
 def _letters(value: Any) -> int:
@@ -111,12 +127,18 @@ class _Recognised:
     wheres: list[str] = field(default_factory=list)
     normal: list[NormalRow] = field(default_factory=list)
     labels: dict[int, int] = field(default_factory=dict)
+    judged: dict[int, Record] = field(default_factory=dict)
 
     def add(self, row: int, side: int, where: str, normal: NormalRow) -> None:
         self.rows.append(row)
         self.sides.append(side)
         self.wheres.append(where)
         self.normal.append(normal)
+
+    def leave_out(self, rows: set[int]) -> None:
+        kept = [at for at, row in enumerate(self.rows) if row not in rows] if rows else range(len(self.rows))
+        self.rows, self.sides = [self.rows[at] for at in kept], [self.sides[at] for at in kept]
+        self.wheres, self.normal = [self.wheres[at] for at in kept], [self.normal[at] for at in kept]
 
 
 @dataclass
@@ -162,7 +184,7 @@ class ChunkEncoder:
         found = _Recognised(chunk, DataReport(rows=len(chunk.records)))
         for row, (where, record) in enumerate(zip(chunk.wheres, chunk.records, strict=True), chunk.first):
             try:
-                documents = self._documents(row, parsed(record), where, found.report)
+                documents = self._documents(row, parsed(record), where, found)
             except DataError as fault:
                 found.report.note(fault.rule, row, str(fault))
                 continue
@@ -174,39 +196,57 @@ class ChunkEncoder:
         return found
 
     def _add_mismatched(self, found: _Recognised) -> None:
-        """To every judged answer a document more: its prompt with the answer of the row before (for the first, of the last)."""
-        records = {row: parsed(found.chunk.records[row - found.chunk.first]) for row in found.rows}
-        before = dict(zip(records, [*records][-1:] + [*records][:-1], strict=True))
-        for row, where in list(zip(found.rows, found.wheres, strict=True)):
-            found.labels[row] = judgement(records[row], where)
-            mismatched = answer_to(records[row], records[before[row]], where)
+        """To every judged answer a document more: its prompt with the answer to another one; rows without such go."""
+        wheres = dict(zip(found.rows, found.wheres, strict=True))
+        others = of_other_prompts([found.judged[row] for row in wheres], [*_judged_before(found.chunk)])
+        alone = set[int]()
+        for (row, where), other in zip(wheres.items(), others, strict=True):
+            if other is None:
+                found.report.note("no_other_prompt", row, where)
+                alone.add(row)
+                continue
+            mismatched = with_answer_of(found.judged[row], other)
             kind = kind_of(mismatched, where)
             if kind == "completion" and self.tokenizer.completions_as_chat:
                 kind, mismatched = "instruction", as_instruction(mismatched)
             found.add(row, 1, where, NormalRow.of(mismatched, kind, where))
+        found.leave_out(alone)
 
-    def _documents(self, row: int, record: Record | BadRow, where: str, report: DataReport) -> list[NormalRow]:
+    def _documents(self, row: int, record: Record | BadRow, where: str, found: _Recognised) -> list[NormalRow]:
         """What a row's documents are made of; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
         refuse_media(record, where)
-        kinds = self.tokenizer.kinds
+        kinds, report = self.tokenizer.kinds, found.report
         kind = kind_of(record, where, self.beyond)
-        if kind not in kinds and kind in TRAINED:
-            if JUDGED in kinds and record.get("prompt") is not None and any(record.get(name) is not None for name in ANSWER):
-                judgement(record, where)
-            raise DataError(f"{where}: is of kind {kind}; the objective takes {', '.join(sorted(kinds))}", "unusable_kind")
-        if kind == "preference" and kind in kinds:
-            sides = zip(SIDES, sides_of(record, where), strict=True)
+        if kind not in kinds:
+            self._refuse(kind, record, where)
+
+        def tell(name: str) -> None:
+            report.note("columns_recognised", row, f"{where}: {name} is the prompt")
+
+        if kind == PREFERENCE and kind in kinds:
+            sides = zip(SIDES, sides_of(record, where, tell), strict=True)
             return [
                 self._normal(row, number, kind_of(side, where), side, f"{where} ({name})", report)
                 for number, (name, side) in enumerate(sides)
             ]
         if kind == JUDGED and kind in kinds:
-            judgement(record, where)
-            record = answered(record, where)
+            found.labels[row] = judgement(record, where)
+            record = found.judged[row] = answered(record, where, tell)
             kind = kind_of(record, where)
         return [self._normal(row, 0, kind, record, where, report)]
+
+    def _refuse(self, kind: str, record: Record, where: str) -> None:
+        """Raises DataError where a row is not of the objective's kind, by what it lacks to be so."""
+        kinds = self.tokenizer.kinds
+        if JUDGED in kinds and lacks_a_judgement(record):
+            judgement(record, where)
+        if PREFERENCE in kinds and len(side := [name for name in SIDES if record.get(name) is not None]) == 1:
+            other = next(name for name in SIDES if name not in side)
+            raise DataError(f"{where}: has {side[0]}, but no {other}; a pair is of both", "missing_field")
+        if kind in TRAINED:
+            raise DataError(f"{where}: is of kind {kind}; the objective takes {', '.join(sorted(kinds))}", "unusable_kind")
 
     def _normal(self, row: int, side: int, kind: str, record: Record, where: str, report: DataReport) -> NormalRow:
         """One of the documents of a row."""
@@ -298,3 +338,12 @@ class ChunkEncoder:
             report.note("identical_answers", item[0].row)
             return []
         return fitted
+
+
+def _judged_before(chunk: Chunk) -> Iterator[Record]:
+    """Of the rows before a chunk those that can be used."""
+    for record in map(parsed, chunk.earlier):
+        with suppress(DataError):
+            if not isinstance(record, BadRow) and kind_of(record, "", (JUDGED,)) == JUDGED:
+                judgement(record, "")
+                yield answered(record, "")

@@ -51,6 +51,9 @@ class Marks:
 UNJUDGED = -1
 """Label of a row that says nothing about its answer."""
 
+MISMATCHED = 1
+"""Side of an answer to another prompt beside a judged one."""
+
 
 class Piece(NamedTuple):
     """A document by itself: the row it is from, its place in its item, token ids, for each whether it is trained, what the
@@ -135,9 +138,11 @@ class Documents:
         return _splitmix(running[self.offsets[1:]] - running[starts] + self.lengths.astype(np.uint64))
 
     def hashes_of(self, rows: np.ndarray) -> np.ndarray:
-        """uint64, for each of ``rows`` the same where all tokens of all its documents are the same."""
+        """uint64, for each of ``rows`` the same where all tokens of all its documents are the same; an answer to another prompt
+        is not the row's."""
         known, first = np.unique(self.rows, return_index=True)
         by_side = self.hashes() * (2 * self.sides + 1).astype(np.uint64)
+        by_side[(self.labels != UNJUDGED) & (self.sides == MISMATCHED)] = 0
         return np.add.reduceat(by_side, first)[np.searchsorted(known, rows)] if len(first) else by_side
 
     def inspect(self, marks: Marks, report: DataReport) -> None:
@@ -171,8 +176,10 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
 
     Pieces of a split row overlap by one token, so that every target keeps its place in exactly one of them. Of an item whose
     documents are together too long, the longest are cut to one length; a shared prompt is never cut, and an item is dropped
-    where it leaves no room for an answer.
+    where it leaves no room for an answer. An answer to another prompt has what room is left beside the judged one.
     """
+    if item[0].label != UNJUDGED:
+        item = _judged_first(item, width)
     row, _, ids, trained, *_ = item[0]
     total = sum(len(piece.ids) for piece in item)
     if total <= width:
@@ -194,6 +201,18 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
     if any(piece.trained[most:].any() for piece in answers):
         report.note("cut_stop", row)
     return [*(piece._replace(ids=piece.ids[:most], trained=piece.trained[:most]) for piece in answers), *prompt]
+
+
+def _judged_first(item: list[Piece], width: int) -> list[Piece]:
+    """A judged answer as it is; of the one to another prompt, which is not trained, what fits beside it, a target at least."""
+    least = [int(np.argmax(piece.trained[1:])) + 2 for piece in item]
+    room = width - sum(len(piece.ids) for piece in item if piece.side != MISMATCHED)
+    return [
+        piece._replace(ids=piece.ids[: max(room, needed)], trained=piece.trained[: max(room, needed)])
+        if piece.side == MISMATCHED and len(piece.ids) > room
+        else piece
+        for piece, needed in zip(item, least, strict=True)
+    ]
 
 
 def are_identical(item: Sequence[Piece]) -> bool:

@@ -53,12 +53,14 @@ def _exactly(stream: IO[bytes], length: int) -> bytes:
 
 def frame_of_chunk(chunk: Chunk) -> Frame | None:
     """Its rows without the fields that nobody reads; None where one holds what JSON has no word for."""
+    records = [*chunk.earlier, *chunk.records]
     try:
-        lines = [_line(record) for record in chunk.records]
+        lines = [_line(record) for record in records]
     except (TypeError, ValueError, RecursionError):  # half of a surrogate pair is a ValueError, too
         return None
-    bad = {n: [row.reason, row.rule] for n, row in enumerate(chunk.records) if isinstance(row, BadRow)}
+    bad = {n: [row.reason, row.rule] for n, row in enumerate(records) if isinstance(row, BadRow)}
     header = {"first": chunk.first, "wheres": chunk.wheres, "lengths": [*map(len, lines)], "bad": bad}
+    header["earlier"] = len(chunk.earlier)
     return header, b"".join(lines)
 
 
@@ -82,7 +84,8 @@ def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
         end += length
     for number, fault in header["bad"].items():
         records[int(number)] = BadRow(*fault)
-    return Chunk(header["first"], header["wheres"], records)
+    earlier = header["earlier"]
+    return Chunk(header["first"], header["wheres"], records[earlier:], earlier=records[:earlier])
 
 
 def frame_of_encoded(encoded: Encoded) -> Frame:

@@ -100,6 +100,10 @@ RULES = {
         "judged answers without a label, or with one that is neither true nor false",
         "write true for good answers and false for bad ones, or name the column with 'columns'", 0,
     ),
+    "no_other_prompt": Rule(
+        "judged answers near which all have the same prompt, so that none is an answer to another one",
+        "shuffle the rows, or add answers to other prompts", 0.5,
+    ),
     "one_label": Rule(
         "answers that are all good, or all bad", "add answers of the other label, unless this is meant: unlearning, say", 1
     ),

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from chronicals.data.gate import DataError
-from chronicals.data.preferences import alike, rows_of
+from chronicals.data.preferences import Tell, alike, rows_of
+from chronicals.data.prompt_fields import CONVERSATIONS, as_list, role_of, said_in
 from chronicals.data.records import Record
+from chronicals.data.rows import conversation_in, kind_among
 
 JUDGED = "unpaired preference"
 """The kind of these rows."""
 
-ANSWER = ("completion", "response")
-"""Names of the answer."""
+ANSWER = ("completion", "response", "output", "answer", *CONVERSATIONS)
+"""Names of the answer; of a conversation it is the last message, if it is not in a field of its own."""
+
+EARLIER = 32
+"""Rows before a chunk that are looked through for one of another prompt."""
+
+
+def lacks_a_judgement(record: Mapping[str, Any]) -> bool:
+    """Whether the row would be a judged answer if it had a label."""
+    return record.get("label") is None and kind_among({*_there(record), "label"}, (JUDGED,)) is not None
 
 
 def judgement(record: Record, where: str) -> int:
@@ -30,19 +41,49 @@ def judgement(record: Record, where: str) -> int:
     return int(label == 1)
 
 
-def answered(record: Record, where: str) -> Record:
+def answered(record: Record, where: str, tell: Tell | None = None) -> Record:
     """The row as one of prompt and completion.
 
     Raises:
-        DataError: as ``rows_of``.
+        DataError: as ``rows_of``; or a conversation does not end with the assistant.
     """
     name = next(name for name in ANSWER if record.get(name) is not None)
-    kept: dict[str, Any] = {field: value for field, value in record.items() if field not in ("label", *ANSWER)}
-    return rows_of(kept, {name: record[name]}, where)[0]
+    answer = conversation_in(record[name], name, where) if name in CONVERSATIONS else record[name]
+    if name in CONVERSATIONS and isinstance(chat := as_list(answer), list) and chat and role_of(chat[-1]) != "assistant":
+        raise DataError(f"{where}: {name} does not end with the assistant, whose answer is judged", "no_assistant_turn")
+    kept = {field: value for field, value in record.items() if field not in ("label", name)}
+    return rows_of(kept, {name: answer}, where, tell)[0]
 
 
-def answer_to(record: Record, other: Record, where: str) -> Record:
-    """A row of prompt and completion: the prompt of ``record`` with the answer of ``other``."""
-    own = answered(record, where)
-    prompt, (_, theirs) = alike(own["prompt"], [own["completion"], answered(other, where)["completion"]])
+def with_answer_of(own: Record, other: Record) -> Record:
+    """A row of prompt and completion, both as ``answered`` gives them: the prompt of one with the answer of the other."""
+    prompt, (_, theirs) = alike(own["prompt"], [own["completion"], other["completion"]])
     return {**own, "prompt": prompt, "completion": theirs}
+
+
+def of_other_prompts(rows: Sequence[Record], earlier: Sequence[Record] = ()) -> list[Record | None]:
+    """For each of ``rows``, as ``answered`` gives them, the nearest before it with another prompt, else the nearest behind it.
+
+    Args:
+        earlier: rows before the first.
+
+    Returns:
+        None for a row where all have its prompt.
+    """
+    all_rows = [*earlier, *rows]
+    asked = [_asked(row) for row in all_rows]
+    found: list[int | None] = []
+    for at in range(len(all_rows)):
+        found.append(None if at == 0 else at - 1 if asked[at - 1] != asked[at] else found[at - 1])
+    first_of_another = next((at for at, question in enumerate(asked) if question != asked[0]), None)
+    chosen = [first_of_another if at is None else at for at in found[len(earlier) :]]
+    return [None if at is None else all_rows[at] for at in chosen]
+
+
+def _asked(row: Record) -> Hashable:
+    prompt = row["prompt"]
+    return repr(said_in(prompt)) if isinstance(prompt, list) else prompt
+
+
+def _there(record: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in record.items() if value is not None}

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chronicals.data.gate import DataError
+from chronicals.data.prompt_fields import OF_PROMPTS, as_list, prompt_called, prompt_names, said_in, words_of
 from chronicals.data.ranked_answers import best_and_worst
 from chronicals.data.records import Record
 from chronicals.data.rows import TELLING
+
+PREFERENCE = "preference"
+"""The kind of these rows."""
 
 SIDES = ("chosen", "rejected")
 
 LAST_WHITE_SPACE = re.compile(r"\s\S*\Z")
 
 
-def sides_of(record: Record, where: str) -> list[Record]:
+Tell = Callable[[str], None]
+"""Is told the name of the field that was taken for the prompt, where it is not called so."""
+
+
+def sides_of(record: Record, where: str, tell: Tell | None = None) -> list[Record]:
     """Rows of prompt and completion, the chosen one first; of a ranked list, the best answer and the worst.
 
     Raises:
@@ -26,20 +34,22 @@ def sides_of(record: Record, where: str) -> list[Record]:
     if record.get("chosen") is None or record.get("rejected") is None:
         record = best_and_worst(record, where)
     answers = {name: record[name] for name in SIDES}
-    return rows_of({name: value for name, value in record.items() if name not in SIDES}, answers, where)
+    return rows_of({name: value for name, value in record.items() if name not in SIDES}, answers, where, tell)
 
 
-def rows_of(record: Record, answers: Mapping[str, Any], where: str) -> list[Record]:
+def rows_of(record: Record, answers: Mapping[str, Any], where: str, tell: Tell | None = None) -> list[Record]:
     """A row of prompt and completion for each of ``answers``, which are named for messages.
 
-    The prompt is the record's own, or what all conversations begin with. Of texts without a prompt it is what both begin with,
-    up to the last white space in it, so that no word is divided; the answers begin with that white space. Text goes on from
-    text; where a prompt or an answer is messages, the others become messages. Fields that tell another kind are left out.
+    The prompt is what all conversations begin with, or the record's own: ``prompt``, or one of ``PROMPTS``. Of texts without a
+    prompt it is what both begin with, up to the last white space in it, so that no word is divided; the answers begin with that
+    white space. Text goes on from text; where a prompt or an answer is messages, the others become messages. A message by
+    itself is a list of one. Fields that tell another kind are left out.
 
     Raises:
-        DataError: an answer is neither text nor a list, or is empty; there is no prompt, and none that the answers share.
+        DataError: an answer is neither text nor messages, or is empty; there is no prompt, none that the answers share, or
+            several fields that may be it.
     """
-    prompt, given = record.get("prompt"), {name: _plain(answer) for name, answer in answers.items()}
+    given = {name: as_list(answer) for name, answer in answers.items()}
     for name, answer in given.items():
         if not isinstance(answer, (str, list)):
             kind = type(answer).__name__
@@ -47,16 +57,36 @@ def rows_of(record: Record, answers: Mapping[str, Any], where: str) -> list[Reco
         if not answer or (isinstance(answer, str) and not answer.strip()):
             raise DataError(f"{where}: {name} is empty", "empty_answer")
     named, found = " and ".join(given), [*given.values()]
-    chats = [answer for answer in found if isinstance(answer, list)]
-    if len(chats) == len(found) and (prompt is None or (isinstance(prompt, str) and _asks(chats, prompt))):
-        prompt, found = _after_shared_messages(chats, named, where)
-    elif prompt is None and chats:
-        raise DataError(f"{where}: {named} need a prompt, or must both be conversations or both texts", "missing_field")
-    elif prompt is None:
-        prompt, found = _after_shared_text(found, named, where)
+    prompt, found = _divided(record, prompt_names(record, answers), found, named, where, tell)
     prompt, found = alike(prompt, found)
-    kept = {name: value for name, value in record.items() if name not in TELLING}
+    kept = {name: value for name, value in record.items() if name not in TELLING | OF_PROMPTS}
     return [{**kept, "prompt": prompt, "completion": answer} for answer in found]
+
+
+def _divided(
+    record: Record, names: list[str], found: list[Any], named: str, where: str, tell: Tell | None
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """The prompt, and the answers without it."""
+    chats = [answer for answer in found if isinstance(answer, list)]
+    shared = _shared_messages(chats) if len(chats) == len(found) else 0
+    if shared and (not names or any(_begins(chats[0], as_list(record[name])) for name in names)):
+        return chats[0][:shared], [chat[shared:] for chat in chats]
+    if len(names) > 1:
+        raise DataError(
+            f"{where}: {' and '.join(names)} may both be the prompt; name it: columns={{'prompt': {names[-1]!r}}}",
+            "missing_field",
+        )
+    if names:
+        if names[0] != "prompt" and tell is not None:
+            tell(names[0])
+        return prompt_called(names[0], record, where), found
+    if len(chats) == len(found):
+        differ = "begin with different messages, so that there is no prompt" if len(chats) > 1 else "has no prompt before it"
+        raise DataError(f"{where}: {named} {differ}", "no_common_prompt")
+    if chats or len(found) == 1:
+        both = "need a prompt, or must both be conversations or both texts" if chats else "needs a prompt"
+        raise DataError(f"{where}: {named} {both}", "missing_field")
+    return _after_shared_text(found, named, where)
 
 
 def alike(prompt: Any, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -67,12 +97,10 @@ def alike(prompt: Any, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
     return prompt, [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in answers]
 
 
-def _after_shared_messages(chats: list[list[Any]], named: str, where: str) -> tuple[list[Any], list[Any]]:
+def _shared_messages(chats: list[list[Any]]) -> int:
+    """How many messages all begin with, an answer being left to each."""
     shared = sum(1 for _ in itertools.takewhile(lambda each: all(other == each[0] for other in each), zip(*chats)))
-    shared = min(shared, *(len(chat) - 1 for chat in chats))
-    if not shared:
-        raise DataError(f"{where}: {named} begin with different messages, so that there is no prompt", "no_common_prompt")
-    return chats[0][:shared], [chat[shared:] for chat in chats]
+    return min(shared, *(len(chat) - 1 for chat in chats))
 
 
 def _after_shared_text(texts: list[str], named: str, where: str) -> tuple[str, list[Any]]:
@@ -85,12 +113,8 @@ def _after_shared_text(texts: list[str], named: str, where: str) -> tuple[str, l
     return prompt, [text[len(prompt) :] for text in texts]
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
-
-
-def _asks(chats: list[list[Any]], prompt: str) -> bool:
-    """Whether the prompt stands in the conversations already, as their first question."""
-    return any(
-        isinstance(message, dict) and prompt in (message.get("content"), message.get("value")) for message in chats[0][:2]
-    )
+def _begins(chat: list[Any], prompt: Any) -> bool:
+    """Whether a prompt stands in a conversation already: as its first question, or its first message as the first."""
+    if isinstance(prompt, list):
+        return bool(prompt) and said_in(prompt[:1]) == said_in(chat[:1])
+    return prompt in [words_of(message) for message in chat[:2]]

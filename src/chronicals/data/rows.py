@@ -42,6 +42,14 @@ KINDS: list[tuple[str, frozenset[str]]] = [
 ]
 """The kinds of row and the fields that tell them, in the order in which they are looked for."""
 
+WANTED = [
+    *KINDS,
+    ("preference", frozenset({"responses", "scores"})),
+    *(("unpaired preference", frozenset({answer, "label"})) for answer in ("completion", "response", "output", "answer")),
+    *(("unpaired preference", frozenset({answer, "label"})) for answer in ("messages", "conversations")),
+]
+"""The same where an objective asks for a kind: a ``label`` beside a chat says nothing to the others."""
+
 TELLING = frozenset().union(*(fields for _, fields in KINDS)) - frozenset().union(*PAIRS[1:]) | {"output", "response"}
 """Every field that tells a kind before other names of prompt and completion are looked for."""
 
@@ -114,7 +122,7 @@ def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     if not is_object(record):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
     there = frozenset([name for name, value in record.items() if value is not None])
-    kind = (_kind_with(there, frozenset(wanted)) if wanted else None) or _kind_with(there)
+    kind = kind_among(there, wanted) or _kind_with(there)
     if kind is None:
         raise DataError(
             f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected messages, prompt and completion, "
@@ -124,9 +132,15 @@ def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     return "chat" if kind == "completion" and not isinstance(record.get("prompt"), (str, NoneType)) else kind
 
 
+def kind_among(there: Collection[str], wanted: Collection[str]) -> str | None:
+    """The first of the ``wanted`` kinds that fields tell; None where they tell none of them."""
+    return _kind_with(frozenset(there), frozenset(wanted)) if wanted else None
+
+
 @functools.lru_cache
 def _kind_with(there: frozenset[str], of: frozenset[str] | None = None) -> str | None:
-    return next((kind for kind, fields in KINDS if fields <= there and (of is None or kind in of)), None)
+    kinds = KINDS if of is None else WANTED
+    return next((kind for kind, fields in kinds if fields <= there and (of is None or kind in of)), None)
 
 
 def normalise(record: Record, kind: str, where: str) -> Record:
@@ -158,9 +172,13 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
     if told is None:
         sides = {name: _messages(record[name], name, where) for name in ("prompt", "completion")}
         return {"prompt": _after_system(record, sides["prompt"], where), "completion": sides["completion"], "tools": tools}
-    said = record[told]
-    said = _parsed(said, told, where) if isinstance(said, str) and said.lstrip().startswith("[") else said
+    said = conversation_in(record[told], told, where)
     return {"messages": _after_system(record, _messages(said, told, where), where), "tools": tools}
+
+
+def conversation_in(value: Any, name: str, where: str) -> Any:
+    """The value of a field of messages, which some write as JSON text."""
+    return _parsed(value, name, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
 def as_instruction(record: Record) -> Record:
@@ -266,17 +284,27 @@ def conversation_oddities(messages: Sequence[Message]) -> list[str]:
 def _from_instruction(record: Record, where: str) -> list[Message]:
     """Taori et al. (2023), Alpaca: instruction, input, output; LLaMA-Factory adds system and history."""
     answer = "output" if record.get("output") is not None else "response"
+    system = [{"role": "system", "content": _text(record["system"], "system", where)}] if record.get("system") else []
+    said = {"role": "assistant", "content": _text(record[answer], answer, where)}
+    return [*system, *asked_of(record, where), said]
+
+
+def asked_of(record: Record, where: str) -> list[Message]:
+    """The messages before the answer to an ``instruction``: its ``history``, and the question with its ``input``.
+
+    Raises:
+        DataError: a field is of the wrong type.
+    """
     asked = [_text(record[name], name, where) for name in ("instruction", "input") if record.get(name)]
     history = _parsed(record.get("history") or [], "history", where)
     if not isinstance(history, Sequence) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in history):
         raise DataError(f"{where}: history must be a list of [question, answer]", "wrong_type")
-    turns = [*history, ("\n\n".join(asked), _text(record[answer], answer, where))]
-    system = [{"role": "system", "content": _text(record["system"], "system", where)}] if record.get("system") else []
-    return system + [
+    turns = [
         {"role": role, "content": _text(text, "history", where)}
-        for turn in turns
+        for turn in history
         for role, text in zip(("user", "assistant"), turn, strict=True)
     ]
+    return [*turns, {"role": "user", "content": "\n\n".join(asked)}]
 
 
 def _messages(messages: Any, name: str, where: str) -> list[Message]:

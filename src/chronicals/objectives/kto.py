@@ -5,7 +5,7 @@
     loss = λ_D (1 − σ(β (r − z)))  of a good answer,   λ_U (1 − σ(β (z − r)))  of a bad one       equation 8
 
 z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all ranks, never of a
-micro-batch. y' is the answer of the row before.
+micro-batch. y' is the answer of the nearest row before with another prompt (``data/judged_answers.py``).
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""Where the prompt stands of a row whose answers have fields of their own: pairs, ranked lists, judged answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from chronicals.data.gate import DataError
+from chronicals.data.records import Record
+from chronicals.data.rows import PAIRS, SPEAKERS, asked_of, conversation_in, is_object
+
+CONVERSATIONS = ("messages", "conversations")
+"""Fields of a conversation, which is a prompt where its answers stand elsewhere."""
+
+PROMPTS = (*CONVERSATIONS, "instruction", *dict.fromkeys(prompt for prompt, _ in PAIRS[1:]))
+"""Names of the prompt where no field is called so."""
+
+OF_PROMPTS = frozenset({*PROMPTS, "history"})
+"""Every field of which a prompt may be made."""
+
+
+def prompt_names(record: Record, without: Collection[str] = ()) -> list[str]:
+    """What the prompt is called, or may be: several names where the row does not say which it is.
+
+    Args:
+        without: fields that hold something else.
+    """
+    if record.get("prompt") is not None:
+        return ["prompt"]
+    found = [name for name in PROMPTS if name not in without and _is_filled(record.get(name))]
+    return [name for name in found if name != "input" or "instruction" not in found]
+
+
+def prompt_called(name: str, record: Record, where: str) -> Any:
+    """The prompt in the field ``name``, a text or messages; an ``instruction`` with its ``input`` and ``history`` is messages,
+    as where it is trained on.
+
+    Raises:
+        DataError: a field is of the wrong type, or a conversation ends with the assistant.
+    """
+    if name == "instruction":
+        return asked_of(record, where)
+    if name not in CONVERSATIONS:
+        return as_list(record[name])
+    prompt = as_list(conversation_in(record[name], name, where))
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}: {name} must be a list of messages, this is {type(prompt).__name__}", "wrong_type")
+    if role_of(prompt[-1]) == "assistant":
+        raise DataError(
+            f"{where}: {name} ends with the assistant, so that it is not the prompt of the answers; give them a prompt, or "
+            "leave that message out", "missing_field",
+        )  # fmt: skip
+    return prompt
+
+
+def as_list(value: Any) -> Any:
+    """A message by itself as a list of one, arrays and tuples as lists, anything else as it is."""
+    value = value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+    return [value] if is_object(value) else value
+
+
+def role_of(message: Any) -> Any:
+    """By our names of roles."""
+    said = (message.get("role") or message.get("from")) if is_object(message) else None
+    return SPEAKERS.get(said, said) if isinstance(said, str) else said
+
+
+def words_of(message: Any) -> Any:
+    """What is said in a message."""
+    if not is_object(message):
+        return None
+    return message.get("content") if message.get("content") is not None else message.get("value")
+
+
+def said_in(prompt: Any) -> list[Any]:
+    """A text or messages in a form that is the same where the same is said, whatever the dialect."""
+    if not isinstance(prompt, list):
+        return [("user", prompt)]
+    return [(role_of(message), words_of(message)) for message in prompt]
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
