@@ -235,6 +235,8 @@ def test_an_adapter_does_not_go_over_8_bits(tmp_path):
 def test_what_cannot_be_stored_is_refused(teacher, tmp_path):
     for settings in ({"divergence": "reverse_kl"}, {"divergence": "jsd", "beta": 1.0}):
         assert "the reverse KL needs all of the teacher's tokens" in refused(teacher="x", stored_tokens=5, **settings)
+    infinite = refused(teacher="x", stored_tokens=5, divergence="skew_reverse_kl", skew=0)
+    assert infinite.startswith("distill={'stored_tokens': 5}: skew=0 of divergence='skew_reverse_kl' is the reverse KL, which")
     assert "with divergence='forward_kl' alone" in refused(teacher="x", stored_tokens=5, stored="drawn", divergence="skew_kl")
     assert "belongs to stored_tokens, which is not set" in refused(teacher="x", stored="drawn")
     with pytest.raises(ConfigurationError, match="verify with stored='likeliest'"):

@@ -14,8 +14,8 @@ from torch import nn
 import families
 from chronicals import patch_model
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.models import load_model
 from chronicals.model_shape import EXPERTS
+from chronicals.models import load_model
 
 FEW, KEPT = 4, [1, 2, 4, 7]
 """Experts of a pruned checkpoint, and which of 8 they were."""

@@ -15,6 +15,9 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     data: Annotated[list[str], typer.Option(help="What to evaluate on, as `train --data` takes it; may be repeated")],
     base_model: Annotated[str | None, typer.Option(help="Base model of an adapter, where the adapter does not name it")] = None,
+    reference_model: Annotated[
+        str | None, typer.Option(help="Reference policy of dpo, ipo and kto (default: that of the run), a folder or hub name")
+    ] = None,
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
     objective: Annotated[str | None, typer.Option(help="sft, or pretraining, in which every token counts")] = None,
@@ -38,7 +41,7 @@ def evaluate(
 
     `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on standard output. The figures are
     means over all tokens that training would train. If MODEL comes from a run, its data settings are used: pack width,
-    objective, roles, turns, gate, completions and longer rows. Else they are the defaults of `train`.
+    objective, reference policy, roles, turns, gate, completions and longer rows. Else they are the defaults of `train`.
     """
     from rich.console import Console
     from rich.table import Table
@@ -50,11 +53,12 @@ def evaluate(
     from chronicals.objectives import OBJECTIVES, NextToken
     from chronicals.saving import SavedModel
     from chronicals.training.evaluation import evaluate_data
+    from chronicals.training.reference_record import with_reference
 
     warn_of_other_processes("evaluate")
     make_room_for(output)
-    taught = SavedModel.find(model, base_model).about.get("taught", {}).get("objective")
-    scored_by = OBJECTIVES.get(objective or taught, NextToken)
+    about = SavedModel.find(model, base_model).about
+    scored_by = OBJECTIVES.get(objective or about.get("taught", {}).get("objective"), NextToken)
     trained = load_trained(model, base_model, trust_remote_code, scored_by.load)
     asked = {
         "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on": train_on,
@@ -67,8 +71,9 @@ def evaluate(
         fields.pop("sections", None)  # settings of the objective that it was trained by
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
+    config = with_reference(recipe.config(), about.get("reference"), reference_model)
     tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)
-    figures = evaluate_data(trained.model, tokenizer, recipe.sources[0], recipe.config()).to_dict()
+    figures = evaluate_data(trained.model, tokenizer, recipe.sources[0], config).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")

@@ -12,7 +12,7 @@ SECTIONS = "sections"
 """The field that holds them: the name of an objective, and its settings."""
 
 
-PATHS = frozenset({"teacher"})
+PATHS = frozenset({"teacher", "reference_model"})
 """Settings, of any objective, that name a folder or a hub name."""
 
 

@@ -1,7 +1,7 @@
 """Chunks of rows, and the documents they become: recognised, tokenised, fitted and checked, each chunk by itself.
 
-What a chunk gives depends on nothing but its rows and those it has from before them, so that it may be made in any process. A row that cannot be used is left
-out and counted; the gate judges at the end.
+What a chunk gives depends on nothing but its rows and those it has from before them, so that it may be made in any process. A
+row that cannot be used is left out and counted; the gate judges at the end.
 """
 
 from __future__ import annotations

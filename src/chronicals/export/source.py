@@ -26,6 +26,7 @@ from chronicals.models import load_config, load_model
 from chronicals.models.gguf_reader import gguf_of
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data
+from chronicals.training.reference_record import with_reference
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -171,7 +172,8 @@ class Source:
     def loss_of(self, model: Any) -> float:
         """Of a model on the data."""
         recipe = self._recipe(str(self.data))
-        return evaluate_data(model, self.tokenizer, recipe.sources[0], recipe.config()).loss
+        config = with_reference(recipe.config(), self.saved.about.get("reference"), base=self.saved.base)
+        return evaluate_data(model, self.tokenizer, recipe.sources[0], config).loss
 
     def prove_survival(self, model: Any, proof: Proof) -> None:
         """Reports how much of the training an artefact's weights keep, where data are given."""

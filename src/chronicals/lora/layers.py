@@ -201,6 +201,13 @@ def adapters_are_fresh(model: nn.Module) -> bool:
     return all(layer.is_fresh for layer in layers)
 
 
+def why_base_is_gone(model: nn.Module) -> str | None:
+    """Why the model without its adapters is not the base that they were trained over; None where it is."""
+    named = getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None) or ()
+    whole = [name for name in named if not is_of_head(name)]
+    return f"{', '.join(whole)} is trained whole (modules_to_save)" if whole else None
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within: adapted layers, and tokens with trained rows, are what the base makes of them, as for a reference policy. No
@@ -211,9 +218,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: embedding or head are trained whole (``modules_to_save``), so that the base is no longer there.
     """
-    named = getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None) or ()
-    if whole := [name for name in named if not is_of_head(name)]:
-        raise ValueError(f"without_adapters: {', '.join(whole)} is trained whole (modules_to_save); load the base beside it")
+    if gone := why_base_is_gone(model):
+        raise ValueError(f"without_adapters: {gone}; load the base beside it")
     found: list[Any] = [*(layer for _, layer in adapters(model)), *(m for m in model.modules() if isinstance(m, TrainedTokens))]
     layers = [layer for layer in found if layer.enabled]
     for layer in layers:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.template import PROBE
 from chronicals.kernels.linear_distillation import (
     Distillation,
     Divergence,
@@ -34,6 +33,7 @@ from chronicals.kernels.linear_distillation import (
 )
 from chronicals.models import Head, PresentedModel, Term, Terms
 from chronicals.objectives.registry import register
+from chronicals.objectives.same_tokenizer import check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
 from chronicals.saving import SavedModel
 
@@ -53,6 +53,9 @@ PRECISIONS = {
 
 QUANTISED = ("int8", "nf4")
 """The precisions that are formats of ``load_model``."""
+
+REMEDY = "distil from a teacher of the same family, whose tokenizer is the student's"
+"""Where it is another."""
 
 Log = Tensor
 """Log-probabilities ``[..., V]``."""
@@ -98,8 +101,14 @@ class Distill(Objective):
         @classmethod
         def _can_be_stored(cls, value: int | None, given: ValidationInfo) -> int | None:
             """Refuses the divergence that is infinite where the teacher is known by some tokens alone."""
-            whole = given.data.get("divergence") == "reverse_kl" or given.data.get("beta") == 1.0
-            if value is not None and whole:
+            divergence, without_skew = given.data.get("divergence"), given.data.get("skew") == 0.0
+            if value is not None and divergence == "skew_reverse_kl" and without_skew:
+                raise PydanticCustomError(
+                    "infinite", "skew=0 of divergence='skew_reverse_kl' is the reverse KL, which needs all of the teacher's "
+                    "tokens, and the others have no probability in what is stored; take a skew above 0, or leave stored_tokens "
+                    "out",
+                )  # fmt: skip
+            if value is not None and (divergence == "reverse_kl" or given.data.get("beta") == 1.0):
                 raise PydanticCustomError(
                     "infinite", "the reverse KL needs all of the teacher's tokens, the others have no probability in what is "
                     "stored; take divergence='forward_kl' or 'skew_reverse_kl', or leave stored_tokens out",
@@ -173,7 +182,7 @@ class Distill(Objective):
         given = self.settings
         try:
             saved = SavedModel.find(given.teacher)
-            check_same_tokenizer(tokenizer, saved.tokenizer(given.trust_remote_code), self._said)
+            check_same_tokenizer(tokenizer, saved.tokenizer(given.trust_remote_code), self._said, REMEDY)
         except ConfigurationError:
             raise
         except ValueError as error:
@@ -320,33 +329,3 @@ DEFINITIONS: dict[str, Callable[[Log, Log, float, float], Tensor]] = {
     "skew_reverse_kl": lambda p, q, beta, skew: _kl(q, _mix(q, p, skew)),
 }
 """Of log-probabilities of teacher and student, β and the skew; nothing of the kernels is in them."""
-
-
-def check_same_tokenizer(tokenizer: Any, teachers: Any, said: str) -> None:
-    """A distribution over ids says something about the same texts only.
-
-    Args:
-        said: the setting, for the message.
-
-    Raises:
-        ConfigurationError: a text has other ids with the teacher's tokenizer, or a special token is another.
-    """
-    ours, theirs = tokenizer.get_vocab(), teachers.get_vocab()
-    remedy = "distil from a teacher of the same family, whose tokenizer is the student's"
-    if ours != theirs:
-        token = min(dict(ours.items() ^ theirs.items()), key=lambda text: ours.get(text, theirs.get(text)))
-        ids = " and ".join(f"{side} {vocabulary.get(token, 'none')}" for side, vocabulary in (("ours", ours), ("its", theirs)))
-        raise ConfigurationError(
-            f"{said}: its tokenizer has another vocabulary ({len(theirs):,} tokens, ours {len(ours):,}; {token!r} has "
-            f"id {ids}); {remedy}"
-        )
-    special, other = (
-        {at: str(token) for at, token in side.added_tokens_decoder.items() if token.special} for side in (tokenizer, teachers)
-    )  # fmt: skip
-    if special != other:
-        at = min(key for key in {*special, *other} if special.get(key) != other.get(key))
-        raise ConfigurationError(
-            f"{said}: its tokenizer has other special tokens (id {at} is {other.get(at)!r}, ours {special.get(at)!r}); {remedy}"
-        )
-    if tokenizer(PROBE)["input_ids"] != teachers(PROBE)["input_ids"]:
-        raise ConfigurationError(f"{said}: its tokenizer divides texts otherwise than ours; {remedy}")

@@ -1,27 +1,36 @@
 """The reference policy of an objective: the model as the run begins, or another one, without a gradient.
 
 It is had in one of three ways: adapters are switched off for a forward pass more, a frozen model beside the trained one is
-asked, or every document's log-probability was computed before the first step and is a column of the data.
+asked, or every document's log-probability was computed before the first step and is a column of the data. It never drops out.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.lora import adapters_are_fresh, without_adapters
-from chronicals.models import PresentedModel, load_model
+from chronicals.lora import adapters_are_fresh, why_base_is_gone, without_adapters
+from chronicals.models import PresentedModel, in_evaluation
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
+from chronicals.objectives.same_tokenizer import check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
+from chronicals.saving import SavedModel
+
+logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 """The column of log-probabilities under the reference, and the name of a frozen model."""
+
+REMEDY = "the reference must read texts as the policy does: take one of the policy's family"
+"""Where its tokenizer is another."""
 
 
 @settings
@@ -33,16 +42,20 @@ class ReferenceSettings:
         description="Reference policy: the base with adapters_off, or log-probabilities stored before the first step; auto "
         "takes the former where adapters begin without an effect",
     )
-    reference_model: str | None = Field(
-        default=None, description="Folder or hub name of another model as the reference policy; it stays in memory, frozen"
+    reference_model: Annotated[str, AfterValidator(os.path.expanduser)] | None = Field(
+        default=None,
+        description="Folder or hub name of a model, an adapter or a run as the reference policy, with the policy's tokenizer; "
+        "it stays in memory, frozen",
     )
     reference_in_4bit: bool = Field(default=False, description="Whether the reference model is read into NF4")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the reference model")
 
 
 class WithReference(Objective):
     """An objective whose settings have the fields of ``ReferenceSettings``."""
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
+        """The reference model, where one is named."""
         chosen = self.settings
         if chosen.reference_model is None:
             if chosen.reference_in_4bit:
@@ -56,14 +69,22 @@ class WithReference(Objective):
                 f"{config.objective}.reference={chosen.reference!r}: the reference is {config.objective}.reference_model="
                 f"{chosen.reference_model!r}; leave one of them out"
             )
+        said = f"{config.objective}={{'reference_model': {chosen.reference_model!r}}}"
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        other = load_model(chosen.reference_model, dtype, quantization="nf4" if chosen.reference_in_4bit else None)
+        try:
+            saved = SavedModel.find(chosen.reference_model)
+            if saved.has_tokenizer():
+                check_same_tokenizer(tokenizer, saved.tokenizer(chosen.trust_remote_code), said, REMEDY)
+            else:
+                logger.info("%s: it has no tokenizer beside it, so only the number of tokens is compared", said)
+            other = saved.model(dtype, chosen.trust_remote_code, "nf4" if chosen.reference_in_4bit else None)
+        except ConfigurationError:
+            raise
+        except ValueError as error:
+            raise ConfigurationError(f"{said}: {error}") from error
         rows = model.get_input_embeddings().weight.shape[0]
         if (there := other.get_input_embeddings().weight.shape[0]) < min(rows, len(tokenizer)):
-            raise ConfigurationError(
-                f"{config.objective}.reference_model={chosen.reference_model!r}: its embedding has {there} rows, the tokenizer "
-                f"{len(tokenizer)} tokens; the reference must know the same tokens"
-            )
+            raise ConfigurationError(f"{said}: its embedding has {there} rows, the tokenizer {len(tokenizer)} tokens; {REMEDY}")
         return {REFERENCE: other}
 
     def frozen_start(self) -> str | None:
@@ -85,6 +106,26 @@ class WithReference(Objective):
             )
         return self.settings.reference == "stored" or not fresh
 
+    def check_reference(self, model: Any) -> None:
+        """Whether there is a reference to compare ``model`` with, which was trained before.
+
+        Raises:
+            ConfigurationError: there is none, or what the model is without its adapters need not be it.
+        """
+        if self.settings.reference_model is not None:
+            return
+        if self.settings.reference != "adapters_off":
+            raise ConfigurationError(
+                "nothing says which reference policy this model was trained beside; give it as reference_model, a folder or "
+                "hub name: the model that the run began with, unless another was named"
+            )
+        gone = "it has no adapters of ours" if not hasattr(model, "chronicals_lora") else why_base_is_gone(model)
+        if gone is not None:
+            raise ConfigurationError(
+                f"reference='adapters_off': {gone}, so that switching them off gives no reference policy; give it as "
+                "reference_model, a folder or hub name"
+            )
+
     @torch.no_grad()
     def reference_sums(self, model: PresentedModel, batch: Batch) -> Tensor:
         """``[N]``: the log-probability of each document's targets under the reference.
@@ -97,6 +138,6 @@ class WithReference(Objective):
         if (frozen := self.frozen.get(REFERENCE)) is not None:
             return document_sums(score_tokens(frozen, batch, self.chunk_size).log_p, batch)
         if not hasattr(model.model, "chronicals_lora"):
-            raise ConfigurationError("there is no reference policy to compare with; set reference_model (a folder or hub name)")
-        with without_adapters(model.model):
+            raise ConfigurationError("there is no reference policy to compare with; give reference_model, a folder or hub name")
+        with without_adapters(model.model), in_evaluation(model.model):
             return document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)

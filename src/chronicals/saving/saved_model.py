@@ -150,6 +150,14 @@ class SavedModel:
         stored = stored_rows(Path(self.place)) if self.adapted else None
         return stored or ModelShape.of(self.config(trust_remote_code)).vocabulary
 
+    def has_tokenizer(self) -> bool:
+        """Whether there is one with it, or with its model; of a hub's this is taken for granted."""
+        if self.base is not None and not any(Path(self.place).glob("tokenizer*")):
+            return SavedModel.find(self.base).has_tokenizer()
+        files = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
+        there = isinstance(self.place, str) or any(any(Path(self.place).glob(name)) for name in files)
+        return there or gguf_of(self.place) is not None
+
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
         """Its own, or its model's: PEFT writes none beside an adapter.
 

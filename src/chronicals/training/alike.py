@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from chronicals.distributed import Mesh, codes_here, copies_of
 OF_A_MACHINE = frozenset({"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"})
 """Fields of the configuration that may differ from rank to rank."""
 
-AT_A_TIME = 1 << 22
-"""Elements that are summed at a time: torch makes 8 bytes of each."""
+AT_A_TIME = 1 << 20
+"""Elements that are summed at a time: torch makes 8 bytes of each, and of their places."""
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as an element."""
 
 
 def prove_alike(ranks: Mesh, facts: Mapping[str, Any]) -> None:
@@ -42,24 +46,53 @@ def shared_settings(config: ChronicalsConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in OF_A_MACHINE}
 
 
-def fingerprint(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> str:
-    """Of the bits of tensors in their order. Waits for the device.
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of the bits of tensors in their order.
 
-    Args:
-        ranks: that all ask, where weights are divided among them: what they have of one is added up, so that it does not matter
-            among how many. An fp32 shard of a bf16 weight has the same bits but for zeros.
+    Attributes:
+        values: the same wherever elements lie within a tensor, and among however many ranks it is divided; an fp32 shard of a
+            bf16 weight has the same bits but for zeros.
+        places: of where each element lies, too; to be compared where ``divided`` is the same.
+        divided: among how many ranks tensors are divided.
     """
-    given = list(tensors)
+
+    values: str
+    places: str
+    divided: int
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Of the bits of tensors and of their places, as this rank has them. Waits for the device."""
+    return fingerprint_over(tensors).places
+
+
+def fingerprint_over(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> Fingerprint:
+    """Of tensors that may be divided among ``ranks``, which all ask. Waits for the device."""
+    given, ranks = list(tensors), ranks or Mesh()
     if not given:
-        return hashlib.sha256().hexdigest()[:16]
-    patterns = torch.stack([_sum_of_bits(codes_here(tensor)) for tensor in given]).cpu()
-    if ranks is not None and ranks.count > 1:
-        divided = torch.tensor([copies_of(tensor, ranks.count) for tensor in given])
-        told = torch.stack(ranks.gather(patterns)).sum(0)
-        patterns = torch.where(divided > 0, told // divided.clamp(min=1), patterns)
-    return hashlib.sha256(patterns.numpy().tobytes()).hexdigest()[:16]
+        return Fingerprint(_digest(torch.zeros(0)), _digest(torch.zeros(0)), 1)
+    sums = torch.stack([_sums_of_bits(codes_here(tensor)) for tensor in given]).cpu()  # [tensors, 2]
+    copies = [copies_of(tensor, ranks.count) for tensor in given]  # 0 where a rank has all of it
+    told = torch.stack(ranks.gather(sums)) if ranks.count > 1 else sums[None]
+    parts = [told[:, at, :][: ranks.count // among if among else 1] for at, among in enumerate(copies)]  # one copy of each
+    values = torch.stack([part[:, 0].sum() for part in parts])
+    divided = max(len(part) for part in parts)
+    return Fingerprint(_digest(values), _digest(torch.cat([part[:, 1] for part in parts])), divided)
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    pieces = tensor.reshape(-1).view(torch.uint8).split(AT_A_TIME)
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
+def _digest(numbers: Tensor) -> str:
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]
+
+
+def _sums_of_bits(tensor: Tensor) -> Tensor:
+    """int64 ``[2]``: the sum of all bytes, and of all elements as integers times their places, from 1; they wrap around."""
+    flat = tensor.reshape(-1)
+    words = flat.view(torch.uint8 if flat.dtype == torch.bool else WORDS[flat.element_size()])
+    places = torch.arange(1, min(len(words), AT_A_TIME) + 1, device=flat.device)
+    sums = [torch.zeros(2, dtype=torch.int64, device=flat.device)]
+    for begin in range(0, len(words), AT_A_TIME):
+        piece = words[begin : begin + AT_A_TIME]
+        placed = (piece.long() * places[: len(piece)]).sum() + begin * piece.sum(dtype=torch.int64)
+        sums.append(torch.stack([piece.view(torch.uint8).sum(dtype=torch.int64), placed]))
+    return torch.stack(sums).sum(0)

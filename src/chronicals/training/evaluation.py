@@ -19,6 +19,7 @@ from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
 from chronicals.objectives import Objective, Term, build_objective, shown
+from chronicals.objectives.reference import WithReference
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
@@ -107,11 +108,17 @@ def evaluate(
 def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsConfig) -> Evaluation:
     """Score data with a model as it is, through the path of training.
 
+    An objective with a reference policy takes ``reference_model`` of its settings; with ``reference="adapters_off"`` it is what
+    the model is without its adapters.
+
     Raises:
+        ConfigurationError: the objective has a reference policy, and nothing says which.
         DataError: it cannot be read, or nothing in it is trained.
         ValueError: the model has no positions for it, sees the tokens that it is to predict, or gives no finite loss.
     """
     objective = build_objective(config)
+    if isinstance(objective, WithReference):
+        objective.check_reference(model)
     embedding_rows = embedding_table(model).shape[0]
     store = open_store(data, tokenizer, config, embedding_rows=embedding_rows, kinds=objective.row_kinds)
     check_positions(model, store.longest)

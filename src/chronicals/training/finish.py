@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -35,14 +35,17 @@ OF_THE_BASE = ("quantization", "mixed_precision")
 """Fields that decide what the weights were under adapters on a quantised base, by which it is loaded and merged again."""
 
 
-def about_data(store: TokenStore, model: Any, tokenizer: Any, config: ChronicalsConfig) -> dict[str, Any]:
-    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained; and how an
-    adapter's base was quantised, or which GGUF file it was."""
+def about_data(
+    store: TokenStore, model: Any, tokenizer: Any, config: ChronicalsConfig, reference: Mapping[str, Any] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained, beside the
+    same ``reference`` policy; and how an adapter's base was quantised, or which GGUF file it was."""
     file = getattr(within_adapters(model), GGUF_FILE, None)
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
         "taught": {field: getattr(config, field) for field in TAUGHT} | {"sections": lasting_sections(config.sections)},
+        **({"reference": reference} if reference is not None else {}),
         **({"base": {field: getattr(config, field) for field in OF_THE_BASE}} if config.quantization else {}),
         **({"gguf": file} if file is not None else {}),
     }

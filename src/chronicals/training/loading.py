@@ -16,6 +16,7 @@ from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
 from chronicals.training.needed_memory import choose_sharding, sharing_of, smallest_card
+from chronicals.training.reference_record import LOADED_FROM
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,16 @@ def load_to_train(
     """
     kind, place = OBJECTIVES[config.objective], saved.place
     plain = not saved.adapted and gguf_of(place) is None and kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
-    if ranks.count > 1 and plain and not begins_with_weights(config) and not is_packed(saved.config(trust_remote_code)):
+    by_rows = ranks.count > 1 and plain and not begins_with_weights(config) and not is_packed(saved.config(trust_remote_code))
+    if by_rows:
         config = _with_sharding(place, config, ranks, trust_remote_code)
-        if config.sharding == WEIGHTS:
-            return _divided(place, config, ranks, trust_remote_code), config
-    given = DTYPES[config.mixed_precision], trust_remote_code, config.quantization, watcher(config)
-    return kind.load(saved, *given), config
+    if by_rows and config.sharding == WEIGHTS:
+        model = _divided(place, config, ranks, trust_remote_code)
+    else:
+        given = DTYPES[config.mixed_precision], trust_remote_code, config.quantization, watcher(config)
+        model = kind.load(saved, *given)
+    setattr(model, LOADED_FROM, saved)
+    return model, config
 
 
 def _with_sharding(

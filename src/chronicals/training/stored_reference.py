@@ -1,7 +1,7 @@
 """Log-probabilities of every document under the model as a run begins, computed once and kept.
 
-They are a column of the data. On disk they lie in the cache, named by the documents and the model's weights, so another run
-from the same model over the same data reads them.
+They are a column of the data. On disk they lie in the cache, named by the documents, the model's weights and its
+configuration, so another run from the same model over the same data reads them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +27,10 @@ from chronicals.lora import adapters_are_fresh
 from chronicals.models import PresentedModel, in_evaluation
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, WithReference
-from chronicals.training.alike import fingerprint
+from chronicals.training.alike import fingerprint_over
 from chronicals.training.errors import CheckpointError
 from chronicals.training.metrics import Moment
+from chronicals.training.reference_record import Record, record_of
 from chronicals.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,13 @@ NUMBER = "number"
 """Column of a document's place in its store."""
 
 KEPT = "reference.json"
-"""File of a run's folder that says which weights its reference are."""
+"""File of a run's folder that says what its reference is, and of which model it was computed."""
+
+CHANGES_NOTHING = frozenset({
+    "_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "auto_map",
+})  # fmt: skip
+"""Keys of a model's configuration that its log-probabilities do not depend on, the weights being given."""
 
 
 class StoredReference:
@@ -55,31 +63,41 @@ class StoredReference:
     ):  # fmt: skip
         self.session, self.stream, self.limited = session, stream, limited
         objective = session.objective
+        self.facts: dict[str, Any] = {}
         self.wanted = isinstance(objective, WithReference) and objective.stores_reference(session.model)
+        self.record = record_of(objective, session.model)
         if self.wanted:
             fresh = adapters_are_fresh(session.model)  # then they change nothing yet, and start otherwise with another seed
             named = session.model.named_parameters()
             own = (p for name, p in named if not (fresh and ".lora_" in name))
-            self.weights = fingerprint(own, session.ranks)
+            weights = fingerprint_over(own, session.ranks)
+            self.facts = {"weights": weights.values, "places": weights.places, "divided": weights.divided}
+            self.facts["model"] = digest_of(session.model.config)
 
     def keep(self, output_dir: Path, resumed: bool) -> None:
-        """Write to the run's folder which weights its reference are, or compare what a run that goes on wrote there.
+        """Write to the run's folder what its reference is, or compare what a run that goes on wrote there.
 
         Raises:
             CheckpointError: it goes on from another model than it began with.
         """
-        if self.wanted:
-            self.session.ranks.writer_does(lambda: self._keep(output_dir / KEPT, resumed), CheckpointError)
+        if self.record is not None:
+            self.record = self.session.ranks.writer_does(lambda: self._keep(output_dir / KEPT, resumed), CheckpointError)
 
-    def _keep(self, file: Path, resumed: bool) -> None:
+    def _keep(self, file: Path, resumed: bool) -> Record | None:
+        """What the run remembers."""
         if not resumed or not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"weights": self.weights}))
-        elif json.loads(file.read_text())["weights"] != self.weights:
+            file.write_text(json.dumps({**self.facts, "reference": self.record}))
+            return self.record
+        kept = json.loads(file.read_text())
+        told = {"weights", "model"} | ({"places"} if kept.get("divided") == self.facts.get("divided") else set())
+        if any(kept[name] != self.facts[name] for name in told & kept.keys() & self.facts.keys()):
             raise CheckpointError(
                 f"{file}: the run's reference policy is the model that it began with, and this is another one; resume with the "
                 "model that the run began with"
             )
+        found: Record | None = kept.get("reference", self.record)
+        return found
 
     def beside(self, store: TokenStore) -> TokenStore:
         """The store with the column, or as it is where the objective stores none."""
@@ -134,7 +152,8 @@ class StoredReference:
 
     def _file(self, store: TokenStore) -> Path:
         """In the cache, beside the store's own."""
-        digest = hashlib.sha256(f"{store.key} {self.weights} {self.session.config.mixed_precision}".encode())
+        model = json.dumps(self.facts, sort_keys=True)
+        digest = hashlib.sha256(f"{store.key} {model} {self.session.config.mixed_precision}".encode())
         for column in (store.id_starts, store.lengths):
             digest.update(np.ascontiguousarray(column).tobytes())
         return store.path.with_name(f"{digest.hexdigest()[:32]}.{REFERENCE}.safetensors")
@@ -142,3 +161,15 @@ class StoredReference:
 
 def _log_probabilities(presented: PresentedModel, batch: Batch, chunk_size: int) -> Tensor:
     return score_tokens(presented, batch, chunk_size).log_p
+
+
+def digest_of(config: Any) -> str:
+    """Of all in a model's configuration that its log-probabilities depend on."""
+    told = json.dumps(_that_counts(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _that_counts(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {str(name): _that_counts(inner) for name, inner in value.items() if name not in CHANGES_NOTHING}

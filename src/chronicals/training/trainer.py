@@ -202,7 +202,7 @@ class ChronicalsTrainer:
         held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
         divided = model if session.decisions["sharding"].how == WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
-        about = functools.cache(lambda: about_data(train_store, model, self.tokenizer, config))
+        about = functools.cache(lambda: about_data(train_store, model, self.tokenizer, config, reference.record))
         session.before_update = saved.hold_update
         session.told = lambda: saved.failed or self._stop.reason is not None or callbacks.error is not None
         with self._stop.on_signals(), callbacks.around(run):

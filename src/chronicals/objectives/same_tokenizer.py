@@ -1,0 +1,39 @@
+"""Whether two models read the same texts in the same ids: a teacher and its student, a policy and its reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chronicals.config import ConfigurationError
+from chronicals.data.template import PROBE
+
+
+def check_same_tokenizer(tokenizer: Any, others: Any, said: str, remedy: str) -> None:
+    """What another model predicts for ids says something about the same texts only.
+
+    Args:
+        others: tokenizer of the other model.
+        said: the setting that names it, for the message.
+        remedy: what to do, likewise.
+
+    Raises:
+        ConfigurationError: a text has other ids with the other tokenizer, or a special token is another.
+    """
+    ours, theirs = tokenizer.get_vocab(), others.get_vocab()
+    if ours != theirs:
+        token = min(dict(ours.items() ^ theirs.items()), key=lambda text: ours.get(text, theirs.get(text)))
+        ids = " and ".join(f"{side} {vocabulary.get(token, 'none')}" for side, vocabulary in (("ours", ours), ("its", theirs)))
+        raise ConfigurationError(
+            f"{said}: its tokenizer has another vocabulary ({len(theirs):,} tokens, ours {len(ours):,}; {token!r} has "
+            f"id {ids}); {remedy}"
+        )
+    special, other = (
+        {at: str(token) for at, token in side.added_tokens_decoder.items() if token.special} for side in (tokenizer, others)
+    )  # fmt: skip
+    if special != other:
+        at = min(key for key in {*special, *other} if special.get(key) != other.get(key))
+        raise ConfigurationError(
+            f"{said}: its tokenizer has other special tokens (id {at} is {other.get(at)!r}, ours {special.get(at)!r}); {remedy}"
+        )
+    if tokenizer(PROBE)["input_ids"] != others(PROBE)["input_ids"]:
+        raise ConfigurationError(f"{said}: its tokenizer divides texts otherwise than ours; {remedy}")

@@ -1,0 +1,97 @@
+"""What a run remembers of its reference policy, and how its model is compared with the same one later.
+
+A run whose adapters began without an effect had the base as its reference, which is found again by switching them off. Any
+other began with a model of which nothing is left in what it trained; the run notes where that model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.paths import lasting
+from chronicals.objectives import OBJECTIVES, Objective
+from chronicals.objectives.reference import WithReference
+from chronicals.saving import SavedModel
+
+LOADED_FROM = "_chronicals_loaded_from"
+"""Attribute of a model that nothing has changed since it was loaded: where it was (``SavedModel``)."""
+
+Record = Mapping[str, Any]
+"""As JSON: ``how`` (``adapters_off``, ``stored``, ``reference_model``) and, of a model that is found again, ``start`` and
+``identity``."""
+
+
+def record_of(objective: Objective, model: Any) -> Record | None:
+    """How the objective has its reference in a run that begins now; None where it compares with none."""
+    saved = vars(model).pop(LOADED_FROM, None)  # the run changes it
+    if not isinstance(objective, WithReference):
+        return None
+    if (named := objective.settings.reference_model) is not None:
+        return {"how": "reference_model", **_found_again(SavedModel.find(named))}
+    if not objective.stores_reference(model):
+        return {"how": "adapters_off"}
+    return {"how": "stored", **(_found_again(saved) if saved is not None else {})}
+
+
+def _found_again(saved: SavedModel) -> dict[str, Any]:
+    """Nothing where its place alone does not lead there."""
+    start = lasting(saved.place)
+    with suppress(ValueError, OSError):
+        again = SavedModel.find(start)
+        if again.base == saved.base:
+            return {"start": start, "identity": again.identity()}
+    return {}
+
+
+def with_reference(
+    config: ChronicalsConfig, record: Record | None, reference_model: str | Path | None = None, base: str | None = None
+) -> ChronicalsConfig:  # fmt: skip
+    """The configuration of an evaluation, with the reference policy that the model was trained beside.
+
+    Args:
+        record: what the run wrote beside its model; None where it wrote nothing.
+        reference_model: another one, given by the user.
+        base: the model that adapters were over, where the evaluated model has none of them to switch off.
+
+    Raises:
+        ConfigurationError: one is given to an objective that has none; or the one of the run is not there any more.
+    """
+    kind = OBJECTIVES.get(config.objective)
+    if kind is None or not issubclass(kind, WithReference):
+        if reference_model is not None:
+            raise ConfigurationError(
+                f"reference_model={str(reference_model)!r}: objective={config.objective!r} compares with no reference policy; "
+                "leave it out"
+            )
+        return config
+    given = dict(config.sections.get(config.objective, {}))
+    if reference_model is None and given.get("reference_model") is None and record is not None:
+        reference_model = base if record["how"] == "adapters_off" else _start(record)
+    if reference_model is not None:
+        given = {**given, "reference_model": lasting(reference_model), "reference": "auto"}
+    elif given.get("reference_model") is None and record is not None:
+        given["reference"] = "adapters_off"
+    return config.fitted(sections={**config.sections, config.objective: given})
+
+
+def _start(record: Record) -> str:
+    """Where the model is that a run began with."""
+    start = record.get("start")
+    remedy = "give as reference_model, a folder or hub name, the model that the run began with"
+    if start is None:
+        raise ConfigurationError(
+            f"the run's reference policy was the model that it began with, and it was not known where that is stored; {remedy}"
+        )
+    try:
+        same = SavedModel.find(start).identity() == record["identity"]
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"the run's reference policy, {start}, cannot be read: {error}; {remedy}") from error
+    if not same:
+        raise ConfigurationError(
+            f"the run's reference policy was the model in {start}, whose files were changed or moved since; {remedy}"
+        )
+    return str(start)
