@@ -13,9 +13,9 @@ class FP8Experts:
     """Quantised from a 16-bit weight, which stays where it is; as ``FP8`` of a linear layer.
 
     A frozen weight is quantised once, in both layouts, and again, into the same memory, by the first call in Python after it
-    was written to (writes through ``.data`` cannot be seen). A CUDA graph that is replayed calls nothing: it reads that memory as
-    it is, so after a write something must call the layer before the graph runs again. A trained one is quantised at each use: by rows in the forward pass,
-    and in the backward pass by columns with the scales that were found there.
+    was written to (writes through ``.data`` cannot be seen). A CUDA graph that is replayed reads that memory and calls nothing
+    in Python: it does not notice a write. A trained one is quantised at each use: by rows in the forward pass, and in the
+    backward pass by columns with the scales that were found there.
 
     Args:
         weight: the parameter, ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``.
