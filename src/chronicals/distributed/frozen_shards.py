@@ -411,7 +411,7 @@ def can_be_cut(layer: nn.Module, count: int) -> bool:
     return isinstance(layer, LinearInShards)
 
 
-def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
     """The linear layers, by their paths in the decoder layer that they are in, of which nothing is trained."""
     for layer in layers:
         for path, child in list(layer.named_modules()):

@@ -176,7 +176,8 @@ def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
     experts_S = experts_Tk.reshape(-1).contiguous()
     on_card = HAS_TRITON and runs_triton(experts_S.new_empty(0, dtype=torch.float32))
     made = _dispatch if on_card and len(experts_S) else dispatch_reference
-    dispatch = Dispatch(*made(experts_S, experts, rows), each, rows)
+    order, places, bounds, tiles = made(experts_S, experts, rows)
+    dispatch = Dispatch(order, places, bounds, tiles, each, rows)
     if _watcher is not None:
         _watcher(dispatch)
     return dispatch

@@ -255,7 +255,7 @@ class RunCheckpoints:
     def _write(self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State) -> None:
         """On the first rank: the checkpoint of a step, with the files of the others."""
         write_divided = None
-        if self._divided is not None:
+        if self._divided is not None and files is not None:
             write_divided = partial(self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files)
         try:
             folder = checkpoint.save_checkpoint(
