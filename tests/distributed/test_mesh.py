@@ -1,4 +1,4 @@
-"""The first rank does something while the others wait at the store, not in a collective."""
+"""The first rank does something while the others wait at the store, not in a collective; what a process keeps between steps."""
 
 import itertools
 import subprocess
@@ -103,3 +103,17 @@ def test_processes_that_do_not_come_are_named():
     done = joining(2)
     assert done.returncode and "WORLD_SIZE=2: not all of the 2 processes that train together came" in done.stderr
     assert "within 2 seconds" in done.stderr and "1/2 clients joined" in done.stderr
+
+
+def test_few_patterns_of_gradients_are_kept():
+    """Steps that take turns with a few copy nothing to the card, and new ones do not fill it."""
+    ranks, device = Mesh(0, 2), torch.device("cpu")
+    patterns = [tuple(map(bool, map(int, f"{number:06b}"))) for number in range(3 * mesh.PATTERNS)]
+    first = [ranks.held_by(pattern, device) for pattern in patterns[:3]]
+    assert [found.tolist() for found in first] == [list(map(float, pattern)) for pattern in patterns[:3]]
+    for _ in range(2):
+        assert all(ranks.held_by(pattern, device) is found for pattern, found in zip(patterns, first))
+    for pattern in patterns[3:]:
+        ranks.held_by(pattern, device)
+        ranks.held_by(patterns[0], device)
+    assert len(ranks._patterns) == mesh.PATTERNS and ranks.held_by(patterns[0], device) is first[0]

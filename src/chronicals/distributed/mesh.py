@@ -41,6 +41,9 @@ MEETING = timedelta(minutes=30)
 PATIENCE = timedelta(seconds=LONGEST_TIMEOUT)
 """What torch waits for a collective: longer than ``rank_timeout``, after which ``RankWatch`` ends all and names them."""
 
+PATTERNS = 8
+"""Of parameters with a gradient: how many are kept on the device."""
+
 _announcements = itertools.count()
 """Numbers of what the first rank has done, the same on all ranks, which take part in the same order."""
 
@@ -197,11 +200,15 @@ class Mesh:
         return beside[len(scalars) :]
 
     def held_by(self, pattern: tuple[bool, ...], device: torch.device) -> Tensor:
-        """fp32, 1 for each parameter that has a gradient here; kept, since it is the same in most steps."""
-        if pattern not in self._patterns:
-            self._patterns.clear()
-            self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=device)
-        return self._patterns[pattern]
+        """fp32, 1 for each parameter that has a gradient here; the last few are kept, since steps take turns with few."""
+        found = self._patterns.pop(pattern, None)
+        if found is None:
+            on_card = device.type == "cuda"  # from pinned memory, which the host does not wait for
+            found = torch.tensor(pattern, dtype=torch.float32, pin_memory=on_card).to(device, non_blocking=on_card)
+        self._patterns[pattern] = found
+        if len(self._patterns) > PATTERNS:
+            del self._patterns[next(iter(self._patterns))]
+        return found
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients together, an fp32 scalar on their device, without waiting for it.
