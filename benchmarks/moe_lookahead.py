@@ -126,7 +126,8 @@ def main() -> None:
                 result["gradients"] = gradients(0)
             else:
                 result[part] = [frozen(folder / f"{n}", n, given.base_steps, given.passes) for n in range(given.seeds)]
-        settings = {"router": ROUTER} if part == "native" else {"heads": vars(HEADS), "distillation": vars(HOW)}
+        how = vars(replace(HOW, passes=given.passes))
+        settings = {"router": ROUTER} if part == "native" else {"heads": vars(HEADS), "distillation": how}
         result.setdefault("about", {})[part] = small.about(began, **settings)
         small.write(given.output, result)
     lines = []

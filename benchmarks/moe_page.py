@@ -26,27 +26,29 @@ def exactness(found: dict) -> str:
 
 
 def lookahead(found: dict) -> str:
-    (native, *_), (frozen, *_) = found["native"], found["frozen"]
+    native, frozen = found["native"], found["frozen"]
+    sides = [run["after"] for run in native], [run["recalls"] for run in frozen]
 
-    def recalls(said: dict, distance: int, name: str) -> str:
-        values = [row[distance] for row in said[name] if len(row) > distance]
+    def words(values: list[float]) -> str:
         return f"{sum(values) / len(values):.1%}, least {min(values):.1%}"
 
-    rows = [
-        [f"{d} layers ahead", *(recalls(run, d, name) for run in (native["after"], frozen["recalls"]) for name in HEADS)]
-        for d in range(4)
-    ]
-    for number, row in enumerate(native["after"]["token_ahead"]):
-        other = frozen["recalls"]["token_ahead"][number]
-        means = (f"{sum(values) / len(values):.1%}, least {min(values):.1%}" for values in (row, other))
-        first, second = means
+    def ahead(runs: list[dict], distance: int, name: str) -> str:
+        return words([row[distance] for run in runs for row in run[name] if len(row) > distance])
+
+    rows = [[f"{d} layers ahead", *(ahead(runs, d, name) for runs in sides for name in HEADS)] for d in range(4)]
+    for number in range(len(sides[0][0]["token_ahead"])):
+        first, second = (words([value for run in runs for value in run["token_ahead"][number]]) for runs in sides)
         rows.append([f"{number + 1} tokens ahead", first, "-", second, "-"])
+    passes = found["about"]["frozen"]["distillation"]["passes"]
+    twice = sum(run["d1_among_2k"] for run in frozen) / len(frozen)
+    seeds = f"{len(frozen)} seed" + "s" * (len(frozen) > 1)
     head = ["recall of the chosen experts", "native, heads", "native, routers early", "Qwen3-MoE, heads", "routers early"]
     return (
         "A million parameters, 16 experts of which a token gets 2, 8 layers, the documentation of Python's standard library; "
         "held-out text, the mean over layers and the least of them. The native model was trained with its heads for "
-        f"{native['steps']} steps, then its heads alone for {native['head_steps']}; the Qwen3-MoE was trained without, and "
-        f"heads distilled beside it (checksum unchanged; among twice as many, one layer ahead, {frozen['d1_among_2k']:.1%})."
+        f"{native[0]['steps']} steps, then its heads alone for {native[0]['head_steps']}; the Qwen3-MoE was trained without, "
+        f"and heads learned from a trace of it, gone over {passes} times, while it did not run ({seeds}; checksum unchanged; "
+        f"among twice as many, one layer ahead, {twice:.1%})."
         "\n\n"
         f"{table(head, rows)}"
     )
