@@ -83,8 +83,9 @@ def test_bytes_of_divided_weights(ranks, among, tmp_path):
 
 
 def test_bytes_of_divided_codes(tmp_path):
-    """About half a byte a weight of the layers, in each pass of each micro-batch, beside the sums of adapters."""
-    model = large()
+    """About half a byte a weight of the layers, in each pass of each micro-batch, but of the two layers that are there still;
+    beside the sums of adapters."""
+    model = large(num_hidden_layers=6)
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     quantise_layers(model)
     model = apply_lora(model, LoRAConfig(rank=64))
@@ -93,7 +94,17 @@ def test_bytes_of_divided_codes(tmp_path):
         traffic(model, runs.config(tmp_path, **fields, sharding=way), 4, in_backward=False) for way in ("optimizer", "weights")
     )
     assert divided.reduce_scatter == whole.reduce_scatter and divided.all_reduce == whole.all_reduce
-    assert divided.all_gather - whole.all_gather == pytest.approx(6 * 0.516 * layers * 3 / 4, rel=0.01)
+    assert divided.all_gather - whole.all_gather == pytest.approx(6 * 0.516 * layers * 4 / 6 * 3 / 4, rel=0.01)
+
+
+def test_what_stays_whole_is_not_gathered(tmp_path):
+    """3 cards divide the 6144 rows of MLPs, not the 2048 or 512 of the others."""
+    fields = {"lora_rank": 64, "mixed_precision": "bf16", "gradient_accumulation_steps": 1}
+    config = runs.config(tmp_path, use_lora=True, **fields, sharding="weights")
+    model = apply_lora(large(num_hidden_layers=6, intermediate_size=6144), LoRAConfig(rank=64))
+    divided = traffic(model, config, 3, in_backward=False).all_gather
+    whole = traffic(model, config.fitted(sharding="optimizer"), 3, in_backward=False).all_gather
+    assert divided - whole == pytest.approx(2 * 4 * 2 * (2 * 6144 * 2048) * 2 / 3, rel=0.01)
 
 
 def test_a_mixture_in_4_bits(tmp_path):
@@ -200,6 +211,14 @@ def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
     assert sent.attention == others * values * (2 * (4 + recomputed) + 4 * 4)
 
 
+def test_ranks_that_share_packs_over_machines_exchange_heads_within_each(tmp_path):
+    fields = {**ALL, "batch_size": 2, "max_seq_length": 1024, "context_parallel": 4}
+    config = runs.config(tmp_path, **fields)
+    near, far = (traffic(large(), config, 8, False, cards=cards).attention for cards in (8, 2))
+    asked = traffic(large(), runs.config(tmp_path, **fields, context_heads=2), 8, False).attention
+    assert near != far == asked
+
+
 def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -261,6 +280,17 @@ def test_time_is_computation_and_what_nothing_hides(tmp_path):
     assert after.exposed == pytest.approx(after.sent.total / 1e11) and not after.in_backward
     assert far.exposed > 10 * near.exposed and far.efficiency < near.efficiency < 1
     assert near.tokens_per_second == pytest.approx(4 * 512 / (near.computing + near.exposed))
+
+
+def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_path):
+    fields = {**ALL, "batch_size": 1, "max_seq_length": 512, "sharding": "weights", "sharding_ranks": 4, "memory": []}
+    slow = Machines(memory=100 * GB, cards=4, link=1e15, network=1e10, flops=1e13)
+    one, four = (
+        plan(large(), runs.config(tmp_path, **{**fields, "gradient_accumulation_steps": count}), 8, slow) for count in (1, 4)
+    )
+    for found, micro_batches in ((one, 1), (four, 4)):
+        hidden = min(found.sent.all_reduce / 1e10, found.computing * 2 / 3 / micro_batches)
+        assert hidden > 0 and found.exposed == pytest.approx(found.sent.all_reduce / 1e10 - hidden, abs=1e-4)
 
 
 def test_cards_that_cannot_share_packs_are_refused(tmp_path):

@@ -9,9 +9,11 @@ from chronicals.distributed.embedding_shards import (
 )
 from chronicals.distributed.frozen_shards import (
     DenseRows,
+    Gathers,
     LinearInShards,
     PackedRows,
     RowsRead,
+    Unit,
     can_be_cut,
     frozen_linears,
     put_whole,
@@ -42,6 +44,7 @@ __all__ = [
     "VALUE",
     "DenseRows",
     "EmbeddingInShards",
+    "Gathers",
     "Launch",
     "LinearInShards",
     "Mesh",
@@ -52,6 +55,7 @@ __all__ = [
     "ShardedAdam8bit",
     "ShardedAdamW",
     "Shards",
+    "Unit",
     "WeightShards",
     "alone",
     "can_be_cut",

@@ -63,7 +63,8 @@ class Recorded:
         bounds = (self.documents - first).clamp(0, there).unique()
         token, beside = ("token_ids", "hidden", "embeddings"), ("experts", "weights", "logits", "features")
         values = {name: getattr(self, name) for name in (*token, *beside)}
-        found: dict[str, Any] = {name: x if x is None else x[rows] if name in token else x[:, rows] for name, x in values.items()}
+        given = {name: x for name, x in values.items() if x is not None}
+        found: dict[str, Any] = {name: x[rows] if name in token else x[:, rows] for name, x in given.items()}
         return Recorded(documents=bounds, **found)
 
     def follows(self, distance: int) -> Tensor:

@@ -4,9 +4,10 @@
     exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + attention + embedding
 
 in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
-after it is not. Where weights are divided, they are gathered for each layer beside the one before it. Computation is FLOPs over
-the rate that a card reaches: 2 N a token forward and as many for each of the two gradients, of N weights that are multiplied
-by, and 2 · heads · width · length for the causal attention to a document. Of stacked experts those count that a token meets.
+after it is not. Where weights are divided, they are gathered for each layer beside the one before it, and copies on several
+machines are summed layer by layer beside the backward pass of the last micro-batch. Computation is FLOPs over the rate that a
+card reaches: 2 N a token forward and as many for each of the two gradients, of N weights that are multiplied by, and
+2 · heads · width · length for the causal attention to a document. Of stacked experts those count that a token meets.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, traffic
 from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.training.needed_memory import choose_sharding, expected_memory, sharing_of
-from chronicals.training.weight_sharding import WEIGHTS
+from chronicals.training.weight_sharding import WEIGHTS, trains_layers
 
 BACKWARD = 2 / 3
 """Of a step's computation."""
@@ -107,7 +108,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     policy, again = _recomputed(config, needed)
     held = needed.needed(policy, again)
     again = needed.layers if policy == LAYERS else again
-    sent = traffic(model, config, gpus, frees, again)
+    sent = traffic(model, config, gpus, frees, again, machines.cards)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     computing = tokens // context * _flops_a_token(model, config, again / max(needed.layers, 1)) / machines.flops
     seconds = {name: size / machines.rate(gpus) for name, size in vars(sent).items()}
@@ -119,6 +120,8 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         gathered = seconds["all_gather"] / 2
         hidden = min(gathered, (1 - BACKWARD) * computing)
         hidden += min(gathered + seconds["reduce_scatter"], BACKWARD * computing)
+        if trains_layers(model):  # sums among copies, over another link, within the last backward pass
+            hidden += min(seconds["all_reduce"], BACKWARD * computing / config.gradient_accumulation_steps)
     return Plan(
         gpus, held, held <= machines.memory, config.sharding, again, frees, sent, tokens * gpus // context, computing,
         sum(seconds.values()) - hidden,

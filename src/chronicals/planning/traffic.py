@@ -26,7 +26,16 @@ from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data.dealing import share_of
 from chronicals.data.parts import SPLIT
-from chronicals.distributed import EmbeddingInShards, Mesh, Shards, why_embedding_stays_whole
+from chronicals.distributed import (
+    EmbeddingInShards,
+    Gathers,
+    Mesh,
+    Shards,
+    Unit,
+    can_be_cut,
+    frozen_linears,
+    why_embedding_stays_whole,
+)
 from chronicals.memory import decoder_layers
 from chronicals.model_shape import ModelShape
 from chronicals.models import embedding_table
@@ -64,13 +73,16 @@ class Traffic:
         return self.reduce_scatter + self.all_gather + self.all_reduce + self.attention + self.embedding
 
 
-def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0) -> Traffic:
+def traffic(
+    model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0, cards: int | None = None
+) -> Traffic:  # fmt: skip
     """Of the first rank of so many, which has the largest shares.
 
     Args:
         model: with adapters, if any; its shapes are read, so it may be on the meta device.
         in_backward: gradients are summed in the backward pass, of each micro-batch.
         recomputed: layers that are computed twice.
+        cards: of a machine; by default all are in one.
     """
     if ranks == 1:
         return Traffic()
@@ -80,7 +92,10 @@ def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool,
     if config.sharding == WEIGHTS:
         among = config.sharding_ranks or ranks
         with counted_among(among) as sent:
-            _gather_and_sum(model, config, among, micro_batches)
+            if trains_layers(model):
+                _gather_and_sum(model, config, among, micro_batches)
+            else:
+                _gather_frozen(model, config, among, micro_batches, sent)
         found = {name: sent[name] for name in found}
         found["embedding"] = _of_embedding(model, config, among)
     if config.sharding != WEIGHTS or not trains_layers(model):
@@ -92,7 +107,7 @@ def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool,
             dist.all_reduce(torch.empty(-(-sum(p.numel() for p in weights) // among)))
         found["all_reduce"] += sent["all_reduce"]
     if context > 1:
-        forward, backward = _of_attention(model, config, context)
+        forward, backward = _of_attention(model, config, context, cards or context)
         layers = ModelShape.of(model.config).layers
         found["attention"] = micro_batches * (forward * (layers + recomputed) + backward * layers)
     return Traffic(**found)
@@ -119,15 +134,8 @@ def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: 
 
 
 def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batches: int) -> None:
-    """Of every micro-batch: gather each decoder layer for both passes, and where layers are trained the rest once, and sum what
-    is trained."""
+    """Of every micro-batch: gather each decoder layer for both passes and the rest once, and sum what is trained."""
     dtype, layers = PRODUCTS[config.mixed_precision], decoder_layers(model)
-    if not trains_layers(model):
-        sizes = [sum(frozen_bytes(module, dtype.itemsize) for module in layer.modules()) // among for layer in layers]
-        for size in sizes * (2 * micro_batches):
-            own = torch.empty(size, dtype=torch.uint8)
-            dist.all_gather_into_tensor(torch.empty(size * among, dtype=torch.uint8), own)
-        return
     units = [list(layer.parameters()) for layer in layers]
     inside = {id(p) for unit in units for p in unit}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -138,6 +146,41 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
             dist.all_gather_into_tensor(torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype))
         for _ in range(micro_batches):
             dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
+
+
+def _gather_frozen(
+    model: Any, config: ChronicalsConfig, among: int, micro_batches: int, sent: dict[str, float]
+) -> None:  # fmt: skip
+    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but the two layers that are there
+    from the pass before."""
+    itemsize, gathers = PRODUCTS[config.mixed_precision].itemsize, Gathers(0, among)
+    for layer in decoder_layers(model):
+        cut = [linear for _, linear in frozen_linears([layer]) if can_be_cut(linear, among)]
+        if cut:
+            size = sum(frozen_bytes(linear, itemsize) for linear in cut) // among
+            gathers.unit().own = torch.empty(size, dtype=torch.uint8)
+    for number in range(1 + micro_batches):
+        x = torch.zeros((), requires_grad=True)
+        for unit in gathers.units:
+            x = _Asking.apply(x, unit)
+        x.backward()
+        if number == 0:  # of the step before
+            sent.update(dict.fromkeys(sent, 0.0))
+
+
+class _Asking(torch.autograd.Function):
+    """A product that asks for a layer's weights in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: Unit) -> Tensor:
+        ctx.unit = unit
+        unit.gathers.of(unit)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.unit.gathers.of(ctx.unit)
+        return dy, None
 
 
 def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
@@ -154,10 +197,12 @@ def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
         return config.gradient_accumulation_steps * sum(sent.values())
 
 
-def _of_attention(model: Any, config: ChronicalsConfig, context: int) -> tuple[float, float]:
-    """Bytes of one layer and micro-batch that is one document, forward and backward; on one machine where heads divide."""
+def _of_attention(model: Any, config: ChronicalsConfig, context: int, cards: int) -> tuple[float, float]:
+    """Bytes of one layer and micro-batch that is one document, forward and backward; within a machine by heads where these
+    divide."""
     shape, tokens = ModelShape.of(model.config), config.batch_size * config.max_seq_length
-    inner = config.context_heads or exchanging([""] * context, context, shape.heads, shape.kv_heads)
+    machines = [str(rank // cards) for rank in range(context)]
+    inner = config.context_heads or exchanging(machines, context, shape.heads, shape.kv_heads)
     dtype = torch.float32 if config.mixed_precision == "fp32" else torch.bfloat16
     with counted_among(context) as sent:
         groups = (dist.new_group(list(range(0, end, by))) for end, by in ((inner, 1), (context, inner)))
