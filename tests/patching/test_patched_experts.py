@@ -69,10 +69,25 @@ def test_kernels_in_bf16(name):
         assert error <= max(1.5 * plain_error, 8e-3 * expected.norm())
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_text(name):
+    plain = build(name).double().eval()
+    patched = copy.deepcopy(plain)
+    assert patch_model(patched).counts()[BY] == len(layers_of(plain))
+    ids = torch.randint(1, families.VOCABULARY, (2, 7))
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    texts = [model.generate(ids, eos_token_id=None, **given) for model in (plain, patched)]
+    assert texts[0].shape == (2, 19) and torch.equal(*texts)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_take_part_in_the_products(name):
+    """Of experts; those of routers change what they choose."""
     model = build(name)
-    config = LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"])
+    router = "router.weight" if name == "GptOss" else "mlp.gate.weight"
+    parameters = ["gate_up_proj", "down_proj", router]
+    config = LoRAConfig(rank=3, dropout=0.0, target_modules=["o_proj"], target_parameters=parameters)
+    without = copy.deepcopy(model).double()
     apply_lora(model, config).double()
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
@@ -86,8 +101,11 @@ def test_adapters_take_part_in_the_products(name):
         got = loss_and_gradients(model, **inputs)
     assert len(calls) == len(layers_of(plain)) and all(len(factors) == 2 for factors in calls)
     expected = loss_and_gradients(plain, **inputs)
-    assert any("lora_A" in name and "experts" in name for name in expected[1])
+    learning = [adapted for adapted, g in expected[1].items() if "lora_A" in adapted and g.any()]
+    assert sum("experts" in adapted for adapted in learning) == 2 * len(layers_of(plain))
+    assert sum("gate." in adapted or "router." in adapted for adapted in learning) == len(layers_of(plain))
     assert_same(expected, got)
+    assert (loss_and_gradients(without, **inputs)[0] - got[0]).abs() > 1e-3
 
 
 @pytest.mark.parametrize(("then", "now"), [("grouped_mm", "batched_mm"), ("grouped_mm", "eager"), ("eager", "grouped_mm")])
