@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 import families
 import tiny
 from chronicals.models import load_config, load_model
-from chronicals.models.loading import load_for_rows
+from chronicals.models.loading import load_for_rows, load_without_weights
+from chronicals.models.rows import STORED
 from chronicals.training.adapters import _is_quantised
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 429816\n"
@@ -106,3 +107,38 @@ def test_weights_in_fp8_are_not_read_by_rows(tmp_path):
         load_for_rows(tmp_path, torch.bfloat16)
     with pytest.raises(ValueError, match=r"quantization='nf4': its weights are quantised already \(fp8\); leave it out"):
         load_model(tmp_path, torch.bfloat16, quantization="nf4")
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["shapes", "rows"])
+def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(tmp_path, monkeypatch, by_rows):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    folder, whole = tmp_path / f"model-{by_rows}", tiny.llama()  # classes are known by the name of the folder
+    whole.save_pretrained(folder)
+    (folder / "own.py").write_text(CODE)
+    described = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    described |= {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(described))
+    found = load_for_rows(folder, torch.float32, True) if by_rows else load_without_weights(folder, True)
+    assert type(found).__name__ == "OwnForCausalLM" and all(p.is_meta for p in found.parameters())
+    if by_rows:
+        name, rows = "model.layers.0.mlp.up_proj.weight", range(8)
+        read = getattr(found, STORED).read(name, found.get_parameter(name), rows)
+        assert torch.equal(read[:8], whole.get_parameter(name)[:8])
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_for_rows(folder, torch.float32) if by_rows else load_without_weights(folder)

@@ -195,7 +195,7 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
     if not folder.is_dir():
         folder = Path(snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
     with parameters_on_meta():
-        model = _auto_class(config).from_config(config, dtype=dtype)
+        model = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     setattr(model, STORED, StoredRows(folder, model))
@@ -249,7 +249,7 @@ def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> A
     """
     config = load_config(name, trust_remote_code)
     with torch.device("meta"):
-        return _auto_class(config).from_config(config)
+        return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _quantising(config: Any, watch: Watch | None, quantization: str) -> dict[str, Any]:
