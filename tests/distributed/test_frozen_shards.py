@@ -12,7 +12,7 @@ from torch import nn
 from chronicals.distributed import DenseRows, Mesh, PackedRows, frozen_shards, shard_frozen
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
 from chronicals.quantization import Linear4bit, Packed
-from chronicals.training.alike import fingerprint
+from chronicals.training.alike import fingerprint_over
 
 
 def packed_of(rows, width, seed):
@@ -130,12 +130,12 @@ def test_the_fingerprint_of_divided_weights_is_that_of_whole_ones(nf4):
         return nn.Sequential(Linear4bit.of(linear) if nf4 else linear).requires_grad_(False)
 
     whole = layer()
-    expected = fingerprint(whole.parameters())
+    expected = fingerprint_over(whole.parameters()).values
     for rank in range(2):
         ranks, divided = Told(rank, 2), copy.deepcopy(whole)
         shard_frozen([divided], ranks, 2, torch.device("cpu"), torch.float32)
-        found = fingerprint(divided.parameters(), ranks)
-    assert found == expected != fingerprint(layer().parameters())
+        found = fingerprint_over(divided.parameters(), ranks).values
+    assert found == expected != fingerprint_over(layer().parameters()).values
 
 
 def test_nothing_of_the_weight_is_saved_and_casts_leave_it(gathered):

@@ -23,7 +23,7 @@ from chronicals.distributed import LinearInShards, Mesh
 from chronicals.models import embedding_table, quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.patching import decoder_layer, patch_parts, recompute_norms_and_units
-from chronicals.training.alike import fingerprint
+from chronicals.training.alike import fingerprint_over
 from chronicals.training.session import prepared
 
 STEPS, LENGTHS, OTHERS = 4, (7, 1, 12, 4), (6, 7, 3, 8)
@@ -118,7 +118,7 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
         "seen": torch.tensor(seen, dtype=torch.float64), "weights": weights, "fused": decoder_layer.runs.total() - before,
         "parts": sum(isinstance(module, LinearInShards) for module in model.modules()), "held": held,
         "columns": embedding_table(model).shape[1],
-        "frozen": fingerprint((p for p in model.parameters() if not p.requires_grad), ranks),
+        "frozen": fingerprint_over((p for p in model.parameters() if not p.requires_grad), ranks).values,
     }  # fmt: skip
 
 

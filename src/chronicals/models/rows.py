@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,31 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
         with safe_open(file, "pt") as opened:
             found |= dict.fromkeys(opened.keys(), file)
     return found
+
+
+PIECES, PIECE = 64, 4096
+"""Of a file of weights: how many pieces tell it from another, and their bytes."""
+
+
+def digest_of_files(name: str | Path) -> str:
+    """What tells the safetensors files of a folder, or of a hub name that was loaded, from those of another model: their names,
+    sizes, headers and pieces all over them. A weight that differs between the pieces alone is not noticed."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(name), local_files_only=True))
+    digest = hashlib.sha256()
+    for path in sorted(set(_files_by_name(folder).values())):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(header))
+            for number in range(PIECES):
+                file.seek(8 + header + number * max(size - 8 - header - PIECE, 0) // (PIECES - 1))
+                digest.update(file.read(PIECE))
+    return digest.hexdigest()[:16]
 
 
 @contextmanager

@@ -12,9 +12,11 @@ from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
 from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import DTYPES, is_packed, load_for_rows, load_replacing, load_without_weights
+from chronicals.models.rows import digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
+from chronicals.training.alike import prove_alike
 from chronicals.training.needed_memory import choose_sharding, sharing_of, smallest_card
 from chronicals.training.reference_record import LOADED_FROM
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
@@ -33,6 +35,7 @@ def load_to_train(
 
     Raises:
         ValueError: it cannot be loaded, with the reason.
+        ConfigurationError: where each process keeps rows of its own, that they read them from other files than the first.
     """
     kind, place = OBJECTIVES[config.objective], saved.place
     plain = not saved.adapted and gguf_of(place) is None and kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
@@ -73,12 +76,20 @@ def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_rem
     """The model without its weights, to be read by rows, where they are trained; in shards where they are frozen."""
     dtype = DTYPES[config.mixed_precision]
     if not config.use_lora:
-        return load_for_rows(place, dtype, trust_remote_code)
+        model = load_for_rows(place, dtype, trust_remote_code)
+        _prove_that_files_are_alike(place, ranks)
+        return model
     sharing, device, kept = config.sharding_ranks or ranks.count, ranks.device, PRODUCTS[config.mixed_precision]
     take = RowsRead.reading(ranks, sharing, device, kept, config.quantization == "nf4")
     model = load_replacing(place, dtype, take, trust_remote_code)
+    _prove_that_files_are_alike(place, ranks)
     model.requires_grad_(False)
     layers = decoder_layers(model)
     put_whole(layers, device)
     shard_frozen(layers, ranks, sharing, device, kept)
     return model
+
+
+def _prove_that_files_are_alike(place: Path | str, ranks: Mesh) -> None:
+    """Of which each process keeps rows of its own, that no other sees."""
+    prove_alike(ranks, {"the content of the model's files": digest_of_files(place)})
