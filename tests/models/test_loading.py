@@ -9,10 +9,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import families
+import runs
 import tiny
-from chronicals.models import load_config, load_model
+from chronicals.distributed import Mesh
+from chronicals.models import count_values, load_config, load_model
 from chronicals.models.loading import load_for_rows, load_without_weights
-from chronicals.models.rows import STORED
+from chronicals.models.rows import STORED, NotByRows
+from chronicals.saving import SavedModel
+from chronicals.training import loading
 from chronicals.training.adapters import _is_quantised
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 429816\n"
@@ -142,3 +146,33 @@ def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(tmp_path
         assert torch.equal(read[:8], whole.get_parameter(name)[:8])
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_for_rows(folder, torch.float32) if by_rows else load_without_weights(folder)
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_lora": True, "lora_rank": 4}], ids=["full", "LoRA"])
+@pytest.mark.parametrize("kind", ["experts one by one", "FP8"])
+def test_files_of_another_form_are_loaded_whole_unless_weights_were_to_be_divided(tmp_path, monkeypatch, caplog, kind, fields):
+    """Nobody named anything wrong where the memory asks for it. Linear layers beside experts are read by themselves."""
+
+    class Alike(Mesh):
+        def gather_values(self, value):
+            return [value] * self.count
+
+    if kind == "FP8":
+        model = families.build("llama").bfloat16()
+        saved_in_fp8(tmp_path, model)
+        refuse_to_keep(monkeypatch)
+    else:
+        model = families.mixture("qwen3_moe")
+        model.save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "choose_sharding", lambda *_: "weights")
+    saved, config = SavedModel.find(tmp_path), runs.config(tmp_path, **fields)
+    if kind == "FP8" or not fields:
+        with pytest.raises(NotByRows, match=r"sharding='weights': .*sharding='optimizer'"):
+            loading.load_to_train(saved, config.replace(sharding="weights"), Alike(0, 2))
+        found, fitted = loading.load_to_train(saved, config, Alike(0, 2))
+        assert "every process loads the whole model, before it is divided" in caplog.text
+        assert count_values(found) == count_values(model) and not any(p.is_meta for p in found.parameters())
+    else:
+        _, fitted = loading.load_to_train(saved, config, Alike(0, 2))
+        assert "loads the whole model" not in caplog.text
+    assert fitted.sharding == "weights"

@@ -20,7 +20,7 @@ from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import File, gguf_of
 from chronicals.models.gguf_tokenizer import tokenizer_of
 from chronicals.models.reward_model import is_reward_model, why_no_language_model
-from chronicals.models.rows import STORED, StoredRows, parameters_on_meta
+from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
@@ -220,7 +220,7 @@ def load_replacing(name: str | Path, dtype: torch.dtype, take: Take, trust_remot
 
 def _check_in_16_bit(config: Any, name: str | Path) -> None:
     if described := _quantization(config):
-        raise ValueError(
+        raise NotByRows(
             f"sharding='weights': the weights of {name} are quantised already ({described.get('quant_method')}); take the "
             "model in 16 bit, or sharding='optimizer'"
         )

@@ -20,6 +20,10 @@ PART = "_chronicals_part"
 """Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it is divided."""
 
 
+class NotByRows(ValueError):
+    """Files hold weights otherwise than a model does, so that none can be read or replaced by itself."""
+
+
 class StoredRows:
     """The weights of a folder or hub name, by the names of the model.
 
@@ -28,7 +32,8 @@ class StoredRows:
         model: of that folder, on the meta device.
 
     Raises:
-        ValueError: a weight of the model is not in the files under its name, or is of another shape there.
+        NotByRows: a weight of the model is not in the files under its name.
+        ValueError: it is of another shape there.
     """
 
     def __init__(self, folder: Path, model: Any):
@@ -37,7 +42,7 @@ class StoredRows:
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         missing = sorted(shapes.keys() - self.files.keys())
         if missing:
-            raise ValueError(
+            raise NotByRows(
                 f"sharding='weights': {len(missing)} weights are not in the files of {folder} under their names, the first is "
                 f"{missing[0]}; they cannot be read by rows, take sharding='optimizer'"
             )

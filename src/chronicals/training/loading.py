@@ -12,7 +12,7 @@ from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
 from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import DTYPES, is_packed, load_for_rows, load_replacing, load_without_weights
-from chronicals.models.rows import digest_of_files
+from chronicals.models.rows import NotByRows, digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
@@ -42,9 +42,8 @@ def load_to_train(
     by_rows = ranks.count > 1 and plain and not begins_with_weights(config) and not is_packed(saved.config(trust_remote_code))
     if by_rows:
         config = _with_sharding(place, config, ranks, trust_remote_code)
-    if by_rows and config.sharding == WEIGHTS:
-        model = _divided(place, config, ranks, trust_remote_code)
-    else:
+    model = _divided(place, config, ranks, trust_remote_code) if by_rows and config.sharding == WEIGHTS else None
+    if model is None:
         given = DTYPES[config.mixed_precision], trust_remote_code, config.quantization, watcher(config)
         model = kind.load(saved, *given)
     setattr(model, LOADED_FROM, saved)
@@ -72,17 +71,28 @@ def _with_sharding(
     return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing)
 
 
-def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> Any:
-    """The model without its weights, to be read by rows, where they are trained; in shards where they are frozen."""
-    dtype = DTYPES[config.mixed_precision]
-    if not config.use_lora:
-        model = load_for_rows(place, dtype, trust_remote_code)
-        _prove_that_files_are_alike(place, ranks)
-        return model
-    sharing, device, kept = config.sharding_ranks or ranks.count, ranks.device, PRODUCTS[config.mixed_precision]
-    take = RowsRead.reading(ranks, sharing, device, kept, config.quantization == "nf4")
-    model = load_replacing(place, dtype, take, trust_remote_code)
+def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> Any | None:
+    """The model without its weights, to be read by rows, where they are trained; in shards where they are frozen. None where
+    its files hold them otherwise, and nobody asked for it."""
+    dtype, sharing, device = DTYPES[config.mixed_precision], config.sharding_ranks or ranks.count, ranks.device
+    kept, otherwise = PRODUCTS[config.mixed_precision], None
+    try:
+        if config.use_lora:
+            take = RowsRead.reading(ranks, sharing, device, kept, config.quantization == "nf4")
+            model = load_replacing(place, dtype, take, trust_remote_code)
+        else:
+            model = load_for_rows(place, dtype, trust_remote_code)
+    except NotByRows as error:
+        otherwise = error
     _prove_that_files_are_alike(place, ranks)
+    if otherwise is not None:
+        if "sharding" in config.explicit:
+            raise otherwise
+        if ranks.writer:
+            logger.warning("sharding: every process loads the whole model, before it is divided (%s)", otherwise)
+        return None
+    if not config.use_lora:
+        return model
     model.requires_grad_(False)
     layers = decoder_layers(model)
     put_whole(layers, device)
