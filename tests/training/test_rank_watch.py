@@ -182,8 +182,8 @@ def test_one_that_is_alive_outside_a_step_is_waited_for(watched):
         with made.step(7):
             time.sleep(1.0)
             assert not left, left
-            post(store, place="in step 7", waits=0.0)
-            time.sleep(0.2)
+            post(store, place="in step 7", waits=0.1)
+            time.sleep(0.8)
             assert not left, "it has just begun"
             post(store, place="in step 7", waits=0.4)
             until(lambda: left)
