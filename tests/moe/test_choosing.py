@@ -22,7 +22,7 @@ from mixtures import mixture
 def test_the_rule_is_found(family):
     model, expected = build(family), CLASSES[family][2]
     (recorded,) = record(present(model), [batch()], features=True)
-    assert Choice.found(model, recorded) == expected
+    assert Choice.found(model, [recorded]) == expected
     for layer, logits, experts in zip(mixture_layers(model), recorded.logits, recorded.experts):
         order = expected.order(logits, layer.correction)
         assert torch.equal(order.topk(K).indices.sort(-1).values, experts.sort(-1).values)
@@ -41,7 +41,7 @@ def test_a_choice_that_follows_no_rule_is_refused():
     (recorded,) = record(present(model), [batch()])
     recorded.experts.copy_(recorded.experts.roll(1, dims=1))
     with pytest.raises(ValueError, match="DeepseekV3ForCausalLM: its routers choose experts in a way that is not known"):
-        Choice.found(model, recorded)
+        Choice.found(model, [recorded])
 
 
 def test_the_order_is_its_formula():

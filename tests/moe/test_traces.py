@@ -15,7 +15,7 @@ import tiny
 from choosers import batch, build
 from chronicals.models import present
 from chronicals.moe import train_predictor as training
-from chronicals.moe.choosing import Choice
+from chronicals.moe.choosing import SAMPLE, Choice
 from chronicals.moe.distil_heads import Distillation
 from chronicals.moe.identity import checksum, config_digest
 from chronicals.moe.mixture_parts import mixture_layers
@@ -186,10 +186,10 @@ def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "record_data", watched)
     model, config = families.mixture("qwen3_moe", vocab_size=300), runs.config(tmp_path, objective="pretraining")
     how = Distillation(rows=256)
-    for held_out in (tiny.chat_rows(60), None):
-        found = train_predictor(model, tiny.tokenizer(), tiny.chat_rows(200), held_out, config, SIZES, how, 3000, 1500)
-        assert found.recalls.tokens >= 1500 and len(most) > 10
-    assert max(most) <= 3
+    for held_out in (tiny.chat_rows(120), None):
+        found = train_predictor(model, tiny.tokenizer(), tiny.chat_rows(200), held_out, config, SIZES, how, 3000, 4000)
+        assert found.recalls.tokens >= 4000 and len(most) > 25
+    assert max(most) <= 3 + SAMPLE // 200  # before the heads are made there are as many as tell how experts are chosen
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):

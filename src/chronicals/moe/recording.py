@@ -18,8 +18,7 @@ from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, filler_token, open_store
 from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
-from chronicals.models.routed_experts import chosen_experts
-from chronicals.moe.mixture_parts import MixtureLayer, mixture_layers
+from chronicals.moe.mixture_parts import MixtureLayer, chosen_experts, mixture_layers
 from chronicals.moe.router_losses import Tokens
 
 
@@ -62,10 +61,8 @@ class Recorded:
         rows, there = slice(first, first + most), min(most, len(self) - first)
         bounds = (self.documents - first).clamp(0, there).unique()
         token, beside = ("token_ids", "hidden", "embeddings"), ("experts", "weights", "logits", "features")
-        values = {name: getattr(self, name) for name in (*token, *beside)}
-        given = {name: x for name, x in values.items() if x is not None}
-        found: dict[str, Any] = {name: x[rows] if name in token else x[:, rows] for name, x in given.items()}
-        return Recorded(documents=bounds, **found)
+        values = {name: x for name in (*token, *beside) if (x := getattr(self, name)) is not None}
+        return replace(self, documents=bounds, **{n: x[rows] if n in token else x[:, rows] for n, x in values.items()})
 
     def follows(self, distance: int) -> Tensor:
         """bool ``[T - distance]``: whether token t + distance is of the document of token t."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
-from chronicals.moe.choosing import Choice
+from chronicals.moe.choosing import SAMPLE, Choice
 from chronicals.moe.identity import checksum, config_digest
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.recording import Recorded, record_data
@@ -129,13 +129,16 @@ def record_trace(
 
     Raises:
         DataError: the data cannot be read.
-        ValueError: the model is no mixture that is known here, or the folder holds a trace already.
+        ValueError: the model is no mixture that is known here, there is no token, or the folder holds a trace already.
     """
-    writer = TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name))
+    writer, sample = TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name)), list[Recorded]()
     for recorded in record_data(model, tokenizer, source, config, features, tokens):
-        if writer.info.choice is None:
-            writer.info.choice = Choice.found(model, recorded).to_dict()
+        if sum(map(len, sample)) < SAMPLE:
+            sample.append(replace(recorded, features=None, hidden=None, embeddings=None))
         writer.add(recorded)
+    if not sample:
+        raise ValueError("there is no token to trace; give more data")
+    writer.info.choice = Choice.found(model, sample).to_dict()
     return writer.close()
 
 

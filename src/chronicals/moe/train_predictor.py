@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.moe.choosing import Choice
+from chronicals.moe.choosing import SAMPLE, Choice
 from chronicals.moe.distil_heads import Distillation, distil
 from chronicals.moe.identity import checksum
 from chronicals.moe.predictor import ExpertPredictor, HeadSizes
@@ -72,10 +72,10 @@ def train_predictor(
     before, k = checksum(model), experts_per_token(model)
     kept = held_out_tokens if held_out is None else 0
     recordings = recorded(data, tokens + kept)
-    if (first := next(recordings, None)) is None:
+    if not (sample := list(_until(recordings, SAMPLE))):
         raise ValueError("there is no token to train heads on; give more data")
-    predictor = _new_heads(model, sizes, Choice.found(model, first), how.seed)
-    counted = _Counted(_after(chain([first], recordings), kept))
+    predictor = _new_heads(model, sizes, Choice.found(model, sample), how.seed)
+    counted = _Counted(_after(chain(_drained(sample), recordings), kept))
     steps = max(1, tokens // min(how.rows, config.batch_size * config.max_seq_length))
     found = distil(predictor, counted, steps, how)
     recalls = measure(predictor, recorded(data if held_out is None else held_out, held_out_tokens), k)
@@ -141,6 +141,19 @@ class _Counted:
         for recorded in self.recordings:
             self.tokens += len(recorded)
             yield recorded
+
+
+def _until(recordings: Iterator[Recorded], tokens: int) -> Iterator[Recorded]:
+    seen = 0
+    while seen < tokens and (recorded := next(recordings, None)) is not None:
+        seen += len(recorded)
+        yield recorded
+
+
+def _drained(recordings: list[Recorded]) -> Iterator[Recorded]:
+    """The list is empty afterwards, so that none of them is kept."""
+    while recordings:
+        yield recordings.pop(0)
 
 
 def _after(recordings: Iterable[Recorded], tokens: int) -> Iterator[Recorded]:
