@@ -27,6 +27,7 @@ from chronicals.moe.latent_attention import LatentAttention
 
 ARMS: dict[str, dict[str, Any]] = {
     "without losses of routers": {},
+    "metrics alone": {"metrics": True},
     "balance, z": {"balance": 0.01, "z": 0.001},
     "balance, z, temporal, locality": {"balance": 0.01, "z": 0.001, "temporal": 0.01, "locality": 0.01},
     "balance and heads": {"balance": 0.01, "layer_ahead": 0.3, "token_ahead": 0.1},

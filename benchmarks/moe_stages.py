@@ -108,7 +108,7 @@ def _measured(evaluation: Any, name: str) -> float:
 def anchored(base: Path, folder: Path, seed: int, steps: int, weight: float) -> dict:
     """SFT with an anchor of this weight: drift of the routers and cross-entropy on held-out rows."""
     rows, held = (some[:count] for some, count in zip(small.rows(), (TRAINED, HELD)))
-    router = {"balance": 1e-6, "anchor": weight, "anchor_tokens": 256}
+    router = {"metrics": True, "anchor": weight, "anchor_tokens": 256}
     config = small.configuration(
         folder, router=router, max_steps=steps, seed=seed, batch_size=2, learning_rate=RATES["sft"][0]
     )  # fmt: skip

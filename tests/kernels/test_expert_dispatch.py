@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chronicals.kernels import expert_dispatch as module
-from chronicals.kernels.expert_dispatch import dispatch_reference, dispatch_to_experts, watching_dispatches
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_reference, dispatch_to_experts, watching_dispatches
 from mutants import mutant
 
 CASES = [(1, 1, 1), (1, 8, 8), (67, 2, 8), (300, 8, 128), (131, 3, 200), (97, 4, 3), (64, 1, 5), (2000, 2, 4)]
@@ -59,7 +59,8 @@ def test_no_pairs(device):
 def test_what_experts_receive(case, device):
     experts_Tk = drawn(*case, device)
     got = dispatch_to_experts(experts_Tk, case[2])
-    assert torch.equal(got.received(), experts_Tk)
+    reference = Dispatch(*dispatch_reference(experts_Tk.reshape(-1), case[2], got.rows), got.each, got.rows)
+    assert torch.equal(got.received(), experts_Tk) and torch.equal(reference.received(), experts_Tk)
     pairs, last = experts_Tk.numel(), got.order_S[-1:]
     bounds = torch.where(got.bounds == pairs, pairs - 1, got.bounds)
     short = got._replace(bounds=bounds).received().reshape(-1)  # the rows of an expert end one too early

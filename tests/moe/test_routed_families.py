@@ -16,6 +16,7 @@ from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, routing_of
 from chronicals.patching import patch_parts
+from chronicals.patching.experts import BY
 
 MADE = {name: (name, {}) for name in families.ROUTED} | {
     f"{name} in groups": (name, sizes) for name, sizes in families.GROUPED.items()
@@ -114,7 +115,7 @@ def test_what_experts_got_is_what_their_router_chose(kind):
             parameters = ["experts.gate_up_proj", "experts.down_proj"]
             apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=parameters))
         if way != "plain":
-            patch_parts(model, whole_layers=True)
+            assert patch_parts(model, whole_layers=True).counts()[BY] == len(mixture_layers(model)), way
         presented = PresentedModel(model, packed=True, head_is_read=False, experts=called_for_experts(model))
         hooks = [len(module._forward_pre_hooks) for module in model.modules()]
         with presented.attending_documents(), routers_watched(model) as seen, torch.no_grad():

@@ -31,8 +31,8 @@ def test_every_family_trains_its_routers_and_shows_them(name, tmp_path):
     changes = families.GROUPED.get(name, {})
     router = {"balance": 0.1, "z": 0.01, "temporal": 0.01, "locality": 0.01, "anchor": 0.1, "anchor_tokens": 32}
     model = routed(name, **changes)
-    routers = {path: p for path, p in model.named_parameters() if path.endswith(("gate.weight", "router.weight"))}
-    before = {path: p.detach().clone() for path, p in routers.items()}
+    ends = ("gate.weight", "router.weight")
+    before = {path: p.detach().clone() for path, p in model.named_parameters() if path.endswith(ends)}
     lines = lines_of(tmp_path, model, router=router)
     for line in lines:
         assert shown(line) == SHOWN | {f"router/{loss}" for loss in router if loss != "anchor_tokens"}
