@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from chronicals import __version__
 from chronicals.cli.app import app
+from chronicals.cli.objective_names import objective_names
 from chronicals.cli.options import with_recipe_flags
 from chronicals.config import PRESETS, Recipe
 
@@ -84,3 +85,12 @@ def test_a_number_that_the_run_decides_may_be_auto(monkeypatch):
 
 def test_version():
     assert ran("--version").output == f"chronicals {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["train"], ["evaluate"], ["data", "show"]], ids=" ".join)
+def test_help_lists_every_objective(command):
+    from chronicals.objectives import OBJECTIVES
+
+    assert sorted(objective_names()) == sorted(OBJECTIVES)
+    squeezed = "".join(ran(*command, "--help", columns=400).output.replace("│", " ").split())
+    assert ",".join(objective_names()) in squeezed

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.objective_names import objective_names
+
 if TYPE_CHECKING:
     import numpy as np
     from rich.text import Text
@@ -43,7 +45,9 @@ def show(
     ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
-    objective: Annotated[str | None, typer.Option(help="Whose rows these are: sft (unless said otherwise), dpo …")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help=f"Whose rows these are (sft unless said otherwise): {', '.join(objective_names())}")
+    ] = None,
     train_on: Annotated[str | None, typer.Option(help="answers or all tokens (unless said otherwise, the objective's)")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from chronicals.cli.objective_names import objective_names
 from chronicals.cli.options import make_room_for
 from chronicals.standard_json import to_json
 
@@ -20,7 +21,9 @@ def evaluate(
     ] = None,
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
-    objective: Annotated[str | None, typer.Option(help="sft, or pretraining, in which every token counts")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help=f"What is measured (default: the run's, else sft): {', '.join(objective_names())}")
+    ] = None,
     train_on: Annotated[str | None, typer.Option(help="Which tokens count: answers or all")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Roles whose messages count; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="Which of their messages count: all, or the last alone")] = None,

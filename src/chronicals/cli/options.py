@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from chronicals.cli import wording
+from chronicals.cli.objective_names import objective_names
 from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import AUTO, DECIDED
@@ -142,7 +143,7 @@ def _help(field: dataclasses.Field, hint: Any) -> str:
     default = about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
     required = about.is_required() if hasattr(about, "is_required") else False
     text = wording.Wording({name.name: False for name in dataclasses.fields(Recipe)})(about.description or field.name)
-    if choices := _choices(hint):
+    if choices := objective_names() if field.name == "objective" else _choices(hint):
         text += f"; choices: {', '.join(choices)}"
     if isinstance(default, list):
         default = ", ".join(default)

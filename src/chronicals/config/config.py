@@ -331,8 +331,8 @@ class ChronicalsConfig:
 
     objective: str = Field(
         default="sft",
-        description="sft trains what the rows mark (answers, completions); pretraining every token; distill on a "
-        "teacher's predictions",
+        description="sft trains what the rows mark (answers, completions); pretraining every token; distill on a teacher's "
+        "predictions; the others on preferences",
     )
     sections: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
