@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import families
 import tiny
 from chronicals.models import attach_score
-from chronicals.saving import ModelParts, model_parts, save_model, save_without_weights
+from chronicals.saving import ModelParts, model_parts, save_model, save_without_weights, stored_weights
 from chronicals.saving.model_parts import INDEX, WHOLE
 
 MODELS = {
@@ -81,3 +81,17 @@ def test_a_file_that_nobody_wrote_is_missed(tmp_path, monkeypatch):
     parts.write(tmp_path, 0, 2, lambda names: {name: model.state_dict()[name] for name in names})
     with pytest.raises(FileNotFoundError):
         parts.name_files(tmp_path)
+
+
+def test_weights_are_read_when_they_are_asked_for(tmp_path, monkeypatch):
+    """Of a model in several files, too; where names are others in the files, all at once."""
+    monkeypatch.setattr(model_parts, "FILE_BYTES", 1)
+    model = tiny.llama(tie_word_embeddings=True)
+    written(model, tmp_path / "parts")
+    found = stored_weights(tmp_path / "parts", model)
+    assert not isinstance(found, dict) and {*found} == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+    mixture = families.mixture("qwen3_moe")
+    written(mixture, tmp_path / "mixture")
+    found = stored_weights(tmp_path / "mixture", mixture)
+    assert isinstance(found, dict) and all(torch.equal(found[name], p) for name, p in mixture.named_parameters())

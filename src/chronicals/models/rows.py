@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,23 @@ class StoredRows:
         found = torch.empty(weight.shape, dtype=stored.dtype)
         found[rows.start : rows.stop] = stored
         return found
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The same weights, each whole, read when it is asked for."""
+
+    def __init__(self, stored: StoredRows):
+        self.files = stored.files
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self.files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:

@@ -18,7 +18,8 @@ from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, filler_token, open_store
 from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
-from chronicals.moe.mixture_parts import MixtureLayer, chosen_experts, mixture_layers
+from chronicals.models.routed_experts import chosen_experts
+from chronicals.moe.mixture_parts import MixtureLayer, mixture_layers
 from chronicals.moe.router_losses import Tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
 from chronicals.models import describe_packed, load_whole, save_processors, saved_form, within_adapters
+from chronicals.models.rows import NotByRows, StoredRows, StoredWeights
 from chronicals.standard_json import to_json
 
 FSDP = "FSDP"
@@ -123,12 +125,15 @@ def _load_whole_model(folder: Path, model: Any) -> None:
         tensor.copy_(stored[name])
 
 
-def stored_weights(folder: Path, model: Any) -> dict[str, Tensor]:
-    """The weights that ``save_model`` wrote of a whole model, in host memory, by the names of its parameters.
+def stored_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
+    """The weights that ``save_model`` wrote of a whole model, by the names of its parameters: each read as it is asked for, or
+    all at once where transformers wrote some under other names.
 
     Raises:
         ValueError, OSError: they belong to another model.
     """
+    with suppress(NotByRows):
+        return StoredWeights(StoredRows(folder, model))
     kinds = [kind for kind in type(model).__mro__ if not kind.__name__.startswith(FSDP)]
     stored = load_whole(kinds[0], folder, dtype="auto", use_safetensors=True).state_dict()
     missing = [name for name, _ in model.named_parameters() if name not in stored]

@@ -210,15 +210,22 @@ def _with_lows(states: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_divided(folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh, states: bool = True) -> None:
     """Weights of which every rank holds some rows, with their states, from a checkpoint that the first rank alone may see; no
-    more than one weight is whole at a time, unless it was written by ranks that held all. All ranks call it alike.
+    more than one weight is whole at a time, unless ranks that held all wrote some under other names. All ranks call it alike.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
-    read = ranks.writer_does(lambda: _check_divided(folder, model), CheckpointError)
+    whole: Mapping[str, Tensor] = {}
+
+    def check() -> None:
+        nonlocal whole
+        with _belonging_to(folder):
+            if not _has_weights(folder, model):  # which ranks wrote that held all: they are in the model's own files
+                whole = saving.stored_weights(folder / MODEL, model)
+
+    ranks.writer_does(check, CheckpointError)
     stored, shards = StoredStates(folder) if ranks.writer else None, optimizer.shards
     assert isinstance(shards, WeightShards)
-    whole = saving.stored_weights(folder / MODEL, model) if ranks.writer and read["model"] else {}
     device = local(next(model.parameters())).device
     for name, parameter in model.named_parameters():
         trains = parameter.requires_grad and states
@@ -239,17 +246,20 @@ def _joined(high: Tensor, low: Tensor | None) -> Tensor:
     return high if low is None or high.dtype != torch.bfloat16 else join_master(high, low)
 
 
-def _check_divided(folder: Path, model: Any) -> dict[str, bool]:
-    """Whether weights must be read from the model's own files, for no rank wrote them with its states."""
-    with _belonging_to(folder):
-        names = set(StoredStates(folder).names())
-        values = {name for name in names if name.endswith(f":{VALUE}")}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and f"{name}:exp_avg" not in names:
-                raise ValueError(f"it has no states of {name}")
-            if values and f"{name}:{VALUE}" not in values:
-                raise ValueError(f"it has no weight {name}")
-        return {"model": not values}
+def _has_weights(folder: Path, model: Any) -> bool:
+    """Whether weights were written with their states.
+
+    Raises:
+        ValueError: some are not there.
+    """
+    names = set(StoredStates(folder).names())
+    values = {name for name in names if name.endswith(f":{VALUE}")}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and f"{name}:exp_avg" not in names:
+            raise ValueError(f"it has no states of {name}")
+        if values and f"{name}:{VALUE}" not in values:
+            raise ValueError(f"it has no weight {name}")
+    return bool(values)
 
 
 @contextmanager
