@@ -21,7 +21,11 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
 def exactness(found: dict) -> str:
     rows = [[name, f"{found['bars'][name]:g}", f"{value:.2g}"] for name, value in found["largest"].items()]
     seeds = len(found["runs"])
-    said = f"The native model, random weights, texts of four windows; the largest value over {seeds} seeds:"
+    names = ", ".join(found["families"][0])
+    said = (
+        "The native model and transformers' families, random weights, texts of four windows, beside their classes; the largest "
+        f"value over {seeds} seeds, of families over all of them ({names}):"
+    )
     return f"{said}\n\n{table(['what differs', 'bar', 'found'], rows)}"
 
 

@@ -11,14 +11,17 @@ import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.models import PresentedModel
-from chronicals.patching import patch_parts, recompute_norms_and_units, run_in_fp8, tile_mlps
+from chronicals.patching import decoder_layer, halves, patch_parts, plan, recompute_norms_and_units, run_in_fp8, tile_mlps
 from chronicals.patching.decoder_layer import ATTENTION_BY, ATTENTION_HALF, BY, MLP_BY, MLP_HALF, products_of_halves, runs
+from chronicals.patching.patch import ROUTED_HALF
+from mutants import mutant
 
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 ROUTED = {
     "Mixtral": EXPERTS | {"num_local_experts": 4, "sliding_window": 4},
     "Qwen2Moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "Qwen3Moe": EXPERTS | {"num_experts": 4, "head_dim": 8},
+    "GptOss": families.GPT_OSS,
 }
 
 
@@ -53,6 +56,19 @@ def test_attention_is_fused_beside_experts(name, adapted):
     report = same_with(model, ATTENTION_BY)
     assert report.counts()[ATTENTION_BY] == 2 and BY not in report.counts()
     assert left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"] and MLP_HALF in str(report)
+    assert {entry.reason for entry in report.left} == {ROUTED_HALF}
+
+
+def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):
+    """gpt-oss's: all its products have biases, and its tables a channel of each pair. Without its sinks it is not taken."""
+    model = build("GptOss", **ROUTED["GptOss"])
+    attention = model.model.layers[0].self_attn
+    assert all(getattr(attention, name).bias is not None for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    wrong = mutant(halves, 'sinks=getattr(attention, "sinks", None)', "sinks=None")
+    monkeypatch.setattr(decoder_layer, "AttentionHalf", wrong.AttentionHalf)
+    monkeypatch.setattr(decoder_layer, "FusedHalf", wrong.FusedHalf)
+    monkeypatch.setattr(plan, "_PLANS", {})
+    assert not plan.plan_for(model).layers
 
 
 def test_a_dense_layer_among_routed_ones_runs_whole():

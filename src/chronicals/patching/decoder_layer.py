@@ -36,6 +36,7 @@ from chronicals.patching.halves import (
     Tokens,
 )
 from chronicals.patching.norms import RMSNormReads
+from chronicals.patching.rotary import LAID
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 """Whether transformers recomputes a layer by what calls its forward; newer ones do it in the class's forward itself."""
@@ -115,7 +116,9 @@ def read_layer(layer: nn.Module, forms: Mapping[tuple, tuple[str, Form]]) -> Ana
     products = next((names for names in QUERY_KEY_VALUE if all(hasattr(attention, name) for name in (*names, *OUT))), None)
     of_heads = [reads(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
     heads = (of_heads[0], of_heads[1]) if all(isinstance(x, RMSNormReads) for x in of_heads) else None
-    of_attention = None if products is None else AttentionReads(products, heads)
+    _, rotary = forms.get(signature(attention), ("", None))
+    laid = rotary is not None and rotary.by.endswith(LAID)
+    of_attention = None if products is None else AttentionReads(products, heads, laid=laid)
     of_mlp = reads(mlp)
     return Anatomy(norms, of_attention, of_mlp if isinstance(of_mlp, GatedMLPReads) else None)
 
@@ -245,17 +248,25 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
     flash, keys = given.get("flash", True), given.get("shared_keys")
     split = given.get("split_documents")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, padding: int = 0, **options: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, padding: int = 0, sinks: Tensor | None = None, **options: Any) -> Tensor:
         options["flash"] = flash
+        of_heads = [] if sinks is None else [sinks]
         if split is not None:  # what is left free behind heads would have to be sent, too
-            return attend_split(lambda *given: document_attention(*given, **options), q, k, v, split)
+            return attend_split(partial(_attend, options), q, k, v, split, *of_heads)
         if keys is not None:
             k, v = gather_keys(k, keys), gather_keys(v, keys)
-        return document_attention(q, k, v, *bounds, padding=padding, **options)
+        return _attend({**options, "padding": padding}, q, k, v, *bounds, *of_heads)
 
     cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
     longest = given["max_length_q"] if keys is None else keys.max_seqlen
     return Tokens(cos, sin, given.get("position_ids"), longest, attend)
+
+
+def _attend(
+    options: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor | None,
+    max_k: int | None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return document_attention(q, k, v, cu_q, max_q, cu_k, max_k, sinks=sinks, **options)
 
 
 def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:

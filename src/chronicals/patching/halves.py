@@ -43,7 +43,7 @@ Product = tuple[nn.Module, tuple[str, ...], Group]
 """The module whose children make one product, their names, and where their weights lie."""
 
 Attend = Callable[..., Tensor]
-"""``(q [T, H, W], k [T, K, W], v [T, K, W], scale=, window=, softcap=, padding=)`` to ``[T, H, W]``."""
+"""``(q [T, H, W], k [T, K, W], v [T, K, W], scale=, window=, softcap=, sinks=, padding=)`` to ``[T, H, W]``."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,13 @@ class AttentionReads:
         products: names of the children that make queries, keys and values.
         heads: how the norms of queries and of keys are read, or None.
         interleaved: how channels are paired for the rotation.
+        laid: tables have a channel of each pair and are laid end to end (gpt-oss).
     """
 
     products: tuple[str, ...]
     heads: tuple[RMSNormReads, RMSNormReads] | None
     interleaved: bool = False
+    laid: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Tokens:
     """Where the tokens of a pack stand, and what attends.
 
     Attributes:
-        cos, sin: rotary tables ``[T, W]``.
+        cos, sin: rotary tables ``[T, W]``, or half as wide.
         positions: ``[1, T]``, where the model has them.
         longest: bound on a document's length.
     """
@@ -192,11 +194,13 @@ class AttentionHalf(FusedHalf):
         """
         normed, x, remake = self._before(x, None, gradient, self.first.amaxes(len(x))[0])
         padded = self.norms.before is not None  # else it is what the caller gave
-        q, k, v = self._rotated(self.first(normed, remake, padded), tokens.cos, tokens.sin)
+        cos, sin = (torch.cat((x, x), -1) if self.reads.laid else x for x in (tokens.cos, tokens.sin))
+        q, k, v = self._rotated(self.first(normed, remake, padded), cos, sin)
         attention = self.attention
         attended = tokens.attend(
             self._scaled_by_position(q, tokens), k, v, scale=attention.scaling, window=self._window(),
-            softcap=getattr(attention, "attn_logit_softcapping", None), padding=self.last.padding,
+            softcap=getattr(attention, "attn_logit_softcapping", None), sinks=getattr(attention, "sinks", None),
+            padding=self.last.padding,
         )  # fmt: skip
         return x, self._after(self.last(attended.flatten(1), kept=True))
 

@@ -22,6 +22,7 @@ from chronicals.quantization import Experts4bit
 EXPERTS = "experts keep their own products"
 ON_RANKS = "its experts are on several ranks, or fewer than its configuration says"
 UNKNOWN_HALF = "of no known form: it runs as its class does"
+ROUTED_HALF = "its class calls the router and the experts, which run fused"
 
 
 class Whole:
@@ -147,11 +148,16 @@ def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
             layer.forward = MethodType(form.forward, layer)
             report.replaced.append(Replaced(path, type(layer).__name__, form.by))
             if form.by in kept:
-                report.left.append(Left(path, kept[form.by], plan.reasons.get(kept[form.by], UNKNOWN_HALF)))
+                own = ROUTED_HALF if form.by == decoder_layer.ATTENTION_BY and _has_fused_experts(layer) else UNKNOWN_HALF
+                report.left.append(Left(path, kept[form.by], plan.reasons.get(kept[form.by], own)))
         elif form is not None:
             report.left.append(Left(path, type(layer).__name__, "its forward was replaced by something else (hooks, offload)"))
         elif hasattr(layer, ATTENTION):
             report.left.append(Left(path, type(layer).__name__, "neither half of it is of a known form"))
+
+
+def _has_fused_experts(layer: nn.Module) -> bool:
+    return any(experts.IMPLEMENTATION in vars(module) for module in layer.modules())
 
 
 def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:

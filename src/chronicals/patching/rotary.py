@@ -55,12 +55,15 @@ class Way:
         return fused_qk_rope(self.heads(q), self.heads(k), *tables, interleaved=self.interleaved)
 
 
+LAID = "laid end to end"
+"""Of tables that have a channel of each pair."""
+
 WAYS: dict[str, Way] = {
     "": Way(1.0, False),
     "interleaved": Way(1.0, True),
     "interleaved, of the first half": Way(1.0, True, lambda x: x[..., : x.shape[-1] // 2].repeat_interleave(2, -1)),
     "interleaved, a channel twice": Way(0.5, True, lambda x: x.repeat_interleave(2, -1)),
-    "laid end to end": Way(0.5, False, lambda x: torch.cat((x, x), -1)),
+    LAID: Way(0.5, False, lambda x: torch.cat((x, x), -1)),
     "pairs apart": Way(1.0, False, heads=_pairs_apart),
     "pairs apart, of the first half": Way(1.0, False, lambda x: torch.cat((x[..., : x.shape[-1] // 2],) * 2, -1), _pairs_apart),
 }
