@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import peft
 import torch
 import torch.distributed as dist
+import transformers
 
+import families
+import generic_bitsandbytes  # noqa: F401
 import preferences
 import runs
 import tiny
@@ -32,6 +36,13 @@ OBJECTIVES = {
 """What makes the rows of each, given how many."""
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
+ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SHARED = {"pack_parts": 2}
+"""Of packs of two parts, which two processes share; one process takes both."""
+
+WIDTHS = {True: 64, False: 192}
+"""Of such packs, for objectives of tokens, whose documents are split, and for others, whose documents fit in a part."""
+
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all weights": ("plain", {}),
     "all weights, states in 8 bits": ("plain", {"use_8bit_optimizer": True}),
@@ -46,8 +57,36 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all weights, divided": ("plain", {"sharding": "weights"}),
     "LoRA over divided weights": ("plain", {**LORA, "sharding": "weights"}),
     "LoRA over divided NF4": ("divisible nf4", {**LORA, "sharding": "weights"}),
+    "DoRA over divided NF4": ("divisible nf4", {**LORA, "use_dora": True, "sharding": "weights", "learning_rate": 1e-3}),
+    "LoRA over divided GGUF": ("gguf", {**LORA, "sharding": "weights"}),
+    "LoRA over divided bitsandbytes": ("bitsandbytes", {**LORA, "sharding": "weights"}),
+    "LoRA, one rate for A and B": ("plain", {**LORA, "use_lora_plus": False}),
+    "LoRA in fp16": ("plain", {**LORA, "mixed_precision": "fp16"}),
+    "PiSSA": ("plain", {**LORA, "lora_init": "pissa"}),
+    "OLoRA": ("plain", {**LORA, "lora_init": "olora"}),
+    "LoftQ": ("plain", {**LORA, "lora_init": "loftq", "quantization": "nf4"}),
+    "adapters of PEFT": ("peft", {}),
+    "LoRA over bitsandbytes": ("bitsandbytes", LORA),
+    "all weights of a mixture": ("mixture", {}),
+    "LoRA over a mixture": ("mixture", LORA),
+    "LoRA on experts": ("mixture", {**LORA, "lora_target_parameters": ON_EXPERTS}),
+    "LoRA over a mixture in NF4": ("mixture", {**LORA, "quantization": "nf4"}),
+    "LoRA on experts in NF4": ("mixture", {**LORA, "quantization": "nf4", "lora_target_parameters": ON_EXPERTS}),
+    "all weights of a mixture, divided": ("mixture", {"sharding": "weights"}),
+    "LoRA over a divided mixture": ("mixture", {**LORA, "sharding": "weights"}),
+    "LoRA over a divided mixture in NF4": ("mixture", {**LORA, "quantization": "nf4", "sharding": "weights"}),
+    "all weights, packs shared": ("plain", SHARED),
+    "LoRA, packs shared": ("plain", {**LORA, **SHARED}),
+    "LoRA over divided weights, packs shared": ("plain", {**LORA, **SHARED, "sharding": "weights"}),
 }
 """The base, and fields of the configuration."""
+
+REFUSED = {
+    "LoRA over divided GGUF": "sharding='weights': weights in Q8_0",
+    "LoRA over divided bitsandbytes": "sharding='weights': no frozen linear layer of its decoder layers has rows that can be",
+    "LoRA over a divided mixture in NF4": "sharding='weights': Qwen3MoeForCausalLM has its experts in 4 bits",
+}
+"""What two processes refuse, which one process takes for weights that it has whole."""
 
 ROWS = 30
 USUAL = {
@@ -63,6 +102,16 @@ def base(kind: str, folder: Path) -> Any:
         return tiny.llama()
     if kind == "wide":  # small weights keep their states where they are
         return tiny.llama(intermediate_size=1024)
+    if kind == "mixture":
+        return families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512)
+    if kind == "peft":
+        torch.manual_seed(0)
+        shape = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(tiny.llama(), shape)
+    if kind == "bitsandbytes":
+        four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        place = {"device_map": {"": "cpu"}, "dtype": torch.float32}
+        return transformers.AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=four, **place)
     if kind == "nf4":
         return load_model(folder / "source", torch.float32, quantization="nf4")
     if kind == "divisible nf4":  # in rows of whole blocks of scales, for two processes
@@ -75,7 +124,11 @@ def base(kind: str, folder: Path) -> Any:
 def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) -> dict[str, Any]:
     """Losses, norms and the held-out loss of a run; the words of a refusal, and whether a step was made before it."""
     kind, fields = WEIGHTS[weights]
-    fields = {**USUAL, **fields, "gradient_accumulation_steps": MICRO_BATCHES // ranks.count}
+    shares = ranks.count if "pack_parts" in fields else 1
+    micro_batches = MICRO_BATCHES * shares // ranks.count
+    fields = {**USUAL, **fields, "gradient_accumulation_steps": micro_batches, "context_parallel": shares}
+    if "pack_parts" in fields:
+        fields["max_seq_length"] = WIDTHS[OBJECTIVES[objective] is tiny.chat_rows]
     if objective == "distill":
         fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
     place = place / f"rank{ranks.rank}"
