@@ -8,7 +8,7 @@ import tiny
 from choosers import CLASSES, E, K, batch, build
 from chronicals.models import present
 from chronicals.moe import router_losses as losses
-from chronicals.moe.choosing import SCORES, Choice
+from chronicals.moe.choosing import FORMULAS, Choice
 from chronicals.moe.distil_heads import Distillation, prediction_losses
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.predictor import ExpertPredictor, HeadSizes
@@ -50,7 +50,7 @@ def test_the_order_is_its_formula():
         logits, correction = torch.randn(50, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
         order = rule.order(logits, correction)
         for z, found in zip(logits, order):
-            values = (SCORES[scores](z) + correction).tolist()
+            values = (FORMULAS[scores](z) + correction).tolist()
             size = 8 // groups
             parts = [range(g * size, (g + 1) * size) for g in range(groups)]
             of_group = [sum(sorted((values[e] for e in part), reverse=True)[:best]) for part in parts]
@@ -62,7 +62,7 @@ def test_the_order_is_its_formula():
 def test_shares_are_those_of_scores():
     z = torch.randn(9, 5, dtype=torch.float64)
     for scores in ("softmax", "sigmoid", "sqrtsoftplus"):
-        share = SCORES[scores](z) / SCORES[scores](z).sum(-1, keepdim=True)
+        share = FORMULAS[scores](z) / FORMULAS[scores](z).sum(-1, keepdim=True)
         torch.testing.assert_close(Choice(scores).log_scores(z).softmax(-1), share, rtol=1e-10, atol=0)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -219,12 +220,30 @@ def test_settings_are_checked(traced):
         train_predictor(model, tiny.tokenizer(), [], None, config, SIZES, Distillation(passes=2), 1, 1)
 
 
+def test_routers_that_follow_no_rule_are_traced_and_have_no_heads(tmp_path, caplog):
+    model, config = build("deepseek_v3"), runs.config(tmp_path, objective="pretraining")
+
+    def another(own, x):
+        logits, weights, experts = own(x)
+        return logits, weights, (experts + 1) % logits.shape[-1]
+
+    for layer in mixture_layers(model):
+        layer.router.forward = partial(another, layer.router.forward)
+    given = model, tiny.tokenizer(), tiny.chat_rows(30), config
+    info = record_trace(*given, tmp_path / "trace", True)
+    assert info.choice is None and info.tokens > 1000 and "choose experts in a way that is not known" in caplog.text
+    with pytest.raises(ValueError, match="does not say how experts are chosen"):
+        train_from_trace(model, tmp_path / "trace", None, SIZES, Distillation(), MOST, 100)
+    with pytest.raises(ValueError, match="choose experts in a way that is not known"):
+        train_predictor(*given[:3], None, config, SIZES, Distillation(), 1000, 100)
+
+
 def test_a_trace_that_does_not_say_how_experts_are_chosen_is_refused(tmp_path):
     model = families.mixture("qwen3_moe", vocab_size=300)
     writer = TraceWriter(tmp_path, TraceInfo.of(model, 2, True))
     for part in record(present(model), [batch(100)], features=True):
         writer.add(part)
     writer.close()
-    with pytest.raises(ValueError, match="record it with --features"):
+    with pytest.raises(ValueError, match="does not say how experts are chosen"):
         Trace(tmp_path).check(model)
     assert ExpertPredictor.beside(model, SIZES).choice == Choice()

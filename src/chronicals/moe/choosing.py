@@ -24,21 +24,15 @@ from torch import Tensor
 
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.recording import Recorded
-from chronicals.moe.router_losses import wide
+from chronicals.moe.router_losses import log_scores, wide
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda z: z.softmax(-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda z: F.softplus(z).sqrt(),
     "logits": lambda z: z,
 }
-"""Of logits ``[..., E]``."""
-
-LOGARITHMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": F.logsigmoid,
-    "sqrtsoftplus": lambda z: F.softplus(z).clamp(min=1e-30).log() / 2,
-}
-"""Of these scores; those of a softmax are the logits, up to a constant of the token, and plain logits stand for themselves."""
+"""Scores of logits ``[..., E]``, rounded as in the classes; ``router_losses.SCORES`` has logarithms of all but the last."""
 
 EXPLAINED = 0.95
 """Least share of recorded choices that a rule must give in every layer; not all, for scores in 16 bits are rounded."""
@@ -52,7 +46,7 @@ class Choice:
     """A rule by which experts are chosen.
 
     Attributes:
-        scores: a key of ``SCORES``.
+        scores: a key of ``FORMULAS``.
         corrected: whether a correction is added to scores.
         groups, kept_groups: G, and how many are chosen from.
         best_of_group: of how many of its best experts a group's value is the sum.
@@ -92,7 +86,7 @@ class Choice:
         grouped = [(groups, kept, best) for best in (2, 1)] if groups > 1 else []
         corrected = [True, False] if all(c is not None for c in corrections) else [False]
         return [
-            cls(scores, correct, *limits) for correct in corrected for limits in [*grouped, (1, 1, 1)] for scores in SCORES
+            cls(scores, correct, *limits) for correct in corrected for limits in [*grouped, (1, 1, 1)] for scores in FORMULAS
         ]  # fmt: skip
 
     @torch.no_grad()
@@ -104,7 +98,7 @@ class Choice:
             order = self.order(logits, correction)
             least = order.topk(experts.shape[-1]).values[:, -1:]  # equal values may be chosen either way
             share.append((order.gather(-1, experts) >= least).float().mean())
-            ours = SCORES[self.scores](wide(logits)).gather(-1, experts)
+            ours = FORMULAS[self.scores](wide(logits)).gather(-1, experts)
             theirs, ours = (x / x.sum(-1, keepdim=True) for x in (wide(weights), ours))
             beside.append((theirs - ours).abs().mean())
         return float(torch.stack(share).min()), -round(float(torch.stack(beside).mean()), 3)
@@ -125,7 +119,7 @@ class Choice:
         logits = wide(logits)
         if self.in_order:
             return logits
-        values = SCORES[self.scores](logits)
+        values = FORMULAS[self.scores](logits)
         if self.corrected:
             assert correction is not None
             values = values + wide(correction)
@@ -154,8 +148,9 @@ class Choice:
         return values - span * ~self.of_experts(self.kept(values), values.shape[-1])
 
     def log_scores(self, logits: Tensor) -> Tensor:
-        """``[..., E]``, up to a constant of the token: their softmax is the share of each score in the sum of all."""
-        return LOGARITHMS.get(self.scores, wide)(wide(logits))
+        """``[..., E]``, up to a constant of the token: their softmax is the share of each score in the sum of all. Plain logits
+        stand for themselves."""
+        return log_scores(logits, "softmax" if self.scores == "logits" else self.scores)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

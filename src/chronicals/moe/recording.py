@@ -62,8 +62,10 @@ class Recorded:
         rows, there = slice(first, first + most), min(most, len(self) - first)
         bounds = (self.documents - first).clamp(0, there).unique()
         token, beside = ("token_ids", "hidden", "embeddings"), ("experts", "weights", "logits", "features")
-        values = {name: x for name in (*token, *beside) if (x := getattr(self, name)) is not None}
-        return replace(self, documents=bounds, **{n: x[rows] if n in token else x[:, rows] for n, x in values.items()})
+        values = {name: getattr(self, name) for name in (*token, *beside)}
+        given = {name: x for name, x in values.items() if x is not None}
+        found: dict[str, Any] = {name: x[rows] if name in token else x[:, rows] for name, x in given.items()}
+        return Recorded(documents=bounds, **found)
 
     def follows(self, distance: int) -> Tensor:
         """bool ``[T - distance]``: whether token t + distance is of the document of token t."""

@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.recording import Recorded, record_data
 from chronicals.moe.routers import experts_per_token
 from chronicals.standard_json import to_json
+
+logger = logging.getLogger(__name__)
 
 VERSION = 2
 INDEX = "trace.json"
@@ -121,7 +124,8 @@ def record_trace(
     model: Any, tokenizer: Any, source: Any, config: ChronicalsConfig, folder: Path, features: bool = False,
     tokens: int | None = None, name: str = "",
 ) -> TraceInfo:  # fmt: skip
-    """Run a mixture over data, and write what its routers do.
+    """Run a mixture over data, and write what its routers do. Where no rule known here gives the experts that they choose, the
+    trace has none, which is said.
 
     Args:
         source, config, features, tokens: of ``record_data``.
@@ -138,7 +142,10 @@ def record_trace(
         writer.add(recorded)
     if not sample:
         raise ValueError("there is no token to trace; give more data")
-    writer.info.choice = Choice.found(model, sample).to_dict()
+    try:
+        writer.info.choice = Choice.found(model, sample).to_dict()
+    except ValueError as error:
+        logger.warning("%s from this trace: %s", folder, error)
     return writer.close()
 
 
@@ -201,8 +208,10 @@ class Trace:
                 f"{self.folder}: is a trace of {theirs} with weights {self.info.model_sha256[:8]}, and {name} has "
                 f"{weights[:8]}; give the adapter, the quantization and the dtype that were traced, or trace this model"
             )
-        if not self.info.features or self.info.choice is None:
+        if not self.info.features:
             raise ValueError(f"{self.folder}: the trace has no features, from which heads predict; record it with --features")
+        if self.info.choice is None:
+            raise ValueError(f"{self.folder}: the trace does not say how experts are chosen, for no rule known here gives them")
         return weights
 
 
