@@ -5,8 +5,8 @@
 A model of random weights (bf16, 64 experts of which 8 for a token, window 1024). Checked first: its logits beside the same
 weights in fp32; experts and attention of every implementation beside eager; a step with losses of routers, replayed as CUDA
 graphs, beside the same step without graphs. Then timed, in tokens a second of whole training steps of 16,384 tokens
-(medians): without losses of routers, with balance and z, with the heads, with the anchor; and decoding of one text: absorbed
-products beside expanded ones, at several lengths of the cache. One table last.
+(medians): without losses of routers, with metrics alone, with balance and z, with the heads, with the anchor; and decoding of
+one text: absorbed products beside expanded ones, at several lengths of the cache. One table last.
 """
 
 import argparse

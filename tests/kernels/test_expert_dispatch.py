@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chronicals.kernels import expert_dispatch as module
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_reference, dispatch_to_experts, watching_dispatches
@@ -69,6 +70,13 @@ def test_what_experts_receive(case, device):
         twice = got.order_S.clone()
         twice[-1] = twice[0]  # a pair is there twice, and so another one is not
         assert (got._replace(order_S=twice).received().reshape(-1) == case[2]).nonzero().tolist() == [last.tolist()]
+
+
+def test_what_experts_receive_is_found_on_the_device(device):
+    """Tensors without values: whatever asks for one fails."""
+    got = dispatch_to_experts(drawn(7, 2, 5, device), 5)
+    with FakeTensorMode() as mode:
+        assert Dispatch(*map(mode.from_tensor, got[:4]), got.each, got.rows).received().shape == (7, 2)
 
 
 def test_dispatches_are_watched(device):

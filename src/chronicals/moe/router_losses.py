@@ -66,15 +66,15 @@ class Tokens:
         return self.counted[: len(self.counted) - distance] & same
 
     def means(self, values: Tensor, there: Tensor) -> Tensor:
-        """``[P]``: the mean of a pack's ``values`` where they are ``there``; of packs without any, 0.
+        """``[..., P]``: the mean of a pack's ``values`` where they are ``there``; of packs without any, 0.
 
         Args:
-            values: ``[n]``, of the first n tokens.
+            values: ``[..., n]``, of the first n tokens.
             there: bool ``[n]``.
         """
-        missing = len(self.counted) - len(values)
+        missing = len(self.counted) - len(there)
         values, there = (F.pad(x, (0, missing)) for x in (torch.where(there, values, 0.0), there))
-        sums, counts = (x.view(-1, self.width).sum(1) for x in (values, there.to(values.dtype)))
+        sums, counts = (x.unflatten(-1, (-1, self.width)).sum(-1) for x in (values, there.to(values.dtype)))
         return sums / counts.clamp(min=1.0)
 
     def sum_over_packs(self, values: Tensor, there: Tensor) -> Tensor:
@@ -112,8 +112,13 @@ def log_scores(logits: Tensor, scores: str) -> Tensor:
 
 def sent(received: Tensor, experts: int) -> Tensor:
     """bool ``[..., E]``: S, of the experts that tokens got, ``[..., k]``; ids that no expert has are none's."""
-    known = torch.where((received >= 0) & (received < experts), received, experts)
-    return received.new_zeros(*received.shape[:-1], experts + 1, dtype=torch.bool).scatter(-1, known, True)[..., :experts]
+    none = received.new_zeros(*received.shape[:-1], experts + 1, dtype=torch.bool)
+    return none.scatter(-1, known(received, experts), True)[..., :experts]
+
+
+def known(received: Tensor, experts: int) -> Tensor:
+    """The ids of experts, and E for any other."""
+    return torch.where((received >= 0) & (received < experts), received, experts)
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,14 @@ class Load:
         """Args:
         received: ``[T, k]`` of each layer.
         """
-        counted_PW1 = tokens.counted.view(-1, tokens.width, 1).to(torch.float32)
-        rows = [(sent(ids, experts).unflatten(0, (-1, tokens.width)) * counted_PW1).sum(1) for ids in received]
-        return cls(torch.stack(rows), k * counted_PW1.sum(1))
+        counted_PW = tokens.counted.view(-1, tokens.width).to(torch.float32)
+        ids_LTk = known(torch.stack(list(received)), experts)
+        layers, packs = len(ids_LTk), len(counted_PW)
+        groups = torch.arange(layers * packs, device=ids_LTk.device)[:, None] * (experts + 1)
+        each = counted_PW[None, :, :, None].expand(layers, -1, -1, ids_LTk.shape[-1]).reshape(-1)
+        rows = each.new_zeros(layers * packs * (experts + 1))  # sums of ones: whatever their order, they are exact
+        rows = rows.scatter_add(0, (ids_LTk.view(layers * packs, -1) + groups).view(-1), each)
+        return cls(rows.view(layers, packs, experts + 1)[..., :experts], k * counted_PW.sum(1, keepdim=True))
 
     @property
     def shares_LPE(self) -> Tensor:

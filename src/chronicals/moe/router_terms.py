@@ -55,7 +55,6 @@ class RouterTerms:
         tokens, given, received = Tokens.of(batch, model.pack_width), self.settings, computed.received
         load = Load.of(received, self.routing.experts, self.routing.k, tokens)
         logits = computed.router_logits if self.routing.logits else []
-        log_s = [losses.log_scores(z, self.routing.scores) for z in logits] if self.routing.scores else []
         found = dict[str, Term]()
 
         def add(name: str, weight: float, of_layer: Callable[..., Tensor], *layers: Any) -> None:
@@ -66,15 +65,19 @@ class RouterTerms:
         def over_tokens(of_layer: Callable[..., Tensor], ahead: int) -> Callable[..., Tensor]:
             return lambda *layer: tokens.sum_over_packs(of_layer(*layer), tokens.before(ahead))
 
-        add("balance", given.balance, lambda x, f: losses.balance(x, f, tokens), log_s, load.shares_LPE)
+        def scored(of_layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            return lambda z, *others: of_layer(losses.log_scores(z, self.routing.scores or ""), *others)
+
+        add("balance", given.balance, scored(lambda x, f: losses.balance(x, f, tokens)), logits, load.shares_LPE)
         add("z", given.z, over_tokens(losses.z_losses, 0), logits)
-        add("temporal", given.temporal, over_tokens(losses.temporal_losses, 1), log_s)
-        add("locality", given.locality, over_tokens(losses.locality_losses, 1), log_s, received)
+        add("temporal", given.temporal, over_tokens(scored(losses.temporal_losses), 1), logits)
+        add("locality", given.locality, over_tokens(scored(losses.locality_losses), 1), logits, received)
         if given.layer_ahead:
             found |= self._lookahead("layer_ahead", given.layer_ahead, layer_predictions(computed), tokens)
         if given.token_ahead:
             found |= self._lookahead("token_ahead", given.token_ahead, token_predictions(computed), tokens)
-        return {**found, **_metrics(load, [x.detach() for x in log_s], tokens)}
+        entropies = [scored(losses.entropies)(z.detach()) for z in logits] if self.routing.scores else []
+        return {**found, **_metrics(load, entropies, tokens)}
 
     def _lookahead(self, name: str, weight: float, pairs: Any, tokens: Tokens) -> dict[str, Term]:
         """The loss of heads, and as a metric the recall of each distance."""
@@ -92,7 +95,7 @@ class RouterTerms:
         return {f"router/{name}": Term(losses.mean(sums), weight, PER), **metrics}
 
 
-def _metrics(load: Load, log_s: list[Tensor], tokens: Tokens) -> dict[str, Term]:
+def _metrics(load: Load, entropies: list[Tensor], tokens: Tokens) -> dict[str, Term]:
     """``busiest``: the load of the expert with most tokens, in equal shares (1 is balance); ``idle``: which share of the
     experts got no token; ``dropped``: which share of the choices no expert got; ``entropy`` of a token's P, in nats, where P is
     known.
@@ -106,8 +109,8 @@ def _metrics(load: Load, log_s: list[Tensor], tokens: Tokens) -> dict[str, Term]
         "dropped": load.dropped_LP,
     }
     worst = {name: values_LP.amax(0) for name, values_LP in shown.items()}
-    if log_s:
-        shown["entropy"] = torch.stack([tokens.means(losses.entropies(x), tokens.counted) for x in log_s])
+    if entropies:
+        shown["entropy"] = tokens.means(torch.stack(entropies), tokens.counted)
         worst["entropy"] = shown["entropy"].amin(0)
     found = {name: values_LP.mean(0) for name, values_LP in shown.items()}
     found |= {f"{name}_worst": values_P for name, values_P in worst.items()}
