@@ -1,12 +1,17 @@
 """What a run shows of routers, and says where their losses train none."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import families
 import runs
 import tiny
+from chronicals.config import ConfigurationError
+from chronicals.moe.router_settings import RouterSettings
 from chronicals.training.callbacks import read_metrics
+from chronicals.training.routers import keep_anchor
 
 SHOWN = {f"router/{name}{end}" for name in ("busiest", "idle", "entropy", "dropped") for end in ("", "_worst")}
 
@@ -86,3 +91,14 @@ def test_frozen_routers_and_the_loss_of_the_class_are_said(tmp_path, caplog):
     caplog.clear()
     lines_of(tmp_path / "anchor", routed("Olmoe"), router={"anchor": 0.01}, **LORA)
     assert "no router is trained" not in caplog.text
+
+
+def test_an_anchor_beside_divided_weights_is_refused(tmp_path):
+    """A replay would look up tokens in a part of the embedding."""
+    divided = {"sharding": SimpleNamespace(how="weights")}
+    session = SimpleNamespace(
+        objective=SimpleNamespace(router=RouterSettings(anchor=0.1)), presented=None, precision=SimpleNamespace(device=None),
+        decisions=divided,
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match=r"router\.anchor=0\.1: .*take sharding: optimizer"):
+        keep_anchor(session, None, tmp_path, None)

@@ -22,6 +22,7 @@ from chronicals.moe.anchor import FILE, Anchor, first_tokens
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, choose_heads, routing_of, untrained_routers
+from chronicals.training.weight_sharding import WEIGHTS
 
 if TYPE_CHECKING:
     from chronicals.training.session import Session
@@ -99,11 +100,16 @@ def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: 
         resumed: the checkpoint that the run goes on from, in the folder of a run.
 
     Raises:
-        ConfigurationError: a run goes on, and what it wrote is damaged.
+        ConfigurationError: weights are divided, or a run goes on, and what it wrote is damaged.
     """
     settings, presented, device = session.objective.router, session.presented, session.precision.device
     if settings is None or not settings.anchor:
         return
+    if session.decisions["sharding"].how == WEIGHTS:
+        raise ConfigurationError(
+            f"router.anchor={settings.anchor}: replayed tokens need whole weights, and sharding: weights divides them; take "
+            "sharding: optimizer, or leave the anchor out"
+        )
     folders = [] if resumed is None else [output_dir, resumed.parent.parent]
     there = next((folder for folder in folders if (folder / FILE).exists()), None)
     if there is not None:
