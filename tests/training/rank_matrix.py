@@ -28,6 +28,8 @@ from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.models import load_model, quantise_layers
 from chronicals.training import ChronicalsTrainer
+from chronicals.training.callbacks import read_metrics
+from chronicals.training.report import STEP_FIELDS
 
 OBJECTIVES = {
     "sft": tiny.chat_rows, "pretraining": tiny.chat_rows, "distill": tiny.chat_rows, "kto": preferences.judged_rows,
@@ -122,7 +124,8 @@ def base(kind: str, folder: Path) -> Any:
 
 
 def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) -> dict[str, Any]:
-    """Losses, norms and the held-out loss of a run; the words of a refusal, and whether a step was made before it."""
+    """Losses, norms, the held-out loss and what the objective shows of each step and of held-out rows; the words of a refusal,
+    and whether a step was made before it."""
     kind, fields = WEIGHTS[weights]
     shares = ranks.count if "pack_parts" in fields else 1
     micro_batches = MICRO_BATCHES * shares // ranks.count
@@ -139,7 +142,12 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
         result = trainer.train(OBJECTIVES[objective](ROWS))
     except ConfigurationError as refusal:
         return {"refused": str(refusal), "begun": (place / "run" / "metrics.jsonl").exists()}
-    return {"steps": runs.trajectory(place) if ranks.writer else [], "held out": result.evaluation.loss}
+    lines = [line for line in read_metrics(place / "run" / "metrics.jsonl") if "loss" in line]
+    metrics = [{name: line[name] for name in line.keys() - STEP_FIELDS - {"time"}} for line in lines]
+    return {
+        "steps": runs.trajectory(place) if ranks.writer else [], "held out": result.evaluation.loss,
+        "metrics": [*metrics, dict(result.evaluation.others)],
+    }  # fmt: skip
 
 
 def main(folder: Path) -> None:
