@@ -94,7 +94,7 @@ class Reward(Objective):
         chosen, rejected, weight = rewards[CHOSEN], rewards[REJECTED], self.settings.center_coefficient
         assert chosen is not None and rejected is not None
         loss = -torch.sigmoid(chosen - rejected).log() + weight * (chosen + rejected) ** 2
-        return {"reward": Term(loss, per=PER_PAIR)}
+        return {"reward": Term(loss, per="items")}
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         """Of pairs whose values are rewards."""

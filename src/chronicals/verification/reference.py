@@ -72,7 +72,7 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _divided(terms: Terms, counts: Mapping[str, int]) -> Tensor:
+def _divided(terms: Terms, counts: Mapping[str, float]) -> Tensor:
     """What an item adds to the loss of its step."""
     parts = [term.coefficient * term.sum / (counts[term.per] or 1) for term in terms.values() if term.coefficient]
     return torch.stack(parts).sum()
@@ -181,7 +181,7 @@ class PlainArm:
                 parameter.copy_(weights[name])
 
     def differentiate(
-        self, packs: Sequence[Sequence[Item]], counts: Mapping[str, int], scale: float = 1.0
+        self, packs: Sequence[Sequence[Item]], counts: Mapping[str, float], scale: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward over a whole step.
 
@@ -213,7 +213,7 @@ class PlainArm:
         return found, gradients
 
     @torch.no_grad()
-    def _known(self, items: Sequence[Item], counts: Mapping[str, int]) -> dict[str, Tensor]:
+    def _known(self, items: Sequence[Item], counts: Mapping[str, float]) -> dict[str, Tensor]:
         """What the objective must know of the whole step, ``[1]`` by name."""
         if type(self.objective).known_definition is Objective.known_definition:
             return {}

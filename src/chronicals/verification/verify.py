@@ -330,8 +330,8 @@ class _Comparison:
         return {name: self.path.weight(name) if name in self.path.trained else own[name].detach().clone() for name in own}
 
     def one_step(self, step: Step, number: int, packs: list[list[Item]]) -> None:
-        before, counts = self._weights(), count_items(packs)
-        targets = counts["targets"]
+        before, counts = self._weights(), {**step.counts, **count_items(packs)}
+        targets = int(counts["targets"])
         self.fp32.load(before)
         self.plain.load(before)
         made = self.path.step(step, number)
