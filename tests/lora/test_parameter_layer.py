@@ -347,6 +347,19 @@ def test_stacked_weights_that_are_no_experts_are_not_named(caplog):
     assert not caplog.text
 
 
+def test_what_reads_images_beside_experts_is_not_named(caplog, monkeypatch):
+    """A tower may have 3-D parameters, and is frozen."""
+    model = ours()
+    model.model.tower = torch.nn.Module()
+    model.model.tower.positions = torch.nn.Parameter(torch.randn(2, 3, 4), requires_grad=False)
+    report_frozen_experts(model)
+    assert "model.tower.positions" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr("chronicals.lora.experts.beside_text", lambda _: ["model.tower"])
+    report_frozen_experts(model)
+    assert not caplog.text
+
+
 def test_layers_of_one_weight_are_told_as_ranges():
     from chronicals.lora.experts import _ranges
 
