@@ -34,6 +34,7 @@ REFUSING = [
     ({"use_8bit_optimizer": True}, "would cut blocks of 8-bit states"),
     ({"use_cuda_graphs": True}, "weights are gathered for each layer"),
     ({"use_torch_compile": True}, "weights are gathered for each layer"),
+    ({"router": {"anchor": 0.1}}, "replays tokens through whole weights"),
 ]
 
 

@@ -164,6 +164,8 @@ def why_not_divided(
     for field in ("use_cuda_graphs", "use_torch_compile"):
         if getattr(config, field) and field in config.explicit:
             return f"{field}=True cannot be honoured where weights are gathered for each layer"
+    if config.sections.get("router", {}).get("anchor"):
+        return "the anchor of routers replays tokens through whole weights"
     return why_not_divisible(model, config) or why_not_cut(
         model, config, sharing_of(config, model, ranks, total, here)
     )
