@@ -30,6 +30,7 @@ SHORT = {
     "raises while evaluating": {"validation_split": 0.1, "eval_steps": 1},
     "hangs while evaluating": {"validation_split": 0.1, "eval_steps": 1, "rank_timeout": PATIENCE},
     "is told for long": {"rank_timeout": PATIENCE, "max_steps": 3},
+    "is told for long, of shared packs": {"rank_timeout": PATIENCE, "max_steps": 3, "context_parallel": 2},
     "has a full disk": {"save_steps": 1},
     "calls a divided model": {"sharding": "weights", "use_lora": True},
     "reads a divided weight": {"sharding": "weights"},
@@ -120,8 +121,8 @@ def main(folder: Path, how: str) -> None:
         made.objective.how, made.objective.folder = how, folder
         if how == "has a full disk":
             fill_disk(folder)
-    elif how in ("is told for long", "calls a divided model", "reads a divided weight"):
-        made.callbacks.append(Slow(made.model) if how == "is told for long" else NeedsAll(made.model, how, folder))
+    elif how.startswith(("is told", "calls", "reads")):
+        made.callbacks.append(Slow(made.model) if how.startswith("is told") else NeedsAll(made.model, how, folder))
         made._users_callbacks = True
     made.train(tiny.chat_rows())
 

@@ -75,8 +75,9 @@ def test_a_full_disk_of_one_ends_all(how, tmp_path):
 
 @on_cpu
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("how", ["is told for long"])
+@pytest.mark.parametrize("how", ["is told for long", "is told for long, of shared packs"])
 def test_a_callback_may_take_longer_than_a_step(how, tmp_path):
+    """And call the model, of which this rank has all weights; it attends to no parts of documents then."""
     codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), tmp_path, how, seconds=200)
     assert codes == [0, 0], words
     assert "rank_timeout=4: waiting on: rank 0 has been after step 2 for" in words[1], words[1][-2000:]
