@@ -27,7 +27,7 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.models import load_model, quantise_layers
-from chronicals.training import ChronicalsTrainer
+from chronicals.training import ChronicalsTrainer, precision
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.report import STEP_FIELDS
 
@@ -152,6 +152,7 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    precision.START_SCALE = 2.0**6  # in fp16 no gradient overflows, or a run of so few steps might have none
     ranks = Mesh.current()
     for number, (objective, weights) in enumerate(json.loads((folder / "pairs.json").read_text())):
         name = f"{objective} over {weights}"
