@@ -267,7 +267,7 @@ def test_the_anchor_is_zero_where_it_began_and_pulls_back(scores):
             return [layer[:, batch.input_ids].T for layer in weight]
 
     began = [x.detach() for x in Model().router_logits(tokens)]
-    anchor = Anchor(0.5, tokens, began, scores)
+    anchor = Anchor(0.5, tokens, began, scores=scores)
     term = anchor.terms(Model(), Computed(torch.zeros(60, 1)), batch())["router/anchor"]
     assert term.sum == 0 and term.coefficient == 0.5 and term.sum.requires_grad
     with torch.no_grad():
