@@ -112,6 +112,16 @@ def test_a_reference_that_cannot_be_used_names_its_setting(what, base, tmp_path)
     assert "--base-model" not in str(refused.value) and "teacher" not in str(refused.value)
 
 
+@pytest.mark.parametrize("named", [None, "/no/such/model"])
+def test_an_adapter_whose_model_is_not_known_is_told_without_flags_of_others(named, tuned, base, tmp_path):
+    shutil.copytree(tuned / "model", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
+    with pytest.raises(ConfigurationError, match="^dpo={'reference_model': .*write where it is into the adapter's") as refused:
+        train_from(base, tmp_path, dpo={"reference_model": str(tmp_path / "adapter")})
+    assert "base-model" not in str(refused.value) and "give base_model" not in str(refused.value)
+
+
 def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, monkeypatch):
     asked = []
     whole = SavedModel.model

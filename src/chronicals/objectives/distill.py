@@ -33,7 +33,7 @@ from chronicals.kernels.linear_distillation import (
 )
 from chronicals.models import Head, PresentedModel, Term, Terms
 from chronicals.objectives.registry import register
-from chronicals.objectives.same_tokenizer import check_same_tokenizer
+from chronicals.objectives.same_tokenizer import OF_ITS_BASE, check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
 from chronicals.saving import SavedModel
 
@@ -181,7 +181,7 @@ class Distill(Objective):
         """
         given = self.settings
         try:
-            saved = SavedModel.find(given.teacher)
+            saved = SavedModel.find(given.teacher, remedy=OF_ITS_BASE)
             check_same_tokenizer(tokenizer, saved.tokenizer(given.trust_remote_code), self._said, REMEDY)
         except ConfigurationError:
             raise

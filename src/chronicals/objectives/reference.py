@@ -20,7 +20,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import adapters_are_fresh, why_base_is_gone, without_adapters
 from chronicals.models import PresentedModel, in_evaluation
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
-from chronicals.objectives.same_tokenizer import check_same_tokenizer
+from chronicals.objectives.same_tokenizer import OF_ITS_BASE, check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
 from chronicals.saving import SavedModel
 
@@ -72,7 +72,7 @@ class WithReference(Objective):
         said = f"{config.objective}={{'reference_model': {chosen.reference_model!r}}}"
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         try:
-            saved = SavedModel.find(chosen.reference_model)
+            saved = SavedModel.find(chosen.reference_model, remedy=OF_ITS_BASE)
             if saved.has_tokenizer():
                 check_same_tokenizer(tokenizer, saved.tokenizer(chosen.trust_remote_code), said, REMEDY)
             else:

@@ -1,4 +1,5 @@
-"""Whether two models read the same texts in the same ids: a teacher and its student, a policy and its reference."""
+"""Models that a setting names beside the one that is trained, a teacher or a reference: they must read the same texts in the
+same ids."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ from typing import Any
 
 from chronicals.config import ConfigurationError
 from chronicals.data.template import PROBE
+
+OF_ITS_BASE = (
+    "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name the model that chronicals "
+    "merge makes of it"
+)
+"""What to do where the named model is an adapter whose own model is not known."""
 
 
 def check_same_tokenizer(tokenizer: Any, others: Any, said: str, remedy: str) -> None:

@@ -26,6 +26,9 @@ from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import DTYPES
 
+OF_A_BASE = "give base_model (--base-model)"
+"""What to do where the model of an adapter is not known."""
+
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -36,19 +39,22 @@ class SavedModel:
         adapted: whether that is an adapter's, which is loaded with its model.
         base: the adapter's model, a folder or hub name, where it is known.
         about: what chronicals wrote beside it; empty where it comes from elsewhere.
+        remedy: what errors say to do where the model of an adapter is not known.
     """
 
     place: Path | str
     adapted: bool = False
     base: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    remedy: str = OF_A_BASE
 
     @classmethod
-    def find(cls, name: str | Path, base_model: str | None = None) -> SavedModel:
+    def find(cls, name: str | Path, base_model: str | None = None, remedy: str = OF_A_BASE) -> SavedModel:
         """What is at a folder or hub name; in the folder of a run its ``model``, else the newest checkpoint's.
 
         Args:
             base_model: the model of an adapter, where the adapter does not say.
+            remedy: of the attributes, where there is no such argument to give.
 
         Raises:
             ValueError: ``base_model`` is given for what is no adapter, or a file is no JSON.
@@ -60,7 +66,7 @@ class SavedModel:
         file = folder / "chronicals.json"
         about = _read(file) if file.exists() else {}
         base = base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path") if adapted else None
-        return cls(folder if folder.is_dir() else name, adapted, base, about)
+        return cls(folder if folder.is_dir() else name, adapted, base, about, remedy)
 
     def model(
         self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None, watch: Watch | None = None
@@ -116,9 +122,10 @@ class SavedModel:
         """``base``; raises ValueError where the adapter was trained over other bits of a GGUF file."""
         expected, found = self.about.get("gguf"), getattr(base, GGUF_FILE, None)
         if expected is not None and found is not None and found["sha256"] != expected["sha256"]:
+            to_do = "give that file (--base-model)" if self.remedy == OF_A_BASE else f"it must be that file: {self.remedy}"
             raise ValueError(
                 f"{self.place}: was trained over {expected['file']} with SHA-256 {expected['sha256'][:16]}…, {self.base} has "
-                f"{found['sha256'][:16]}…; give that file (--base-model)"
+                f"{found['sha256'][:16]}…; {to_do}"
             )
         return base
 
@@ -172,14 +179,12 @@ class SavedModel:
         if not self.adapted:
             return load(self.place, *options)
         if not self.base:
-            raise ValueError(
-                f"{self.place}: an adapter that does not say which model it belongs to; give base_model (--base-model)"
-            )
+            raise ValueError(f"{self.place}: an adapter that does not say which model it belongs to; {self.remedy}")
         try:
             return load(self.base, *options)
         except ValueError as error:
-            remedy = "that is what the adapter names as its model; if it is elsewhere now, give base_model (--base-model)"
-            raise ValueError(f"{self.place}: {error}; {remedy}") from error
+            named = "that is what the adapter names as its model; if it is elsewhere now"
+            raise ValueError(f"{self.place}: {error}; {named}, {self.remedy}") from error
 
 
 def _weights_of(folder: Path) -> Path:
