@@ -560,8 +560,9 @@ def test_help_cuts_no_flag_off(command, columns, tmp_path):
     ],
 )
 def test_pairs_are_shown_by_their_answers(within, place, objective, row, shown):
-    row = {"prompt": [{"role": "user", "content": "what is the answer to everything?"}], **row}
-    (place / f"{objective}.jsonl").write_text(json.dumps(row) + "\n")
+    asked = ("what is the answer to everything?", "what is another question?")
+    rows = [{"prompt": [{"role": "user", "content": text}], **row} for text in asked]
+    (place / f"{objective}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = within("data", "show", f"{objective}.jsonl", "--model", "base", "--objective", objective)
     assert done.code == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("row 1")]
