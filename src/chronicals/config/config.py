@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
-import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -16,12 +13,23 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import no_such_field
-from chronicals.config.lora_init import INITS, is_init
 from chronicals.config.sections import SECTIONS, gathered, merged
+from chronicals.config.values import (
+    OwnPath,
+    as_list,
+    as_lora_init,
+    as_names,
+    as_numbers,
+    as_pattern,
+    as_patterns,
+    as_shares,
+    as_tokens,
+    infinity_as_none,
+    none_as_empty,
+)
 
 IMPLIED = ("quantization", "use_lora", "lora_dropout")
 """Fields that others may set where they were left out."""
@@ -111,80 +119,6 @@ ALIASES: dict[str, MemoryPolicy] = {
 """Switches that, set to true, are entries of ``memory``."""
 
 
-def _named_shares(value: Any) -> Any:
-    """A mapping as it is; ``name=share`` texts, as the command line has them, as one."""
-    return dict(text.split("=", 1) for text in value) if isinstance(value, list) and all("=" in t for t in value) else value
-
-
-def _pattern(value: Any) -> Any:
-    """``value``, which as a text is matched against paths of layers."""
-    try:
-        re.compile(value if isinstance(value, str) else "")
-    except re.error as error:
-        raise PydanticCustomError("pattern", "is no regular expression: {reason}", {"reason": str(error)}) from None
-    return value
-
-
-def _patterns(value: dict[str, Any]) -> dict[str, Any]:
-    """``value``, whose keys are such texts."""
-    for key in value:
-        _pattern(key)
-    return value
-
-
-def _init(value: str) -> str:
-    if not is_init(value):
-        raise PydanticCustomError("init", "{takes}", {"takes": INITS})
-    return value
-
-
-def _listed(value: Any) -> Any:
-    """A word, or several with commas, as the list that they are meant as."""
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-
-
-def _names_listed(value: Any) -> Any:
-    """The same where a text may also be a regular expression, which plain names are not meant as."""
-    return _listed(value) if isinstance(value, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", value) else value
-
-
-def _numbers(value: Any) -> Any:
-    """``0-7,20`` as the list of these numbers; a list of such texts and of numbers likewise."""
-    parts = value if isinstance(value, list) else _listed(str(value)) if isinstance(value, (str, int)) else None
-    if parts is None:
-        return value
-    found: list[int] = []
-    for part in (word for text in parts for word in _listed(str(text))):
-        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise PydanticCustomError("numbers", "{part} is no number and no range as 0-7", {"part": repr(part)})
-        found += range(first, last + 1)
-    return sorted(set(found))
-
-
-def _tokens(value: Any) -> Any:
-    """Ids and texts of tokens; digits alone, as the command line has them, are an id."""
-    if isinstance(value, dict):
-        return {name: _tokens(tokens) for name, tokens in value.items()}
-    listed = _listed(value) if isinstance(value, str) else [value] if isinstance(value, int) else value
-    return [int(x) if isinstance(x, str) and x.isdecimal() else x for x in listed] if isinstance(listed, list) else listed
-
-
-def _none_named(value: Any) -> Any:
-    """``none``, as the command line says that there are to be none, as a list."""
-    return [] if value in ("none", ["none"]) else value
-
-
-def _none_for_infinity(value: Any) -> Any:
-    """JSON knows no infinity."""
-    return None if value in (math.inf, "inf", ".inf") else value
-
-
-OwnPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
-"""``~`` is the home folder, also where no shell has seen it."""
-
-
 MERGE = "tag:yaml.org,2002:merge"
 """Of ``<<``, which may stand several times."""
 
@@ -260,31 +194,31 @@ class ChronicalsConfig:
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
     lora_target_modules: Annotated[
-        list[str] | str | None, BeforeValidator(_names_listed), BeforeValidator(_none_named), AfterValidator(_pattern)
+        list[str] | str | None, BeforeValidator(as_names), BeforeValidator(none_as_empty), AfterValidator(as_pattern)
     ] = Field(
         default=None,
         description="Linear layers (or the embedding) to adapt: names, or one regular expression (default: all but the head); "
         "none adapts lora_target_parameters alone",
     )
-    lora_target_parameters: Annotated[list[str] | None, BeforeValidator(_listed)] = Field(
+    lora_target_parameters: Annotated[list[str] | None, BeforeValidator(as_list)] = Field(
         default=None, description="Stacked weights of experts to adapt, as mlp.experts.down_proj; sets lora_dropout to 0"
     )
-    lora_rank_pattern: Annotated[dict[str, Positive], BeforeValidator(_named_shares), AfterValidator(_patterns)] = Field(
+    lora_rank_pattern: Annotated[dict[str, Positive], BeforeValidator(as_shares), AfterValidator(as_patterns)] = Field(
         default_factory=dict, description="Ranks of some layers, NAME=RANK: the end of their path, or a regular expression"
     )
-    lora_alpha_pattern: Annotated[dict[str, PositiveFinite], BeforeValidator(_named_shares), AfterValidator(_patterns)] = Field(
+    lora_alpha_pattern: Annotated[dict[str, PositiveFinite], BeforeValidator(as_shares), AfterValidator(as_patterns)] = Field(
         default_factory=dict, description="Alphas of some layers, NAME=ALPHA, likewise"
     )
-    lora_layers: Annotated[list[int] | None, BeforeValidator(_numbers)] = Field(
+    lora_layers: Annotated[list[int] | None, BeforeValidator(as_numbers)] = Field(
         default=None, description="Numbers of the decoder layers to adapt, as 0-7,20 (default: all)"
     )
-    lora_modules_to_save: Annotated[list[str] | None, BeforeValidator(_listed)] = Field(
+    lora_modules_to_save: Annotated[list[str] | None, BeforeValidator(as_list)] = Field(
         default=None, description="embed_tokens, lm_head: trained whole beside the adapters, and saved with them"
     )
-    lora_trainable_tokens: Annotated[list[int | str] | dict[str, list[int | str]] | None, BeforeValidator(_tokens)] = Field(
+    lora_trainable_tokens: Annotated[list[int | str] | dict[str, list[int | str]] | None, BeforeValidator(as_tokens)] = Field(
         default=None, description="Tokens, by id or text, whose rows of the embedding are trained beside the adapters"
     )
-    lora_init: Annotated[str, AfterValidator(_init)] = Field(
+    lora_init: Annotated[str, AfterValidator(as_lora_init)] = Field(
         default="default",
         description="Where adapters start: default, gaussian, pissa, pissa_niter_N, olora, or loftq with quantization",
     )
@@ -303,7 +237,7 @@ class ChronicalsConfig:
     adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
     adam_beta2: Share = Field(default=0.999, description="Decay of the second moment")
     adam_epsilon: Finite = Field(default=1e-8, gt=0, description="Added to the root of the second moment")
-    max_grad_norm: Annotated[float | None, BeforeValidator(_none_for_infinity)] = Field(
+    max_grad_norm: Annotated[float | None, BeforeValidator(infinity_as_none)] = Field(
         default=1.0, gt=0, description="Gradients are clipped to this norm; inf does not clip"
     )
     use_8bit_optimizer: bool = Field(
@@ -317,7 +251,7 @@ class ChronicalsConfig:
         description="Keep trained bf16 weights as exact fp32 masters; false: matrices are rounded stochastically, 2 bytes less",
     )
     activation_offload: bool = Field(default=False, description="Keep activations in host memory until they are needed")
-    memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(_listed)] = Field(
+    memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(as_list)] = Field(
         default=None, description="What saves memory, any of them together (default: recomputation where the card needs it)"
     )
     logits_chunk_size: Positive = Field(
@@ -342,7 +276,7 @@ class ChronicalsConfig:
     train_on: TrainOn | None = Field(
         default=None, description="The answers, completions and texts of rows, or all tokens (default: the objective's)"
     )
-    train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(_listed)] = Field(
+    train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(as_list)] = Field(
         default=["assistant"], description="Whose messages of a conversation are trained"
     )
     train_on_turns: Turns = Field(default="all", description="All messages of those roles, or the last of a conversation")
@@ -369,14 +303,14 @@ class ChronicalsConfig:
     dataset_num_proc: Positive | None = Field(
         default=None, description="Processes that tokenise where there is much to do (default: one a core; 1: none but this)"
     )
-    gate: Annotated[dict[str, Finite], BeforeValidator(_named_shares)] = Field(
+    gate: Annotated[dict[str, Finite], BeforeValidator(as_shares)] = Field(
         default_factory=dict,
         description="Largest share of the rows a finding may touch before it is an error, by its name",
     )
     save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
     save_total_limit: Positive = Field(default=2, description="Checkpoints kept; the last and the best always are")
     trackers: Annotated[
-        list[Literal["tensorboard", "wandb", "mlflow"]] | None, BeforeValidator(_listed), BeforeValidator(_none_named)
+        list[Literal["tensorboard", "wandb", "mlflow"]] | None, BeforeValidator(as_list), BeforeValidator(none_as_empty)
     ] = Field(default=None, description="Experiment trackers, or none (default: TensorBoard where it is installed)")
     project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
     run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
