@@ -271,12 +271,21 @@ def four_bit_pair(family: str, adapted: bool, **config: Any) -> tuple[Any, Any]:
     model, plain = build(family), build(family)
     plain.load_state_dict(model.state_dict())
     replaced(model, Linear4bit.of), replaced(plain, lambda layer: Linear4bit.of(layer).to(torch.float64).plain())
+    return adapted_alike(model, plain, **config) if adapted else tuple(map(frozen_codes, (model.double(), plain.double())))
+
+
+def adapted_alike(model: Any, plain: Any, **config: Any) -> tuple[Any, Any]:
+    """Both in fp64, with the same adapters, which change something."""
     for one in (model.double(), plain.double()):
         torch.manual_seed(0)
-        if adapted:
-            apply_lora(one, LoRAConfig(rank=4, dropout=0.0, **config))
-        for name, p in one.named_parameters():
-            p.requires_grad_(p.requires_grad and p.is_floating_point())
+        apply_lora(one, LoRAConfig(rank=4, dropout=0.0, **config))
+        for name, p in frozen_codes(one).named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.1)
     return model, plain
+
+
+def frozen_codes(model: Any) -> Any:
+    for p in model.parameters():
+        p.requires_grad_(p.requires_grad and p.is_floating_point())
+    return model

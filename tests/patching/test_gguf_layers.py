@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import families
-from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models.four_bits import linear_layers
 from chronicals.patching import decoder_layer, patch_parts, run_in_fp8, unfuse_weights
 from chronicals.patching.decoder_layer import BY
@@ -21,14 +20,7 @@ def pair(family, **config):
         packed = LinearGGUF(by_gguf(layer.weight, ("Q8_0", "Q4_0")[number % 2]), layer.bias)
         model.set_submodule(path, packed)
         plain.set_submodule(path, packed.to(torch.float64).plain())
-    for one in (model.double(), plain.double()):
-        torch.manual_seed(0)
-        apply_lora(one, LoRAConfig(rank=4, dropout=0.0, **config))
-        for name, p in one.named_parameters():
-            p.requires_grad_(p.requires_grad and p.is_floating_point())
-            if "lora_B" in name:
-                torch.nn.init.normal_(p, std=0.1)
-    return model, plain
+    return families.adapted_alike(model, plain, **config)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
