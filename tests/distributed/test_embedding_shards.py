@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would each take a card")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_look_up_what_is_in_the_whole(tmp_path, count):
     """To the bit; whether all look up as many tokens or not."""

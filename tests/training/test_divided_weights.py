@@ -69,6 +69,7 @@ def test_frozen_weights_that_differ_are_refused(tmp_path):
     assert "do not train the same: weights is" in found["refused"]
 
 
+@pytest.mark.long
 def test_three_train_what_one_does(tmp_path):
     """Whose number divides no weight: a rank has fewer rows than others."""
     check("full", outcomes(tmp_path, 3, "full")["full"])

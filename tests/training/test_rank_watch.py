@@ -204,6 +204,7 @@ def test_who_evaluates_is_limited_by_that_name(watched):
     assert "rank_timeout=0.3: evaluating after step 6 took longer: rank 0 has been evaluating after step 6 for" in left[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("waits", [None, 5.0], ids=["for one that works", "for one that waits, too"])
 def test_all_that_wait_outside_a_step_are_limited(watched, waits):
     """In a call of the mesh, for one that waits elsewhere; one that loads or writes is waited for."""
