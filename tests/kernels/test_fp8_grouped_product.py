@@ -115,10 +115,11 @@ def test_launches_fit_the_card(fast, rank, kib, monkeypatch):
     monkeypatch.setattr(kernel, "has_boxes", lambda _: hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0) if hopper else (8, 9))
     for rows, width in ((128, 1536), (64, 1536), (128, 48)):
-        launch = fp8_product_launch(rows, width, torch.device("cuda", 0), rank, fast)
+        card = torch.device("cuda", 0)
+        launch = fp8_product_launch(rows, width, card, rank, fast)
         assert launch.depth == 128 and launch.stages >= 2
         assert launch.stages * (rows + launch.columns) * launch.depth <= kib << 10
-        assert not rank or (rows + launch.columns) * kernel.held_columns(rank) * 2 <= kib << 10
+        assert not rank or (rows + launch.columns) * kernel.held_columns(rank, card) * 2 <= kib << 10
         assert fast or not hopper or (launch.columns <= 128 and launch.warps == 8)
 
 

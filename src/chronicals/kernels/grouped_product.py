@@ -39,8 +39,9 @@ CLEARED = 4096
 DEPTH = 64
 """Of a step, in elements: rows of 128 bytes."""
 
-MOST_HELD = 256
-"""Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's narrowest result on any card."""
+MOST_HELD, HELD_ON_SMALL_CARDS = 256, 64
+"""Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's narrowest result. A T4, whose products
+are in fp32, has 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> Pr
     of it, half the columns 28%.
     """
     columns = min(256 if rows == TALL else 128, max(16, next_power_of_2(width)))
-    held = held_columns(rank) / DEPTH if rank else 0
+    held = held_columns(rank, on) / DEPTH if rank else 0
     while columns > 16 and not (_fits(rows, columns, 3, on) and _fits(rows, columns, held, on)):
         columns //= 2
         if columns <= 128 and _fits(rows, columns, 2, on) and _fits(rows, columns, held, on):
@@ -250,9 +251,10 @@ def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> Pr
     return _launch(rows, columns, on, boxes, most=3 if boxes else 4)
 
 
-def held_columns(rank: int) -> int:
+def held_columns(rank: int, on: torch.device) -> int:
     """Of an adapter's operands, in a tile: a power of 2, and zeros beyond the rank."""
-    return min(MOST_HELD, max(16, next_power_of_2(rank)))
+    most = HELD_ON_SMALL_CARDS if 0 < shared_memory(on) <= 64 << 10 else MOST_HELD
+    return min(most, max(16, next_power_of_2(rank)))
 
 
 def weight_gradient_launch(high: int, wide: int, on: torch.device, gathers: bool = True) -> ProductLaunch:
@@ -338,7 +340,7 @@ def launch_product(
         x, x_box, w, w_box, y, bias, u, up, of_x, of_w, to.order_S, to.bounds, to.tiles, most, width, depth, to.each,
         x.stride(0), *w.stride(), y.stride(0), 0 if bias is None else bias.stride(0), 0 if u is None else u.stride(0),
         *((0, 0, 0) if up is None else up.stride()), factor, to.experts, gathers, bias is not None, rank,
-        held_columns(rank), to.rows, launch.columns, launch.depth, launch.group, depth % launch.depth == 0,
+        held_columns(rank, x.device), to.rows, launch.columns, launch.depth, launch.group, depth % launch.depth == 0,
         width % launch.columns == 0, boxes, multiplied_in(x.dtype), multiplied_in(x.dtype if u is None else u.dtype),
         scales is not None, fast, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
