@@ -72,6 +72,13 @@ def test_a_variant_with_the_same_matrices_starts_as_the_row_does(tmp_path):
     assert work.other_adapters({"use_dora": True, "lora_alpha": 6, "memory": []}) == {"use_dora": True}
 
 
+def test_of_a_mixture_attention_is_adapted(tmp_path):
+    """Its experts are no linear layers, and the row of a dense model names theirs."""
+    work = planned(tmp_path, "lora", families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512))
+    found = {name.split(".")[-3] for name in starting_values(work, work.config())}
+    assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype):
     work = planned(tmp_path, "qlora")
@@ -88,7 +95,7 @@ def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype)
 def test_experts_have_the_same_values_in_every_arm(tmp_path):
     """Ours in 4 bits; the reference in fp32, and peers over bitsandbytes, which has no stacked experts, in 16."""
     sizes = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 512}
-    work = planned(tmp_path, "qlora", families.mixture("qwen3_moe", **sizes), lora_target_modules="q_proj")
+    work = planned(tmp_path, "qlora", families.mixture("qwen3_moe", **sizes))
     packed = {path: m for path, m in load_in_4_bits(work.model, torch.float32).named_modules() if isinstance(m, Experts4bit)}
     others = [load_dequantised(work.model, torch.float32)]
     others += [] if missing("transformers", "qlora") else [load_for_peers(work, torch.float32)]
@@ -202,7 +209,7 @@ def test_unsloth_says_which_adapters_it_is_not_measured_with(asked):
 def test_a_mixture_of_a_peer_has_no_router_loss(tmp_path):
     """TRL's trainer asks for one by the coefficient alone."""
     model = families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512)
-    work = planned(tmp_path, "lora", model, lora_target_modules="q_proj")
+    work = planned(tmp_path, "lora", model)
     config = load_for_peers(work, torch.float32).config
     assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0)
 
@@ -212,7 +219,7 @@ def test_trl_has_grouped_products_of_frozen_experts(tmp_path, monkeypatch, mode,
     """Not Liger's, whose backward makes their gradients."""
     asked = {}
     model = families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512) if mixture else None
-    work = planned(tmp_path, mode, model, **({"lora_target_modules": "q_proj"} if mode == "lora" else {}))
+    work = planned(tmp_path, mode, model)
     monkeypatch.setattr(trl, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(trl, "find_spec", lambda name: True)
     monkeypatch.setattr(trl, "train_with_trainer", lambda *given, **options: asked.update(options, settings=given[4]))

@@ -9,6 +9,8 @@ NAMES = {
     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>": "products",
     "triton_tem_fused_mm_3": "products",
     "_passing_kernel": "products",
+    "_product_kernel": "products",
+    "_weight_gradient_kernel": "products",
     "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention",
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>": "attention",

@@ -16,7 +16,8 @@ CATEGORIES: dict[str, str] = {
     "loss": r"cross_?entropy|log_?softmax|cunn_softmax|log_probability|logit_rows|_loss|loss_",
     "optimizer": r"adam|square_sums|multi_tensor|lpnorm|foreach|clip_?grad|optimizer",
     "products": r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|_mm_|^mm_|triton_mm|wgmma|matmul|cudnn.*conv|dot_kernel"
-    r"|_passing_kernel|_summing_kernel",  # of adapters' gradients
+    r"|_passing_kernel|_summing_kernel"  # of adapters' gradients
+    r"|_product_kernel|_weight_gradient_kernel",  # of experts
     "copies": r"memcpy|memset|copy_kernel|direct_copy|_copy_|catarray|fillfunctor|fill_",
     "elementwise": r"elementwise|triton|norm|swiglu|geglu|glu_|silu|rope|rotary|reduce|embedding|index|gather|scatter|sort|"
     r"vectorized|unrolled|dropout|cast|mul|add|_kernel",

@@ -40,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-7},
     "lora": {
         "use_lora": True, "lora_rank": 32, "lora_alpha": 32, "lora_dropout": 0.0, "use_lora_plus": False,
-        "lora_target_modules": list(PROJECTIONS), "learning_rate": 1e-4,
+        "lora_target_modules": "all-linear", "learning_rate": 1e-4,
     },
 }  # fmt: skip
 MODES["qlora"] = {**MODES["lora"], "quantization": "nf4"}
