@@ -7,7 +7,7 @@ from measured_rows import RESULTS
 
 ROWS = {
     "16-layers-full": "8B widths, 16 layers, full, states in bf16",
-    "16-layers-full-4k": "the same, 4,096 tokens a card",
+    "16-layers-full-4k": "8B widths, 16 layers, full, 4,096 tokens a card",
     "8b-full": "8B full, states in bf16",
     "8b-lora": "8B LoRA",
     "8b-qlora": "8B QLoRA",

@@ -118,19 +118,20 @@ def summary() -> str:
         "",
         *memories(),
         "",
-        " ".join(in_4_bits(row) for row in measured_rows.with_peers(in_4_bits=True)),
+        " ".join(every_arm(row) for row in measured_rows.with_peers(apart=True)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def in_4_bits(row: Row) -> str:
-    """A sentence on a row over a base in 4 bits: every arm, the fastest first."""
+def every_arm(row: Row) -> str:
+    """A sentence on a row apart from the tables: every arm, the fastest first."""
     names = {"ours": "chronicals"}
     told = [
         f"{names.get(name, name if name in row.peers else f'with {settings(name)}')} {memory_and_speed(arm)}"
         for name, arm in row.arms.items()
     ]
-    return f"{row.name}, the base in NF4 ({row.place}): {'; '.join(told)}."
+    base = ", the base in NF4" if row.in_4_bits else ""
+    return f"{row.name}{base} ({row.place}): {'; '.join(told)}."
 
 
 def address(plot: str) -> str:
@@ -385,7 +386,7 @@ def low_bits() -> list[str]:
         "",
         "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, 8-bit states, and the heads of a "
         f"student and its teacher ({cards}); bitsandbytes 0.50.2 and Liger 0.8.5 in the same run. Moments in 8 bits of weights "
-        "without masters take a quarter less where bitsandbytes' update does not run before (94 %, `benchmarks/NOTES.md`):",
+        "without masters take a quarter less in the first sample, before the card's clock falls (94 %, `benchmarks/NOTES.md`):",
         "",
         "| kernel | | times as fast |",
         "|---|---|---|",

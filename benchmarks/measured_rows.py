@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from chronicals.benchmark.shapes import SHAPES
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
@@ -20,6 +22,9 @@ SPELT = {
     "lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states", "dpo": "DPO", "orpo": "ORPO",
     "distill": "distilled",
 }  # fmt: skip
+
+MIXTURES = {"olmoe 1b 7b": "OLMoE-1B-7B", "30b a3b": "Qwen3-30B-A3B (8 of its 48 layers)"}
+"""Models of rows whose names have several words."""
 
 UNLIKE_PEERS = ("use_fp8", "max_grad_norm")
 """Fields of a variant of ours that no peer has: peers multiply in 16 bit and clip."""
@@ -44,9 +49,10 @@ class Row:
     @property
     def name(self) -> str:
         """The title as a reader of the README has it: `0.5B full, fixed`."""
-        size, *mode, data = self.title.split()
-        words = [SPELT.get(word, word) for word in mode]
-        return f"{size.upper()} {' '.join(words)}, {data}"
+        model = next((model for model in MIXTURES if self.title.startswith(model)), self.title.split()[0])
+        *mode, data = self.title.removeprefix(model).split()
+        words = [MIXTURES.get(model, model.upper()), *(SPELT.get(word, word) for word in mode)]
+        return f"{' '.join(words)}, {data}"
 
     @property
     def compared(self) -> dict[str, dict]:
@@ -77,6 +83,12 @@ class Row:
     def in_4_bits(self) -> bool:
         """Whether its base is."""
         return bool(self.result.get("row", {}).get("fields", {}).get("quantization"))
+
+    @property
+    def routed(self) -> bool:
+        """Whether its model is a mixture of experts."""
+        shape = SHAPES.get(self.result.get("row", {}).get("model", ""))
+        return shape is not None and "num_experts" in shape.sizes
 
     @property
     def commit(self) -> str:
@@ -149,10 +161,12 @@ def row_of(title: str, results: list[dict]) -> Row:
     return Row(title, newest, others, arms)
 
 
-def with_peers(*, in_4_bits: bool = False) -> list[Row]:
-    """Those that compare ours with peers: over bases in 4 bits each at its own newest commit, others at the newest of them."""
-    found = [row for row in rows() if row.in_4_bits == in_4_bits and row.peers and "ours" in row.arms and not row.taught]
-    if in_4_bits:
+def with_peers(*, apart: bool = False) -> list[Row]:
+    """Those that compare ours with peers: dense ones in 16 bit at the newest commit of them; ``apart``, those over bases in 4
+    bits and those of mixtures, each at its own newest commit."""
+    of_kind = [row for row in rows() if (row.in_4_bits or row.routed) == apart]
+    found = [row for row in of_kind if row.peers and "ours" in row.arms and not row.taught]
+    if apart:
         return list({row.title: row for row in reversed(found)}.values())
     return [row for row in found if row.commit == found[0].commit]
 

@@ -131,14 +131,21 @@ def test_rows_over_pairs_have_a_table_of_their_own(figures):
     assert "- 0.5b full dpo 50, trl: bf16" in lines
 
 
-def test_a_row_over_4_bits_is_shown_at_its_own_newest_commit(figures):
+@pytest.mark.parametrize("row", [{"fields": {"quantization": "nf4"}}, {"model": "olmoe-1b-7b"}], ids=["in 4 bits", "mixture"])
+def test_a_row_apart_from_the_tables_is_shown_at_its_own_newest_commit(figures, row):
     """Of two such rows at two commits both are; the row measured again is, once."""
-    measured = {"a-qlora-fixed-h100": "old", "b-qlora-fixed-h200": "mid", "a-qlora-fixed-h200": "new"}
+    before, measured = figures.speeds(), {"a-qlora-fixed-h100": "old", "b-qlora-fixed-h200": "mid", "a-qlora-fixed-h200": "new"}
     for day, (name, commit) in enumerate(measured.items(), start=1):
-        made = result(f"2026-04-0{day}", commit, 3000.0, 1500.0, 2.0) | {"row": {"fields": {"quantization": "nf4"}}}
+        made = result(f"2026-04-0{day}", commit, 3000.0, 1500.0, 2.0) | {"row": row}
         (figures.RESULTS / f"row-{name}.json").write_text(json.dumps(made))
-    found = figures.measured_rows.with_peers(in_4_bits=True)
+    found = figures.measured_rows.with_peers(apart=True)
+    assert figures.speeds() == before and ("in NF4" in figures.every_arm(found[0])) == ("fields" in row)
     assert sorted((row.title, row.commit) for row in found) == [("a qlora fixed", "new"), ("b qlora fixed", "mid")]
+
+
+def test_names_of_mixtures_are_their_makers(figures):
+    row = figures.measured_rows.row_of("olmoe 1b 7b full fixed", [result("2026-04-01", "new", 3000.0, 1500.0, 2.0)])
+    assert row.name == "OLMoE-1B-7B full, fixed"
 
 
 def test_a_newer_row_without_peers_leaves_the_table_of_those_with_them(figures):

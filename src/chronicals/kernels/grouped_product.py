@@ -40,8 +40,8 @@ DEPTH = 64
 """Of a step, in elements: rows of 128 bytes."""
 
 MOST_HELD, HELD_ON_SMALL_CARDS = 256, 64
-"""Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's narrowest result. A T4, whose products
-are in fp32, has 64 KiB."""
+"""Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's narrowest result. A T4 multiplies in
+fp32 and has 64 KiB."""
 
 
 @dataclass(frozen=True)
