@@ -632,6 +632,38 @@ def nf4():
     apart = torch.empty((len(weight), weight.shape[1] + 64), dtype=weight.dtype, device=weight.device)[:, : weight.shape[1]]
     beside_adapters = {"ours": partial(dequantize_4bit, packed, quantised, apart)}
     yield Row("nf4 dequantise, beside adapters", beside_adapters, bytes=2 * count + count // 2 + quantised.absmax.nbytes)
+    yield nf4_of_weights("a weight of 4096 x 4096", 12 * [(4096, 4096)])
+    yield nf4_of_weights("the weights of a layer of an 8B", LAYER_OF_8B)
+
+
+LAYER_OF_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+"""Outputs and inputs of q, k, v, o, gate, up and down."""
+
+
+def nf4_of_weights(name: str, shapes: list[tuple[int, int]]) -> Row:
+    """Several weights with quantised scales, one after the other, beside others' kernels: what a layer asks for, where each
+    launch counts. Together they are more than the L2 cache holds."""
+    ours, others, moved = [], {}, 0
+    for shape in shapes:
+        weight = random(*shape)
+        packed, absmax = quantize_nf4(weight)
+        scales, out = quantize_scales(absmax), torch.empty_like(weight)
+        ours.append(partial(dequantize_4bit, packed, scales, out))
+        moved += 2 * weight.numel() + packed.nbytes + scales.absmax.nbytes
+        if BITSANDBYTES:
+            theirs = importlib.import_module("bitsandbytes.functional")
+            codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+            others.setdefault("bitsandbytes", []).append(partial(theirs.dequantize_4bit, codes, state))
+            if UNSLOTH:
+                fast = importlib.import_module("unsloth.kernels.utils").fast_dequantize
+                others.setdefault("unsloth", []).append(partial(fast, codes, state, use_global_buffer=True))
+    arms = {arm: partial(in_turn, calls) for arm, calls in {"ours": ours, **others}.items()}
+    return Row(f"nf4 dequantise, {name}", arms, bytes=moved)
+
+
+def in_turn(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def gguf_blocks():
