@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-FEW, SHARE = 2, 0.08
+FEW, SHARE = 1, 0.08
 """Of a test with more cases than FEW a sample is this share of them, and at least FEW."""
 
 WHOLE = ("", "cli", "config", "data")
