@@ -58,14 +58,15 @@ WHOLE = ("", "cli", "config", "data")
 
 
 def sample(items, run_seed):
-    """Of each test the cases that ``make test`` runs, drawn by the seed; ``@pytest.mark.sample(n)`` says how many."""
+    """Of each test the cases that ``make test`` runs, drawn by the seed; ``@pytest.mark.sample(n)`` says how many. Where a file
+    says so by ``pytest.mark.of_file(n)``, its tests are the cases."""
     cases: dict[str, list] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(item.nodeid.partition("::" if item.get_closest_marker("of_file") else "[")[0], []).append(item)
     kept = set()
     for name, some in cases.items():
         folder = "/".join(name.partition("::")[0].split("/")[1:-1])
-        marker = some[0].get_closest_marker("sample")
+        marker = some[0].get_closest_marker("of_file") or some[0].get_closest_marker("sample")
         count = len(some) if folder in WHOLE else max(FEW, round(SHARE * len(some)))
         count = min(len(some), marker.args[0] if marker else count)
         kept.update(random.Random(f"{run_seed} {name}").sample(some, count))

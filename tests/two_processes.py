@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 TRAINING = Path(__file__).parent / "training"
-PATHS = os.pathsep.join(map(str, (TRAINING, TRAINING.parent, *(path for path in sys.path if path.endswith("src")))))
+SOURCES = (path for path in sys.path if path.endswith("src"))
+PATHS = os.pathsep.join(filter(None, [*map(str, (TRAINING, TRAINING.parent, *SOURCES)), os.environ.get("PYTHONPATH")]))
 """Where programs of ``tests/training`` find what they import."""
 
 

@@ -20,7 +20,10 @@ from chronicals.saving import StoredStates
 sys.path.insert(0, str(Path(__file__).parent))
 import divided_runs
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+pytestmark = [
+    pytest.mark.of_file(4),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"),
+]
 
 
 STILL = 1e-30

@@ -20,6 +20,8 @@ from chronicals.saving import SavedModel
 from chronicals.training import session
 from chronicals.training.callbacks import read_metrics
 
+pytestmark = pytest.mark.of_file(4)
+
 ROUTER = {"layer_ahead": 0.3, "token_ahead": 0.1}
 FIELDS = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj,o_proj", "trackers": []}
 FIELDS |= {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-3, "router": ROUTER}

@@ -16,6 +16,8 @@ from chronicals.training import TrainingError
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import check_checkpoint, checkpoints
 
+pytestmark = pytest.mark.of_file(5)
+
 HERE = Path(__file__).parent
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="both would compute on one card")

@@ -18,6 +18,8 @@ from chronicals.objectives import build_objective
 from chronicals.training.callbacks import read_metrics
 from chronicals.verification import verify
 
+pytestmark = pytest.mark.of_file(5)
+
 ROUTER = {"balance": 0.1, "z": 0.01, "temporal": 0.01, "locality": 0.01, "anchor": 0.5, "anchor_tokens": 64}
 HEADS = {"layer_ahead": 0.3, "token_ahead": 0.1}
 FAMILIES = ["chronicals_moe", "qwen3_moe"]

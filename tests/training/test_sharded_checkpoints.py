@@ -19,6 +19,8 @@ from chronicals.training.checkpoint import check_checkpoint, checkpoints
 sys.path.insert(0, str(Path(__file__).parent))
 import killed_ranks
 
+pytestmark = pytest.mark.of_file(4)
+
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
 
 
