@@ -14,7 +14,10 @@ from chronicals.kernels.master import join_master
 sys.path.insert(0, str(Path(__file__).parent))
 import sharded_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU")
+pytestmark = [
+    pytest.mark.of_file(4),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"),
+]
 
 COUNTS = (2, 3, 4)
 

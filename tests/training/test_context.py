@@ -17,7 +17,10 @@ from chronicals.training.context import exchanging, sharing_packs
 sys.path.insert(0, str(Path(__file__).parent))
 import context_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU")
+pytestmark = [
+    pytest.mark.of_file(4),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"),
+]
 
 CASES = [
     *(f"run: {name}" for name in context_ranks.RUNS),

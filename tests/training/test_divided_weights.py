@@ -22,7 +22,10 @@ from chronicals.training.weight_sharding import check_divisible
 sys.path.insert(0, str(Path(__file__).parent))
 import divided_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+pytestmark = [
+    pytest.mark.of_file(4),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"),
+]
 
 CLOSE = {"full in 8 bits": 2e-3}
 """Relative deviation of losses and norms where it is more than the order of sums brings: a rounded state may fall on the other

@@ -22,7 +22,10 @@ from chronicals.training.stopping import Stop
 sys.path.insert(0, str(Path(__file__).parent))
 import two_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+pytestmark = [
+    pytest.mark.of_file(8),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"),
+]
 
 SETTINGS = two_ranks.SETTINGS
 PROGRAM = """

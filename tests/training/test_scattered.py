@@ -19,7 +19,10 @@ from chronicals.training.decisions import Decision, _reduce_in_backward, decide
 sys.path.insert(0, str(Path(__file__).parent))
 import scattered_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards")
+pytestmark = [
+    pytest.mark.of_file(3),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards"),
+]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(count, marks=pytest.mark.sample(1)) for count in (2, 3)])
