@@ -69,7 +69,7 @@ def cosine(a, b):
 
 def exact_quantize(x, scaling="tensor", dtype=None, layout="rows", scale=None, amax=None):
     one = torch.ones((), device=x.device)
-    return Scaled(x.float(), one), Scaled(x.float().t(), one)
+    return Scaled(x.double(), one), Scaled(x.double().t(), one)
 
 
 def exact_product(left, right, dtype, fast=False, bias=None):
@@ -79,7 +79,7 @@ def exact_product(left, right, dtype, fast=False, bias=None):
 
 @pytest.fixture
 def without_rounding(monkeypatch):
-    """What would be FP8 is fp32: all that is done around it is left."""
+    """What would be FP8 is fp64: all that is done around it is left."""
     monkeypatch.setattr(FORMAT, "fp8_quantize", exact_quantize)
     monkeypatch.setattr(FORMAT, "scaled_product", exact_product)
 
@@ -88,7 +88,7 @@ def without_rounding(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma3", "olmo2", "granite"])
 @pytest.mark.usefixtures("without_rounding")
 def test_but_for_rounding_it_is_the_same(family, adapted, device):
-    model = fused(family, adapted, device)
+    model = fused(family, adapted, device).double()
     expected = found_in(model, batch(device))
     found = run_in_fp8(model)
     assert found.chosen == found.there == 4 * len(model.get_decoder().layers) and not found.left

@@ -106,7 +106,7 @@ def test_rounded_it_stays_near(name, adapted):
     loss, exact = loss_and_gradients(model, **inputs)
     run_experts_in_fp8(model)
     our_loss, got = loss_and_gradients(model, **inputs)
-    assert 0 < (our_loss - loss).abs() < 0.02 * loss
+    assert (our_loss - loss).abs() < 0.02 * loss and not all(torch.equal(exact[key], got[key]) for key in exact)
     names = {"all": sorted(exact), "experts": sorted(key for key in exact if ".experts." in key)}
     of = {
         part: cosine(*(torch.cat([found[key].flatten() for key in keys]) for found in (exact, got)))
