@@ -386,7 +386,7 @@ def low_bits() -> list[str]:
         "",
         "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, 8-bit states, and the heads of a "
         f"student and its teacher ({cards}); bitsandbytes 0.50.2 and Liger 0.8.5 in the same run. Moments in 8 bits of weights "
-        "without masters take a quarter less in the first sample, before the card's clock falls (94 %, `benchmarks/NOTES.md`):",
+        "without masters take a quarter less in the first sample (94 %, `benchmarks/NOTES.md`):",
         "",
         "| kernel | | times as fast |",
         "|---|---|---|",

@@ -607,7 +607,7 @@ def gradients_of_qkv(tokens: int):
 def nf4():
     """2^26 weights in 4 bits, with plain and with quantised scales, beside bitsandbytes' own kernels."""
     weight = random(8192, 8192)
-    count, out = weight.numel(), torch.empty_like(weight)
+    count = weight.numel()
     packed, absmax = quantize_nf4(weight)
     quantised = quantize_scales(absmax)
     theirs = importlib.import_module("bitsandbytes.functional") if BITSANDBYTES else None
@@ -616,18 +616,7 @@ def nf4():
         quantising["bitsandbytes"] = partial(theirs.quantize_4bit, weight, quant_type="nf4")
     yield Row("nf4 quantise", quantising, bytes=2 * count + count // 2 + absmax.nbytes)
     for name, scales in (("plain", Scales(absmax)), ("quantised", quantised)):
-        arms: dict[str, Callable[[], object]] = {"ours": partial(dequantize_4bit, packed, scales, out)}
-        if theirs:
-            codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=scales.nested)
-            assert torch.equal(codes.view(-1), packed) and torch.equal(state.absmax, scales.absmax)
-            assert torch.equal(theirs.dequantize_4bit(codes, state), dequantize_4bit(packed, scales, torch.empty_like(weight)))
-            arms["bitsandbytes"] = partial(theirs.dequantize_4bit, codes, state)
-            if UNSLOTH:
-                fast = importlib.import_module("unsloth.kernels.utils").fast_dequantize
-                into_buffer = partial(fast, codes, state, use_global_buffer=True)  # as its layers call it
-                dense = dequantize_4bit(packed, scales, torch.empty_like(weight))
-                torch.testing.assert_close(into_buffer(), dense, rtol=2**-8, atol=0)  # a bit of bf16
-                arms["unsloth"] = into_buffer
+        arms = dequantising(weight, packed, scales)
         yield Row(f"nf4 dequantise, {name} scales", arms, bytes=2 * count + count // 2 + scales.absmax.nbytes)
     apart = torch.empty((len(weight), weight.shape[1] + 64), dtype=weight.dtype, device=weight.device)[:, : weight.shape[1]]
     beside_adapters = {"ours": partial(dequantize_4bit, packed, quantised, apart)}
@@ -640,24 +629,34 @@ LAYER_OF_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4
 """Outputs and inputs of q, k, v, o, gate, up and down."""
 
 
+def dequantising(weight: Tensor, packed: Tensor, scales: Scales) -> dict[str, Callable[[], object]]:
+    """Ours and, where they are installed, bitsandbytes' and Unsloth's way to the same values, which are compared."""
+    dense = torch.empty_like(weight)
+    arms: dict[str, Callable[[], object]] = {"ours": partial(dequantize_4bit, packed, scales, dense)}
+    if BITSANDBYTES:
+        theirs = importlib.import_module("bitsandbytes.functional")
+        codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=scales.nested)
+        assert torch.equal(codes.view(-1), packed) and torch.equal(state.absmax, scales.absmax)
+        arms["bitsandbytes"] = partial(theirs.dequantize_4bit, codes, state)
+        assert torch.equal(arms["bitsandbytes"](), arms["ours"]())
+        if UNSLOTH:
+            fast = importlib.import_module("unsloth.kernels.utils").fast_dequantize
+            arms["unsloth"] = partial(fast, codes, state, use_global_buffer=True)  # as its layers call it
+            torch.testing.assert_close(arms["unsloth"](), dense, rtol=2**-8, atol=0)  # a bit of bf16
+    return arms
+
+
 def nf4_of_weights(name: str, shapes: list[tuple[int, int]]) -> Row:
-    """Several weights with quantised scales, one after the other, beside others' kernels: what a layer asks for, where each
-    launch counts. Together they are more than the L2 cache holds."""
-    ours, others, moved = [], {}, 0
+    """Several weights with quantised scales, one after the other: what a layer asks for, where each launch counts. Together
+    they are more than the L2 cache holds."""
+    each, moved = list[dict[str, Callable[[], object]]](), 0
     for shape in shapes:
         weight = random(*shape)
         packed, absmax = quantize_nf4(weight)
-        scales, out = quantize_scales(absmax), torch.empty_like(weight)
-        ours.append(partial(dequantize_4bit, packed, scales, out))
+        scales = quantize_scales(absmax)
+        each.append(dequantising(weight, packed, scales))
         moved += 2 * weight.numel() + packed.nbytes + scales.absmax.nbytes
-        if BITSANDBYTES:
-            theirs = importlib.import_module("bitsandbytes.functional")
-            codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-            others.setdefault("bitsandbytes", []).append(partial(theirs.dequantize_4bit, codes, state))
-            if UNSLOTH:
-                fast = importlib.import_module("unsloth.kernels.utils").fast_dequantize
-                others.setdefault("unsloth", []).append(partial(fast, codes, state, use_global_buffer=True))
-    arms = {arm: partial(in_turn, calls) for arm, calls in {"ours": ours, **others}.items()}
+    arms = {arm: partial(in_turn, [of_weight[arm] for of_weight in each]) for arm in each[0]}
     return Row(f"nf4 dequantise, {name}", arms, bytes=moved)
 
 

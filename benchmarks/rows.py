@@ -75,11 +75,8 @@ def on_pairs(objective: str, share: int) -> list[str]:
     return ["--objective", objective, "--data", f"pairs-{share}"]
 
 
-FASTEST = "unsloth"
-"""The peer beside which rows of 30 and 70 % are measured: the fastest of all peers at 50 %, where they are compared."""
-
 PREFERENCE = {
-    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*(peers if share == 50 else [FASTEST]))]
+    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*peers)]
     for share in (50, 30, 70)
     for objective in ("dpo", "orpo")
     for kind, options, peers in (

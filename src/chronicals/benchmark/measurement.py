@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,13 +73,6 @@ class Measurement:
         """Of a reference, with the losses and norms of the first step alone."""
         rounded = {name: getattr(self, name) and getattr(self, name)[:1] for name in ("rounded_losses", "rounded_norms")}
         return replace(self, losses=self.losses[:1], grad_norms=self.grad_norms[:1], **rounded)
-
-    @property
-    def of_rounding(self) -> tuple[float, float]:
-        """Of a reference, the largest relative changes of a loss and of a norm by bf16 alone; 0 where it was not asked."""
-        return largest_deviation(self.rounded_losses or [], self.losses), largest_deviation(
-            self.rounded_norms or [], self.grad_norms
-        )
 
     @property
     def rates(self) -> list[float]:
@@ -227,8 +219,3 @@ def reset_peak() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def largest_deviation(own: Sequence[float | None], exact: Sequence[float | None]) -> float:
-    """Relative, of the compared steps; 0 where there are none."""
-    return max((abs(a - b) / abs(b) for a, b in zip(own, exact[:COMPARED]) if a is not None and b), default=0.0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chronicals.benchmark.measurement import COMPARED, Measurement, largest_deviation
+from chronicals.benchmark.measurement import COMPARED, Measurement
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,8 @@ OF_ROUNDING = 3.0
 """Deviation as a multiple of what the reference's own bf16 changes."""
 
 
-def refusal(
-    measured: Measurement, reference: Measurement | None, tolerance: Tolerance, dropout: bool = False,
-    of_row: Measurement | None = None,
-) -> str | None:  # fmt: skip
+def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tolerance, dropout: bool = False) -> str | None:
     """Why the arm's speed may not be printed; None if it may.
-
-    Args:
-        reference: fp32 on the arm's own steps.
-        of_row: fp32 on the row's; what bf16 changes there counts, too. The arm's own reference may have the first step alone,
-            in which a policy and its reference are the same weights and round alike.
 
     Reasons: zero or non-finite gradients or losses in any step, weights that did not change, first losses or gradient norms
     that differ from the reference by more than the tolerance or are not reported, or no reference. Of several rounds in one
@@ -59,18 +52,11 @@ def refusal(
     if reference is None:
         return "there is no reference to set its losses beside"
     factor = 2.0 if dropout else 1.0
-    rounding = [each.of_rounding for each in (reference, of_row) if each is not None]
     for name, own, exact, allowed, rounded in (
-        ("loss", measured.losses, reference.losses, tolerance.loss, [loss for loss, _ in rounding]),
-        (
-            "gradient norm",
-            measured.grad_norms,
-            reference.grad_norms,
-            tolerance.grad_norm * factor,
-            [norm for _, norm in rounding],
-        ),
+        ("loss", measured.losses, reference.losses, tolerance.loss, reference.rounded_losses),
+        ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor, reference.rounded_norms),
     ):
-        least = OF_ROUNDING * max(rounded)
+        least = OF_ROUNDING * _largest_deviation(rounded or [], exact)
         pairs = [(step, a, b) for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1) if a is not None and b is not None]
         if not pairs:
             return f"it reports no {name} of the first {len(exact[:COMPARED])} steps, which the reference has"
@@ -90,7 +76,7 @@ def comparison(measured: Measurement, reference: Measurement | None) -> dict[str
         name: {
             "measured": list(own[:COMPARED]),
             "reference": list(exact[:COMPARED]),
-            "largest_deviation": largest_deviation(own, exact),
+            "largest_deviation": _largest_deviation(own, exact),
         }
         for name, (own, exact) in pairs.items()
     }
@@ -98,3 +84,8 @@ def comparison(measured: Measurement, reference: Measurement | None) -> dict[str
         if rounded is not None:
             found[name]["reference_in_bf16"] = rounded[:COMPARED]
     return found
+
+
+def _largest_deviation(own: Sequence[float | None], exact: Sequence[float | None]) -> float:
+    """Relative, of the compared steps; 0 where there are none."""
+    return max((abs(a - b) / abs(b) for a, b in zip(own, exact[:COMPARED]) if a is not None and b), default=0.0)

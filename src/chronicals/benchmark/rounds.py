@@ -398,7 +398,7 @@ class _Session:
             measured.extra["reference"] = {"losses": reference.losses, "grad_norms": reference.grad_norms}
         fields = {**self.row.work.fields, **arm.changes}
         dropout = arm.ours and bool(fields.get("use_lora")) and bool(self.row.work.config(**arm.changes).lora_dropout)
-        return refusal(measured, reference, self.options.tolerance, dropout, self.row.reference)
+        return refusal(measured, reference, self.options.tolerance, dropout)
 
     def _reference_with(self, changes: dict[str, Any]) -> Measurement:
         text = json.dumps(changes)
