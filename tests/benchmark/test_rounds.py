@@ -306,13 +306,15 @@ def test_an_arm_that_takes_other_documents_has_a_reference_of_its_own(bench):
     assert json.loads((row.work.folder / "results" / "batches-liger-scout.json").read_text()) == [[[1, 2, 3]]]
 
 
-@pytest.mark.parametrize(("few", "alike", "steps"), [(False, True, [5, 5]), (True, False, [5, 1]), (True, True, [5])])
-def test_where_the_reference_takes_long_a_peer_is_compared_in_its_first_step(few, alike, steps, bench):
+@pytest.mark.parametrize(
+    ("count", "alike", "steps"), [(5, True, [5, 5]), (3, True, [5, 3]), (3, False, [5, 3]), (1, False, [5, 1]), (1, True, [5])]
+)
+def test_a_peer_is_compared_in_as_many_steps_as_the_rows_reference_has(count, alike, steps, bench):
     bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]], "begins_alike": alike, "losses": [7.0, 9.0, 9.0, 9.0, 9.0]}}
-    bench.changes["reference"] = {"losses": [7.0, 6.9, 6.8], "grad_norms": [1.0, 1.1, 1.2]} if few else {}
+    bench.changes["reference"] = {"losses": [7.0, 6.9, 6.8, 6.7, 6.6][:count], "grad_norms": [1.0, 1.1, 1.2, 1.3, 1.4][:count]}
     row = bench.measure(against=["liger"], rounds=0)
     assert [running.steps for running in bench.processes if running.name == "reference"] == steps
-    assert ("liger" in row.refused) == (not few)
+    assert ("liger" in row.refused) == (count > 1)
 
 
 def test_the_time_limit_ends_the_rounds_and_says_so(bench):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,6 @@ class Measurement:
     rounded_losses: list[float] | None = None
     rounded_norms: list[float] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def first_step(self) -> Measurement:
-        """Of a reference, with the losses and norms of the first step alone."""
-        rounded = {name: getattr(self, name) and getattr(self, name)[:1] for name in ("rounded_losses", "rounded_norms")}
-        return replace(self, losses=self.losses[:1], grad_norms=self.grad_norms[:1], **rounded)
 
     @property
     def rates(self) -> list[float]:

@@ -407,18 +407,18 @@ class _Session:
         return self.own_references[text]
 
     def _reference_on(self, measured: Measurement, arm: Arm, label: str) -> Measurement:
-        """What the arm's own first steps should be. Of a model that fills the card, whose reference takes longer than most
-        arms, the very first alone, and that of the row where the arm begins as it does."""
+        """What the arm's own first steps should be, as many as the row's reference has. Where that has one, for the model fills
+        the card, it is the reference of all arms that begin as the row does."""
         of_row = self.row.reference
-        few = of_row is not None and len(of_row.losses) < COMPARED
-        if of_row and few and measured.begins_alike:
-            return of_row.first_step
+        steps = COMPARED if of_row is None else len(of_row.losses)
+        if of_row and steps == 1 and measured.begins_alike:
+            return of_row
         text = json.dumps(measured.own_batches)
         if text not in self.own_references:
             path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-            self.own_references[text] = self._reference(path, f"{arm.kind}-{label}", steps=1 if few else COMPARED)
+            self.own_references[text] = self._reference(path, f"{arm.kind}-{label}", steps=steps)
         return self.own_references[text]
 
     def _late(self, needed: float) -> bool:
