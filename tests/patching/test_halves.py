@@ -10,7 +10,7 @@ from torch import nn
 import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing
-from chronicals.models import PresentedModel
+from chronicals.models import PresentedModel, quantise_layers
 from chronicals.patching import decoder_layer, halves, patch_parts, plan, recompute_norms_and_units, run_in_fp8, tile_mlps
 from chronicals.patching.decoder_layer import ATTENTION_BY, ATTENTION_HALF, BY, MLP_BY, MLP_HALF, products_of_halves, runs
 from chronicals.patching.patch import ROUTED_HALF
@@ -57,6 +57,24 @@ def test_attention_is_fused_beside_experts(name, adapted):
     assert report.counts()[ATTENTION_BY] == 2 and BY not in report.counts()
     assert left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"] and MLP_HALF in str(report)
     assert {entry.reason for entry in report.left} == {ROUTED_HALF}
+
+
+ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("in_4_bits", [False, True], ids=["16-bit", "4-bit"])
+@pytest.mark.parametrize("parameters", [[], ON_EXPERTS, ["mlp.gate.weight"]], ids=["attention", "experts", "router"])
+def test_attention_is_fused_beside_experts_in_4_bits_and_adapters_of_experts_and_routers(parameters, in_4_bits):
+    model = build("Qwen3Moe", **ROUTED["Qwen3Moe"])
+    if in_4_bits:
+        quantise_layers(model.float())
+    config = LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "v_proj", "o_proj"], target_parameters=parameters)
+    apply_lora(model.double(), config).double()
+    for parameter_name, p in families.frozen_codes(model).named_parameters():
+        if "lora_B" in parameter_name:
+            nn.init.normal_(p, std=0.1)
+    report = same_with(model, ATTENTION_BY)
+    assert {entry.reason for entry in report.left if entry.part == MLP_HALF} == {ROUTED_HALF}
 
 
 def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from chronicals.lora.parameter_layer import innermost
 from chronicals.models.rebinding import OURS
+from chronicals.quantization import Experts4bit
 
 TOLERANCE = 3e-5
 """Relative to the largest value, in fp32."""
@@ -112,8 +114,16 @@ def signature(module: nn.Module) -> tuple:
     """What an instance must share with the one that was proved: class, parameters that are there, children, numbers' names."""
     own = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
     # linear children become adapters and quantised layers; the others, an activation among them, stay what they are
-    children = ((name, None if hasattr(child, "in_features") else type(child)) for name, child in module._modules.items())
+    children = ((name, None if hasattr(child, "in_features") else _stands_for(child)) for name, child in module._modules.items())
     return type(module), tuple(own.items()), tuple(children), tuple(numbers(module)), settings(module)
+
+
+def _stands_for(child: nn.Module | None) -> type:
+    """The class of a child; of experts in 4 bits, and of experts and routers with adapters, that of what they compute."""
+    inner = None if child is None else innermost(child)
+    if isinstance(inner, Experts4bit):
+        return type(inner.inner)
+    return type(child) if hasattr(inner, "in_features") else type(inner)
 
 
 def numbers(module: nn.Module) -> list[str]:

@@ -157,7 +157,8 @@ def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
 
 
 def _has_fused_experts(layer: nn.Module) -> bool:
-    return any(experts.IMPLEMENTATION in vars(module) for module in layer.modules())
+    modules = (module.inner if isinstance(module, Experts4bit) else module for module in layer.modules())
+    return any(experts.IMPLEMENTATION in vars(module) for module in modules)
 
 
 def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:
