@@ -65,10 +65,10 @@ def checked(model: Any) -> dict[str, float]:
             found[f"bf16 beside fp32, {attention}, {experts}"] = float((out - exact).norm() / exact.norm())
     wide.set_attn_implementation("sdpa")
     wide.set_experts_implementation("grouped_mm")
-    cache = wide(ids[:, :-8], use_cache=True).cache
+    cache = wide(ids[:, :-8], use_cache=True).past_key_values
     steps = []
     for token in ids[:, -8:].split(1, 1):
-        out = wide(token, cache=cache, use_cache=True)
+        out = wide(token, past_key_values=cache, use_cache=True)
         steps.append(out.logits)
     found["fp32 steps beside one shot"] = float((torch.cat(steps, 1) - exact[:, -8:]).norm() / exact[:, -8:].norm())
     return found
@@ -103,11 +103,11 @@ def decoding(model: Any, length: int, absorbed: bool, tokens: int = 32) -> float
         LatentAttention._absorbs = lambda *_: False  # type: ignore[method-assign]
     try:
         ids = torch.randint(3, model.config.vocab_size, (1, length), device=model.device)
-        cache, times = model(ids, use_cache=True, logits_to_keep=1).cache, []
+        cache, times = model(ids, use_cache=True, logits_to_keep=1).past_key_values, []
         for _ in range(tokens):
             wait(model)
             began = time.perf_counter()
-            model(ids[:, :1], cache=cache, use_cache=True)
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
             wait(model)
             times.append(1000 * (time.perf_counter() - began))
         return statistics.median(times[4:])
