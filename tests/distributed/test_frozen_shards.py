@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from chronicals.distributed import DenseRows, Mesh, PackedRows, frozen_shards, shard_frozen
+from chronicals.distributed import DenseRows, Mesh, PackedRows, frozen_shards, gathers_of, shard_frozen
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
 from chronicals.quantization import Linear4bit, Packed
 from chronicals.training.alike import fingerprint_over
@@ -102,6 +103,75 @@ def test_a_second_pass_finds_its_own_weights(gathered):
     for _ in range(2):
         for linear, whole in linears:
             assert torch.equal(linear.packed.dense(), whole)
+
+
+def pass_over(linears, x=None):
+    x = torch.randn(2, 3, requires_grad=True) if x is None else x
+    for linear, _ in linears:
+        x = linear(x)[:, :3]
+    return x.sum()
+
+
+def evaluation(linears):
+    with torch.no_grad():
+        pass_over(linears)
+
+
+def broken_off_forward(linears):
+    with linears[0][0].unit.gathers.passing():
+        pass_over(linears[:2])
+        raise RuntimeError
+
+
+def broken_off_backward(linears):
+    middle = torch.randn(2, 3, requires_grad=True)
+    middle.register_hook(lambda _: 1 / 0)
+    pass_over(linears[2:], middle).backward()
+
+
+BEFORE = {
+    "nothing": lambda linears: None,
+    "an evaluation": evaluation,
+    "an evaluation of some layers": lambda linears: pass_over(linears[:2]),
+    "a pass by itself": lambda linears: pass_over(linears).backward(),
+    "a pass broken off forward": broken_off_forward,
+    "a pass broken off backward": broken_off_backward,
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_what_a_training_pass_gathers_depends_on_it_alone(before, gathered):
+    """So ranks that replay a captured one send what others send. What it begins to gather it also waits for."""
+    linears, order = gathered
+    gathers = linears[0][0].unit.gathers
+    for _ in range(2):
+        with suppress(RuntimeError, ZeroDivisionError):
+            BEFORE[before](linears)
+        gathers.forget()
+        order.clear()
+        with gathers.passing():
+            pass_over(linears).backward()
+        begun = [number for what, number in order if what == "begin"]
+        assert begun == [0, 1, 2, 3, 1, 0]
+        assert sorted({number for what, number in order if what == "wait"}) == [0, 1, 2, 3]
+        assert all(order.index(("wait", number)) < order.index(("use", number)) for number in range(4))
+        assert gathers._holds == gathers._flying == [None, None]
+
+
+def test_a_pass_waits_for_what_it_gathered_and_never_read(gathered):
+    """A capture that leaves work on another stream is none."""
+    linears, order = gathered
+    with linears[0][0].unit.gathers.passing():
+        evaluation(linears[:1])
+        assert ("begin", 1) in order and ("wait", 1) not in order
+    assert ("wait", 1) in order
+
+
+def test_buffers_are_there_before_a_pass_and_stay():
+    layer = nn.Sequential(nn.Linear(6, 4).requires_grad_(False))
+    gathers = shard_frozen([layer], Mesh(), 1, torch.device("cpu"), torch.float32)
+    first = [buffer.data_ptr() for buffer in gathers._buffers]
+    assert len(first) == 2 and gathers_of(layer) is gathers and gathers_of(nn.Linear(2, 2)) is None
 
 
 def test_all_that_products_read_is_where_rows_are_gathered():

@@ -83,8 +83,8 @@ def test_bytes_of_divided_weights(ranks, among, tmp_path):
 
 
 def test_bytes_of_divided_codes(tmp_path):
-    """About half a byte a weight of the layers, in each pass of each micro-batch, but of the two layers that are there still;
-    beside the sums of adapters."""
+    """About half a byte a weight of the layers, in each pass of each micro-batch, but for the backward pass of the last two
+    layers, which are there still; beside the sums of adapters."""
     model = large(num_hidden_layers=6)
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     quantise_layers(model)
@@ -94,7 +94,7 @@ def test_bytes_of_divided_codes(tmp_path):
         traffic(model, runs.config(tmp_path, **fields, sharding=way), 4, in_backward=False) for way in ("optimizer", "weights")
     )
     assert divided.reduce_scatter == whole.reduce_scatter and divided.all_reduce == whole.all_reduce
-    assert divided.all_gather - whole.all_gather == pytest.approx(6 * 0.516 * layers * 4 / 6 * 3 / 4, rel=0.01)
+    assert divided.all_gather - whole.all_gather == pytest.approx(3 * (6 + 4) / 6 * 0.516 * layers * 3 / 4, rel=0.01)
 
 
 def test_what_stays_whole_is_not_gathered(tmp_path):
@@ -104,7 +104,7 @@ def test_what_stays_whole_is_not_gathered(tmp_path):
     model = apply_lora(large(num_hidden_layers=6, intermediate_size=6144), LoRAConfig(rank=64))
     divided = traffic(model, config, 3, in_backward=False).all_gather
     whole = traffic(model, config.fitted(sharding="optimizer"), 3, in_backward=False).all_gather
-    assert divided - whole == pytest.approx(2 * 4 * 2 * (2 * 6144 * 2048) * 2 / 3, rel=0.01)
+    assert divided - whole == pytest.approx((6 + 4) * 2 * (2 * 6144 * 2048) * 2 / 3, rel=0.01)
 
 
 def test_a_mixture_in_4_bits(tmp_path):
@@ -153,8 +153,18 @@ def test_gradients_of_one_micro_batch_come_as_activations_go(sharding, tmp_path)
 
     once, often = expected(1, False), expected(2, False)
     assert often.gradients == 0 and often.fixed - once.fixed == once.gradients
-    assert expected(1, True) == (once if sharding == "weights" else often)  # no graphs run where weights are divided
+    assert expected(1, True) == (once if sharding == "weights" else often)  # no graphs run where trained weights are divided
     assert once.gradients >= 4 * trained(large()) / (2 if sharding == "weights" else 1)
+
+
+def test_gradients_of_adapters_over_divided_weights_stay_where_graphs_write_them(tmp_path):
+    def expected(graphs):
+        fields = {**ALL, "use_lora": True, "gradient_accumulation_steps": 1, "sharding": "weights", "use_cuda_graphs": graphs}
+        model = apply_lora(large(), LoRAConfig(rank=64))
+        return needed_memory.expected_memory(runs.config(tmp_path, **fields), model, 2, 1, True, total=100 * GB)[1]
+
+    usual, graphed = expected(False), expected(True)
+    assert graphed.gradients == 0 and graphed.fixed - usual.fixed == usual.gradients > 0
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "LoRA over NF4"])

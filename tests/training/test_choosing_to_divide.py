@@ -10,6 +10,7 @@ import gguf_files
 import runs
 import tiny
 from chronicals.config import ConfigurationError
+from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present, quantise_layers
 from chronicals.models.loading import load_model
 from chronicals.training import decisions
@@ -44,6 +45,30 @@ def test_what_the_user_set_keeps_weights_whole(tmp_path, fields, words):
     assert choose_sharding(config, model, 4, SMALL) == "optimizer"
     assert words in why_not_divided(config, model, 4, SMALL)
     assert choose_sharding(runs.config(tmp_path), model, 4, SMALL) == "weights"
+
+
+def test_graphs_that_the_user_set_leave_adapters_their_divided_base(tmp_path):
+    model = tiny.llama(hidden_size=72, intermediate_size=88)
+    assert choose_sharding(runs.config(tmp_path, use_cuda_graphs=True, **LORA), model, 4, SMALL) == "weights"
+
+
+def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path, monkeypatch):
+    """Not of trained ones, which FSDP gathers, nor by gloo, which works on the host."""
+
+    def why_not(backend="nccl", **fields):
+        monkeypatch.setattr(decisions.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(decisions.dist, "get_backend", lambda: backend)
+        monkeypatch.setattr(decisions, "input_device", lambda _: torch.device("cuda"))
+        model = tiny.llama()
+        if fields:
+            apply_lora(model, LoRAConfig(rank=2))
+        presented = present(model)
+        return decisions._graphs(runs.config(tmp_path, **fields), presented, decisions.FLASH[0], 1, False, True)
+
+    assert why_not(**LORA) == (True, "micro-step and update are replayed")
+    assert why_not() == (False, "weights are gathered for each layer")
+    runs_on_gloo, reason = why_not("gloo", **LORA)
+    assert not runs_on_gloo and "gloo, which works on the host" in reason
 
 
 def test_weights_that_their_class_keeps_in_fp32_stay_whole(tmp_path):

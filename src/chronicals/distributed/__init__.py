@@ -16,9 +16,11 @@ from chronicals.distributed.frozen_shards import (
     Unit,
     can_be_cut,
     frozen_linears,
+    gathers_of,
     put_whole,
     shard_frozen,
 )
+from chronicals.distributed.host_exchange import HostExchange
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.machines import on_each_machine
 from chronicals.distributed.mesh import Mesh
@@ -45,6 +47,7 @@ __all__ = [
     "DenseRows",
     "EmbeddingInShards",
     "Gathers",
+    "HostExchange",
     "Launch",
     "LinearInShards",
     "Mesh",
@@ -63,6 +66,7 @@ __all__ = [
     "copies_of",
     "divided_among",
     "frozen_linears",
+    "gathers_of",
     "is_divided",
     "last_micro_batch",
     "local",

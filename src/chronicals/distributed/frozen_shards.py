@@ -7,12 +7,17 @@ nothing else is copied. Bytes of a pass, of N weights over W ranks: N (W − 1) 
 
 Weights are cut at whole rows, in NF4 at whole blocks of scales (256 · 64 values), so that rows need nothing of other ranks;
 what cannot be cut so stays whole on every rank.
+
+A training pass begins and ends with nothing held (``Gathers.passing``): what it gathers, and in which order, depends on the
+pass alone. So ranks that replay a captured pass send what others send, whatever they did before, and a replayed pass reads
+nothing that it did not gather.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -138,6 +143,34 @@ class Gathers:
         self.units.append(Unit(len(self.units), self))
         return self.units[-1]
 
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within: a forward and a backward pass that gather all that they read, and wait for all that they began to gather.
+
+        A pass is captured within it. ``forget`` comes before the first, outside of a capture.
+        """
+        self._hold_none()
+        try:
+            yield
+            self.forget()
+        finally:
+            self._hold_none()
+
+    def forget(self) -> None:
+        """Wait for what another pass, an evaluation or one that was broken off, began to gather, and hold nothing of it."""
+        for flying in self._flying:
+            if flying is not None:
+                flying.wait()
+        self._hold_none()
+
+    def _hold_none(self) -> None:
+        """Of a capture that failed nothing was gathered, and nothing can be waited for. Elsewhere a card gathers in the order
+        in which the host asked for it, as later gathers into the same buffer must; the host does not."""
+        for flying, buffer in zip(self._flying, self._buffers):
+            if flying is not None and not buffer.is_cuda:
+                flying.wait()
+        self._holds, self._flying, self._now = [None, None], [None, None], None
+
     def of(self, unit: Unit) -> Tensor:
         """The bytes of all ranks, uint8 ``[ranks, bytes]``, valid until the layer after the next is asked for. All ranks ask in
         one order. The host does not wait for a card."""
@@ -165,11 +198,15 @@ class Gathers:
         there = self._place(unit).view(-1)
         self._flying[slot] = dist.all_gather_into_tensor(there, unit.own, group=self.group, async_op=True)
 
+    def lay(self) -> None:
+        """The buffers, which stay where they are: captured passes write to them."""
+        size = max(len(unit.own) for unit in self.units) * self.count
+        with torch.inference_mode(False):
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.units[0].own.device) for _ in range(2)]
+
     def _place(self, unit: Unit) -> Tensor:
         if not self._buffers:
-            size = max(len(unit.own) for unit in self.units) * self.count
-            with torch.inference_mode(False):
-                self._buffers = [torch.empty(size, dtype=torch.uint8, device=unit.own.device) for _ in range(2)]
+            self.lay()
         size = len(unit.own)
         return self._buffers[unit.number % 2][: size * self.count].view(self.count, size)
 
@@ -347,6 +384,11 @@ class _Product(torch.autograd.Function):
         return dy @ ctx.weight.dense().to(dy.dtype), None
 
 
+def gathers_of(model: nn.Module) -> Gathers | None:
+    """Of a model whose frozen weights are divided among ranks; else None."""
+    return next((module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards)), None)
+
+
 FormOf = Callable[[nn.Module, int, int, torch.dtype], Form | None]
 
 
@@ -464,6 +506,7 @@ def shard_frozen(
             "sharding: %d linear layers stay whole on every process, their rows cannot be divided by %d at whole blocks of "
             "scales (%s)", len(whole), sharing, some,
         )  # fmt: skip
+    gathers.lay()
     return gathers
 
 

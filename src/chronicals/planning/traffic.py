@@ -95,7 +95,7 @@ def traffic(
             if trains_layers(model):
                 _gather_and_sum(model, config, among, micro_batches)
             else:
-                _gather_frozen(model, config, among, micro_batches, sent)
+                _gather_frozen(model, config, among, micro_batches)
         found = {name: sent[name] for name in found}
         found["embedding"] = _of_embedding(model, config, among)
     if config.sharding != WEIGHTS or not trains_layers(model):
@@ -148,24 +148,21 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
             dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
 
 
-def _gather_frozen(
-    model: Any, config: ChronicalsConfig, among: int, micro_batches: int, sent: dict[str, float]
-) -> None:  # fmt: skip
-    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but the two layers that are there
-    from the pass before."""
+def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batches: int) -> None:
+    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but for the backward pass the last
+    two, which are there from the forward pass."""
     itemsize, gathers = PRODUCTS[config.mixed_precision].itemsize, Gathers(0, among)
     for layer in decoder_layers(model):
         cut = [linear for _, linear in frozen_linears([layer]) if can_be_cut(linear, among)]
         if cut:
             size = sum(frozen_bytes(linear, itemsize) for linear in cut) // among
             gathers.unit().own = torch.empty(size, dtype=torch.uint8)
-    for number in range(1 + micro_batches):
-        x = torch.zeros((), requires_grad=True)
-        for unit in gathers.units:
-            x = _Asking.apply(x, unit)
-        x.backward()
-        if number == 0:  # of the step before
-            sent.update(dict.fromkeys(sent, 0.0))
+    for _ in range(micro_batches):
+        with gathers.passing():
+            x = torch.zeros((), requires_grad=True)
+            for unit in gathers.units:
+                x = _Asking.apply(x, unit)
+            x.backward()
 
 
 class _Asking(torch.autograd.Function):

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
@@ -155,6 +157,8 @@ def decide(
 
 GATHERED = "weights are gathered for each layer"
 
+BY_HOSTS = "weights are gathered for each layer by gloo, which works on the host"
+
 SHARED = "processes that share packs exchange heads within each layer"
 
 
@@ -198,9 +202,10 @@ def _graphs(
     """
     obstacles = {
         SHARED: context > 1,
-        GATHERED: divided,
+        GATHERED: divided and trains_layers(presented.model),
         "gradients are summed in the backward pass": frees,
         "not on a card": input_device(presented.model).type != "cuda",
+        BY_HOSTS: divided and dist.is_initialized() and dist.get_backend() != "nccl",
         "documents become padded rows": not presented.packed,
         "the model's own logits are used": not presented.head_is_read,
         f"attention by {backend} asks the host": backend not in FLASH,

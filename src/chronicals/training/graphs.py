@@ -8,12 +8,18 @@ The first graph's gradients stay and are shared by all graphs: the first micro-s
 in that graph and by a copy in the others; later ones add to them. Sums over ranks run between the graphs, in place. Where
 weights are updated in the backward pass, a micro-step leaves no gradients and the update is not captured. All graphs share one
 pool of memory.
+
+A micro-step over frozen weights that ranks divide has collectives in it, and NCCL wants what one rank captures or replays to be
+captured or replayed by all (Using NCCL with CUDA Graphs, in its documentation). So before each the hosts tell each other its
+shape, and all take the largest bounds; where other sizes differ, all run it as usual; and where one rank fails, all go on
+without graphs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -39,6 +45,8 @@ MOST = 64
 """Shapes that are captured; further ones run as usual."""
 
 Result = TypeVar("Result")
+Exchange = Callable[[Sequence[int]], list[list[int]]]
+"""Numbers of this rank to those of all."""
 BatchShape = tuple[int, int, int | tuple[int, int], int | None, tuple[tuple[str, torch.Size], ...], bool]
 
 
@@ -110,13 +118,14 @@ class GraphedStep:
         parameters: those that are trained.
         recorder: captures; by default on the device of the parameters.
         with_update: whether the update is captured, too.
+        exchange: between ranks whose micro-steps have collectives in them, which all must capture and replay alike.
     """
 
     def __init__(
         self, parts: StepParts, weights: Iterable[Tensor], parameters: list[Tensor], optimizer: FusedAdamW,
-        recorder: Recorder | None = None, with_update: bool = True,
+        recorder: Recorder | None = None, with_update: bool = True, exchange: Exchange | None = None,
     ):  # fmt: skip
-        self.with_update = with_update
+        self.with_update, self.exchange = with_update, exchange
         self.parts, self.weights, self.parameters, self.optimizer = parts, list(weights), parameters, optimizer
         self.device = parameters[0].device
         self.recorder = recorder or Recorder(self.device)
@@ -127,24 +136,47 @@ class GraphedStep:
         self.counts: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] | None = None
         self.addresses: tuple[int, ...] = ()
-        self.failed = False
+        self.failed = self.given_up = False
+        self.releases = 0
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         if first:
             self._begin(counts)
-        batch = _rounded(batch)
-        beside = tuple((name, tensor.shape) for name, tensor in _further(batch).items())
-        longest = batch.max_seqlen if batch.keys is None else (batch.max_seqlen, batch.keys.max_seqlen)
-        shape = (len(batch), len(batch.cu_seqlens), longest, batch.trained, beside, first)
-        if shape not in self.of_micro and shape in self.met and len(self.of_micro) < MOST and not self.failed:
+        batch, alike = self._agreed(_rounded(batch), first)
+        shape = _shape(batch, first)
+        if shape not in self.of_micro and shape in self.met and len(self.of_micro) < MOST and alike and not self.failed:
             self._capture_micro(shape, batch)
-        self.met.add(shape)
-        if shape not in self.of_micro:
+        if alike:
+            self.met.add(shape)
+        if not alike or shape not in self.of_micro:
             return self._micro_as_usual(batch, first)
         captured = self.of_micro[shape]
         _fill(captured.batch, batch)
         captured.graph.replay()
         return captured.scalars
+
+    def _agreed(self, batch: Batch, first: bool) -> tuple[Batch, bool]:
+        """The batch with the largest bounds of all ranks, and whether its shape is then the same on all; else as it is. What
+        one rank has released or given up, all have afterwards."""
+        if self.exchange is None:
+            return batch, True
+        told = self.exchange([self.given_up, self.releases, *_bounds(batch), _other_sizes(batch)])
+        given_up, releases, *bounds, _ = map(max, zip(*told))
+        if self.releases < releases:
+            self.release()
+            self.releases = releases
+        if given_up:
+            self._go_on_without(first)
+        alike = len({sizes for *_, sizes in told}) == 1
+        return (_within(batch, bounds) if alike else batch), alike
+
+    def _go_on_without(self, first: bool) -> None:
+        """Of a rank or several that have given up all hear at once, and exchange nothing any more."""
+        self.exchange = None
+        if not self.given_up:
+            self._give_up("another process could not go on with graphs")
+        if first:
+            self._set_gradients(None)  # those of the step before
 
     def _begin(self, counts: Mapping[str, Count]) -> None:
         """Bring to the device what differs between steps."""
@@ -175,7 +207,8 @@ class GraphedStep:
 
     def _give_up(self, reason: str) -> None:
         """Go on without graphs; gradients stay as they are."""
-        self.failed, self.gradients, self.of_update = True, None, None
+        self.failed = self.given_up = True
+        self.gradients = self.of_update = None
         self.of_micro.clear()
         logger.warning("use_cuda_graphs: steps run as usual from here on, %s", reason)
 
@@ -191,7 +224,7 @@ class GraphedStep:
                 _copy_gradients(self.gradients, [p.grad for p in self.parameters])
             return scalars
 
-        captured = self._captured(run)
+        captured = self._captured_by_all(run)
         if captured is not None:
             self.of_micro[shape] = _Captured(captured[0], static, captured[1])
             made = [p.grad for p in self.parameters]
@@ -225,19 +258,57 @@ class GraphedStep:
         try:
             return self.recorder.capture(run)
         except RuntimeError as error:
-            self.optimizer.weights_moved()  # which were not written, though their versions say so
-            self.failed = True
-            reason = str(error.__context__ or error).splitlines()[0]
-            logger.warning("use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)", reason)
+            self._cannot_capture(str(error.__context__ or error).splitlines()[0])
             return None
+
+    def _captured_by_all(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
+        """``_captured``, or None where a rank that must replay it, too, has none."""
+        captured = self._captured(run)
+        if self.exchange is None or all(there for (there,) in self.exchange([captured is not None])):
+            return captured
+        if captured is not None:
+            self._cannot_capture("of another process")
+        return None
+
+    def _cannot_capture(self, reason: str) -> None:
+        self.optimizer.weights_moved()  # which were not written, though their versions say so
+        self.failed = True
+        logger.warning("use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)", reason)
 
     def release(self) -> None:
         """Give the memory of the graphs back; gradients are none afterwards, and steps are captured anew."""
         self.recorder.forget()
         self.of_micro.clear()
         self.met.clear()
+        self.releases += 1
         self.of_update = self.gradients = None
         self._set_gradients(None)
+
+
+def _shape(batch: Batch, first: bool) -> BatchShape:
+    beside = tuple((name, tensor.shape) for name, tensor in _further(batch).items())
+    longest = batch.max_seqlen if batch.keys is None else (batch.max_seqlen, batch.keys.max_seqlen)
+    return len(batch), len(batch.cu_seqlens), longest, batch.trained, beside, first
+
+
+def _bounds(batch: Batch) -> tuple[int, int, int]:
+    """What may be larger than it need be."""
+    return batch.max_seqlen, 0 if batch.keys is None else batch.keys.max_seqlen, batch.trained or 0
+
+
+def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
+    """With other ``_bounds``."""
+    longest, keys, trained = bounds
+    return replace(
+        batch, max_seqlen=longest, trained=None if batch.trained is None else trained,
+        keys=None if batch.keys is None else replace(batch.keys, max_seqlen=keys),
+    )  # fmt: skip
+
+
+def _other_sizes(batch: Batch) -> int:
+    """A number of what a shape has beside ``_bounds``, in every process the same."""
+    sizes = [(name, tuple(tensor.shape)) for name, tensor in _further(batch).items()]
+    return zlib.crc32(repr((len(batch), len(batch.cu_seqlens), batch.trained is None, sizes)).encode())
 
 
 def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:

@@ -19,11 +19,13 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.steps import Step
 from chronicals.distributed import (
+    HostExchange,
     Mesh,
     ShardedAdam8bit,
     ShardedAdamW,
     Shards,
     WeightShards,
+    gathers_of,
     is_divided,
     looking_up_as_many,
     on_each_machine,
@@ -68,7 +70,7 @@ from chronicals.training.precision import Precision
 from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
-from chronicals.training.weight_sharding import WEIGHTS, GatheredStep, check_whole, divide_weights
+from chronicals.training.weight_sharding import WEIGHTS, FrozenGatheredStep, GatheredStep, check_whole, divide_weights
 
 logger = logging.getLogger(__name__)
 
@@ -200,11 +202,15 @@ class Session:
                 scattered = ScatteredStep(*given, config.max_grad_norm, shards.norm, shards=shards)
                 self._parts = self._summing = around.enter_context(scattered)
             else:
-                divided = isinstance(self._sums, WeightShards)
-                self._parts = (GatheredStep if divided else EagerStep)(*given, config.max_grad_norm, self._sums.norm)
+                self._parts = self._kind_of_step()(*given, config.max_grad_norm, self._sums.norm)
             if "use_cuda_graphs" in runs:
+                exchange = None
+                if gathers_of(self.model) is not None:
+                    exchange = HostExchange(self.ranks)
+                    around.callback(exchange.close)
                 self._graphed = GraphedStep(
-                    self._parts, self.model.parameters(), self.parameters, self.optimizer, with_update="sharding" not in runs
+                    self._parts, self.model.parameters(), self.parameters, self.optimizer,
+                    with_update="sharding" not in runs, exchange=exchange,
                 )  # fmt: skip
                 around.callback(self._drop_graphs)
             self._has_magnitudes = has_magnitudes(self.model)
@@ -214,6 +220,11 @@ class Session:
             self._compiles = alone and all(compiles_beforehand(config, m, in_backward) for m in called)
             self.model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
             yield
+
+    def _kind_of_step(self) -> type[EagerStep]:
+        if isinstance(self._sums, WeightShards):
+            return GatheredStep
+        return EagerStep if gathers_of(self.model) is None else FrozenGatheredStep
 
     def train_once(self, step: Step, inspect: Callable[[], None] | None = None) -> dict[str, Tensor]:
         """One optimizer step, within ``stepping``.

@@ -12,10 +12,10 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import (
-    LinearInShards,
     Mesh,
     can_be_cut,
     frozen_linears,
+    gathers_of,
     is_divided,
     last_micro_batch,
     shard_embedding,
@@ -136,10 +136,10 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     """
     layers, device = decoder_layers(model), ranks.device
     if not trains_layers(model):
-        if not any(isinstance(module, LinearInShards) for module in model.modules()):
+        gathers = gathers_of(model)
+        if gathers is None:
             prove_alike(ranks, {"weights": fingerprint(model.parameters())})  # each rank keeps rows of its own
-            shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
-        gathers = next(module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards))
+            gathers = shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
         if reason := shard_embedding(model, gathers.rank, gathers.count, device, gathers.group):
             logger.info("sharding: the embedding stays whole on every process: %s", reason)
         model.to(device)
@@ -181,3 +181,20 @@ class GatheredStep(EagerStep):
         self._left -= 1
         last_micro_batch(self.model.model, self._left == 0)
         return super().micro(batch, counts, first)
+
+
+class FrozenGatheredStep(EagerStep):
+    """An ``EagerStep`` over frozen weights that are gathered: every micro-step gathers the same, and all that it reads."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        gathers = gathers_of(self.model.model)
+        assert gathers is not None
+        self.gathers = gathers
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        self.gathers.forget()
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        with self.gathers.passing():
+            return super().micro(batch, counts, first)
