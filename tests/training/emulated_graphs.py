@@ -65,6 +65,6 @@ class EmulatedStep(GraphedStep):
 
     last = None
 
-    def __init__(self, parts, weights, parameters, optimizer, with_update=True):
-        super().__init__(parts, weights, parameters, optimizer, Recorder(parameters, optimizer), with_update)
+    def __init__(self, parts, weights, parameters, optimizer, with_update=True, exchange=None):
+        super().__init__(parts, weights, parameters, optimizer, Recorder(parameters, optimizer), with_update, exchange)
         EmulatedStep.last = self

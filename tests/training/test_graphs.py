@@ -13,7 +13,7 @@ from chronicals.batch import Batch
 from chronicals.memory import offload, tiling
 from chronicals.patching import fp8_layers
 from chronicals.training import Callback, ChronicalsTrainer, decisions, enable_cuda_graphs, in_backward, session
-from chronicals.training.graphs import SHARES, GraphedStep, _rounded
+from chronicals.training.graphs import SHARES, GraphedStep, _bounds, _other_sizes, _rounded, _shape
 from preferences import rows
 
 STEPS = 8
@@ -252,6 +252,70 @@ def test_targets_are_rounded_up():
     assert _rounded(batch).trained == 50 and 160 // SHARES == 10
     assert _rounded(replace(batch, trained=160)).trained == 160
     assert _rounded(replace(batch, trained=None)).trained is None
+
+
+def batch_of(lengths, trained, **more):
+    """Documents of these lengths, each longest one the bound."""
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    ids = torch.zeros(sum(lengths), dtype=torch.int64)
+    return Batch(ids, ids, ids, ends.to(torch.int32), max(lengths), trained, **more)
+
+
+class Rank(GraphedStep):
+    """Of which only what it agrees on with another is asked; the other says the same of ``other``."""
+
+    def __init__(self, other):
+        self.given_up, self.failed, self.releases, self.of_micro, self.parameters = False, False, 0, {}, []
+        self.other, self.exchange, self.others_state, self.released = other, self.tell, [False, 0], 0
+
+    def tell(self, numbers):
+        return [numbers, [*self.others_state, *_bounds(self.other), _other_sizes(self.other)]]
+
+    def release(self):
+        self.released += 1
+
+
+def test_ranks_take_the_largest_bounds_of_all():
+    one, other = batch_of([3, 5], 4), batch_of([6, 1, 1], 2)
+    found, alike = Rank(other)._agreed(one, False)
+    again, also = Rank(one)._agreed(other, False)
+    assert alike and also
+    assert [(b.max_seqlen, b.trained, b.cu_seqlens.tolist()) for b in (found, again)] == [
+        (6, 4, [0, 3, 8, 8]), (6, 4, [0, 6, 7, 8])
+    ]  # fmt: skip
+    assert _shape(found, True) == _shape(again, True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [batch_of([3, 6], 4), batch_of([3, 5], None), batch_of([3, 5], 4, weights=torch.ones(8)),
+     batch_of([3, 5], 4, segments={"pairs": torch.zeros(2)})],
+    ids=["tokens", "trained", "weights", "segments"],
+)  # fmt: skip
+def test_shapes_that_cannot_be_made_alike_run_as_usual_on_all_ranks(other):
+    batch = batch_of([3, 5], 4)
+    assert Rank(other)._agreed(batch, False) == (batch, False)
+    assert Rank(batch)._agreed(other, False) == (other, False)
+
+
+def test_documents_that_segments_count_are_not_made_more():
+    one, other = (batch_of(lengths, 4, segments={"pairs": torch.zeros(2)}) for lengths in ([3, 5], [3, 4, 1]))
+    assert Rank(other)._agreed(one, False) == (one, False)
+
+
+def test_graphs_that_another_rank_released_or_gave_up_are_so_here(caplog):
+    batch, rank = batch_of([3, 5], 4), Rank(batch_of([3, 5], 4))
+    rank.others_state = [False, 2]
+    rank._agreed(batch, True)
+    assert rank.released == 1 and rank.releases == 2 and not rank.given_up
+    rank._agreed(batch, True)
+    assert rank.released == 1
+    rank.others_state = [True, 2]
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad, rank.parameters = torch.ones(2), [weight]
+    rank._agreed(batch, True)
+    assert rank.given_up and rank.failed and rank.exchange is None and weight.grad is None
+    assert "another process could not go on" in caplog.text
 
 
 def test_off_without_a_card_and_refused_where_asked_for(tmp_path):

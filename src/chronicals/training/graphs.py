@@ -291,24 +291,31 @@ def _shape(batch: Batch, first: bool) -> BatchShape:
     return len(batch), len(batch.cu_seqlens), longest, batch.trained, beside, first
 
 
-def _bounds(batch: Batch) -> tuple[int, int, int]:
-    """What may be larger than it need be."""
-    return batch.max_seqlen, 0 if batch.keys is None else batch.keys.max_seqlen, batch.trained or 0
+def _bounds(batch: Batch) -> tuple[int, int, int, int]:
+    """What may be larger than it need be: ``max_seqlen`` of queries and of keys, ``trained``, and the entries of the bounds,
+    where nothing else has one for each document."""
+    entries = 0 if batch.segments or batch.keys else len(batch.cu_seqlens)
+    return batch.max_seqlen, 0 if batch.keys is None else batch.keys.max_seqlen, batch.trained or 0, entries
 
 
 def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
-    """With other ``_bounds``."""
-    longest, keys, trained = bounds
+    """With other ``_bounds``, which are no smaller; further entries repeat the end."""
+    longest, keys, trained, entries = bounds
+    ends = batch.cu_seqlens
+    if len(ends) < entries:
+        padded = torch.cat([ends, ends[-1:].expand(entries - len(ends))])
+        ends = padded.pin_memory() if ends.is_pinned() else padded
     return replace(
-        batch, max_seqlen=longest, trained=None if batch.trained is None else trained,
+        batch, max_seqlen=longest, trained=None if batch.trained is None else trained, cu_seqlens=ends,
         keys=None if batch.keys is None else replace(batch.keys, max_seqlen=keys),
     )  # fmt: skip
 
 
 def _other_sizes(batch: Batch) -> int:
     """A number of what a shape has beside ``_bounds``, in every process the same."""
+    entries = len(batch.cu_seqlens) if batch.segments or batch.keys else 0
     sizes = [(name, tuple(tensor.shape)) for name, tensor in _further(batch).items()]
-    return zlib.crc32(repr((len(batch), len(batch.cu_seqlens), batch.trained is None, sizes)).encode())
+    return zlib.crc32(repr((len(batch), entries, batch.trained is None, sizes)).encode())
 
 
 def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:
