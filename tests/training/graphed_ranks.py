@@ -24,7 +24,7 @@ import runs
 import tiny
 from chronicals.distributed import Gathers, HostExchange, Mesh
 from chronicals.models import quantise_layers
-from chronicals.training import decisions, graphs, session
+from chronicals.training import decisions, graphs, session, weight_sharding
 
 STEPS, EVALUATED = 9, 4
 ON_CARD = torch.cuda.is_available()
@@ -68,15 +68,15 @@ def gives_up_on_one() -> Any:
 
 
 def poisoned() -> Any:
-    """Whatever stands in the buffers before a pass and after it is of no layer."""
-    usual = Gathers.forget
+    """Whatever stands in the buffers before a micro-step is of no layer."""
+    usual = weight_sharding.FrozenGatheredStep.micro
 
-    def forget(self: Any) -> None:
-        usual(self)
-        for buffer in self._buffers:
+    def micro(self: Any, *given: Any) -> Any:
+        for buffer in self.gathers._buffers:
             buffer.fill_(255)
+        return usual(self, *given)
 
-    return patch.object(Gathers, "forget", forget)
+    return patch.object(weight_sharding.FrozenGatheredStep, "micro", micro)
 
 
 ARMS: dict[str, Callable[[], Any] | None] = {

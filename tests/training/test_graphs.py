@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -316,6 +317,17 @@ def test_graphs_that_another_rank_released_or_gave_up_are_so_here(caplog):
     rank._agreed(batch, True)
     assert rank.given_up and rank.failed and rank.exchange is None and weight.grad is None
     assert "another process could not go on" in caplog.text
+
+
+def test_what_another_rank_could_not_capture_is_not_replayed(caplog):
+    rank = Rank(batch_of([3, 5], 4))
+    rank.optimizer, rank._captured = SimpleNamespace(weights_moved=lambda: None), lambda run: ("graph", run())
+    told = []
+    rank.exchange = lambda numbers: told.append(numbers) or [numbers, [1]]
+    assert rank._captured_by_all(dict) == ("graph", {}) and not rank.failed
+    rank.exchange = lambda numbers: [numbers, [0]]
+    assert rank._captured_by_all(dict) is None and rank.failed
+    assert told == [[True]] and "could not be captured (of another process)" in caplog.text
 
 
 def test_off_without_a_card_and_refused_where_asked_for(tmp_path):

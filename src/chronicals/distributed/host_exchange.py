@@ -13,7 +13,7 @@ from chronicals.distributed.mesh import PATIENCE, WAITING, Mesh
 class HostExchange:
     """Over gloo, from host memory. All ranks make it alike, and call it alike.
 
-    On one machine 2 ranks take 0.1 ms for a call.
+    2 ranks on a machine of 2 cores take 0.24 ms for a call.
     """
 
     def __init__(self, ranks: Mesh):

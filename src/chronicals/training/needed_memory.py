@@ -51,7 +51,7 @@ def expected_memory(
 
     def estimated(frees: bool) -> Estimate:
         narrow, frozen, trained, gradient = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
-        kept = gradient * _keeps_gradients(config, gathers_trained=False)
+        kept = gradient * _keeps_gradients(config, divided=False)
         found = estimate(
             model, tokens, whole, narrow, frozen, trained + kept, config.logits_chunk_size, in_fp8, has_magnitudes(model),
             gradient - kept,
@@ -84,7 +84,7 @@ def _with_weights_divided(
         trained, gradient, frozen = (4 + states) / among, 4 / among, product / among
     else:
         trained, gradient = 4 + (states + 8) / among, 4.0
-    kept = gradient * _keeps_gradients(config, full)
+    kept = gradient * _keeps_gradients(config, divided=full)
     found = estimate(
         model, tokens, whole, product, frozen, trained + kept, config.logits_chunk_size, None, has_magnitudes(model),
         gradient - kept,
@@ -96,7 +96,7 @@ def _with_weights_divided(
         extra, summed = max(sizes) * (3 * product + 8) + others * product, others * (product + 4)
     else:
         extra, summed = _beside_frozen_shares(model, product, among), 0
-    stays = summed * _keeps_gradients(config, full)
+    stays = summed * _keeps_gradients(config, divided=full)
     return replace(found, fixed=found.fixed + extra + stays, total=total, gradients=found.gradients + summed - stays)
 
 
@@ -247,14 +247,14 @@ def _bytes(
     return narrow, frozen.bytes_a_value(narrow), (2 if split else 4) + states, gradient
 
 
-def _keeps_gradients(config: ChronicalsConfig, gathers_trained: bool) -> bool:
+def _keeps_gradients(config: ChronicalsConfig, divided: bool) -> bool:
     """Whether gradients are there during a forward pass: those of the micro-batch before, or those that CUDA graphs write,
     which stay where they are; else activations make way for them.
 
     Args:
-        gathers_trained: trained weights are divided among processes, so that there are no graphs.
+        divided: trained weights are divided among processes, so that there are no graphs.
     """
-    return config.gradient_accumulation_steps > 1 or (config.use_cuda_graphs and not gathers_trained)
+    return config.gradient_accumulation_steps > 1 or (config.use_cuda_graphs and not divided)
 
 
 def has_tiles(config: ChronicalsConfig, context: int = 1) -> bool:
