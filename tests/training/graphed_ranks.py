@@ -98,7 +98,8 @@ def watched(seen: dict[str, Any]) -> list[Any]:
     def begun(self: Any, unit: Any) -> None:
         before = self._holds[unit.number % 2]
         gather(self, unit)
-        seen["gathered"] += before is not unit
+        capturing = ON_CARD and torch.cuda.is_current_stream_capturing()  # which gathers nothing
+        seen["gathered"] += before is not unit and not capturing
 
     def replayed(self: Any) -> None:
         seen["replays"] += 1
