@@ -38,6 +38,7 @@ from chronicals.distributed.weight_shards import (
     last_micro_batch,
     local,
     shard_weights,
+    stay_gathered,
     weight_mesh,
     whole_parts,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "shard_embedding",
     "shard_frozen",
     "shard_weights",
+    "stay_gathered",
     "warn_of_other_processes",
     "weight_mesh",
     "whole_parts",

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from chronicals.distributed.mesh import Mesh, group_of
@@ -97,10 +97,20 @@ def shard_weights(
 
 
 def _released(model: Any, result: Any) -> Any:
-    """What a pass returned; where no backward pass follows, the model's own unit is divided again."""
+    """What a pass returned; where no backward pass follows, units that stayed gathered are divided again."""
     if not torch.is_grad_enabled():
-        model.reshard()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
     return result
+
+
+def stay_gathered(layers: Sequence[nn.Module], count: int) -> None:
+    """Let the last ``count`` layers, after ``shard_weights``, stay gathered from their forward to their backward
+    pass, and the others be divided between both."""
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, FSDPModule)
+        layer.set_reshard_after_forward(index < len(layers) - count, recurse=False)
 
 
 @torch.no_grad()

@@ -74,7 +74,8 @@ class Traffic:
 
 
 def traffic(
-    model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0, cards: int | None = None
+    model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0, cards: int | None = None,
+    stay: int = 0,
 ) -> Traffic:  # fmt: skip
     """Of the first rank of so many, which has the largest shares.
 
@@ -83,6 +84,7 @@ def traffic(
         in_backward: gradients are summed in the backward pass, of each micro-batch.
         recomputed: layers that are computed twice.
         cards: of a machine; by default all are in one.
+        stay: layers that stay gathered between their passes.
     """
     if ranks == 1:
         return Traffic()
@@ -93,7 +95,7 @@ def traffic(
         among = config.sharding_ranks or ranks
         with counted_among(among) as sent:
             if trains_layers(model):
-                _gather_and_sum(model, config, among, micro_batches)
+                _gather_and_sum(model, config, among, micro_batches, stay)
             else:
                 _gather_frozen(model, config, among, micro_batches)
         found = {name: sent[name] for name in found}
@@ -133,13 +135,13 @@ def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: 
     shards.publish()
 
 
-def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batches: int) -> None:
-    """Of every micro-batch: gather each decoder layer for both passes and the rest once, and sum what is trained."""
+def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
+    """Of every micro-batch: gather layers for both passes, those that stay and the rest once, and sum what is trained."""
     dtype, layers = PRODUCTS[config.mixed_precision], decoder_layers(model)
     units = [list(layer.parameters()) for layer in layers]
     inside = {id(p) for unit in units for p in unit}
     rest = [p for p in model.parameters() if id(p) not in inside]
-    for unit, times in [*((unit, 2) for unit in units), (rest, 1)]:
+    for unit, times in [*((unit, 2 - (i >= len(units) - stay)) for i, unit in enumerate(units)), (rest, 1)]:
         held = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit)
         trained = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit if p.requires_grad)
         for _ in range(times * micro_batches):

@@ -36,7 +36,9 @@ from chronicals.patching.plan import plan_for
 from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.training.needed_memory import (
     expected_memory,
+    gathered_bytes,
     has_tiles,
+    layers_that_stay,
     leaves_the_card,
     sharing_of,
     state_bytes,
@@ -75,6 +77,7 @@ class Decision:
         layers: of recomputation, how many layers are recomputed whole, None for all.
         matters: whether the log says it too where it does not run.
         among: of sharding, how many processes share one copy of what is divided.
+        stay: of sharding, how many of the last layers stay gathered between their passes.
     """
 
     field: str
@@ -84,6 +87,7 @@ class Decision:
     layers: int | None = 0
     matters: bool = False
     among: int = 1
+    stay: int = 0
 
     def __str__(self) -> str:
         return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
@@ -143,7 +147,11 @@ def decide(
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
     made += [_quantization(model), _fp8(config, presented, why_not, context)]
-    made += [_recomputation(config, needed, why_not, presented), _offload(config, on_card)]
+    recomputed = _recomputation(config, needed, why_not, presented)
+    if divided and trains_layers(model):
+        stay = layers_that_stay(needed, recomputed.how, recomputed.layers, gathered_bytes(config, model))
+        sharding = replace(sharding, stay=stay)
+    made += [recomputed, _offload(config, on_card)]
     made += [_tiles(config, model, context), _frozen_weights(config)]
     made += [
         sharding,

@@ -14,6 +14,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh, divided_among, on_each_machine, why_embedding_stays_whole
 from chronicals.lora import has_magnitudes
 from chronicals.memory import Estimate, decoder_layers, estimate, makes_tiles
+from chronicals.memory.recompute import RESERVE
 from chronicals.models import embedding_table, input_device
 from chronicals.optimizers import buffer_bytes, moment_bytes, states_in_host_memory
 from chronicals.quantization import FP8, Dense, FP8InHost
@@ -98,6 +99,25 @@ def _with_weights_divided(
         extra, summed = _beside_frozen_shares(model, product, among), 0
     stays = summed * _keeps_gradients(config, divided=full)
     return replace(found, fixed=found.fixed + extra + stays, total=total, gradients=found.gradients + summed - stays)
+
+
+def layers_that_stay(needed: Estimate, policy: str, again: int | None, size: int) -> int:
+    """How many of the last layers may stay gathered between both passes, in what is spare beside the recomputation chosen.
+
+    Args:
+        policy, again: what is recomputed of every layer, and how many layers are whole, None for all; with any, none stays.
+        size: bytes of the largest layer, gathered.
+    """
+    if not needed.total or again != 0 or policy not in needed.kept:
+        return 0
+    spare = RESERVE * needed.total - needed.needed(policy)
+    return max(0, min(needed.layers, int(spare // size)))
+
+
+def gathered_bytes(config: ChronicalsConfig, model: Any) -> int:
+    """Of the largest decoder layer, as products read it."""
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    return max(sizes) * PRODUCTS[config.mixed_precision].itemsize
 
 
 def _beside_frozen_shares(model: Any, product: int, among: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from chronicals.distributed import (
     is_divided,
     looking_up_as_many,
     on_each_machine,
+    stay_gathered,
 )
 from chronicals.lora import has_magnitudes
 from chronicals.memory import (
@@ -70,7 +71,14 @@ from chronicals.training.precision import Precision
 from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
-from chronicals.training.weight_sharding import WEIGHTS, FrozenGatheredStep, GatheredStep, check_whole, divide_weights
+from chronicals.training.weight_sharding import (
+    WEIGHTS,
+    FrozenGatheredStep,
+    GatheredStep,
+    check_whole,
+    divide_weights,
+    trains_layers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +119,8 @@ def prepare(
     sharding = decisions["sharding"]
     if sharding.how == WEIGHTS:
         divide_weights(model, config, ranks, sharding.among)
+        if trains_layers(model):
+            stay_gathered(decoder_layers(model), sharding.stay)
     else:
         check_whole(model, config)
         ranks.same_weights(model.parameters())
@@ -302,7 +312,12 @@ def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh) ->
         disable_gradient_checkpointing(model)
     here = on_each_machine(ranks) if config.sharding == WEIGHTS else None
     decisions = decide(config, presented, ranks.count, ranks.count // ranks.data_count, here)
-    as_collectives_are = {field: [made.runs, made.how, made.layers, made.among] for field, made in decisions.items()}
+    sharding = decisions["sharding"]
+    if stay := min(ranks.gather_values(sharding.stay)):  # on the smallest card
+        said = f"{sharding.reason}; the last {stay} layers stay gathered between their passes"
+        sharding = replace(sharding, reason=said)
+    decisions["sharding"] = replace(sharding, stay=stay)
+    as_collectives_are = {field: [made.runs, made.how, made.layers, made.among, made.stay] for field, made in decisions.items()}
     prove_alike(ranks, as_collectives_are)
     for decision in decisions.values():
         logger.debug("%s", decision)

@@ -1,0 +1,57 @@
+"""One of two processes whose last decoder layers stay gathered: the program of ``test_layers_that_stay.py``."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from divided_ranks import batch_of, step_of, whole
+
+import runs
+import tiny
+from chronicals.distributed import Mesh, stay_gathered
+from chronicals.memory import decoder_layers
+from chronicals.objectives import build_objective
+from chronicals.patching import patch_parts
+from chronicals.planning.traffic import _Counted
+from chronicals.training.session import prepared
+
+STEPS, MICRO = 3, 2
+
+
+def train(count: int, ranks: Mesh, folder: Path) -> dict[str, Any]:
+    """Losses, weights, and bytes gathered in the last step, with a pass without gradients after each step."""
+    model = tiny.llama()
+    patch_parts(model, whole_layers=True)
+    config = runs.config(
+        folder, objective="pretraining", learning_rate=1e-2, gradient_accumulation_steps=MICRO, sharding="weights"
+    )
+    seen, batch = [], batch_of(99, 300)
+    with prepared(model, config, build_objective(config), ranks) as session:
+        stay_gathered(decoder_layers(model), count)
+        with session.stepping():
+            for number in range(STEPS):
+                session.model.train()
+                with _Counted() as counted:
+                    scalars = session.train_once(step_of(number, ranks, MICRO * ranks.count, 300))
+                seen.append([float(scalars["loss"]), float(scalars["grad_norm"])])
+                with torch.no_grad():
+                    session.presented.as_forward(partial(session.objective.score, session.presented, batch))
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    return {"seen": seen, "weights": weights, "gathered": counted.sent["all_gather"], "layers": len(decoder_layers(model))}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    ranks = Mesh.current()
+    found = [train(count, ranks, folder) for count in (0, 1, 2)]
+    if ranks.writer:
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    main()
