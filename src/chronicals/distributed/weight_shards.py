@@ -99,10 +99,15 @@ def shard_weights(
 def _released(model: Any, result: Any) -> Any:
     """What a pass returned; where no backward pass follows, units that stayed gathered are divided again."""
     if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        divide_again(model)
     return result
+
+
+def divide_again(model: nn.Module) -> None:
+    """Free what is gathered still, after a pass that no backward pass followed: weights may be written into the shares next."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def stay_gathered(layers: Sequence[nn.Module], count: int) -> None:

@@ -114,7 +114,7 @@ def signature(module: nn.Module) -> tuple:
     """What an instance must share with the one that was proved: class, parameters that are there, children, numbers' names."""
     own = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
     # linear children become adapters and quantised layers; the others, an activation among them, stay what they are
-    children = ((name, None if hasattr(child, "in_features") else _stands_for(child)) for name, child in module._modules.items())
+    children = ((name, None if hasattr(x, "in_features") else _stands_for(x)) for name, x in module._modules.items())
     return type(module), tuple(own.items()), tuple(children), tuple(numbers(module)), settings(module)
 
 

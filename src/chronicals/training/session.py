@@ -25,6 +25,7 @@ from chronicals.distributed import (
     ShardedAdamW,
     Shards,
     WeightShards,
+    divide_again,
     gathers_of,
     is_divided,
     looking_up_as_many,
@@ -295,6 +296,7 @@ class Session:
 def _leave(model: Any) -> None:
     """Weights, and the dtypes of their gradients, as they were given; gradients of a step that failed are dropped."""
     unfuse_weights(model)
+    divide_again(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = None
