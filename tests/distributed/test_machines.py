@@ -77,14 +77,16 @@ def test_a_decision_says_what_machines_share(tmp_path, monkeypatch):
 def test_processes_that_would_share_with_others_are_refused(tmp_path, monkeypatch):
     """They would make other groups, and wait for each other for ever."""
 
-    class Recorded(Told):
+    class Recorded(Alike):
         def gather_values(self, value):
+            if not isinstance(value, dict):
+                return super().gather_values(value)
             self.told.append(value)
             return [*self.told[1:], *[value] * (self.count - len(self.told) + 1)]
 
     ranks = Recorded(0, 8, told=[tmp_path])
     decided(monkeypatch, ranks, 4)
-    with pytest.raises(ConfigurationError, match=r"do not train the same: sharding is .*4\] on rank 0 and .*2\] on rank 1"):
+    with pytest.raises(ConfigurationError, match=r"do not train the same: sharding is .*4, 0\] on rank 0 and .*2, 0\] on rank 1"):
         decided(monkeypatch, ranks, 2)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from chronicals.distributed.mesh import PATIENCE, WAITING, Mesh
+from chronicals.distributed.mesh import WAITING, Mesh, group_of
 
 
 class HostExchange:
@@ -17,7 +17,7 @@ class HostExchange:
     """
 
     def __init__(self, ranks: Mesh):
-        self.count, self._group = ranks.count, dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.count, self._group = ranks.count, group_of(range(ranks.count), "gloo")
 
     def __call__(self, numbers: Sequence[int]) -> list[list[int]]:
         """Those of all ranks, as many of each, in the order of the ranks."""

@@ -312,9 +312,9 @@ def ended(rank: int) -> str:
     return f"chronicals/ended/{rank}"
 
 
-def group_of(ranks: Sequence[int]) -> Any:
-    """A process group of some ranks; all ranks make every group, in the same order."""
-    return dist.new_group(list(ranks), timeout=PATIENCE)
+def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
+    """A process group of some ranks, of the default backend unless named; all ranks make every group, in the same order."""
+    return dist.new_group(list(ranks), timeout=PATIENCE, backend=backend)
 
 
 def _say(store: dist.Store, key: str, text: str) -> None:
