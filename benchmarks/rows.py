@@ -71,8 +71,9 @@ IN_FP8 = scouted(
 
 
 def on_pairs(objective: str, share: int) -> list[str]:
-    """Of a preference row whose prompts are so many percent of their rows' tokens."""
-    return ["--objective", objective, "--data", f"pairs-{share}"]
+    """Of a preference row whose prompts are so many percent of their rows' tokens; of the same model half is compared in more
+    steps."""
+    return ["--objective", objective, "--data", f"pairs-{share}", *([] if share == 50 else ["--reference-steps", "2"])]
 
 
 PREFERENCE = {

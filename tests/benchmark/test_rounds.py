@@ -317,6 +317,17 @@ def test_a_peer_is_compared_in_as_many_steps_as_the_rows_reference_has(count, al
     assert ("liger" in row.refused) == (count > 1)
 
 
+@pytest.mark.parametrize(("wrong_from", "refused"), [(3, set()), (2, {"ours", "liger"})])
+def test_as_many_steps_are_compared_as_the_options_say(wrong_from, refused, bench):
+    losses = [7.0, 6.9, 6.8, 6.7, 6.6]
+    off = [loss + 1.0 * (step >= wrong_from) for step, loss in enumerate(losses, 1)]
+    bench.changes = {"reference": {"losses": losses}, "ours": {"losses": off}}
+    bench.changes["liger"] = {"losses": off, "own_batches": [[[1, 2, 3]]]}
+    row = bench.measure(against=["liger"], rounds=0, reference_steps=2)
+    assert [running.steps for running in bench.processes if running.name == "reference"] == [2, 2]
+    assert row.refused.keys() == refused
+
+
 def test_the_time_limit_ends_the_rounds_and_says_so(bench):
     row = bench.measure(against=["liger"], rounds=3, time_limit=0.0)
     assert row.runs == {} and row.orders == [] and bench.started == ["reference"] == bench.ended

@@ -49,6 +49,7 @@ class Options:
         rounds: number of decisive rounds.
         time_limit: seconds for the whole benchmark; the arm that runs then is ended and has no figures. None: no limit.
         arm_timeout: seconds for one process.
+        reference_steps: at most so many are compared with the fp32 reference.
         trace: where to write a trace of ours; with None a few steps are still traced for the launch gaps.
     """
 
@@ -58,6 +59,7 @@ class Options:
     rounds: int = 3
     time_limit: float | None = None
     arm_timeout: float = 300
+    reference_steps: int = COMPARED
     tolerance: Tolerance = field(default_factory=Tolerance)
     trace: Path | None = None
 
@@ -185,10 +187,10 @@ class _Session:
     def measure_reference(self) -> None:
         self.say("running the fp32 reference")
         try:
-            steps = 1 if self._weights_fill_card() else COMPARED
-            if steps == 1:
+            fills = self._weights_fill_card()
+            if fills:
                 self.row.notes.append("the reference has one step: fp32 weights and states are more than the card holds")
-            self.row.reference = self._reference(None, "", steps=steps)
+            self.row.reference = self._reference(None, "", steps=1 if fills else self.options.reference_steps)
         except ArmFailed as error:
             self.row.notes.append(f"no reference: {error}")
 
@@ -198,10 +200,10 @@ class _Session:
         return self.row.work.mode == "full" and 16 * self.row.job.shape.parameters > gib * 2**30
 
     def _reference(
-        self, documents: Path | None, label: str, changes: dict[str, Any] | None = None, steps: int = COMPARED
+        self, documents: Path | None, label: str, changes: dict[str, Any] | None = None, steps: int | None = None
     ) -> Measurement:
-        """The fp32 ``steps``. If they fail, they run again with all waiting processes ended, then the first step alone, which
-        needs no optimizer states.
+        """The fp32 ``steps``, by default as many as the options say. If they fail, they run again with all waiting processes
+        ended, then the first step alone, which needs no optimizer states.
 
         Args:
             changes: fields of other adapters than the row's.
@@ -213,6 +215,7 @@ class _Session:
             self._begin(Arm(OURS), SCOUTING)
             return reference.measure(self.options.within_limit(self.options.arm_timeout, self.began))
 
+        steps = steps or self.options.reference_steps
         try:
             return run(steps)
         except ArmFailed as error:
@@ -410,7 +413,7 @@ class _Session:
         """What the arm's own first steps should be, as many as the row's reference has. Where that has one, for the model fills
         the card, it is the reference of all arms that begin as the row does."""
         of_row = self.row.reference
-        steps = COMPARED if of_row is None else len(of_row.losses)
+        steps = self.options.reference_steps if of_row is None else len(of_row.losses)
         if of_row and steps == 1 and measured.begins_alike:
             return of_row
         text = json.dumps(measured.own_batches)

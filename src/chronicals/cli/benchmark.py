@@ -43,6 +43,7 @@ def benchmark(
     rounds: Annotated[int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")] = 3,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for all of it, preparation included")] = None,
     arm_timeout: Annotated[float, typer.Option(help="Seconds one process may take")] = 300,
+    reference_steps: Annotated[int, typer.Option(min=1, max=5, help="First steps that are compared with fp32")] = 5,
     loss_tolerance: Annotated[float, typer.Option(help="Largest relative deviation of a loss from fp32")] = 0.01,
     norm_tolerance: Annotated[float, typer.Option(help="The same for a gradient norm")] = 0.10,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes; a trace beside the output")] = False,
@@ -86,7 +87,8 @@ def benchmark(
     options = Options(
         against=_peers(against, data, mode != "full", objective), variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
-        arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
+        arm_timeout=arm_timeout, reference_steps=reference_steps, trace=trace,
+        tolerance=Tolerance(loss_tolerance, norm_tolerance),
     )  # fmt: skip
 
     def keep(row: Row) -> None:
