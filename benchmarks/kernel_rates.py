@@ -770,7 +770,7 @@ GROUPS = {
 def sample(call: Callable[[], object], calls: int = 1) -> float:
     """Milliseconds a call; the device is kept busy first, so that launches are not waited for."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)
+    torch.cuda._sleep(4_000_000)
     start.record()
     for _ in range(calls):
         call()
