@@ -381,7 +381,7 @@ def kernels() -> list[str]:
 def low_bits() -> list[str]:
     """Kernels of 4-bit weights and 8-bit optimizer states beside bitsandbytes', and of distillation beside Liger's."""
     four, more = load("low-bits-h100.json"), load("objectives-h200.json")
-    cards = " and ".join(f"{result['card'].removeprefix('NVIDIA ')}, `{result['commit']}`" for result in (four, more))
+    cards = " and ".join(f"{result['card'].removeprefix('NVIDIA ')}, {_commits(result)}" for result in (four, more))
     lines = [
         "",
         "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, 8-bit states, and the heads of a "
@@ -399,6 +399,12 @@ def low_bits() -> list[str]:
                 beside = [f"{times[peer] / times['ours']:.2f} ({peer})" for peer in peers]
                 lines.append(f"| {name} | {_of_its_floor(row, times, result)} | {', '.join(beside) or '-'} |")
     return lines
+
+
+def _commits(result: dict) -> str:
+    """Those at which its rows were measured."""
+    found = dict.fromkeys(row.get("commit", result["commit"]) for row in result["rows"].values())
+    return ", ".join(f"`{commit}`" for commit in found)
 
 
 def _of_its_floor(row: dict, times: dict[str, float], result: dict) -> str:
