@@ -27,6 +27,7 @@ from chronicals.kernels.linear_distillation import (
     linear_distillation_reference,
 )
 from chronicals.kernels.logit_rows import IGNORED
+from chronicals.kernels.operators import FUNCTIONS
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -385,7 +386,7 @@ class Shapes(TorchDispatchMode):
 
 def run_with_shapes(hidden, weight, targets, teacher, bias=None, chunk_size=7):
     with pytest.MonkeyPatch.context() as patch, Shapes() as shapes:
-        patch.setattr(module, "_forward", module._forward._init_fn)
+        patch.setattr(module, "_forward", FUNCTIONS[module._forward])
         loss = linear_distillation(
             LinearHead(hidden, weight, bias), LinearHead(*teacher), targets, Divergence.jsd(), chunk_size=chunk_size,
             cross_entropy_weight=0.5,

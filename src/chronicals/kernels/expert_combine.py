@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _combine_kernel(
     tl.store(y_ptr + token.to(tl.int64) * y_stride + column, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("chronicals::expert_combine", mutates_args=())
+@operator("chronicals::expert_combine")
 def _combine(z: Tensor, places: Tensor, shares: Tensor | None, each: int) -> Tensor:
     tokens, width = len(places) // each, z.shape[1]
     y = z.new_empty(tokens, width)
@@ -44,7 +45,7 @@ def _combine(z: Tensor, places: Tensor, shares: Tensor | None, each: int) -> Ten
     return y
 
 
-@_combine.register_fake
+@torch.library.register_fake(_combine)
 def _(z: Tensor, places: Tensor, shares: Tensor | None, each: int) -> Tensor:
     return z.new_empty(len(places) // each, z.shape[1])
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 PAIRS = 128
 """Of a block."""
@@ -142,7 +143,7 @@ def _place_kernel(experts_ptr, before_ptr, bounds_ptr, order_ptr, places_ptr, pa
     tl.store(order_ptr + place, pair, mask=inside)
 
 
-@torch.library.custom_op("chronicals::expert_dispatch", mutates_args=())
+@operator("chronicals::expert_dispatch")
 def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order, places, bounds, tiles = _empty(experts_S, experts, rows)
     pairs = len(experts_S)
@@ -155,7 +156,7 @@ def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tenso
     return order, places, bounds, tiles
 
 
-@_dispatch.register_fake
+@torch.library.register_fake(_dispatch)
 def _(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty(experts_S, experts, rows)
 

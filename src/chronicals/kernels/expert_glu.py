@@ -25,6 +25,7 @@ from chronicals.kernels.amax import magnitude
 from chronicals.kernels.fp8 import _inverse, _scale_of
 from chronicals.kernels.glu import _activate, _sigmoid
 from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 ELEMENTS = 1024
@@ -183,7 +184,7 @@ def _block(width: int) -> int:
     return next((block for block in (1024, 512, 256) if width % block == 0), 256)
 
 
-@torch.library.custom_op("chronicals::expert_glu_forward", mutates_args=())
+@operator("chronicals::expert_glu_forward")
 def _forward(h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool) -> Tensor:
     rows, width = len(h), h.shape[1] // 2
     u = h.new_empty(rows, width)
@@ -196,12 +197,12 @@ def _forward(h: Tensor, activation: str, alpha: float, limit: float | None, offs
     return u
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool) -> Tensor:
     return h.new_empty(len(h), h.shape[1] // 2)
 
 
-@torch.library.custom_op("chronicals::expert_glu_backward", mutates_args=())
+@operator("chronicals::expert_glu_backward")
 def _backward(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
     interleaved: bool, has_unit: bool,
@@ -218,7 +219,7 @@ def _backward(
     return d_h, unit, d_shares
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
     interleaved: bool, has_unit: bool,

@@ -27,6 +27,7 @@ from chronicals.kernels.expert_glu import (
 )
 from chronicals.kernels.fp8 import LIMITS, Scaled, fp8_quantize_reference, lacks_fp8
 from chronicals.kernels.launch import runs_triton, triton
+from chronicals.kernels.operators import operator
 
 KIND = torch.float8_e4m3fn
 
@@ -40,7 +41,7 @@ def _empty(h: Tensor, width: int, dense: bool) -> tuple[Tensor, Tensor, Tensor]:
     )  # fmt: skip
 
 
-@torch.library.custom_op("chronicals::expert_glu_fp8_forward", mutates_args=())
+@operator("chronicals::expert_glu_fp8_forward")
 def _forward(
     h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool, dense: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -55,14 +56,14 @@ def _forward(
     return u, values, scale
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(
     h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool, dense: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty(h, h.shape[1] // 2, dense)
 
 
-@torch.library.custom_op("chronicals::expert_glu_fp8_backward", mutates_args=())
+@operator("chronicals::expert_glu_fp8_backward")
 def _backward(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
     interleaved: bool, dense: bool, has_unit: bool,
@@ -79,7 +80,7 @@ def _backward(
     return d_h, values, scale, unit, d_shares
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
     interleaved: bool, dense: bool, has_unit: bool,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import absent, new_amax, raise_amax
 from chronicals.kernels.launch import INTERPRETED, WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
@@ -258,7 +259,7 @@ def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
     }[scaling]  # fmt: skip
 
 
-@torch.library.custom_op("chronicals::fp8_quantize", mutates_args=())
+@operator("chronicals::fp8_quantize")
 def _quantize(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -315,7 +316,7 @@ def _scale(most: Tensor, limit: float) -> Tensor:
     return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=SMALLEST), 1.0)
 
 
-@_quantize.register_fake
+@torch.library.register_fake(_quantize)
 def _(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -30,6 +30,7 @@ from chronicals.kernels.fp8 import (
     lacks_fp8,
 )
 from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 KIND = torch.float8_e4m3fn
 STRIP = (16, 4096)
@@ -102,7 +103,7 @@ def _empty(w: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return rows, columns, w.new_empty(count, dtype=torch.float32)
 
 
-@torch.library.custom_op("chronicals::fp8_quantize_experts", mutates_args=())
+@operator("chronicals::fp8_quantize_experts")
 def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns, found = _empty(w, layout)
     known = scale
@@ -120,7 +121,7 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
     return rows, columns, found
 
 
-@_quantize.register_fake
+@torch.library.register_fake(_quantize)
 def _(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(w, layout)
 

@@ -33,6 +33,7 @@ from chronicals.kernels.grouped_product import (
     product_launch,
 )
 from chronicals.kernels.launch import runs_triton
+from chronicals.kernels.operators import operator
 
 DEPTH = 128
 """Of a step, in elements: rows of 128 bytes, as in 16 bit."""
@@ -49,7 +50,7 @@ def fp8_product_launch(rows: int, width: int, on: torch.device, rank: int = 0, f
     return replace(product_launch(rows, min(width, 128), on, rank), depth=DEPTH, warps=8, stages=4)
 
 
-@torch.library.custom_op("chronicals::fp8_grouped_product", mutates_args=())
+@operator("chronicals::fp8_grouped_product")
 def _product(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int,
     gathers: bool, bias: Tensor | None, u: Tensor | None, up: Tensor | None, dtype: torch.dtype, fast: bool,
@@ -59,7 +60,7 @@ def _product(
     return launch_product(launch, x, w, to, gathers, bias, u, up, scales=(x_scale, w_scale), dtype=dtype, fast=fast)
 
 
-@_product.register_fake
+@torch.library.register_fake(_product)
 def _(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int,
     gathers: bool, bias: Tensor | None, u: Tensor | None, up: Tensor | None, dtype: torch.dtype, fast: bool,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 KINDS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
 """Elements and bytes of a block, by ggml's name of the type."""
@@ -62,7 +63,7 @@ def dequantize_gguf(packed: Tensor, out: Tensor, kind: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("chronicals::dequantize_gguf", mutates_args=("out",))
+@operator("chronicals::dequantize_gguf", mutates=("out",))
 def _dequantize(packed: Tensor, out: Tensor, kind: str) -> None:
     rows, columns = out.shape
     if not runs_triton(out):

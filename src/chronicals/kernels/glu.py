@@ -31,6 +31,7 @@ from chronicals.kernels.launch import (
     triton,
     with_padding,
 )
+from chronicals.kernels.operators import operator
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -120,7 +121,7 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
     return (rows * triton.cdiv(width, tile.block),), width, strides, tile
 
 
-@torch.library.custom_op("chronicals::glu_forward", mutates_args=())
+@operator("chronicals::glu_forward")
 def _forward(gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     """y and its amax, ``absent`` if not wanted."""
     y, amax = with_padding(gate, gate.shape, padding), new_amax(gate, finds_amax)
@@ -133,24 +134,24 @@ def _forward(gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax
     return y, amax
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     return with_padding(gate, gate.shape, padding), new_amax(gate, finds_amax)
 
 
-@torch.library.custom_op("chronicals::glu_backward", mutates_args=())
+@operator("chronicals::glu_backward")
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     _launch_backward(dy, gate, up, d_gate, d_up, None, activation)
     return d_gate, d_up
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("chronicals::glu_of_both_backward", mutates_args=())
+@operator("chronicals::glu_of_both_backward")
 def _backward_of_both(dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     """The gradient of both, and its amax, ``absent`` if not wanted."""
     d_both, amax = with_padding(both, both.shape, padding), new_amax(both, finds_amax)
@@ -159,7 +160,7 @@ def _backward_of_both(dy: Tensor, both: Tensor, activation: str, padding: int, f
     return d_both, amax
 
 
-@_backward_of_both.register_fake
+@torch.library.register_fake(_backward_of_both)
 def _(dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     return with_padding(both, both.shape, padding), new_amax(both, finds_amax)
 

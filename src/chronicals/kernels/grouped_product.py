@@ -32,6 +32,7 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
+from chronicals.kernels.operators import operator
 
 CLEARED = 4096
 """Elements that a program of ``_clear_kernel`` writes at once."""
@@ -304,7 +305,7 @@ def _box(x: Tensor, shape: tuple[int, ...]) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape))
 
 
-@torch.library.custom_op("chronicals::grouped_product", mutates_args=())
+@operator("chronicals::grouped_product")
 def _product(
     x: Tensor, w: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int, gathers: bool,
     bias: Tensor | None, u: Tensor | None, up: Tensor | None, factor: float,
@@ -313,7 +314,7 @@ def _product(
     return launch_product(launch, x, w, Dispatch(order, order, bounds, tiles, each, rows), gathers, bias, u, up, factor)
 
 
-@_product.register_fake
+@torch.library.register_fake(_product)
 def _(
     x: Tensor, w: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int, gathers: bool,
     bias: Tensor | None, u: Tensor | None, up: Tensor | None, factor: float,
@@ -351,7 +352,7 @@ NEITHER, FIRST, SECOND = range(3)
 """Which operand of a weight gradient has the rows of tokens."""
 
 
-@torch.library.custom_op("chronicals::grouped_weight_gradient", mutates_args=())
+@operator("chronicals::grouped_weight_gradient")
 def _weight_gradient(
     a: Tensor, b: Tensor, order: Tensor, bounds: Tensor, each: int, gathers: int, factor: float, dtype: torch.dtype
 ) -> Tensor:
@@ -362,7 +363,7 @@ def _weight_gradient(
     return launch_weight_gradient(launch, a, b, Dispatch(order, order, bounds, bounds, each, 0), gathers, factor, dtype)
 
 
-@_weight_gradient.register_fake
+@torch.library.register_fake(_weight_gradient)
 def _(
     a: Tensor, b: Tensor, order: Tensor, bounds: Tensor, each: int, gathers: int, factor: float, dtype: torch.dtype
 ) -> Tensor:

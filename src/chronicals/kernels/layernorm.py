@@ -27,6 +27,7 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
+from chronicals.kernels.operators import operator
 
 WARPS_A_PROCESSOR = 16
 """Of the backward kernel: few programs, each with the next rows under way."""
@@ -104,7 +105,7 @@ def _layernorm_backward_kernel(
         tl.store(shares_ptr + share + WANTS_WEIGHT * width, tl.sum(db, axis=0), mask=column < width)
 
 
-@torch.library.custom_op("chronicals::layernorm_forward", mutates_args=())
+@operator("chronicals::layernorm_forward")
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd of ``x`` ``[rows, D]``."""
     y, mean, rstd = _outputs(x, weight, bias)
@@ -123,12 +124,12 @@ def _outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Ten
     return x.new_empty(x.shape, dtype=_widest(x, weight, bias)), mean, rstd
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return _outputs(x, weight, bias)
 
 
-@torch.library.custom_op("chronicals::layernorm_backward", mutates_args=())
+@operator("chronicals::layernorm_backward")
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wants_weight: bool, wants_bias: bool
 ) -> tuple[Tensor, Tensor]:
@@ -146,7 +147,7 @@ def _backward(
     return dx, shares.sum(0)
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wants_weight: bool, wants_bias: bool
 ) -> tuple[Tensor, Tensor]:

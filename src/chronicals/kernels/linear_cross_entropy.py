@@ -29,6 +29,7 @@ from chronicals.kernels.linear_head import (
     with_adapter,
 )
 from chronicals.kernels.logit_rows import IGNORED, LossOptions, loss_and_gradient_, shaped_reference
+from chronicals.kernels.operators import operator
 from chronicals.kernels.products import product
 from chronicals.kernels.token_log_probability import token_log_probability
 from chronicals.kernels.two_streams import at_once
@@ -57,7 +58,7 @@ def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("chronicals::linear_cross_entropy", mutates_args=())
+@operator("chronicals::linear_cross_entropy")
 def _forward(
     hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, values: Tensor | None,
     index: Tensor | None, targets: Tensor, weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float,
@@ -98,7 +99,7 @@ def _forward(
     return [total, d_hidden, *of_head]
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(
     hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, values: Tensor | None,
     index: Tensor | None, targets: Tensor, weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float,

@@ -47,6 +47,7 @@ from chronicals.kernels.linear_head import (
     with_adapter,
 )  # fmt: skip
 from chronicals.kernels.logit_rows import IGNORED, LossOptions, shaped_reference
+from chronicals.kernels.operators import operator
 from chronicals.kernels.two_streams import at_once
 
 
@@ -133,7 +134,7 @@ class Distillation(NamedTuple):
     accuracy: Tensor
 
 
-@torch.library.custom_op("chronicals::linear_distillation", mutates_args=())
+@operator("chronicals::linear_distillation")
 def _forward(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor,
     teacher_weight: Tensor | None, teacher_more: Tensor | None, teacher_bias: Tensor | None, teacher_ids: Tensor | None,
@@ -181,7 +182,7 @@ def _forward(
     return [sums, d_hidden, *of_head]
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor,
     teacher_weight: Tensor | None, teacher_more: Tensor | None, teacher_bias: Tensor | None, teacher_ids: Tensor | None,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 CODES = {
     "nf4": (
@@ -235,7 +236,7 @@ def dequantize_4bit(packed: Tensor, scales: Scales, out: Tensor, block: int = 64
     return out
 
 
-@torch.library.custom_op("chronicals::dequantize_4bit", mutates_args=("out",))
+@operator("chronicals::dequantize_4bit", mutates=("out",))
 def _dequantize(
     packed: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
     out: Tensor, block: int, code: str,

@@ -31,6 +31,7 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
+from chronicals.kernels.operators import operator
 from chronicals.kernels.qk_rope import (
     check_rope,
     copy_heads,
@@ -257,7 +258,7 @@ def _constants(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: b
     return tile, (q.shape[1], k.shape[1], tile.rows, q.shape[-1], half, tile.block, rest, interleaved)
 
 
-@torch.library.custom_op("chronicals::qk_norm_rope_forward", mutates_args=())
+@operator("chronicals::qk_norm_rope_forward")
 def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
     interleaved: bool,
@@ -279,7 +280,7 @@ def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
     interleaved: bool,
@@ -287,7 +288,7 @@ def _(
     return _outputs(q, k)
 
 
-@torch.library.custom_op("chronicals::qk_norm_rope_backward", mutates_args=())
+@operator("chronicals::qk_norm_rope_backward")
 def _backward(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool,
@@ -330,7 +331,7 @@ def _launch_backward(
     return torch.stack((shares[:of_q].sum(0), shares[of_q:].sum(0)))
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool,
@@ -338,7 +339,7 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
 
 
-@torch.library.custom_op("chronicals::qkv_norm_rope_backward", mutates_args=())
+@operator("chronicals::qkv_norm_rope_backward")
 def _merged_backward(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
     sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, padding: int,
@@ -356,7 +357,7 @@ def _merged_backward(
     return d_qkv, sums, amax
 
 
-@_merged_backward.register_fake
+@torch.library.register_fake(_merged_backward)
 def _(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
     sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, padding: int,

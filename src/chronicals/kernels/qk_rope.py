@@ -18,6 +18,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import Tile, differentiable_once, next_power_of_2, runs_triton, tl, triton, with_padding
+from chronicals.kernels.operators import operator
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -182,7 +183,7 @@ def _launch(
     )  # fmt: skip
 
 
-@torch.library.custom_op("chronicals::qk_rope", mutates_args=())
+@operator("chronicals::qk_rope")
 def _rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -192,23 +193,18 @@ def _rotate_both(
     return q_out, k_out
 
 
-@_rotate_both.register_fake
+@torch.library.register_fake(_rotate_both)
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(dense(q)), torch.empty_like(dense(k))
 
 
-@torch.library.custom_op("chronicals::qk_rope_", mutates_args=("q", "k"))
+@operator("chronicals::qk_rope_", mutates=("q", "k"))
 def _rotate_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     of_both = dense(q), dense(k)
     _launch(*of_both, *of_both, cos, sin, interleaved, False)
     for x, rotated in zip((q, k), of_both):
         if rotated is not x:
             x.copy_(rotated)
-
-
-@_rotate_in_place.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    return None
 
 
 def dense(x: Tensor) -> Tensor:
@@ -234,7 +230,7 @@ class _Rotation(torch.autograd.Function):
         return _rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True)
 
 
-@torch.library.custom_op("chronicals::qkv_rope_backward", mutates_args=())
+@operator("chronicals::qkv_rope_backward")
 def _merged_gradient(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -251,7 +247,7 @@ def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, padding: int) -> Tensor
     return with_padding(d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), padding)
 
 
-@_merged_gradient.register_fake
+@torch.library.register_fake(_merged_gradient)
 def _(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

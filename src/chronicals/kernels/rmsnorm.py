@@ -32,6 +32,7 @@ from chronicals.kernels.launch import (
     triton,
     with_padding,
 )
+from chronicals.kernels.operators import operator
 
 WARPS_A_PROCESSOR = 16
 """Of the backward pass: as many programs a multiprocessor as make so many warps."""
@@ -121,7 +122,7 @@ def _rmsnorm_backward_kernel(
         raise_amax(amax_ptr, tl.max(most, 1))
 
 
-@torch.library.custom_op("chronicals::rmsnorm_forward", mutates_args=())
+@operator("chronicals::rmsnorm_forward")
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -138,7 +139,7 @@ def _forward(
     return y, rstd, total, amax
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -158,7 +159,7 @@ def _outputs(
     )
 
 
-@torch.library.custom_op("chronicals::rmsnorm_backward", mutates_args=())
+@operator("chronicals::rmsnorm_backward")
 def _backward(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
     padding: int, finds_amax: bool,
@@ -178,7 +179,7 @@ def _backward(
     return ds, amax, absent(s) if shares is None or weight is None else shares.sum(0).to(weight.dtype)
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
     padding: int, finds_amax: bool,

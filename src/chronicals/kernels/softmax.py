@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import WIDEST, Tile, differentiable_once, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.operators import operator
 
 
 def _tile(width: int, backward: bool) -> Tile:
@@ -97,7 +98,7 @@ def _wide_softmax_backward_kernel(dy_ptr, y_ptr, dx_ptr, width, dy_stride, BLOCK
         tl.store(dx_ptr + row * width + first + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("chronicals::softmax_forward", mutates_args=())
+@operator("chronicals::softmax_forward")
 def _forward(x: Tensor) -> Tensor:
     """Of ``x`` ``[rows, D]``."""
     y = x.new_empty(x.shape)
@@ -112,12 +113,12 @@ def _forward(x: Tensor) -> Tensor:
     return y
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("chronicals::softmax_backward", mutates_args=())
+@operator("chronicals::softmax_backward")
 def _backward(dy: Tensor, y: Tensor) -> Tensor:
     dx = y.new_empty(y.shape)
     rows, width = y.shape
@@ -131,7 +132,7 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
     return dx
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(dy: Tensor, y: Tensor) -> Tensor:
     return y.new_empty(y.shape)
 

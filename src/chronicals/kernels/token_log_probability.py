@@ -28,9 +28,10 @@ from chronicals.kernels.linear_head import (
     with_adapter,
 )
 from chronicals.kernels.logit_rows import IGNORED, LossOptions, log_probabilities, log_probability_gradient_
+from chronicals.kernels.operators import operator
 
 
-@torch.library.custom_op("chronicals::token_log_probability", mutates_args=())
+@operator("chronicals::token_log_probability")
 def _forward(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, scale: float,
     softcap: float | None, chunk_size: int, wants_entropy: bool,
@@ -45,7 +46,7 @@ def _forward(
     return out
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, scale: float,
     softcap: float | None, chunk_size: int, wants_entropy: bool,
@@ -58,7 +59,7 @@ def _outputs(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))  # type: ignore[return-value]
 
 
-@torch.library.custom_op("chronicals::token_log_probability_backward", mutates_args=())
+@operator("chronicals::token_log_probability_backward")
 def _backward(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, d_log_p: Tensor,
     d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, scale: float, softcap: float | None, chunk_size: int,
@@ -84,7 +85,7 @@ def _backward(
     return [d_hidden, d_weight, d_more, d_bias]
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, d_log_p: Tensor,
     d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, scale: float, softcap: float | None, chunk_size: int,

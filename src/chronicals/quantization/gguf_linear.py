@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chronicals.kernels.operators import operator
 from chronicals.quantization.gguf import Blocks
 from chronicals.quantization.packed_linear import PackedLinear
 
@@ -59,23 +60,23 @@ def _(x: Tensor, codes: Tensor, outputs: int, kind: str, dtype: torch.dtype) -> 
     return x.new_empty((*x.shape[:-1], outputs))
 
 
-@torch.library.custom_op("chronicals::linear_gguf_input_gradient", mutates_args=())
+@operator("chronicals::linear_gguf_input_gradient")
 def _input_gradient(dy: Tensor, codes: Tensor, inputs: int, kind: str, dtype: torch.dtype) -> Tensor:
     return dy @ _dense(codes, dy.shape[-1], inputs, kind, dtype).to(dy.dtype)
 
 
-@_input_gradient.register_fake
+@torch.library.register_fake(_input_gradient)
 def _(dy: Tensor, codes: Tensor, inputs: int, kind: str, dtype: torch.dtype) -> Tensor:
     return dy.new_empty((*dy.shape[:-1], inputs))
 
 
-@torch.library.custom_op("chronicals::linear_gguf_squared_norms", mutates_args=())
+@operator("chronicals::linear_gguf_squared_norms")
 def _squared_norms(codes: Tensor, outputs: int, inputs: int, kind: str, dtype: torch.dtype) -> Tensor:
     weight = _dense(codes, outputs, inputs, kind, dtype)
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32)).square_()
 
 
-@_squared_norms.register_fake
+@torch.library.register_fake(_squared_norms)
 def _(codes: Tensor, outputs: int, inputs: int, kind: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(outputs, dtype=torch.promote_types(dtype, torch.float32))
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.nf4 import Scales
+from chronicals.kernels.operators import operator
 from chronicals.quantization.bitsandbytes_format import read_weight, stored_tensors
 from chronicals.quantization.nf4 import Packed
 from chronicals.quantization.packed_linear import PackedLinear
@@ -134,7 +135,7 @@ def _(
     return x.new_empty((*x.shape[:-1], outputs))
 
 
-@torch.library.custom_op("chronicals::linear_4bit_input_gradient", mutates_args=())
+@operator("chronicals::linear_4bit_input_gradient")
 def _input_gradient(
     dy: Tensor, codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
     inputs: int, block: int, code: str, dtype: torch.dtype,
@@ -143,14 +144,14 @@ def _input_gradient(
     return dy @ Packed(codes, scales, (dy.shape[-1], inputs), dtype, block, code).dense().to(dy.dtype)
 
 
-@_input_gradient.register_fake
+@torch.library.register_fake(_input_gradient)
 def _(
     dy: Tensor, codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, inputs: int, *_: Any
 ) -> Tensor:
     return dy.new_empty((*dy.shape[:-1], inputs))
 
 
-@torch.library.custom_op("chronicals::linear_4bit_squared_norms", mutates_args=())
+@operator("chronicals::linear_4bit_squared_norms")
 def _squared_norms(
     codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
     outputs: int, inputs: int, block: int, code: str, dtype: torch.dtype,
@@ -159,7 +160,7 @@ def _squared_norms(
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32)).square_()
 
 
-@_squared_norms.register_fake
+@torch.library.register_fake(_squared_norms)
 def _(
     codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, outputs: int, inputs: int, block: int,
     code: str, dtype: torch.dtype,

@@ -23,6 +23,7 @@ from torch import Tensor
 from chronicals import beforehand
 from chronicals.attention.support import HALVES, Backend, Spans, Support
 from chronicals.kernels.amax import absent
+from chronicals.kernels.operators import operator
 
 
 @cache
@@ -106,7 +107,7 @@ def _outputs(q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("chronicals::flash_attn_4_backward", mutates_args=())
+@operator("chronicals::flash_attn_4_backward")
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
     max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
@@ -123,7 +124,7 @@ def _backward(
     return dq, dk, dv, absent(q) if sinks is None else found[3]
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
     max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
