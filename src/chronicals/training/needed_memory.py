@@ -110,8 +110,8 @@ def layers_that_stay(needed: Estimate, policy: str, again: int | None, size: int
     """
     if not needed.total or again != 0 or policy not in needed.kept:
         return 0
-    spare = RESERVE * needed.total - needed.needed(policy)
-    return max(0, min(needed.layers, int(spare // size)))
+    spare = int(RESERVE * needed.total) - needed.needed(policy)
+    return max(0, min(needed.layers, spare // size))
 
 
 def gathered_bytes(config: ChronicalsConfig, model: Any) -> int:
