@@ -19,6 +19,7 @@ from chronicals.memory.recompute import RESERVE
 from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
 from chronicals.planning.plan import _flops_a_token
+from chronicals.planning.traffic import gathered_in_passes
 from chronicals.training import decisions, needed_memory
 
 GB = 10**9
@@ -327,6 +328,17 @@ def test_what_is_gathered_for_a_pass_is_hidden_beside_it(stay, busy, tmp_path):
     summed = 4 * trained(model) * 7 / 8 / 1e10
     expected = max(0, forward - busy * forward) + max(0, backward + summed - 2 * busy * forward)
     assert made.exposed == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_fp16_gathers_fp32_that_autocast_reads(tmp_path):
+    """Where layers are trained; frozen ones are gathered as products read them."""
+    narrow, wide = (runs.config(tmp_path, **{**DIVIDED, "mixed_precision": name}) for name in ("bf16", "fp16"))
+    model = large()
+    assert needed_memory.gathered_bytes(wide, model) == 2 * needed_memory.gathered_bytes(narrow, model)
+    assert traffic(model, wide, 8, False).all_gather == 2 * traffic(model, narrow, 8, False).all_gather
+    apply_lora(model, LoRAConfig(rank=8))
+    (first, _), (second, _) = (gathered_in_passes(model, config, 8) for config in (narrow, wide))
+    assert first == second > 0
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.75, 100.0])

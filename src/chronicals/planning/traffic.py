@@ -41,7 +41,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models import embedding_table
 from chronicals.training.context import exchanging
 from chronicals.training.needed_memory import frozen_bytes
-from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, trains_layers
+from chronicals.training.weight_sharding import DTYPES, PRODUCTS, WEIGHTS, trains_layers
 
 NAMES = {
     "_reduce_scatter_base_": "reduce_scatter", "_allgather_base_": "all_gather", "allreduce_": "all_reduce",
@@ -153,7 +153,7 @@ def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: 
 
 def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
     """Of every micro-batch: gather layers for both passes, those that stay and the rest once, and sum what is trained."""
-    dtype, layers = PRODUCTS[config.mixed_precision], decoder_layers(model)
+    dtype, layers = DTYPES[config.mixed_precision], decoder_layers(model)
     units = [list(layer.parameters()) for layer in layers]
     inside = {id(p) for unit in units for p in unit}
     rest = [p for p in model.parameters() if id(p) not in inside]
