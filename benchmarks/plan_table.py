@@ -50,15 +50,17 @@ chronicals plan --model MODEL --gpus 8 --gpu-memory 24 --link 20
 
 No card is needed, data are not read, and of the model its configuration alone. For each number of cards it prints:
 
-- **What a card holds at most**, by the estimate from which a run decides what it recomputes, and how many layers are computed
-  again.
+- **What a card holds at most**, by the estimate from which a run decides what it recomputes, how many layers are computed
+  again, and how many of divided ones stay gathered between their passes.
 - **What a card sends** in an optimizer step. The sums and updates of training run in one process that plays the first of many,
   on tensors without memory, and the bytes of every collective are added up. They are within 1 % of the formulas, which are
   4 N (W - 1) / W for gradients and 2 N (W - 1) / W for bf16 weights, of N weights on W cards; divided weights are gathered
-  twice in each micro-batch, frozen ones but for the two layers that are still there from the pass before.
+  for both passes of each micro-batch, but once where they stay gathered: embedding, head and the last layers that memory is
+  spare for, of frozen ones the last two layers.
 - **Time**: FLOPs over the rate that a card reaches (`--tflops`), and what is sent over the link (`--link` within a machine,
   `--network` between machines, GB/s a card). A sum within the backward pass is hidden beside it as far as that is long enough;
-  what comes after it is not. Copies of divided weights on several machines are summed beside the last backward pass.
+  what comes after it is not. What is gathered for a pass is hidden beside that pass, and copies of divided weights on several
+  machines are summed beside the last backward pass.
 
 `--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
 600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and
@@ -70,8 +72,8 @@ with whole weights.
 
 This page is written by `python benchmarks/plan_table.py`.
 
-| work | cards | GB held | layers again | GB sent a step | computing | waiting | efficiency | tokens/s |
-|---|---|---|---|---|---|---|---|---|
+| work | cards | GB held | layers again | layers stay | GB sent a step | computing | waiting | efficiency | tokens/s |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -88,7 +90,7 @@ def planned(size: str, fields: dict, gpus: int) -> Plan:
 def row(work: str, one: Plan) -> str:
     held = f"{one.held / GIGA:.0f}" + ("" if one.fits else ", too much")
     rest = (f"{one.computing:.2f} s", f"{one.exposed:.2f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}")
-    cells = (work, f"{one.gpus:,}", held, one.recomputed or "-", f"{one.sent.total / GIGA:.1f}")
+    cells = (work, f"{one.gpus:,}", held, one.recomputed or "-", one.stay or "-", f"{one.sent.total / GIGA:.1f}")
     return f"| {' | '.join(map(str, (*cells, *(rest if one.fits else ('-',) * 4))))} |\n"
 
 

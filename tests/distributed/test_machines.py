@@ -86,7 +86,8 @@ def test_processes_that_would_share_with_others_are_refused(tmp_path, monkeypatc
 
     ranks = Recorded(0, 8, told=[tmp_path])
     decided(monkeypatch, ranks, 4)
-    with pytest.raises(ConfigurationError, match=r"not train the same: sharding is .*4, 0\] on rank 0 and .*2, 0\] on rank 1"):
+    told = r"do not train the same: sharding is .*4, 0\] on rank 0 and .*2, 0\] on rank 1"
+    with pytest.raises(ConfigurationError, match=told):
         decided(monkeypatch, ranks, 2)
 
 

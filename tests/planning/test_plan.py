@@ -19,6 +19,7 @@ from chronicals.memory.recompute import RESERVE
 from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
 from chronicals.planning.plan import _flops_a_token
+from chronicals.planning.traffic import gathered_in_passes
 from chronicals.training import decisions, needed_memory
 
 GB = 10**9
@@ -303,6 +304,81 @@ def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_
         assert hidden > 0 and found.exposed == pytest.approx(found.sent.all_reduce / 1e10 - hidden, abs=1e-4)
 
 
+DIVIDED = {**ALL, "batch_size": 1, "max_seq_length": 512, "sharding": "weights", "memory": []}
+
+
+def room_for(stay, config, model, gpus):
+    """Bytes of a card on which so many layers and a half may stay gathered, and of what it holds beside them."""
+    held = needed_memory.expected_memory(config, model, gpus, 1, True, total=1)[1].needed("nothing")
+    return int((held + (stay + 0.5) * needed_memory.gathered_bytes(config, model)) / RESERVE), held
+
+
+@pytest.mark.parametrize(("stay", "busy"), [(0, 0.0), (0, 0.75), (3, 0.75), (4, 0.75), (3, 1.5), (4, 100.0)])
+def test_what_is_gathered_for_a_pass_is_hidden_beside_it(stay, busy, tmp_path):
+    """Of the forward pass all layers and the rest, of the backward pass the layers that do not stay. ``busy``: how long the
+    forward pass computes, beside what is gathered for it."""
+    model, config = large(), runs.config(tmp_path, **DIVIDED)
+    layer, (memory, held) = sum(p.numel() for p in decoder_layers(model)[0].parameters()), room_for(stay, config, model, 8)
+    forward, backward = (2 * count * 7 / 8 / 1e10 for count in (trained(model), (4 - stay) * layer))
+    flops = 512 * _flops_a_token(model, config, 0.0) / (3 * busy * forward) if busy else 1e30
+    made = plan(model, config, 8, Machines(memory=memory, link=1e10, flops=flops))
+    assert made.stay == stay and made.recomputed == 0 and made.fits
+    assert made.held == held + stay * needed_memory.gathered_bytes(config, model)
+    assert made.sent == traffic(model, config, 8, False, stay=stay)
+    summed = 4 * trained(model) * 7 / 8 / 1e10
+    expected = max(0, forward - busy * forward) + max(0, backward + summed - 2 * busy * forward)
+    assert made.exposed == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_fp16_gathers_fp32_that_autocast_reads(tmp_path):
+    """Where layers are trained; frozen ones are gathered as products read them."""
+    narrow, wide = (runs.config(tmp_path, **{**DIVIDED, "mixed_precision": name}) for name in ("bf16", "fp16"))
+    model = large()
+    assert needed_memory.gathered_bytes(wide, model) == 2 * needed_memory.gathered_bytes(narrow, model)
+    assert traffic(model, wide, 8, False).all_gather == 2 * traffic(model, narrow, 8, False).all_gather
+    apply_lora(model, LoRAConfig(rank=8))
+    (first, _), (second, _) = (gathered_in_passes(model, config, 8) for config in (narrow, wide))
+    assert first == second > 0
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.75, 100.0])
+def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(busy, tmp_path):
+    """By all cards of all machines; for the backward pass the last two layers are there."""
+    model = large(num_hidden_layers=6)
+    layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
+    quantise_layers(model)
+    model = apply_lora(model, LoRAConfig(rank=64))
+    config = runs.config(tmp_path, **{**DIVIDED, "use_lora": True, "lora_rank": 64, "sharding_ranks": 4})
+    forward = 0.516 * layers * 3 / 4 / 1e8
+    flops = 512 * _flops_a_token(model, config, 0.0) / (3 * busy * forward) if busy else 1e30
+    made = plan(model, config, 16, Machines(cards=4, link=1e8, network=1e7, flops=flops))
+    assert made.stay == 0
+    afterwards = made.sent.embedding / 1e8 + (2 * made.sent.reduce_scatter + made.sent.all_reduce) / 1e7
+    passes = max(0, forward - busy * forward) + max(0, forward * 4 / 6 - 2 * busy * forward)
+    assert made.exposed == pytest.approx(passes + afterwards, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("spare", "fields"),
+    [
+        (2, {}),
+        (9, {}),
+        (-1, {}),
+        (2, {"memory": ["recompute_layers"]}),
+        (2, {"memory": []}),
+        (2, {"use_gradient_checkpointing": False}),
+    ],
+)
+def test_as_many_layers_stay_as_the_trainer_lets_stay(spare, fields, tmp_path, monkeypatch):
+    usual = {name: value for name, value in DIVIDED.items() if name != "memory"}
+    model, config = large(), runs.config(tmp_path, **{**usual, "max_seq_length": 16, **fields})
+    memory, _ = room_for(spare, config, model, 8)
+    monkeypatch.setattr(needed_memory, "_memory_of", lambda _: memory)
+    made = decisions.decide(config, present(model, True, True, pack_width=16), ranks=8)["sharding"]
+    assert plan(model, config, 8, Machines(memory=memory)).stay == made.stay
+    assert (made.stay > 0) == (spare > 0 and fields.get("memory") != ["recompute_layers"])
+
+
 def test_cards_that_cannot_share_packs_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="context_parallel=4: 6 cards cannot share packs 4 by 4"):
         plan(large(), runs.config(tmp_path, **ALL, context_parallel=4), 6, Machines())
@@ -320,5 +396,9 @@ def test_the_command(tmp_path):
     one, two = json.loads(told.stdout)
     assert (one["gpus"], two["gpus"]) == (1, 2) and one["sent"]["total"] == 0 < two["sent"]["total"]
     assert two["efficiency"] < one["efficiency"] == 1 and two["fits"]
+    assert "stay" not in shown.output and one["stay"] == two["stay"] == 0
+    divided = [*given, "--sharding", "weights"]
+    assert "Layers that stay are gathered once" in CliRunner().invoke(app, divided).output
+    assert [made["stay"] for made in json.loads(CliRunner().invoke(app, [*divided, "--json"]).stdout)] == [0, 2]
     wrong = CliRunner().invoke(app, [*given[:3], "--gpus", "two"])
     assert isinstance(wrong.exception, ConfigurationError) and "gpus='two': give numbers" in str(wrong.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,19 @@ from divided_ranks import batch_of, step_of, whole
 
 import runs
 import tiny
-from chronicals.distributed import Mesh, stay_gathered
-from chronicals.memory import decoder_layers
+from chronicals.distributed import Mesh, is_divided, stay_gathered
+from chronicals.memory import NOTHING, decoder_layers
 from chronicals.objectives import build_objective
 from chronicals.patching import patch_parts
 from chronicals.planning.traffic import _Counted
+from chronicals.training import decisions
+from chronicals.training.needed_memory import gathered_bytes
 from chronicals.training.session import prepared
 
 STEPS, MICRO = 3, 2
+
+LAYERS = 3
+"""Of the model that is broken off; a card has room for one or two of them."""
 
 
 def train(count: int, ranks: Mesh, folder: Path) -> dict[str, Any]:
@@ -44,13 +50,38 @@ def train(count: int, ranks: Mesh, folder: Path) -> dict[str, Any]:
     return {"seen": seen, "weights": weights, "gathered": counted.sent["all_gather"], "layers": len(decoder_layers(model))}
 
 
+def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
+    """On cards of which each has room for one layer more than the one before: what was decided, which layers are gathered after
+    a forward pass that no backward pass followed, and which when the run has left its model."""
+    model, batch = tiny.llama(num_hidden_layers=LAYERS), batch_of(99, 300)
+    config = runs.config(folder, objective="pretraining", sharding="weights")
+    estimated = decisions.expected_memory
+
+    def on_a_card(*given: Any) -> Any:
+        frees, needed = estimated(*given)
+        room = (ranks.rank + 1.5) * gathered_bytes(config, model)
+        return frees, replace(needed, total=int((needed.needed(NOTHING) + room) / 0.9))
+
+    def gathered() -> list[bool]:
+        return [not all(is_divided(p) for p in layer.parameters()) for layer in decoder_layers(model)]
+
+    decisions.expected_memory = on_a_card
+    with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
+        session.presented.as_forward(partial(session.objective, session.presented, batch))
+        broken = gathered()
+    decisions.expected_memory = estimated
+    return {"decided": session.decisions["sharding"].stay, "broken": broken, "left": gathered()}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     ranks = Mesh.current()
     found = [train(count, ranks, folder) for count in (0, 1, 2)]
+    broken = ranks.gather_values(break_off(ranks, folder))
     if ranks.writer:
         torch.save(found, folder / "found.pt")
+        torch.save(broken, folder / "broken.pt")
 
 
 if __name__ == "__main__":

@@ -75,12 +75,14 @@ def _show(found: list[Plan], machines: Machines) -> None:
     from rich.table import Table
 
     console = Console(width=max(Console().width, WIDE))
-    names = "cards", "GB held", "layers again", "GB sent", "computing", "waiting", "efficiency", "tokens/s"
-    table = Table(*names, box=box.SIMPLE)
+    some_stay = any(one.stay for one in found)
+    layers = ("layers again", "layers stay") if some_stay else ("layers again",)
+    table = Table("cards", "GB held", *layers, "GB sent", "computing", "waiting", "efficiency", "tokens/s", box=box.SIMPLE)
     for one in found:
+        counts = (one.recomputed, one.stay) if some_stay else (one.recomputed,)
         table.add_row(
             f"{one.gpus:,}", f"{one.held / GIGA:.1f}" + ("" if one.fits else " [bold red]too much[/]"),
-            f"{one.recomputed}" if one.recomputed else "-", f"{one.sent.total / GIGA:.2f}", f"{one.computing:.3f} s",
+            *(f"{count}" if count else "-" for count in counts), f"{one.sent.total / GIGA:.2f}", f"{one.computing:.3f} s",
             f"{one.exposed:.3f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}",
         )  # fmt: skip
     console.print(table)
@@ -92,3 +94,5 @@ def _show(found: list[Plan], machines: Machines) -> None:
         f"weights are on every card{beside}.",
         soft_wrap=True,
     )
+    if some_stay:
+        console.print("Layers that stay are gathered once for both of their passes, for memory is spare.", soft_wrap=True)

@@ -2,8 +2,9 @@
 
 Zhao et al., 2023 (FSDP); ZeRO stage 3. A decoder layer is a unit: its weights are gathered by one collective before its forward
 pass and again before its backward pass, the sums of its gradients reduce-scattered in fp32 after it. Shards are fp32, 4 bytes a
-weight, as many as the 16 + 16 bits of a bf16 weight with its master; layers compute with weights cast to bf16. Bytes of a
-micro-batch and rank, of N weights in bf16 over W ranks: 4 N (W − 1) / W gathered, and as many of gradients.
+weight, as many as the 16 + 16 bits of a bf16 weight with its master; layers compute with weights cast to bf16. The embedding,
+the head and the layers that ``stay_gathered`` names are gathered once. Bytes of a micro-batch and rank, of N weights in bf16
+over W ranks of which S are gathered once: (4 N − 2 S) (W − 1) / W gathered, and 4 N (W − 1) / W of gradients.
 
 With copies on several machines (HSDP) a machine's ranks share the rows, and sums are all-reduced among the copies after the
 last micro-batch of a step.

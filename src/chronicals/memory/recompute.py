@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class Estimate:
     def fits(self) -> bool:
         """Whether there is a plan with which it fits; True without a card."""
         return not self.total or self.needed(*self.choice()) <= RESERVE * self.total
+
+    def beside(self, size: int) -> Estimate:
+        """With so many bytes more, which are there all the time."""
+        return replace(self, fixed=self.fixed + size)
 
     def words(self) -> str:
         if not self.total:

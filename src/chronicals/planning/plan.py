@@ -4,8 +4,14 @@
     exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + attention + embedding
 
 in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
-after it is not. Where weights are divided, they are gathered for each layer beside the one before it, and copies on several
-machines are summed layer by layer beside the backward pass of the last micro-batch. Computation is FLOPs over the rate that a
+after it is not. Where weights are divided, of g gathered in the forward and h in the backward passes (``gathered_in_passes``)
+
+    exposed    = max(0, g − ⅓ compute) + max(0, h + reduce-scatter − ⅔ compute) + all-reduce + embedding
+
+as if layers were gathered beside others throughout a pass, the first one and the embedding too. Copies on several machines are
+summed layer by layer beside the backward pass of the last micro-batch. Beside divided frozen weights, adapters are summed after
+the backward pass and gathered after their update, by all ranks, and nothing hides either; there, too, the backward pass counts
+as two thirds, though it computes no gradient of what is frozen. Computation is FLOPs over the rate that a
 card reaches: 2 N a token forward and as many for each of the two gradients, of N weights that are multiplied by, and
 2 · heads · width · length for the causal attention to a document. Of stacked experts those count that a token meets.
 """
@@ -20,9 +26,15 @@ from torch import nn
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.model_shape import ModelShape
-from chronicals.planning.traffic import Traffic, traffic
+from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.quantization import Experts4bit, PackedLinear
-from chronicals.training.needed_memory import choose_sharding, expected_memory, sharing_of
+from chronicals.training.needed_memory import (
+    choose_sharding,
+    expected_memory,
+    gathered_bytes,
+    layers_that_stay,
+    sharing_of,
+)
 from chronicals.training.weight_sharding import WEIGHTS, trains_layers
 
 BACKWARD = 2 / 3
@@ -60,6 +72,7 @@ class Plan:
         fits: whether that is within its memory.
         sharding: what is divided.
         recomputed: layers that are recomputed.
+        stay: layers whose divided weights stay gathered between their passes.
         in_backward: whether gradients are summed in the backward pass.
         sent: bytes a card sends in a step.
         tokens: of a step, on all cards.
@@ -71,6 +84,7 @@ class Plan:
     fits: bool
     sharding: str
     recomputed: int
+    stay: int
     in_backward: bool
     sent: Traffic
     tokens: int
@@ -106,26 +120,46 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     config = _with_sharding(config, model, gpus, machines)
     frees, needed = expected_memory(config, model, gpus, context, whole=True, total=machines.memory)
     policy, again = _recomputed(config, needed)
-    held = needed.needed(policy, again)
+    stay, size = _staying(config, model, gpus, needed, policy, None if policy == LAYERS else again)
+    held = needed.needed(policy, again) + stay * size
     again = needed.layers if policy == LAYERS else again
-    sent = traffic(model, config, gpus, frees, again, machines.cards)
+    sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     computing = tokens // context * _flops_a_token(model, config, again / max(needed.layers, 1)) / machines.flops
-    seconds = {name: size / machines.rate(gpus) for name, size in vars(sent).items()}
-    seconds["attention"] = sent.attention / machines.rate(context)
-    hidden = min(seconds["reduce_scatter"], BACKWARD * computing) if frees else 0.0
     if config.sharding == WEIGHTS and gpus > 1:
-        among = config.sharding_ranks or gpus
-        seconds |= {name: getattr(sent, name) / machines.rate(among) for name in ("all_gather", "reduce_scatter", "embedding")}
-        gathered = seconds["all_gather"] / 2
-        hidden = min(gathered, (1 - BACKWARD) * computing)
-        hidden += min(gathered + seconds["reduce_scatter"], BACKWARD * computing)
-        if trains_layers(model):  # sums among copies, over another link, within the last backward pass
-            hidden += min(seconds["all_reduce"], BACKWARD * computing / config.gradient_accumulation_steps)
+        exposed = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
+    else:
+        exposed = _exposed(sent, machines.rate(gpus), computing if frees else 0.0)
     return Plan(
-        gpus, held, held <= machines.memory, config.sharding, again, frees, sent, tokens * gpus // context, computing,
-        sum(seconds.values()) - hidden,
+        gpus, held, held <= machines.memory, config.sharding, again, stay, frees, sent, tokens * gpus // context, computing,
+        exposed + sent.attention / machines.rate(context),
     )  # fmt: skip
+
+
+def _exposed(sent: Traffic, rate: float, computing: float) -> float:
+    """Seconds of all but attention that nothing hides.
+
+    Args:
+        computing: beside whose backward pass gradients are summed; 0 where they are summed afterwards.
+    """
+    hidden = min(sent.reduce_scatter / rate, BACKWARD * computing)
+    return (sent.total - sent.attention) / rate - hidden
+
+
+def _exposed_divided(
+    model: Any, config: ChronicalsConfig, gpus: int, machines: Machines, stay: int, sent: Traffic, computing: float
+) -> float:  # fmt: skip
+    """As ``_exposed``, where weights are divided."""
+    near, far = machines.rate(config.sharding_ranks or gpus), machines.rate(gpus)
+    forward, backward = gathered_in_passes(model, config, gpus, stay)
+    summed, afterwards = sent.all_reduce / far, sent.embedding / near
+    if trains_layers(model):  # sums among copies, over another link, within the last backward pass
+        summed -= min(summed, BACKWARD * computing / config.gradient_accumulation_steps)
+        backward += sent.reduce_scatter
+    else:  # adapters
+        afterwards += (sent.all_gather - forward - backward + sent.reduce_scatter) / far
+    passes = (forward, (1 - BACKWARD) * computing), (backward, BACKWARD * computing)
+    return sum(max(0.0, size / near - seconds) for size, seconds in passes) + summed + afterwards
 
 
 def _with_sharding(config: ChronicalsConfig, model: Any, gpus: int, machines: Machines) -> ChronicalsConfig:
@@ -134,6 +168,16 @@ def _with_sharding(config: ChronicalsConfig, model: Any, gpus: int, machines: Ma
     if chosen.sharding != WEIGHTS or gpus == 1:
         return chosen
     return chosen.fitted(sharding_ranks=sharing_of(chosen, model, gpus, machines.memory, machines.cards))
+
+
+def _staying(
+    config: ChronicalsConfig, model: Any, gpus: int, needed: Estimate, policy: str, again: int | None
+) -> tuple[int, int]:  # fmt: skip
+    """How many of the last layers stay gathered between their passes, as the trainer decides, and the bytes of one."""
+    if config.sharding != WEIGHTS or gpus == 1 or not trains_layers(model):
+        return 0, 0
+    size = gathered_bytes(config, model)
+    return layers_that_stay(needed, policy, again, size), size
 
 
 def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:

@@ -41,7 +41,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models import embedding_table
 from chronicals.training.context import exchanging
 from chronicals.training.needed_memory import frozen_bytes
-from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, trains_layers
+from chronicals.training.weight_sharding import DTYPES, PRODUCTS, WEIGHTS, trains_layers
 
 NAMES = {
     "_reduce_scatter_base_": "reduce_scatter", "_allgather_base_": "all_gather", "allreduce_": "all_reduce",
@@ -93,11 +93,7 @@ def traffic(
     found = dict.fromkeys(("reduce_scatter", "all_gather", "all_reduce"), 0.0)
     if config.sharding == WEIGHTS:
         among = config.sharding_ranks or ranks
-        with counted_among(among) as sent:
-            if trains_layers(model):
-                _gather_and_sum(model, config, among, micro_batches, stay)
-            else:
-                _gather_frozen(model, config, among, micro_batches)
+        sent = _of_passes(model, config, among, stay)
         found = {name: sent[name] for name in found}
         found["embedding"] = _of_embedding(model, config, among)
     if config.sharding != WEIGHTS or not trains_layers(model):
@@ -113,6 +109,26 @@ def traffic(
         layers = ModelShape.of(model.config).layers
         found["attention"] = micro_batches * (forward * (layers + recomputed) + backward * layers)
     return Traffic(**found)
+
+
+def gathered_in_passes(model: Any, config: ChronicalsConfig, ranks: int, stay: int = 0) -> tuple[float, float]:
+    """Bytes of divided weights that a rank gathers in a step, in all forward and in all backward passes. Adapters are whole on
+    every rank, and gathered after their update: they are in ``all_gather`` beside these.
+
+    Args:
+        ranks, stay: as for ``traffic``.
+    """
+    among = config.sharding_ranks or ranks
+    forward = _of_passes(model, config, among, len(decoder_layers(model)))["all_gather"]
+    return forward, _of_passes(model, config, among, stay)["all_gather"] - forward
+
+
+def _of_passes(model: Any, config: ChronicalsConfig, among: int, stay: int) -> dict[str, float]:
+    """Bytes by collective, where weights are divided among so many."""
+    with counted_among(among) as sent:
+        gather = _gather_and_sum if trains_layers(model) else _gather_frozen
+        gather(model, config, among, config.gradient_accumulation_steps, stay)
+    return sent
 
 
 def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: int, times: int) -> None:
@@ -137,7 +153,7 @@ def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: 
 
 def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
     """Of every micro-batch: gather layers for both passes, those that stay and the rest once, and sum what is trained."""
-    dtype, layers = PRODUCTS[config.mixed_precision], decoder_layers(model)
+    dtype, layers = DTYPES[config.mixed_precision], decoder_layers(model)
     units = [list(layer.parameters()) for layer in layers]
     inside = {id(p) for unit in units for p in unit}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -150,9 +166,9 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
             dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
 
 
-def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batches: int) -> None:
-    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but for the backward pass the last
-    two, which are there from the forward pass."""
+def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
+    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but for the backward pass those
+    that stay, and the last two, which are there from the forward pass."""
     itemsize, gathers = PRODUCTS[config.mixed_precision].itemsize, Gathers(0, among)
     for layer in decoder_layers(model):
         cut = [linear for _, linear in frozen_linears([layer]) if can_be_cut(linear, among)]
@@ -162,24 +178,25 @@ def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batch
     for _ in range(micro_batches):
         with gathers.passing():
             x = torch.zeros((), requires_grad=True)
-            for unit in gathers.units:
-                x = _Asking.apply(x, unit)
+            for index, unit in enumerate(gathers.units):
+                x = _Asking.apply(x, unit, index < len(gathers.units) - stay)
             x.backward()
 
 
 class _Asking(torch.autograd.Function):
-    """A product that asks for a layer's weights in both passes."""
+    """A product that asks for a layer's weights in the forward pass, and perhaps again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: Unit) -> Tensor:
-        ctx.unit = unit
+    def forward(ctx: Any, x: Tensor, unit: Unit, again: bool) -> Tensor:
+        ctx.unit, ctx.again = unit, again
         unit.gathers.of(unit)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.unit.gathers.of(ctx.unit)
-        return dy, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if ctx.again:
+            ctx.unit.gathers.of(ctx.unit)
+        return dy, None, None
 
 
 def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:

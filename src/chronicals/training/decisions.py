@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +101,8 @@ def summary(decisions: Iterable[Decision]) -> list[str]:
 
 
 def decide(
-    config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, context: int = 1, here: int | None = None
+    config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, context: int = 1, here: int | None = None,
+    smallest: Callable[[int], int] = int,
 ) -> dict[str, Decision]:  # fmt: skip
     """For every ``use_*`` switch and memory policy whether it runs.
 
@@ -109,6 +110,7 @@ def decide(
         ranks: how many processes train together.
         context: how many of them share each pack.
         here: how many of them are on each machine; by default as torchrun says.
+        smallest: of a number that each of them has, the smallest; called once, by all.
 
     Raises:
         ConfigurationError: a switch that was set cannot be honoured.
@@ -148,9 +150,10 @@ def decide(
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
     made += [_quantization(model), _fp8(config, presented, why_not, context)]
     recomputed = _recomputation(config, needed, why_not, presented)
-    if divided and trains_layers(model):
-        stay = layers_that_stay(needed, recomputed.how, recomputed.layers, gathered_bytes(config, model))
-        sharding = replace(sharding, stay=stay)
+    size = gathered_bytes(config, model) if divided and trains_layers(model) else 0
+    if stay := smallest(layers_that_stay(needed, recomputed.how, recomputed.layers, size) if size else 0):
+        sharding = _with_layers_that_stay(sharding, stay, size)
+        recomputed = _recomputation(config, needed.beside(stay * size), why_not, presented)  # the same, for these bytes fit
     made += [recomputed, _offload(config, on_card)]
     made += [_tiles(config, model, context), _frozen_weights(config)]
     made += [
@@ -370,6 +373,12 @@ def _kept_whole(
     why = why_not_divided(config, model, ranks, here=here)
     said = f"; weights are not divided though they do not fit a card whole: {why}"
     return replace(sharding, reason=sharding.reason + said) if why else sharding
+
+
+def _with_layers_that_stay(sharding: Decision, stay: int, size: int) -> Decision:
+    """What was decided, with how many layers stay gathered, of so many bytes each."""
+    said = f"the last {stay} layers stay gathered between their passes, {stay * size / 2**30:.1f} GiB"
+    return replace(sharding, reason=f"{sharding.reason}; {said}", stay=stay)
 
 
 def _reduce_in_backward(

@@ -19,6 +19,7 @@ from chronicals.models import embedding_table, input_device
 from chronicals.optimizers import buffer_bytes, moment_bytes, states_in_host_memory
 from chronicals.quantization import FP8, Dense, FP8InHost
 from chronicals.training.weight_sharding import (
+    DTYPES,
     PRODUCTS,
     WEIGHTS,
     check_divisible,
@@ -79,10 +80,10 @@ def _with_weights_divided(
     """
     product = PRODUCTS[config.mixed_precision].itemsize
     frozen, states = float(product), _states_on_device(config, model)
-    full = trains_layers(model)
+    full, gathered = trains_layers(model), DTYPES[config.mixed_precision].itemsize
     if full:
         states -= 2 * config.master_weights * _splits(config)  # shards are whole fp32 weights
-        trained, gradient, frozen = (4 + states) / among, 4 / among, product / among
+        trained, gradient, frozen = (4 + states) / among, 4 / among, gathered / among
     else:
         trained, gradient = 4 + (states + 8) / among, 4.0
     kept = gradient * _keeps_gradients(config, divided=full)
@@ -94,7 +95,7 @@ def _with_weights_divided(
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if full:
         others = sum(p.numel() for p in model.parameters()) - sum(sizes)
-        extra, summed = max(sizes) * (3 * product + 8) + others * product, others * (product + 4)
+        extra, summed = max(sizes) * (3 * gathered + 8) + others * gathered, others * (gathered + 4)
     else:
         extra, summed = _beside_frozen_shares(model, product, among), 0
     stays = summed * _keeps_gradients(config, divided=full)
@@ -110,14 +111,14 @@ def layers_that_stay(needed: Estimate, policy: str, again: int | None, size: int
     """
     if not needed.total or again != 0 or policy not in needed.kept:
         return 0
-    spare = RESERVE * needed.total - needed.needed(policy)
-    return max(0, min(needed.layers, int(spare // size)))
+    spare = int(RESERVE * needed.total) - needed.needed(policy)
+    return max(0, min(needed.layers, spare // size))
 
 
 def gathered_bytes(config: ChronicalsConfig, model: Any) -> int:
-    """Of the largest decoder layer, as products read it."""
+    """Of the largest decoder layer, where layers are trained."""
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
-    return max(sizes) * PRODUCTS[config.mixed_precision].itemsize
+    return max(sizes) * DTYPES[config.mixed_precision].itemsize
 
 
 def _beside_frozen_shares(model: Any, product: int, among: int) -> int:

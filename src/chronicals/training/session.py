@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -313,12 +313,8 @@ def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh) ->
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         disable_gradient_checkpointing(model)
     here = on_each_machine(ranks) if config.sharding == WEIGHTS else None
-    decisions = decide(config, presented, ranks.count, ranks.count // ranks.data_count, here)
-    sharding = decisions["sharding"]
-    if stay := min(ranks.gather_values(sharding.stay)):  # on the smallest card
-        said = f"{sharding.reason}; the last {stay} layers stay gathered between their passes"
-        sharding = replace(sharding, reason=said)
-    decisions["sharding"] = replace(sharding, stay=stay)
+    context = ranks.count // ranks.data_count
+    decisions = decide(config, presented, ranks.count, context, here, lambda own: min(ranks.gather_values(own)))
     as_collectives_are = {field: [made.runs, made.how, made.layers, made.among, made.stay] for field, made in decisions.items()}
     prove_alike(ranks, as_collectives_are)
     for decision in decisions.values():
