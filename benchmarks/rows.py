@@ -1,12 +1,13 @@
 """Every row of the measured tables, with its frontier of memory and speed, by name: what `chronicals benchmark` runs for it.
 
-    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 560] [--work FOLDER] [--commit HASH] [--run 2]
+    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 560] [--work FOLDER] [--commit HASH] [--run 2] [--note TEXT]
 
 All of them, or those named, one after the other on the card at hand; a JSON file and bars each in FOLDER, called after the row
 and the card (`row-0.5b-full-fixed-h200.json`), and after the run where it is a further one (`...-h200-2.json`). The time limit
 is that of all together: each row has an equal share of what is left, and ends when it is over. A file is written anew after
 every arm and round, so a run that is killed leaves what it had. A short table of all rows comes last. Weights and
-compilers' caches are shared, with later calls, too, where `--work` names their place. Then `benchmarks/figures.py` makes the
+compilers' caches are shared, with later calls, too, where `--work` names their place. Where another row is measured on another
+card of the machine at the same time, `--note` says so in the file. Then `benchmarks/figures.py` makes the
 tables from what lies in `benchmarks/results`.
 """
 
@@ -18,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from chronicals.benchmark import record
 from chronicals.lifeline import BoundProcess
 
 SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
@@ -129,6 +131,12 @@ def measure(name: str, output: Path, work: Path, seconds: float, options: list[s
     return BoundProcess([*program, *given]).wait() == 0
 
 
+def add_note(output: Path, note: str) -> None:
+    """To those of the row."""
+    result = json.loads(output.read_text())
+    record.write({**result, "notes": [*result["notes"], note]}, output)
+
+
 def card() -> str:
     """h100, h200, …; what the card is called, or cpu."""
     import torch
@@ -170,6 +178,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="keep weights and compilers' caches here")
     parser.add_argument("--commit", help="to record")
     parser.add_argument("--run", type=int, help="number of this run on such a card, from 2")
+    parser.add_argument("--note", help="what else is to be known of the measurement, for the files")
     parser.add_argument("--model", help="another built-in shape than the row's, to try the script")
     given = parser.parse_args()
     names = given.names or list(ROWS)
@@ -193,6 +202,8 @@ def main() -> None:
                 print(f"not begun, the time limit is reached: {output}", flush=True)
                 continue
             complete = measure(name, output, given.work or Path(folder), share - STOPPING, options)
+            if given.note and output.exists():
+                add_note(output, given.note)
             print(f"{'written' if complete else 'failed'}: {output}", flush=True)
     print(table(files))
 

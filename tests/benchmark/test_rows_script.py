@@ -50,6 +50,21 @@ def test_a_row_for_which_there_is_no_time_is_not_begun(tmp_path, monkeypatch, ca
     assert f"not begun, the time limit is reached: {tmp_path / TWO[1]}-h200-2.json" in capsys.readouterr().out
 
 
+def test_a_note_is_added_to_the_rows_own(tmp_path, monkeypatch):
+    def measure(name, output, *given):
+        output.write_text(json.dumps({"notes": ["its own"], "seconds": 1.0}))
+        return True
+
+    monkeypatch.setattr(rows, "measure", measure)
+    monkeypatch.setattr(rows, "card", lambda: "h100")
+    monkeypatch.setattr(rows, "table", lambda files: "")
+    monkeypatch.setattr(sys, "argv", ["rows.py", str(tmp_path), TWO[0], "--note", "beside another row"])
+    rows.main()
+    assert json.loads((tmp_path / f"{TWO[0]}-h100.json").read_text()) == {
+        "notes": ["its own", "beside another row"], "seconds": 1.0
+    }  # fmt: skip
+
+
 def test_the_table_has_every_arm(tmp_path):
     measured = {"status": "measured", "tokens_per_second": {"median": 1000.0}, "share_of_floor": None, "peak_gib": 2.0}
     arms = {"ours": {**measured, "padding_share": 0.0, "rounds": 3}, "liger": {"status": "absent", "reason": "not installed"}}
