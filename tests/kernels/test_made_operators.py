@@ -32,9 +32,9 @@ def test_an_operator_returns_what_its_function_does():
     assert torch.equal(double(rows(3), 2), 4 * rows(3)) and operators.FUNCTIONS[double](rows(3), 0).equal(rows(3))
 
 
-@pytest.mark.parametrize("called", [lambda: (double, (rows(3, 5), 1)), lambda: (write, (rows(3), rows(3), rows(3)))], ids=str)
-def test_torch_knows_what_it_returns_and_writes(called):
-    torch.library.opcheck(*called())
+def test_torch_knows_what_it_returns_and_writes():
+    torch.library.opcheck(double, (rows(3, 5), 1))
+    torch.library.opcheck(write, (rows(3), rows(3), rows(3)))
 
 
 def test_what_is_written_has_another_version():
