@@ -89,6 +89,15 @@ def test_flash_attn_4(options, compiled, flash_attn_4_stand_in):
     compare(flash_attn_4.attend, **options, compiled=compiled, earlier=[11, 2, 3, 0, 0])
 
 
+def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
+    """Part of it would be left out: the backward pass is a kernel, too."""
+    q, k, v = (x.requires_grad_() for x in qkv(30)())
+    cu = bounds(LENGTHS)
+    found = flash_attn_4.attend(q, k, v, Spans(cu, 17, cu, 17), 0.3, None, None, None)
+    with pytest.raises(RuntimeError, match="create_graph=True: FlashAttention-4 has no second derivative"):
+        torch.autograd.grad(found.square().sum(), q, create_graph=True)
+
+
 def test_shapes_for_tracing(flash_attn_4_stand_in):
     """torch's own check of a registered operator, its backward included."""
     inputs, sink = qkv(30)(), torch.randn(4)

@@ -143,6 +143,8 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return tuple(None for _ in ctx.needs_input_grad)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("create_graph=True: FlashAttention-4 has no second derivative; set use_flash_attention=False")
     *saved, sinks = ctx.saved_tensors
     dq, dk, dv, d_sinks = _backward(dout, *saved, *ctx.options, sinks)
     of_bounds, of_options, of_padding = (None, None), [None for _ in ctx.options], None
