@@ -96,6 +96,7 @@ class Mesh:
         launch = Launch.found()
         if launch is None and not dist.is_initialized():
             return cls()
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # ranks would meet in each capture, where one may fail alone
         local_rank = launch.local_rank if launch else None
         if local_rank is None:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -295,7 +296,6 @@ def _join(launch: Launch) -> None:
             "look at what each of them wrote"
         ) from error
     store.set_timeout(PATIENCE)
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # ranks would meet in each capture, where one may fail alone
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.count, timeout=PATIENCE)
     atexit.register(_tell_of_end, launch.rank, dist.distributed_c10d._get_default_store())
