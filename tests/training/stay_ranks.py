@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,8 +52,9 @@ def train(count: int, ranks: Mesh, folder: Path) -> dict[str, Any]:
 
 
 def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
-    """On cards of which each has room for one layer more than the one before: what was decided, which layers are gathered after
-    a forward pass that no backward pass followed, and which when the run has left its model."""
+    """On cards of which each has room for one layer more than the one before: what was decided; which layers, and whether the
+    embedding, are gathered after a forward pass that no backward pass followed, when the run has left its model, and when a run
+    has that failed within its last layer; whether the loss falls from a step before that run to one after it."""
     model, batch = tiny.llama(num_hidden_layers=LAYERS), batch_of(99, 300)
     config = runs.config(folder, objective="pretraining", sharding="weights")
     estimated = decisions.expected_memory
@@ -63,14 +65,33 @@ def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
         return frees, replace(needed, total=int((needed.needed(NOTHING) + room) / 0.9))
 
     def gathered() -> list[bool]:
-        return [not all(is_divided(p) for p in layer.parameters()) for layer in decoder_layers(model)]
+        units = [*decoder_layers(model), model.get_input_embeddings()]
+        return [not all(is_divided(p) for p in unit.parameters()) for unit in units]
+
+    def step() -> float:
+        with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
+            return float(session.train_once(step_of(0, ranks, ranks.count, 300))["loss"])
 
     decisions.expected_memory = on_a_card
     with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
         session.presented.as_forward(partial(session.objective, session.presented, batch))
         broken = gathered()
+    left, losses = gathered(), [step()]
+    failing = decoder_layers(model)[-1].register_forward_pre_hook(_fail)
+    with suppress(ValueError):
+        step()
+    failing.remove()
+    failed = gathered()
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])  # a pass of the caller's own
+    losses.append(step())
     decisions.expected_memory = estimated
-    return {"decided": session.decisions["sharding"].stay, "broken": broken, "left": gathered()}
+    decided = session.decisions["sharding"].stay
+    return {"decided": decided, "broken": broken, "left": left, "failed": failed, "falls": losses[1] < losses[0]}
+
+
+def _fail(*given: Any) -> None:
+    raise ValueError("within a forward pass")
 
 
 def main() -> None:

@@ -96,6 +96,6 @@ def test_layers_that_stay_train_bit_equal_and_are_gathered_once(tmp_path):
         expected = traffic(tiny.llama(), config, 2, False, stay=stay).all_gather
         assert found["gathered"] == pytest.approx(expected, rel=0.01), stay
     assert others[1]["gathered"] < others[0]["gathered"] < divided["gathered"]
-    last = [False] * (stay_ranks.LAYERS - 1) + [True]
+    last, none = [False] * (stay_ranks.LAYERS - 1) + [True, True], [False] * (stay_ranks.LAYERS + 1)
     for rank, found in enumerate(torch.load(tmp_path / "broken.pt")):
-        assert found == {"decided": 1, "broken": last, "left": [False] * stay_ranks.LAYERS}, rank
+        assert found == {"decided": 1, "broken": last, "left": none, "failed": none, "falls": True}, rank

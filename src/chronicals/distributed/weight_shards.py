@@ -30,6 +30,9 @@ from chronicals.models.presentation import AS_FORWARD
 from chronicals.models.rows import PART
 from chronicals.saving import Piece
 
+STAYS = "_chronicals_stays"
+"""Attribute of a unit: whether it stays gathered from its forward to its backward pass."""
+
 Products = Sequence[tuple[nn.Module, tuple[str, ...]]]
 Read = Callable[[str, Tensor, range], Tensor]
 """Of a weight's name, the weight (perhaps on the meta device) and the rows wanted: a tensor of the weight's shape, in which
@@ -84,7 +87,8 @@ def shard_weights(
     laid = 0
     for unit in (*layers, model):
         _fill(unit, names, place, count, device, dtype, read)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        _let_stay(unit, unit is model)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         inside = {id(module) for module in unit.modules()}
@@ -105,18 +109,27 @@ def _released(model: Any, result: Any) -> Any:
 
 
 def divide_again(model: nn.Module) -> None:
-    """Free what is gathered still, after a pass that no backward pass followed: weights may be written into the shares next."""
+    """Free what is gathered still, after a pass that no backward pass followed, or that an exception ended: weights may be
+    written into the shares next."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and (stays := vars(module).get(STAYS)) is not None:
+            _let_stay(module, False)  # one that stays is not divided in the midst of a forward pass
             module.reshard()
+            _let_stay(module, stays)
 
 
 def stay_gathered(layers: Sequence[nn.Module], count: int) -> None:
     """Let the last ``count`` layers, after ``shard_weights``, stay gathered from their forward to their backward
     pass, and the others be divided between both."""
     for index, layer in enumerate(layers):
-        assert isinstance(layer, FSDPModule)
-        layer.set_reshard_after_forward(index < len(layers) - count, recurse=False)
+        _let_stay(layer, index >= len(layers) - count)
+
+
+def _let_stay(unit: nn.Module, stays: bool) -> None:
+    """Whether a unit stays gathered from its forward to its backward pass."""
+    assert isinstance(unit, FSDPModule)
+    unit.set_reshard_after_forward(not stays, recurse=False)
+    vars(unit)[STAYS] = stays
 
 
 @torch.no_grad()

@@ -121,6 +121,7 @@ def prepare(
     if sharding.how == WEIGHTS:
         divide_weights(model, config, ranks, sharding.among)
         if trains_layers(model):
+            divide_again(model)  # after a pass of the caller's own
             stay_gathered(decoder_layers(model), sharding.stay)
     else:
         check_whole(model, config)
