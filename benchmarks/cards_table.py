@@ -31,12 +31,13 @@ def several_cards() -> list[str]:
     for path in sorted(RESULTS.glob("several-cards-*.json")):
         result = json.loads(path.read_text())
         card, cards = result["card"].removeprefix("NVIDIA "), result["cards"]
+        note = f" ({result['note']})" if "note" in result else ""
         lines += [
             "",
             f"{cards} x {card}, torch {result['versions']['torch']}, `{result['commit']}`, `benchmarks/several_cards.py`: "
             "documents of 2,048 tokens, 8,192 tokens a card and step (the 0.5B: 16,384), rank 32, nothing recomputed where it "
             "does not say so; medians of 8 steps. Losses of the first two steps beside those of one card with as many "
-            "micro-batches as there are cards:",
+            f"micro-batches as there are cards{note}:",
             "",
             "| | shared among cards | tokens/s, one card | all cards | of their own rates | peak GiB a card | losses apart |",
             "|---|---|---|---|---|---|---|",

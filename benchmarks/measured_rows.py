@@ -110,9 +110,14 @@ class Row:
         return [arm["tokens_per_second"]["median"] for arm in arms if arm.get("status") == "measured"]
 
     def ratios(self, name: str) -> list[float]:
-        """Ours over an arm in all measurements that compare them in the same rounds."""
+        """Ours over an arm in all measurements that compare them in the same rounds; of a row without such rounds, the ratio
+        of what both were scouted with."""
         results = (self.result, *self.others)
-        return [result["ratios"][name]["median"] for result in results if name in result["ratios"]]
+        paired = [result["ratios"][name]["median"] for result in results if name in result["ratios"]]
+        if paired or any(result["ratios"] for result in results) or name.startswith("ours"):
+            return paired
+        scouted = [[result["arms"].get(arm, {}).get("tokens_per_second") for arm in ("ours", name)] for result in results]
+        return [ours["median"] / peer["median"] for ours, peer in scouted if ours and peer]
 
     def least(self, names: list[str]) -> str:
         """The arm of these with the lowest peak of memory."""
