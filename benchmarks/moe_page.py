@@ -1,4 +1,4 @@
-"""Writes what was measured of small mixtures of experts into docs/moe.md, from ``benchmarks/results/moe-*-cpu.json``.
+"""Writes what was measured of mixtures of experts into docs/moe.md, from ``benchmarks/results/moe-*.json``.
 
     python benchmarks/moe_page.py
 """
@@ -96,11 +96,34 @@ def anchor(runs: list[dict]) -> str:
     return table([*head, "held-out cross-entropy, most", "anchor at the first step"], rows)
 
 
+def on_card(found: dict) -> str:
+    training, decoding, arguments = found["training"], found["decoding"], found["about"]["arguments"]
+    free = next(iter(training.values()))["tokens_per_second"]
+    rows = [
+        [name, f"{run['tokens_per_second']:,.0f}", f"{run['tokens_per_second'] / free - 1:+.1%}", f"{run['peak_gib']:.1f}"]
+        for name, run in training.items()
+    ]
+    lengths = dict.fromkeys(key.split(", ")[0] for key in decoding)
+    cached = [[f"{int(n):,}", *(f"{decoding[f'{n}, {how}']:.0f} ms" for how in ("absorbed", "expanded"))] for n in lengths]
+    apart, whole = found["losses_with_graphs_and_without"]
+    said = (
+        f"The native model on a card ({found['card'].removeprefix('NVIDIA ')}, `{found['about']['commit']}`): "
+        f"{found['parameters'] / 1e9:.2f} billion random weights, {arguments['layers']} layers, 64 experts of which a token gets "
+        f"8, whole training steps of {2048 * int(arguments['packs']):,} tokens; CUDA graphs beside none, losses of "
+        f"{len(apart)} steps at most {max(abs(a - b) / b for a, b in zip(apart, whole)):.0e} apart."
+    )
+    decoded = "A token of one text, decoded by eager steps:"
+    head = ["losses of routers", "tokens/s", "beside none", "peak GiB"]
+    steps = table(["tokens in the cache", "products with the latent", "keys and values made"], cached)
+    return f"{said}\n\n{table(head, rows)}\n\n{decoded}\n\n{steps}"
+
+
 def page() -> str:
     """The text of the page with today's results."""
     parts = []
-    for name, write in (("exactness", exactness), ("lookahead", lookahead), ("stages", stages)):
-        file = RESULTS / f"moe-{name}-cpu.json"
+    kinds = (("exactness-cpu", exactness), ("lookahead-cpu", lookahead), ("stages-cpu", stages), ("card-h100", on_card))
+    for name, write in kinds:
+        file = RESULTS / f"moe-{name}.json"
         if file.exists():
             parts.append(write(json.loads(file.read_text())))
     before, _, rest = PAGE.read_text().partition(BEGIN)
