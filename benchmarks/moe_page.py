@@ -108,8 +108,8 @@ def on_card(found: dict) -> str:
     apart, whole = found["losses_with_graphs_and_without"]
     said = (
         f"The native model on a card ({found['card'].removeprefix('NVIDIA ')}, `{found['about']['commit']}`): "
-        f"{found['parameters'] / 1e9:.2f} billion random weights, {arguments['layers']} layers, 64 experts of which a token gets "
-        f"8, whole training steps of {2048 * int(arguments['packs']):,} tokens; CUDA graphs beside none, losses of "
+        f"{found['parameters'] / 1e9:.2f} billion random weights, {arguments['layers']} layers, 64 experts of which a "
+        f"token gets 8, whole training steps of {2048 * int(arguments['packs']):,} tokens; CUDA graphs beside none, losses of "
         f"{len(apart)} steps at most {max(abs(a - b) / b for a, b in zip(apart, whole)):.0e} apart."
     )
     decoded = "A token of one text, decoded by eager steps:"
