@@ -10,6 +10,8 @@ FIRST = [
     "from transformers import AutoModelForCausalLM; import chronicals",
     "import chronicals; import transformers.modeling_layers",
     "import chronicals; import transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "import chronicals; from transformers import Qwen3MoeConfig",
+    "import chronicals; import transformers.masking_utils",
     "import chronicals; from transformers import pipeline",
     "import chronicals.moe.experts",
     "from chronicals.moe import ChronicalsMoeForCausalLM",

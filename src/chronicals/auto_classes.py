@@ -1,8 +1,8 @@
 """Lets transformers' Auto classes know our own models, without importing transformers before somebody else does.
 
 ``install`` is called when chronicals is imported. It registers our classes (``AutoConfig.register``,
-``AutoModelForCausalLM.register``) when the modules of transformers that hold the tables have been imported: at once where they
-are, else by a finder in front of Python's own, which runs our function after the module's.
+``AutoModelForCausalLM.register``) when the modules of transformers that hold the tables have been imported, and none of it is
+being imported: at once where that is so, else by a finder in front of Python's own, which runs our function after the module's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,8 @@ logger = logging.getLogger(__name__)
 
 CONFIGURATIONS = "transformers.models.auto.configuration_auto"
 MODELS = "transformers.models.auto.modeling_auto"
-NEEDED = (
-    "transformers.configuration_utils", "transformers.modeling_rope_utils", "transformers.modeling_layers",
-    "transformers.modeling_utils", "transformers.generation.utils", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-)  # fmt: skip
-"""What our modules import, and what may itself be importing the tables: then we wait until it is whole."""
-
 OURS = "chronicals.moe"
+WATCHED = ("transformers.", f"{OURS}.")
 _waiting = {"configuration", "models"}
 
 
@@ -47,13 +42,13 @@ def _register() -> None:
 
 
 def _register_what_is_there() -> None:
-    if any(_is_partial(name) for name in list(sys.modules) if name.startswith(f"{OURS}.")):
-        return  # of which the next to be whole asks again
-    if "configuration" in _waiting and _is_whole(CONFIGURATIONS) and not any(map(_is_partial, NEEDED[:2])):
+    if any(_is_partial(name) for name in list(sys.modules) if name.startswith(WATCHED)):
+        return  # ours may need it, and the next to be whole asks again
+    if "configuration" in _waiting and CONFIGURATIONS in sys.modules:
         _waiting.discard("configuration")
         auto, ours = sys.modules[CONFIGURATIONS], importlib.import_module(f"{OURS}.configuration")
         auto.AutoConfig.register(ours.ChronicalsMoeConfig.model_type, ours.ChronicalsMoeConfig, exist_ok=True)
-    if "models" in _waiting and _is_whole(MODELS) and not any(map(_is_partial, NEEDED)):
+    if "models" in _waiting and MODELS in sys.modules:
         _waiting.discard("models")
         auto, ours = sys.modules[MODELS], importlib.import_module(f"{OURS}.model")
         auto.AutoModel.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeModel, exist_ok=True)
@@ -66,15 +61,11 @@ def _is_partial(name: str) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-def _is_whole(name: str) -> bool:
-    return name in sys.modules and not _is_partial(name)
-
-
 class _Finder(MetaPathFinder):
-    """Finds the modules above as the other finders do, with a loader that registers afterwards."""
+    """Finds what is watched as the other finders do, with a loader that registers afterwards."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not _waiting or not (name in (CONFIGURATIONS, MODELS, *NEEDED) or name.startswith(f"{OURS}.")):
+        if not _waiting or not name.startswith(WATCHED):
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
