@@ -7,6 +7,7 @@ from torch import nn
 
 import chronicals.lora.layers as module
 from chronicals.lora import LoRAConfig, LoRALinear
+from chronicals.lora.embedding_layer import LoRAEmbedding
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -157,3 +158,38 @@ def test_compiled():
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for a, b in zip(torch.autograd.grad(compiled(x).square().sum(), leaves), expected):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+class OnAnotherDevice(nn.Module):
+    """Linear layers and an embedding whose weights are not in the host's memory."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.first, self.table = nn.Linear(IN, OUT), nn.Embedding(OUT, IN)
+
+
+def state_after(base, made):
+    """Of the host's random numbers, when an adapter is made for it."""
+    torch.manual_seed(3)
+    made(base)
+    return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian"])
+def test_a_seed_gives_the_same_adapters_on_every_device(init):
+    config, elsewhere = LoRAConfig(rank=RANK, init=init), OnAnotherDevice()
+
+    def linear(base):
+        return LoRALinear(base, config, IN, OUT)
+
+    def embedding(base):
+        return LoRAEmbedding(base, config)
+
+    assert torch.equal(state_after(elsewhere.first, linear), state_after(nn.Linear(IN, OUT), linear))
+    assert torch.equal(state_after(elsewhere.table, embedding), state_after(nn.Embedding(OUT, IN), embedding))
+    torch.manual_seed(3)
+    first = LoRALinear(nn.Linear(IN, OUT), config, IN, OUT).lora_A
+    torch.manual_seed(3)
+    nn.Linear(IN, OUT)
+    assert first.std() > 0 and torch.equal(first, LoRALinear(elsewhere.first.to_empty(device="cpu"), config, IN, OUT).lora_A)

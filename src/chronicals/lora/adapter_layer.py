@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,6 +70,15 @@ class AdapterLayer(nn.Module, ABC):
 def exact(weight: Tensor) -> Tensor:
     """In at least fp32."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+@torch.no_grad()
+def draw(matrix: nn.Parameter, how: Callable[[Tensor], Any]) -> None:
+    """Fill it with random numbers of the host: a seed gives the same adapters on every device, and where the model waits in
+    host memory to be divided."""
+    drawn = torch.empty_like(matrix, device="cpu")
+    how(drawn)
+    matrix.copy_(drawn)
 
 
 def in_file(name: str) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.lora.adapter_layer import AdapterLayer, exact
+from chronicals.lora.adapter_layer import AdapterLayer, draw, exact
 from chronicals.lora.config import LoRAConfig
 
 
@@ -32,7 +32,7 @@ class LoRAEmbedding(AdapterLayer):
         rows, width = base_layer.weight.shape
         self._make_matrices((config.rank, rows), (width, config.rank), base_layer.weight.device)
         nn.init.zeros_(self.lora_embedding_A)
-        nn.init.normal_(self.lora_embedding_B)
+        draw(self.lora_embedding_B, nn.init.normal_)
 
     @property
     def weight(self) -> Any:

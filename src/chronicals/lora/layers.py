@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
-from chronicals.lora.adapter_layer import AdapterLayer, exact
+from chronicals.lora.adapter_layer import AdapterLayer, draw, exact
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
 from chronicals.lora.tokens import TrainedTokens
@@ -170,9 +171,9 @@ class LoRALinear(AdapterLayer):
 def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
     """A uniform as a linear layer's, or normal; B zero."""
     if config.init == "gaussian":
-        nn.init.normal_(a, std=1 / config.rank)
+        draw(a, partial(nn.init.normal_, std=1 / config.rank))
     else:
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        draw(a, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
     nn.init.zeros_(b)
 
 
