@@ -123,40 +123,68 @@ def test_the_command_measures_ours_and_trl(tmp_path):
     assert any("no MFU and no reference step" in note for note in result["notes"])
 
 
-def test_a_trial_takes_the_fastest_that_has_room(monkeypatch):
-    """No more pairs than what ran out of memory; smaller micro-batches where the usual ones do not fit."""
+def trial(monkeypatch, passed, steps):
+    """What ``fastest_way`` finds for passes that take the seconds, or raise, as ``passed(way, longest row)`` says."""
     from chronicals.benchmark.arms import preference
 
+    class Model:
+        def zero_grad(self, set_to_none):
+            pass
+
+        def train(self):
+            pass
+
+        def set_attn_implementation(self, name):
+            self.attention = name
+
+    class Build(preference.Builder):
+        def __call__(self, steps, pairs):
+            rows = [pair for step in steps for pair in step]
+            return SimpleNamespace(train_dataset=rows, args=SimpleNamespace(gradient_checkpointing=False))
+
+    monkeypatch.setattr(preference.PairTrial, "_passed", lambda self, way, rows: passed(way, rows[0].longest))
+    model = Model()
+    way, words = preference.fastest_way(Build(model, None, {}), steps, ["flash", "sdpa"])
+    assert model.attention == way.attention
+    return (way.pairs, way.attention), words
+
+
+def step_of(length):
+    return [Pair([1], [2] * (length - 1), [3])] * 8
+
+
+def test_a_trial_takes_the_fastest_that_has_room(monkeypatch):
+    """No more pairs than what ran out of memory; smaller micro-batches where the usual ones do not fit."""
     tried = []
 
-    def timed(build, trainer, way):
-        tried.append(way)
+    def passed(way, longest):
+        tried.append((way.pairs, way.attention))
         if way.pairs > 2:
             raise torch.OutOfMemoryError
         if way.attention == "flash":
             raise ValueError("no kernel")
         return 1.0 / way.pairs
 
-    monkeypatch.setattr(preference, "_timed", timed)
+    way, words = trial(monkeypatch, passed, [step_of(2)])
+    assert way == (2, "sdpa") and "flash 2 pairs did not run: ValueError" in words
+    assert list(dict.fromkeys(tried)) == [(4, "flash"), (4, "sdpa"), (2, "flash"), (2, "sdpa")]
 
-    class Model:
-        def zero_grad(self, set_to_none):
-            pass
 
-        def set_attn_implementation(self, name):
-            self.attention = name
+def test_a_trial_fits_the_longest_step_and_times_a_usual_one(monkeypatch):
+    seen = []
 
-    model = Model()
+    def passed(way, longest):
+        seen.append((way.pairs, way.attention, longest))
+        if longest == 90 and way.pairs == 8:
+            raise torch.OutOfMemoryError
+        slow = {"flash": 10.0, "sdpa": 1.0} if longest == 90 else {"flash": 2.5, "sdpa": 4.0}
+        return slow[way.attention] + (1.0 if (way.pairs, way.attention, longest) not in seen[:-1] else 0.0)
 
-    class Build(preference.Builder):
-        def __call__(self, steps, pairs):
-            return None
-
-    step = [Pair([1], [2], [3])] * 8
-    way, failed = preference.fastest_way(Build(model, None, {}), step, ["flash", "sdpa"])
-    assert way == preference.PairWay(2, "sdpa") and model.attention == "sdpa"
-    assert [(one.pairs, one.attention) for one in tried] == [(4, "flash"), (4, "sdpa"), (2, "flash"), (2, "sdpa")]
-    assert "flash 2 pairs did not run: ValueError" in failed
+    way, words = trial(monkeypatch, passed, [step_of(length) for length in (30, 90, 20)])
+    assert way == (4, "flash")
+    assert [seen.count((4, name, 30)) for name in ("flash", "sdpa")] == [2, 2] and (4, "flash", 20) not in seen
+    assert words[0] == "of a usual step's passes: flash 4 pairs 2.50 s, sdpa 4 pairs 4.00 s, flash 2 pairs 2.50 s"
+    assert words[1] == "flash 8 pairs did not run: OutOfMemoryError"
 
 
 def upside_down(losses):

@@ -30,8 +30,8 @@ from chronicals.models import load_tokenizer
 MOST, USUAL = 16, 4
 """Pairs of a micro-batch: at most, and where attentions are compared."""
 
-TIMED = 3
-"""Steps of each way that are timed."""
+TIMED, ENOUGH = 4, 6.0
+"""Most passes of a way through a usual step, of which the fastest counts, and seconds after which no further one begins."""
 
 OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 
@@ -73,10 +73,10 @@ def train_pairs(
     """
     steps = equal_steps([*work.pairs_by_step(plan.in_all + SPARE_STEPS)])
     build = Builder(model, work, {**usual_arguments(work, plan), **arguments})
-    way, failed = fastest_way(build, max(steps, key=lambda step: step[0].longest), attentions)
+    way, tried = fastest_way(build, steps, attentions)
     trainer = build(steps, way.pairs)
     details = [f"{way.pairs} pairs x {len(steps[0]) // way.pairs} sorted by length", *filter(None, [way.attention])]
-    settings = ", ".join([*words, *details, *filter(None, [work.reference_policy, _definition(work)]), *failed])
+    settings = ", ".join([*words, *details, *filter(None, [work.reference_policy, _definition(work)]), *tried])
     expected = [[pairs] for pairs in work.pairs_by_step(COMPARED)]
     watch = PairWatch(trainer, plan, settings, expected)
     watch.objective = work.objective
@@ -178,14 +178,18 @@ class PairWay:
 
 
 class PairTrial:
-    """Times ways of taking one step.
+    """Times ways of taking a step: first the one with the longest row, which must fit, then one with a usual number of tokens.
 
     Attributes:
         failed: words for each way that did not run, with the error.
     """
 
-    def __init__(self, build: Builder, step: Sequence[Pair]):
-        self.build, self.trainer = build, build([step], 1)
+    def __init__(self, build: Builder, steps: Sequence[Sequence[Pair]]):
+        by_tokens = sorted(steps, key=lambda step: sum(pair.tokens for pair in step))
+        longest, usual = max(steps, key=lambda step: step[0].longest), by_tokens[len(by_tokens) // 2]
+        self.build, self.trainer = build, build([longest, usual], 1)
+        rows = [self.trainer.train_dataset[number] for number in range(len(longest) + len(usual))]
+        self.longest, self.usual = rows[: len(longest)], rows[len(longest) :]
         self.seconds, self.failed = dict[PairWay, float](), dict[PairWay, str]()
 
     def run(self, way: PairWay) -> None:
@@ -194,7 +198,7 @@ class PairTrial:
         if way in self.seconds or way in self.failed or any(other.pairs <= way.pairs for other in full):
             return
         try:
-            self.seconds[way] = _timed(self.build, self.trainer, way)
+            self.seconds[way] = self._timed(way)
             return
         except Exception as error:  # a peer's own; what it holds is freed behind this block
             self.failed[way] = type(error).__name__
@@ -202,20 +206,49 @@ class PairTrial:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def _timed(self, way: PairWay) -> float:
+        """Seconds of the usual step forward and backward, the fastest of some: kernels may still compile in others."""
+        model, args = self.build.model, self.trainer.args
+        if way.attention:
+            model.set_attn_implementation(way.attention)
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        model.train()
+        self._passed(way, self.longest)
+        seconds = [self._passed(way, self.usual)]
+        while len(seconds) < TIMED and sum(seconds) < ENOUGH:
+            seconds.append(self._passed(way, self.usual))
+        return min(seconds)
+
+    def _passed(self, way: PairWay, rows: Sequence[Any]) -> float:
+        trainer, began = self.trainer, _now()
+        for start in range(0, len(rows), way.pairs):
+            inputs = trainer._prepare_inputs(trainer.data_collator(rows[start : start + way.pairs]))
+            trainer.compute_loss(trainer.model, inputs).backward()
+        self.build.model.zero_grad(set_to_none=True)
+        return _now() - began
+
     @property
     def fastest(self) -> PairWay | None:
         return min(self.seconds, key=self.seconds.__getitem__, default=None)
 
+    @property
+    def words(self) -> list[str]:
+        """What came of each way."""
+        timed = [f"{way.words} {seconds:.2f} s" for way, seconds in self.seconds.items()]
+        tried = [f"of a usual step's passes: {', '.join(timed)}"] if len(timed) > 1 else []
+        return [*tried, *(f"{way.words} did not run: {why}" for way, why in self.failed.items())]
 
-def fastest_way(build: Builder, step: Sequence[Pair], attentions: Sequence[str]) -> tuple[PairWay, list[str]]:
+
+def fastest_way(build: Builder, steps: Sequence[Sequence[Pair]], attentions: Sequence[str]) -> tuple[PairWay, list[str]]:
     """The fastest attention, and with it the fastest number of pairs in a micro-batch; the model is left with that attention.
 
     Returns:
-        the way, and in words what did not run.
+        the way, and in words what was tried.
     """
-    sizes = [size for size in range(1, MOST + 1) if len(step) % size == 0]
+    sizes = [size for size in range(1, MOST + 1) if len(steps[0]) % size == 0]
     names: list[str | None] = [*attentions] or [None]
-    trial = PairTrial(build, step)
+    trial = PairTrial(build, steps)
     for size in sorted((size for size in sizes if size <= USUAL), reverse=True):
         for name in names:
             trial.run(PairWay(size, name))
@@ -228,27 +261,7 @@ def fastest_way(build: Builder, step: Sequence[Pair], attentions: Sequence[str])
     way = trial.fastest or PairWay(1, names[-1])
     if way.attention:
         build.model.set_attn_implementation(way.attention)
-    return way, [f"{other.words} did not run: {why}" for other, why in trial.failed.items()]
-
-
-def _timed(build: Builder, trainer: Any, way: PairWay) -> float:
-    """Seconds of a step forward and backward, the fastest of ``TIMED`` after a first: kernels may still compile in others."""
-    model, args = build.model, trainer.args
-    if way.attention:
-        model.set_attn_implementation(way.attention)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
-    model.train()
-    rows = [trainer.train_dataset[number] for number in range(len(trainer.train_dataset))]
-    seconds = []
-    for _ in range(1 + TIMED):
-        began = _now()
-        for start in range(0, len(rows), way.pairs):
-            inputs = trainer._prepare_inputs(trainer.data_collator(rows[start : start + way.pairs]))
-            trainer.compute_loss(trainer.model, inputs).backward()
-        model.zero_grad(set_to_none=True)
-        seconds.append(_now() - began)
-    return min(seconds[1:])
+    return way, trial.words
 
 
 def _now() -> float:
