@@ -5,6 +5,7 @@ Where several processes share the tests (``pytest -n``), all have the seed of th
 
 import os
 import random
+import sys
 import zlib
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")  # before any import of Triton
@@ -48,6 +49,23 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl
+def pytest_collection_finish(session):
+    """Reports have no curves, which take longer to draw than most tests' runs to train."""
+    if (report := sys.modules.get(REPORT)) is not None:
+        session.config.draws, report._figure = report._figure, lambda metrics: b"<svg/>"
+
+
+REPORT = "chronicals.training.report"
+
+
+@pytest.fixture(autouse=True)
+def curves(request, monkeypatch):
+    """Of a test with the mark ``draws`` reports have their curves."""
+    if request.node.get_closest_marker("draws"):
+        monkeypatch.setattr(sys.modules[REPORT], "_figure", request.config.draws)
 
 
 FEW, SHARE = 1, 0.08

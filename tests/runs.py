@@ -1,5 +1,6 @@
 """Short training runs that several tests share."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,11 @@ import torch
 
 import tiny
 from chronicals.config.config import ChronicalsConfig, laid_over
-from chronicals.training import ChronicalsTrainer, TrainingResult
+from chronicals.training import ChronicalsTrainer, TrainingResult, report
 from chronicals.training.callbacks import read_metrics
+
+if "pytest" not in sys.modules:  # a program that a test starts; in tests, conftest.py sees to it
+    report._figure = lambda metrics: b"<svg/>"
 
 SHORT = ["--max-steps", "2", "--max-seq-length", "128", "--cache-dir", "tokens", "--no-use-torch-compile"]
 """Of a run by the command."""

@@ -48,6 +48,7 @@ def toy():
     del OBJECTIVES["toy"]
 
 
+@pytest.mark.draws
 def test_its_metrics_appear_everywhere(tmp_path, caplog):
     """Averaged over the targets of a whole step, however it is divided into batches."""
     pytest.importorskip("tensorboard")

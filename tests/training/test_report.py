@@ -20,6 +20,7 @@ def cells(page: str, table: str) -> dict[str, list[str]]:
     return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
 
 
+@pytest.mark.draws
 def test_the_report_of_a_run(tmp_path):
     rows = [*tiny.chat_rows(20), tiny.chat_rows(1)[0]]
     result = runs.train(tmp_path, rows=rows, use_lora=True, gate={"duplicate_row": 1.0}, validation_split=0.2)

@@ -181,7 +181,9 @@ def _figure(metrics: Sequence[Mapping]) -> bytes:
     steps = [line for line in metrics if "loss" in line]
     panels = PANELS | {name: name for line in steps for name in line if name not in {*STEP_FIELDS, "time"}}
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(10, 3 * rows), layout="constrained")
+    high = 3 * rows  # inches, as margins and gaps are: to compute them takes as long as to draw
+    figure = Figure(figsize=(10, high))
+    figure.subplots_adjust(left=0.08, right=0.99, bottom=0.5 / high, top=1 - 0.3 / high, wspace=0.22, hspace=0.36)
     FigureCanvasSVG(figure)
     axes = list(figure.subplots(rows, 2).flat)
     for axis, (name, label) in zip(axes, panels.items()):
