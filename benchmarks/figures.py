@@ -186,12 +186,14 @@ def arms_at_one_commit(rows: Iterable[Row]) -> list[str]:
 
 
 def without_speed(found: list[Row]) -> list[str]:
-    """Arms that failed or were refused, with the reason; those that were not installed are no result."""
+    """Arms that failed or were refused, and peers for which there was no time; those that were not installed are no result."""
     lines = []
     for row in found:
         for name, arm in row.result["arms"].items():
             if arm["status"] in ("failed", "refused"):
                 lines.append(f"- {row.title}, {name}: {arm['status']}: {' '.join(str(arm['reason']).split())[:300]}")
+        late = [note for note in row.result["notes"] if ": not measured in the scouting" in note and not note.startswith("ours")]
+        lines += [f"- {row.title}, {note}" for note in late]
     return ["", "Without a speed:", "", *lines] if lines else []
 
 
