@@ -192,8 +192,8 @@ def without_speed(found: list[Row]) -> list[str]:
         for name, arm in row.result["arms"].items():
             if arm["status"] in ("failed", "refused"):
                 lines.append(f"- {row.title}, {name}: {arm['status']}: {' '.join(str(arm['reason']).split())[:300]}")
-        late = [note for note in row.result["notes"] if ": not measured in the scouting" in note and not note.startswith("ours")]
-        lines += [f"- {row.title}, {note}" for note in late]
+        late = [note for note in row.result["notes"] if ": not measured in the scouting" in note]
+        lines += [f"- {row.title}, {note}" for note in late if not note.startswith("ours")]
     return ["", "Without a speed:", "", *lines] if lines else []
 
 
