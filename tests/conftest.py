@@ -51,7 +51,6 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.hookimpl
 def pytest_collection_finish(session):
     """Reports have no curves, which take longer to draw than most tests' runs to train."""
     if (report := sys.modules.get(REPORT)) is not None:
@@ -62,10 +61,13 @@ REPORT = "chronicals.training.report"
 
 
 @pytest.fixture(autouse=True)
-def curves(request, monkeypatch):
-    """Of a test with the mark ``draws`` reports have their curves."""
-    if request.node.get_closest_marker("draws"):
-        monkeypatch.setattr(sys.modules[REPORT], "_figure", request.config.draws)
+def curves(request):
+    """Of a test with the mark ``draws`` reports have their curves. With patches of its own: those of a test are undone before
+    what other fixtures changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("draws"):
+            patch.setattr(sys.modules[REPORT], "_figure", request.config.draws)
+        yield
 
 
 FEW, SHARE = 1, 0.08
