@@ -14,6 +14,7 @@ from chronicals.models import PresentedModel, quantise_layers
 from chronicals.patching import decoder_layer, halves, patch_parts, plan, recompute_norms_and_units, run_in_fp8, tile_mlps
 from chronicals.patching.decoder_layer import ATTENTION_BY, ATTENTION_HALF, BY, MLP_BY, MLP_HALF, products_of_halves, runs
 from chronicals.patching.patch import ROUTED_HALF
+from interpreted import kernels_run
 from mutants import mutant
 
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "experts_implementation": "eager"}
@@ -110,13 +111,93 @@ def test_the_mlp_is_fused_beside_another_attention(policy):
     assert reasons == {"the whole twin did not agree with it"}
 
 
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7}
+YARN |= {"mscale_all_dim": 0.8}
+WITH_LATENTS = {
+    "DeepseekV3": ("DeepseekV3", LATENT),
+    "DeepseekV3, queries without a latent": ("DeepseekV3", {**LATENT, "q_lora_rank": None}),
+    "DeepseekV3, channels of a pair apart": ("DeepseekV3", {**LATENT, "rope_interleave": False}),
+    "DeepseekV3, longer than it was made for": ("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
+    "DeepseekV3, biases": ("DeepseekV3", {**LATENT, "attention_bias": True}),
+    "DeepseekV2, a rotation of complex numbers": ("DeepseekV2", LATENT),
+    "DeepseekV2, queries without a latent": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
+}
+OF_LATENTS = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
-def test_the_mlp_is_fused_beside_latent_attention():
-    report = same_with(build("DeepseekV3", **LATENT), MLP_BY)
-    assert left_of(report, ATTENTION_HALF) == ["model.layers.0", "model.layers.1"]
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("kind", WITH_LATENTS)
+def test_latent_attention_is_fused(kind, adapted):
+    name, sizes = WITH_LATENTS[kind]
+    model, of_queries = build(name, **sizes), ["q_a_proj", "q_b_proj"] if sizes["q_lora_rank"] else ["q_proj"]
+    if adapted:
+        apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=[*of_queries, *OF_LATENTS])).double()
+        for parameter_name, p in model.named_parameters():
+            if "lora_B" in parameter_name:
+                nn.init.normal_(p, std=0.3)
+    report = same_with(model, BY)
+    assert not left_of(report, ATTENTION_HALF)
+    attention, _ = products_of_halves(model.model.layers[0])
+    first, *second = of_queries
+    assert [names for _, names, _ in attention] == [
+        (first, "kv_a_proj_with_mqa"), ("o_proj",), *((name,) for name in second), ("kv_b_proj",)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WITH_LATENTS)
+def test_latent_attention_on_the_kernels(kind):
+    """As the kernels run on a card, of latents that lie beside each other in one product's output."""
+    name, sizes = WITH_LATENTS[kind]
+    model, batch = build(name, **sizes), families.documents_batch()
+    expected = families.states_and_gradients(copy.deepcopy(model), batch)
+    patch_parts(model.float(), whole_layers=True)
+    before = runs.copy()
+    with kernels_run():
+        found = families.states_and_gradients(model, batch)
+    families.assert_same(expected, {name: value.double() for name, value in found.items()})
+    assert runs - before == {BY: 2}
+
+
+def test_latent_attention_of_the_native_model_is_fused_beside_its_experts():
+    from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
+
+    sizes = {**families.SIZES, **{name: size for name, size in LATENT.items() if name != "first_k_dense_replace"}}
+    config = ChronicalsMoeConfig(**sizes, **{**EXPERTS, "num_experts": 4}, sliding_window=4)
+    model = families.randomise(ChronicalsMoeForCausalLM(config).double().train())
+    report = same_with(model, ATTENTION_BY)
+    assert report.counts()[ATTENTION_BY] == 2 and left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"]
+
+
+def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
+    model = build("DeepseekV3", **LATENT)
+    model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
+    batch = families.documents_batch()
+    expected = families.states_and_gradients(copy.deepcopy(model), batch)
+    patch_parts(model, whole_layers=True)
+    before = runs.copy()
+    families.assert_same(expected, families.states_and_gradients(model, batch))
+    assert runs - before == {BY: 1, MLP_BY: 1}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("k_rotary.expand(-1, heads, -1)", "key.unsqueeze(1).expand(-1, heads, -1)"),
+        ("(plain, value), 2)", "(value, plain), 2)"),
+        ("fused_rmsnorm(latent, *self.reads.of_keys.of(self.attention.kv_a_layernorm, latent))", "latent"),
+        ("repeat_interleave(2, 1)", "repeat(1, 2)"),
+    ],
+    ids=["a key that is not rotated", "values that are keys", "a latent that is not normed", "angles of other pairs"],
+)
+def test_a_wrong_latent_half_is_not_taken(old, new, monkeypatch):
+    model = build("DeepseekV3", **LATENT, qk_head_dim=18)
+    wrong = mutant(halves, old, new)
+    for name in ("LatentHalf", "LatentReads", "FusedHalf", "Unmerged"):
+        monkeypatch.setattr(decoder_layer, name, getattr(wrong, name))
+    monkeypatch.setattr(plan, "_PLANS", {})
+    assert all(form.by == MLP_BY for form in plan.plan_for(model).layers.values())
 
 
 @pytest.mark.parametrize(("name", "by"), [("DiffLlama", MLP_BY), ("Mixtral", ATTENTION_BY)])

@@ -2,7 +2,7 @@
 
 Norms stand before the branches (Llama and most), after them (OLMo 2), or both (Gemma); heads may be normed, each by itself
 or all together. What a module is called in transformers' families tells its role; that a half computes what the class
-computes is proved on a twin. A half of another form (experts, latent attention, a part with hooks) runs as its class does.
+computes is proved on a twin. A half of another form (experts, a part with hooks) runs as its class does.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from chronicals.patching.halves import (
     FusedHalf,
     Gradient,
     KeptHalf,
+    LatentHalf,
+    LatentReads,
     MLPHalf,
     Norms,
     Product,
@@ -50,6 +52,8 @@ ATTENTION_HALF, MLP_HALF = "attention half", "MLP half"
 
 ATTENTION, MLP = "self_attn", "mlp"
 QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
+"""Of latent attention: a latent of queries or queries themselves, and that of keys and values."""
 
 ARRANGEMENTS: tuple[tuple[tuple[str | None, str | None], tuple[str | None, str | None]], ...] = (
     (("input_layernorm", "post_attention_layernorm"), ("pre_feedforward_layernorm", "post_feedforward_layernorm")),
@@ -113,14 +117,33 @@ def read_layer(layer: nn.Module, forms: Mapping[tuple, tuple[str, Form]]) -> Ana
         return None
     before_and_after = [[None if name is None else (name, known[name]) for name in half] for half in arranged]
     norms = Norms(*before_and_after[0]), Norms(*before_and_after[1])
-    products = next((names for names in QUERY_KEY_VALUE if all(hasattr(attention, name) for name in (*names, *OUT))), None)
-    of_heads = [reads(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
-    heads = (of_heads[0], of_heads[1]) if all(isinstance(x, RMSNormReads) for x in of_heads) else None
     _, rotary = forms.get(signature(attention), ("", None))
     laid = rotary is not None and rotary.by.endswith(LAID)
-    of_attention = None if products is None else AttentionReads(products, heads, laid=laid)
     of_mlp = reads(mlp)
-    return Anatomy(norms, of_attention, of_mlp if isinstance(of_mlp, GatedMLPReads) else None)
+    return Anatomy(norms, _read_attention(attention, reads, laid), of_mlp if isinstance(of_mlp, GatedMLPReads) else None)
+
+
+def _read_attention(attention: nn.Module, reads: Callable[[nn.Module | None], Any], laid: bool) -> AttentionReads | None:
+    """By the names of its children; None where they are others."""
+
+    def norms(*names: str) -> list[RMSNormReads | None]:
+        found = [reads(getattr(attention, name, None)) for name in names]
+        return [x if isinstance(x, RMSNormReads) else None for x in found]
+
+    def products_of(known: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
+        there = (names for names in known if all(getattr(attention, name, None) is not None for name in (*names, *OUT)))
+        return next(there, None)
+
+    if products := products_of(QUERY_KEY_VALUE):
+        q, k = norms("q_norm", "k_norm")
+        return AttentionReads(products, None if q is None or k is None else (q, k), laid=laid)
+    if (products := products_of(LATENT)) is None:
+        return None
+    q, k = norms("q_a_layernorm", "kv_a_layernorm")
+    by_latent = products == LATENT[0]
+    if k is None or (by_latent and q is None):
+        return None
+    return LatentReads(products, None, laid=laid, of_queries=q if by_latent else None, of_keys=k)
 
 
 def layer_form(anatomy: Anatomy) -> Form:
@@ -222,9 +245,13 @@ def _halves(
     mlp: MLPHalf | Unmerged | None = None
     if anatomy.attention is not None:
         try:
-            if given is not None and not isinstance(given.get("position_embeddings"), tuple):
+            if given is not None and _tables(given) is None:
                 raise Unmerged("it was given no rotary tables")
-            attention = AttentionHalf(layer, getattr(layer, ATTENTION), anatomy.norms[0], anatomy.attention, dtype)
+            reads, module = anatomy.attention, getattr(layer, ATTENTION)
+            if isinstance(reads, LatentReads):
+                attention = LatentHalf(layer, module, anatomy.norms[0], reads, dtype)
+            else:
+                attention = AttentionHalf(layer, module, anatomy.norms[0], reads, dtype)
         except Unmerged as reason:
             attention = reason
     if anatomy.mlp is not None:
@@ -257,9 +284,20 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
             k, v = gather_keys(k, keys), gather_keys(v, keys)
         return _attend({**options, "padding": padding}, q, k, v, *bounds, *of_heads)
 
-    cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
+    tables = _tables(given)
+    assert tables is not None
+    cos, sin = (table.squeeze(0) for table in tables)
     longest = given["max_length_q"] if keys is None else keys.max_seqlen
     return Tokens(cos, sin, given.get("position_ids"), longest, attend)
+
+
+def _tables(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines of the rotation, of complex numbers, too (DeepSeek V2), which stand for half of the channels; None if
+    there are none."""
+    tables = given.get("position_embeddings")
+    if isinstance(tables, Tensor) and tables.is_complex():
+        return torch.cat((tables.real, tables.real), -1), torch.cat((tables.imag, tables.imag), -1)
+    return tables if isinstance(tables, tuple) else None
 
 
 def _attend(

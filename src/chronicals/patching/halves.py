@@ -6,7 +6,8 @@
 A half returns the residual and a branch that is still to be added to it: the next norm adds it in its own pass. What attends
 is handed to the attention half. ``KeptHalf`` is a half as the class computes it, beside one that is fused.
 
-Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width.
+Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width; of latent attention R latent, N and
+P widths of a head's plain and rotary part, V of its value.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ TILES = "_chronicals_tiles"
 """Attribute of a layer whose MLP takes its rows in tiles."""
 
 OUT = ("o_proj",)
+OF_QUERIES, OF_KEYS_AND_VALUES = ("q_b_proj",), ("kv_b_proj",)
+"""Names of the children that make these from their latents."""
 
 Product = tuple[nn.Module, tuple[str, ...], Group]
 """The module whose children make one product, their names, and where their weights lie."""
@@ -69,6 +72,20 @@ class AttentionReads:
     heads: tuple[RMSNormReads, RMSNormReads] | None
     interleaved: bool = False
     laid: bool = False
+
+
+@dataclass(frozen=True)
+class LatentReads(AttentionReads):
+    """How an attention module is read whose keys and values, and queries where there is a norm for them, come from latents.
+
+    Attributes:
+        products: names of the children that make queries or their latent, and the latent of keys and values beside the rotary
+            key.
+        of_queries, of_keys: how the norms of the latents are read; None where queries have none.
+    """
+
+    of_queries: RMSNormReads | None = None
+    of_keys: RMSNormReads | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +258,45 @@ class AttentionHalf(FusedHalf):
         q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
         q, k = (fused_rmsnorm(x, *of).unflatten(1, (-1, width)) for x, of in ((q, of_q), (k, of_k)))
         return *fused_qk_rope(q, k, cos, sin, interleaved=interleaved), v.unflatten(1, (-1, width))
+
+
+class LatentHalf(AttentionHalf):
+    """The same with multi-head latent attention (DeepSeek-V2, 2024, equations 9 to 19): one product makes both latents and the
+    rotary key that all heads share; a second one each makes queries, and keys and values, from the normed latents."""
+
+    reads: LatentReads
+
+    def __init__(self, layer: Any, attention: nn.Module, norms: Norms, reads: LatentReads, dtype: torch.dtype | None = None):
+        self.q_b = None if reads.of_queries is None else Group(attention, OF_QUERIES)
+        self.kv_b = Group(attention, OF_KEYS_AND_VALUES)
+        super().__init__(layer, attention, norms, reads, dtype)
+        if any(group.dtype != self.first.dtype for group in (self.q_b, self.kv_b) if group is not None):
+            raise Unmerged("the weights of its products differ in dtype")
+
+    def norms_of_heads(self) -> list[nn.Module]:
+        of_queries = [] if self.q_b is None else [self.attention.q_a_layernorm]
+        return [*of_queries, self.attention.kv_a_layernorm]
+
+    def products(self) -> list[Product]:
+        made = [(OF_QUERIES, self.q_b), (OF_KEYS_AND_VALUES, self.kv_b)]
+        return [*super().products(), *((self.attention, names, group) for names, group in made if group is not None)]
+
+    def _rotated(self, made: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys ``[T, H, N + P]``, rotated in their last P channels, and values ``[T, H, V]``."""
+        config = self.attention.config
+        heads, plain, rotary = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        rank, value = config.kv_lora_rank, config.v_head_dim
+        queries, latent, key = made.split((made.shape[1] - rank - rotary, rank, rotary), 1)
+        if self.q_b is not None and self.reads.of_queries is not None:
+            queries = self.q_b(fused_rmsnorm(queries, *self.reads.of_queries.of(self.attention.q_a_layernorm, queries)))
+        assert self.reads.of_keys is not None
+        both = self.kv_b(fused_rmsnorm(latent, *self.reads.of_keys.of(self.attention.kv_a_layernorm, latent)))
+        q, q_rotary = queries.unflatten(1, (heads, plain + rotary)).split((plain, rotary), 2)
+        k, v = both.unflatten(1, (heads, plain + value)).split((plain, value), 2)
+        if self.reads.interleaved:  # in whatever order a class leaves the channels: queries and keys have the same
+            cos, sin = (x[:, : rotary // 2].repeat_interleave(2, 1) for x in (cos, sin))
+        q_rotary, k_rotary = fused_qk_rope(q_rotary, key.unsqueeze(1), cos, sin, interleaved=self.reads.interleaved)
+        return torch.cat((q, q_rotary), 2), torch.cat((k, k_rotary.expand(-1, heads, -1)), 2), v
 
 
 class MLPHalf(FusedHalf):
