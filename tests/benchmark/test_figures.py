@@ -17,7 +17,7 @@ def result(date, commit, ours, liger, ratio):
     return {
         "date": date, "commit": commit, "machine": {"card": "NVIDIA H100 80GB HBM3"}, "versions": {"torch": "2.11.0"},
         "arms": {name: {**copy.deepcopy(ARM), "tokens_per_second": {"median": rate}} for name, rate in rates.items()},
-        "ratios": {"liger": {"median": ratio}}, "floor": None,
+        "ratios": {"liger": {"median": ratio}}, "floor": None, "notes": [],
     }  # fmt: skip
 
 
@@ -75,6 +75,23 @@ def test_an_arm_without_a_speed_is_named_with_the_reason(figures):
     }
     path.write_text(json.dumps(made))
     assert figures.arms()[-1] == "- 0.5b full fixed, trl: failed: no attention here"
+
+
+def test_a_peer_for_which_there_was_no_time_is_named(figures):
+    path = figures.RESULTS / "row-0.5b-full-fixed-h100-2.json"
+    late = ": not measured in the scouting, the time limit was reached"
+    made = json.loads(path.read_text())
+    path.write_text(json.dumps({**made, "notes": [f"unsloth{late}", f"ours memory=['x']{late}", "another"]}))
+    assert figures.arms()[-1] == f"- 0.5b full fixed, unsloth{late}"
+    assert "ours memory" not in "\n".join(figures.arms())
+
+
+def test_a_row_that_was_only_scouted_has_the_ratios_of_what_it_was_scouted_with(figures):
+    for path in figures.RESULTS.glob("row-*.json"):
+        made = json.loads(path.read_text())
+        path.write_text(json.dumps({**made, "ratios": {}}))
+    (row,) = figures.measured_rows.rows()
+    assert sorted(row.ratios("liger")) == [2.0, 2.0, 2500.0 / 1200.0] and row.ratios("ours") == [] == row.ratios("trl")
 
 
 def test_a_file_that_is_no_rows_is_named(figures):
