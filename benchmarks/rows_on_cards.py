@@ -39,7 +39,7 @@ build_model(sys.argv[1], Path(sys.argv[2]), "cuda" if torch.cuda.is_available() 
 def models_of(name: str, other: str | None) -> set[str]:
     """Built-in shapes whose weights the row reads; ``other`` than its own where the script is tried."""
     options = one_card.ROWS[name]
-    values = {option: value for option, value in zip(options, options[1:])}
+    values = dict(zip(options, options[1:]))
     return {other or values["--model"], *([values["--distill.teacher"]] if "--distill.teacher" in values else [])}
 
 

@@ -292,11 +292,10 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
 
 
 def _tables(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines of the rotation, of complex numbers, too (DeepSeek V2), which stand for half of the channels; None if
-    there are none."""
+    """Cosines and sines of the rotation, half as wide where they are complex numbers (DeepSeek V2); None if there are none."""
     tables = given.get("position_embeddings")
     if isinstance(tables, Tensor) and tables.is_complex():
-        return torch.cat((tables.real, tables.real), -1), torch.cat((tables.imag, tables.imag), -1)
+        return tables.real, tables.imag
     return tables if isinstance(tables, tuple) else None
 
 
