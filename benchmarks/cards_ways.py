@@ -119,11 +119,11 @@ def timed(session: Any, plan: Plan, ranks: Any, packs: int, width: int, vocabula
 
 def measure_saves(plan: Plan) -> dict[str, Any]:
     """What checkpoints midway hold up: step times around them, and what is written. Before a second one the run waits, off the
-    clock, until the first is on the disk: how fast that is does not count."""
+    clock, until the first is on the disk: how fast that is does not count. It ends without a last one."""
     from chronicals import ChronicalsTrainer
     from chronicals.benchmark.shapes import byte_tokenizer
     from chronicals.distributed import Mesh
-    from chronicals.training import Callback
+    from chronicals.training import Callback, TrainingError
 
     row, ranks = ROWS[plan.row], Mesh.current()
     packs, width = row.sizes_of_batch(plan.tiny)
@@ -132,10 +132,15 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
     waited = 0.0
     checkpoints = plan.folder / "run" / "checkpoints"
 
+    class Enough(Exception):
+        """All steps are timed."""
+
     class Times(Callback):
         def step_done(self, metrics: Any) -> None:
             nonlocal waited
             ends.append(time.perf_counter() - waited)
+            if len(ends) == steps:
+                raise Enough
             saved, left = divmod(len(ends) + 1, every)
             if not left and saved > 1:
                 began = time.perf_counter()
@@ -143,11 +148,15 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
                     time.sleep(0.05)
                 waited += time.perf_counter() - began
 
-    rows = [{"text": "a text of no meaning " * (width // 21)} for _ in range(packs * steps * ranks.count)]
+    rows = [{"text": "a text of no meaning " * (width // 21)} for _ in range(packs * (steps + 1) * ranks.count)]
     config = config_of(row, plan.way, 1, packs, width, plan.tiny, plan.folder, plan.cards)
-    config = config.replace(max_steps=steps, save_steps=every, save_total_limit=1, trackers=[])
+    config = config.replace(max_steps=steps + 1, save_steps=every, save_total_limit=1, trackers=[])
     model = build(row, plan.tiny, ranks.device, ranks, plan.way)
-    ChronicalsTrainer(model, byte_tokenizer(), config, callbacks=[Times()]).train(rows)
+    try:
+        ChronicalsTrainer(model, byte_tokenizer(), config, callbacks=[Times()]).train(rows)
+    except (Enough, TrainingError):  # the second on the other ranks, which have no callbacks
+        if ranks.writer and len(ends) < steps:
+            raise
     size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
     if not ranks.writer:
         return {}
