@@ -144,9 +144,10 @@ def trial(monkeypatch, passed, steps):
 
     monkeypatch.setattr(preference.PairTrial, "_passed", lambda self, way, rows: passed(way, rows[0].longest))
     model = Model()
-    way, words = preference.fastest_way(Build(model, None, {}), steps, ["flash", "sdpa"])
-    assert model.attention == way.attention
-    return (way.pairs, way.attention), words
+    attentions = [preference.Attention(name) for name in ("flash", "sdpa")]
+    way, words = preference.fastest_way(Build(model, None, {}), steps, attentions)
+    assert model.attention == way.attention.name
+    return (way.pairs, way.attention.name), words
 
 
 def step_of(length):
@@ -158,10 +159,10 @@ def test_a_trial_takes_the_fastest_that_has_room(monkeypatch):
     tried = []
 
     def passed(way, longest):
-        tried.append((way.pairs, way.attention))
+        tried.append((way.pairs, way.attention.name))
         if way.pairs > 2:
             raise torch.OutOfMemoryError
-        if way.attention == "flash":
+        if way.attention.name == "flash":
             raise ValueError("no kernel")
         return 1.0 / way.pairs
 
@@ -170,21 +171,37 @@ def test_a_trial_takes_the_fastest_that_has_room(monkeypatch):
     assert list(dict.fromkeys(tried)) == [(4, "flash"), (4, "sdpa"), (2, "flash"), (2, "sdpa")]
 
 
-def test_a_trial_fits_the_longest_step_and_times_a_usual_one(monkeypatch):
+def test_a_trial_fits_the_longest_step_and_times_usual_ones(monkeypatch):
+    """Each of them once: a pass of a length that was met before is faster."""
     seen = []
 
     def passed(way, longest):
-        seen.append((way.pairs, way.attention, longest))
+        seen.append((way.pairs, way.attention.name, longest))
         if longest == 90 and way.pairs == 8:
             raise torch.OutOfMemoryError
-        slow = {"flash": 10.0, "sdpa": 1.0} if longest == 90 else {"flash": 2.5, "sdpa": 4.0}
-        return slow[way.attention] + (1.0 if (way.pairs, way.attention, longest) not in seen[:-1] else 0.0)
+        slow = {"flash": 10.0, "sdpa": 1.0} if longest == 90 else {"flash": 1.0, "sdpa": 1.5}
+        return slow[way.attention.name] + longest / 100
 
-    way, words = trial(monkeypatch, passed, [step_of(length) for length in (30, 90, 20)])
+    way, words = trial(monkeypatch, passed, [step_of(length) for length in (30, 90, 5, 28, 32, 85, 26, 3)])
     assert way == (4, "flash")
-    assert [seen.count((4, name, 30)) for name in ("flash", "sdpa")] == [2, 2] and (4, "flash", 20) not in seen
-    assert words[0] == "of a usual step's passes: flash 4 pairs 2.50 s, sdpa 4 pairs 4.00 s, flash 2 pairs 2.50 s"
+    assert [length for *_, length in seen if _ == [4, "sdpa"]] == [90, 26, 28, 30, 32]
+    assert words[0] == "passes of a usual step: flash 4 pairs 1.29 s, sdpa 4 pairs 1.79 s, flash 2 pairs 1.29 s"
     assert words[1] == "flash 8 pairs did not run: OutOfMemoryError"
+
+
+def test_torchs_attention_is_tried_without_cudnn_too():
+    from chronicals.benchmark.arms import preference
+
+    given = [preference.attentions_of(*given) for given in ((["flash_attention_4", "sdpa"], True), ([], True), ([], False))]
+    assert [[attention.words for attention in found] for found in given] == [
+        ["flash_attention_4", "sdpa without cuDNN", "sdpa"], ["attention without cuDNN", ""], [""],
+    ]  # fmt: skip
+    try:
+        for attention in given[1]:
+            attention.take(None)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == attention.cudnn
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def upside_down(losses):

@@ -168,8 +168,8 @@ def start_process(work: Work, name: str, options: list[str], stem: str) -> ArmPr
     command = [sys.executable, "-m", "chronicals.benchmark.arm", str(work.folder), name, *options]
     with log.open("w") as lines:
         process = BoundProcess(
-            command, cwd=work.folder, env=environment(work), stdin=subprocess.PIPE, stdout=lines, stderr=subprocess.STDOUT,
-            text=True,
+            command, cwd=work.folder, env=environment(work, name), stdin=subprocess.PIPE, stdout=lines,
+            stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     return ArmProcess(process, log)
 
@@ -241,9 +241,9 @@ class ArmProcess:
         self.process.wait()
 
 
-def environment(work: Work) -> dict[str, str]:
+def environment(work: Work, arm: str) -> dict[str, str]:
     """The caller's environment, with compilers' caches in the benchmark's folder, so that only the first run of an arm
-    compiles."""
+    compiles. TRL's arms have memory in segments that grow, as Unsloth gives itself: their shapes differ from step to step."""
     caches, source = work.folder.parent / "caches", str(Path(chronicals.__file__).parent.parent)
     chosen = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -255,7 +255,8 @@ def environment(work: Work) -> dict[str, str]:
     }
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     offline = {"HF_HUB_OFFLINE": "1"} if Path(work.model).exists() else {}
-    return {**chosen, **offline, **os.environ, "PYTHONPATH": path}
+    memory = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if arm.startswith("trl") else {}
+    return {**chosen, **offline, **memory, **os.environ, "PYTHONPATH": path}
 
 
 def last_words(log: str, code: int) -> str:

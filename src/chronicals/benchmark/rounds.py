@@ -4,7 +4,8 @@ arms that are only scouted.
 The decisive rounds hold our arms and the two fastest peers, in alternating order (A B C, C B A, A B C …), so that a drift of
 the card's clocks affects all alike. An arm continues in the process of its scouting round if the card holds the memory of all
 waiting processes, else it starts a new process over the same prepared files. The last arm of a round is the first of the next
-and continues in its process in any case. While one arm runs, the process of the next starts and imports what it needs.
+and continues in its process in any case. While one arm runs, the process of the next starts and imports what it needs, and so
+does that of the reference on the steps that a peer makes of pairs.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ class _Session:
     waiting: dict[str, RunningArm] = field(default_factory=dict)
     runs_next: str | None = None
     own_references: dict[str, Measurement] = field(default_factory=dict)
+    begun_references: dict[str, RunningArm] = field(default_factory=dict)
 
     def measure_reference(self) -> None:
         self.say("running the fp32 reference")
@@ -211,7 +213,9 @@ class _Session:
 
         def run(steps: int) -> Measurement:
             arm = Arm(REFERENCE, changes or {})
-            reference = RunningArm(self.row.work, arm, steps, documents=documents, label=label, warm_up=0)
+            reference = self.begun_references.pop(label, None) or RunningArm(
+                self.row.work, arm, steps, documents=documents, label=label, warm_up=0
+            )
             self._begin(Arm(OURS), SCOUTING)
             return reference.measure(self.options.within_limit(self.options.arm_timeout, self.began))
 
@@ -303,6 +307,7 @@ class _Session:
             return
         self.say(f"{stage}: {arm.name}")
         row, began = self.row, time.perf_counter()
+        self._begin_reference(arm, label)
         try:
             measured = self._measured(arm, label)
         except ArmFailed as error:
@@ -382,7 +387,7 @@ class _Session:
 
     def end_all_but(self, arms: Sequence[Arm]) -> None:
         names = {arm.name for arm in arms}
-        for running in (self.begun, self.waiting):
+        for running in (self.begun, self.waiting, self.begun_references):
             for name in running.keys() - names:
                 running.pop(name).end()
 
@@ -418,11 +423,24 @@ class _Session:
             return of_row
         text = json.dumps(measured.own_batches)
         if text not in self.own_references:
-            path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
+            path, name = self._batches_of(arm, label)
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-            self.own_references[text] = self._reference(path, f"{arm.kind}-{label}", steps=steps)
+            self.own_references[text] = self._reference(path, name, steps=steps)
         return self.own_references[text]
+
+    def _begin_reference(self, arm: Arm, label: str) -> None:
+        """Start the process of the reference on the arm's own steps; one that nothing asked for is ended."""
+        while self.begun_references:
+            self.begun_references.popitem()[1].end()
+        work, of_row = self.row.work, self.row.reference
+        if of_row is not None and work.kind == "pairs" and not arm.ours and arm.name not in self.row.runs:
+            path, name = self._batches_of(arm, label)
+            self.begun_references[name] = RunningArm(work, REFERENCE, len(of_row.losses), documents=path, label=name, warm_up=0)
+
+    def _batches_of(self, arm: Arm, label: str) -> tuple[Path, str]:
+        """Where the steps of the arm's own are written, and the name of the reference on them."""
+        return self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json", f"{arm.kind}-{label}"
 
     def _late(self, needed: float) -> bool:
         return self.options.left(self.began) < needed

@@ -1,14 +1,16 @@
 """TRL's trainers of preferences, ``DPOTrainer`` and ``ORPOTrainer``, on the work's pairs.
 
 Their own tokenising is left out, so that all arms have the same tokens. Steps have as many pairs each as ours have in the mean,
-sorted by length. Attention and the pairs of a micro-batch are the fastest in a trial before the first step. DPO has its
-reference as the row says: log-probabilities stored before the first step, or adapters off.
+sorted by length. Attention and the pairs of a micro-batch are the fastest in a trial before the first step, over steps whose
+lengths are new to it: with cuDNN's attention the host makes a plan for each length that it has not met. DPO has its reference
+as the row says: log-probabilities stored before the first step, or adapters off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import Enough, Watch, usual_arguments
-from chronicals.benchmark.arms.ways import flash_attention
+from chronicals.benchmark.arms.ways import FLASH_ATTENTION, flash_attention
 from chronicals.benchmark.arms.weights import base_of_peers, load_for_peers, with_peft
 from chronicals.benchmark.measurement import COMPARED, ArmPlan, device, reset_peak
 from chronicals.benchmark.pairs import Held, Pair, PairWork, equal_steps
@@ -31,7 +33,7 @@ MOST, USUAL = 16, 4
 """Pairs of a micro-batch: at most, and where attentions are compared."""
 
 TIMED, ENOUGH = 4, 6.0
-"""Most passes of a way through a usual step, of which the fastest counts, and seconds after which no further one begins."""
+"""Usual steps that a way is timed in at most, of which the median counts, and seconds after which no further one begins."""
 
 OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 
@@ -73,9 +75,9 @@ def train_pairs(
     """
     steps = equal_steps([*work.pairs_by_step(plan.in_all + SPARE_STEPS)])
     build = Builder(model, work, {**usual_arguments(work, plan), **arguments})
-    way, tried = fastest_way(build, steps, attentions)
+    way, tried = fastest_way(build, steps, attentions_of(attentions, device().type == "cuda"))
     trainer = build(steps, way.pairs)
-    details = [f"{way.pairs} pairs x {len(steps[0]) // way.pairs} sorted by length", *filter(None, [way.attention])]
+    details = [f"{way.pairs} pairs x {len(steps[0]) // way.pairs} sorted by length", *filter(None, [way.attention.words])]
     settings = ", ".join([*words, *details, *filter(None, [work.reference_policy, _definition(work)]), *tried])
     expected = [[pairs] for pairs in work.pairs_by_step(COMPARED)]
     watch = PairWatch(trainer, plan, settings, expected)
@@ -166,19 +168,51 @@ def _of_orpo() -> tuple[type[Any], type[Any], Row]:
 
 
 @dataclass(frozen=True)
-class PairWay:
-    """Pairs of a micro-batch, and the attention by its name in transformers; None leaves the model as it is."""
+class Attention:
+    """Of a peer's model.
 
-    pairs: int
-    attention: str | None = None
+    Attributes:
+        name: in transformers; None leaves the model as it is.
+        cudnn: whether torch's own may be cuDNN's.
+    """
+
+    name: str | None = None
+    cudnn: bool = True
+
+    def take(self, model: Any) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
+        if self.name:
+            model.set_attn_implementation(self.name)
 
     @property
     def words(self) -> str:
-        return " ".join(filter(None, [self.attention, f"{self.pairs} pairs"]))
+        return (self.name or "") if self.cudnn else f"{self.name or 'attention'} without cuDNN"
+
+
+def attentions_of(names: Sequence[str], on_card: bool) -> list[Attention]:
+    """Those to choose between: by each name, and of torch's own also without cuDNN; the safest last."""
+    found = list[Attention]()
+    given: Sequence[str | None] = names or [None]
+    for name in given:
+        alone = on_card and name not in FLASH_ATTENTION
+        found += [*([Attention(name, cudnn=False)] if alone else []), Attention(name)]
+    return found
+
+
+@dataclass(frozen=True)
+class PairWay:
+    """Pairs of a micro-batch, and the attention."""
+
+    pairs: int
+    attention: Attention
+
+    @property
+    def words(self) -> str:
+        return " ".join(filter(None, [self.attention.words, f"{self.pairs} pairs"]))
 
 
 class PairTrial:
-    """Times ways of taking a step: first the one with the longest row, which must fit, then one with a usual number of tokens.
+    """Times ways of taking a step: first the one with the longest row, which must fit, then some with a usual number of tokens.
 
     Attributes:
         failed: words for each way that did not run, with the error.
@@ -186,10 +220,12 @@ class PairTrial:
 
     def __init__(self, build: Builder, steps: Sequence[Sequence[Pair]]):
         by_tokens = sorted(steps, key=lambda step: sum(pair.tokens for pair in step))
-        longest, usual = max(steps, key=lambda step: step[0].longest), by_tokens[len(by_tokens) // 2]
-        self.build, self.trainer = build, build([longest, usual], 1)
-        rows = [self.trainer.train_dataset[number] for number in range(len(longest) + len(usual))]
-        self.longest, self.usual = rows[: len(longest)], rows[len(longest) :]
+        first = max(len(steps) - TIMED, 0) // 2
+        longest, usual = max(steps, key=lambda step: step[0].longest), by_tokens[first : first + TIMED]
+        self.build, self.trainer = build, build([longest, *usual], 1)
+        rows = [self.trainer.train_dataset[number] for number in range(sum(map(len, [longest, *usual])))]
+        size = len(longest)
+        self.longest, *self.usual = (rows[start : start + size] for start in range(0, len(rows), size))
         self.seconds, self.failed = dict[PairWay, float](), dict[PairWay, str]()
 
     def run(self, way: PairWay) -> None:
@@ -207,18 +243,18 @@ class PairTrial:
             torch.cuda.empty_cache()
 
     def _timed(self, way: PairWay) -> float:
-        """Seconds of the usual step forward and backward, the fastest of some: kernels may still compile in others."""
+        """Seconds of a usual step forward and backward, the median of some that differ in their lengths."""
         model, args = self.build.model, self.trainer.args
-        if way.attention:
-            model.set_attn_implementation(way.attention)
+        way.attention.take(model)
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
         model.train()
         self._passed(way, self.longest)
-        seconds = [self._passed(way, self.usual)]
-        while len(seconds) < TIMED and sum(seconds) < ENOUGH:
-            seconds.append(self._passed(way, self.usual))
-        return min(seconds)
+        seconds = list[float]()
+        for rows in self.usual:
+            if sum(seconds) < ENOUGH:
+                seconds.append(self._passed(way, rows))
+        return statistics.median(seconds)
 
     def _passed(self, way: PairWay, rows: Sequence[Any]) -> float:
         trainer, began = self.trainer, _now()
@@ -236,31 +272,29 @@ class PairTrial:
     def words(self) -> list[str]:
         """What came of each way."""
         timed = [f"{way.words} {seconds:.2f} s" for way, seconds in self.seconds.items()]
-        tried = [f"of a usual step's passes: {', '.join(timed)}"] if len(timed) > 1 else []
+        tried = [f"passes of a usual step: {', '.join(timed)}"] if len(timed) > 1 else []
         return [*tried, *(f"{way.words} did not run: {why}" for way, why in self.failed.items())]
 
 
-def fastest_way(build: Builder, steps: Sequence[Sequence[Pair]], attentions: Sequence[str]) -> tuple[PairWay, list[str]]:
+def fastest_way(build: Builder, steps: Sequence[Sequence[Pair]], attentions: Sequence[Attention]) -> tuple[PairWay, list[str]]:
     """The fastest attention, and with it the fastest number of pairs in a micro-batch; the model is left with that attention.
 
     Returns:
         the way, and in words what was tried.
     """
     sizes = [size for size in range(1, MOST + 1) if len(steps[0]) % size == 0]
-    names: list[str | None] = [*attentions] or [None]
     trial = PairTrial(build, steps)
     for size in sorted((size for size in sizes if size <= USUAL), reverse=True):
-        for name in names:
-            trial.run(PairWay(size, name))
+        for attention in attentions:
+            trial.run(PairWay(size, attention))
         if trial.seconds:
             break
     found = trial.fastest
     if found is not None:
         for size in sizes[1:]:
             trial.run(PairWay(size, found.attention))
-    way = trial.fastest or PairWay(1, names[-1])
-    if way.attention:
-        build.model.set_attn_implementation(way.attention)
+    way = trial.fastest or PairWay(1, attentions[-1])
+    way.attention.take(build.model)
     return way, trial.words
 
 
