@@ -1,5 +1,5 @@
-"""One of two processes that train together, of which one raises an error, hangs, is killed, keeps the other waiting or has a
-full disk.
+"""One of two processes that train together, of which one raises an error, hangs, is killed, keeps the other waiting, has a
+full disk, or raises an error while the other still writes a checkpoint.
 
 The program of ``test_rank_watch.py``: ``python stopping_ranks.py FOLDER HOW``. When it happened is in ``FOLDER/happened``.
 """
@@ -32,6 +32,7 @@ SHORT = {
     "is told for long": {"rank_timeout": PATIENCE, "max_steps": 3},
     "is told for long, of shared packs": {"rank_timeout": PATIENCE, "max_steps": 3, "context_parallel": 2},
     "has a full disk": {"save_steps": 1},
+    "raises beside a checkpoint": {"save_steps": 1},
     "calls a divided model": {"sharding": "weights", "use_lora": True},
     "reads a divided weight": {"sharding": "weights"},
 }
@@ -53,7 +54,7 @@ class Ends(NextToken):
 
     def __call__(self, model, batch):
         self.calls += 1
-        if self.calls == CALLS and self.how in ("raises", "hangs", "killed"):
+        if self.calls == CALLS and self.how in ("raises", "hangs", "killed", "raises beside a checkpoint"):
             self.end()
         return super().__call__(model, batch)
 
@@ -109,18 +110,27 @@ def fill_disk(folder: Path) -> None:
     checkpoint.write_pieces = write_until_full
 
 
+def write_for_long() -> None:
+    """Its files are all there later than a process waits for one that has raised an error."""
+    write = checkpoint.write_folder
+    checkpoint.write_folder = lambda folder, fill: write(folder, lambda aside: (fill(aside), time.sleep(LONGER)))
+
+
 def main(folder: Path, how: str) -> None:
     torch.set_num_threads(1)
     watch.PAUSE, watch.GRACE = 0.2, 3.0
     rank = Mesh.current().rank
     usual = {"rank_timeout": 100.0, "validation_split": 0.0, "eval_steps": None}
-    place = folder / "one" if how == "has a full disk" else own_folder(folder, rank)
+    together = how in ("has a full disk", "raises beside a checkpoint")
+    place = folder / "one" if together else own_folder(folder, rank)
     made = trainer(place, **{**usual, **SHORT.get(how, {})})
     if rank == 1:
         made.objective = Ends()
         made.objective.how, made.objective.folder = how, folder
         if how == "has a full disk":
             fill_disk(folder)
+    elif how == "raises beside a checkpoint":
+        write_for_long()
     elif how.startswith(("is told", "calls", "reads")):
         made.callbacks.append(Slow(made.model) if how.startswith("is told") else NeedsAll(made.model, how, folder))
         made._users_callbacks = True

@@ -76,6 +76,16 @@ def test_a_full_disk_of_one_ends_all(how, tmp_path):
 
 
 @on_cpu
+def test_a_checkpoint_that_was_begun_is_finished_before_all_end(tmp_path):
+    """Though it takes the first rank longer than it would wait for one that has raised an error."""
+    codes, words = ended(tmp_path, "raises beside a checkpoint")
+    assert codes == [1, 1], words
+    assert "rank 1 stopped: ValueError: boom" in words[0], words[0][-2000:]
+    (left,) = checkpoints(tmp_path / "one" / "run")
+    assert left.name == "step-00000001" and check_checkpoint(left) is None
+
+
+@on_cpu
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["is told for long", "is told for long, of shared packs"])
 def test_a_callback_may_take_longer_than_a_step(how, tmp_path):

@@ -27,6 +27,7 @@ from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.rank_files import RankFiles
 from chronicals.distributed.sharded_adamw import ShardedAdam8bit, ShardedAdamW
 from chronicals.distributed.shards import Shards
+from chronicals.distributed.told import Told
 from chronicals.distributed.watch import RankWatch
 from chronicals.distributed.weight_shards import (
     VALUE,
@@ -60,6 +61,7 @@ __all__ = [
     "ShardedAdam8bit",
     "ShardedAdamW",
     "Shards",
+    "Told",
     "Unit",
     "WeightShards",
     "alone",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Steps
-from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, is_divided, whole_parts
+from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, Told, is_divided, whole_parts
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, save_beside, save_model, text_files
 from chronicals.training import checkpoint
@@ -54,6 +54,7 @@ class RunCheckpoints:
         self._staging = Staging(next(parameter.device for parameter in model.parameters() if parameter.requires_grad))
         self._prepared = False
         self._background = Background(self._staging.device)
+        self._ended: Told | None = None
         self._text_files: dict[str, bytes] = {}
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
         self._divided = DividedModel(model, dtype) if any(is_divided(p) for p in model.parameters()) else None
@@ -217,13 +218,15 @@ class RunCheckpoints:
         state = self._state(optimizer, random, facts)
         waits = self._must_wait(state, run)
         files = RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
+        ended = Told() if self.ranks.count > 1 else None
 
         def begin() -> None:
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
             best = run.best_step if self.keeps_best else None
-            self._start(state, waits, partial(self._write, run.step, best, files))
+            self._start(state, waits, partial(self._write, run.step, best, files, ended))
 
         self.ranks.writer_does(begin, CheckpointError)
+        self._ended = ended
         if files is not None and not self.ranks.writer:
             self._start(state, waits, partial(self._deliver, files))
         if waits:
@@ -252,8 +255,10 @@ class RunCheckpoints:
         else:
             self._background.start(partial(self._write_staged, write, state.staged(self._staging)))
 
-    def _write(self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State) -> None:
-        """On the first rank: the checkpoint of a step, with the files of the others."""
+    def _write(
+        self, step: int, best: int | None, files: RankFiles | None, ended: Told | None, state: checkpoint.State
+    ) -> None:  # fmt: skip
+        """On the first rank: the checkpoint of a step, with the files of the others, who are told that it is over."""
         write_divided = None
         if self._divided is not None and files is not None:
             write_divided = partial(self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files)
@@ -266,6 +271,9 @@ class RunCheckpoints:
             if files is not None:
                 files.give_up()
             raise
+        finally:
+            if ended is not None:
+                ended.say()
         self.written.append((step, folder))
 
     def _deliver(self, files: RankFiles, state: checkpoint.State) -> None:
@@ -299,13 +307,16 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """However the run ended, the checkpoint that was begun is finished."""
+        """However the run ended, the checkpoint that was begun is finished. No rank leaves before it is: the others would end
+        with that one, the first while it writes."""
         if kind is not None and self._background.busy:
             logger.warning("finishing the checkpoint that was begun")
         try:
             self._background.wait()
         except Exception as error:  # the run has ended with an error of its own
             logger.error("%s", error)
+        if kind is not None and self._ended is not None and not self.ranks.writer:
+            self._ended.wait()
         self._staging.release()
 
     def _has_best(self, run: Run) -> bool:
