@@ -80,7 +80,7 @@ def on_pairs(objective: str, share: int) -> list[str]:
 
 def peers_on_pairs(share: int) -> list[str]:
     """Unsloth's recomputation is compared where prompts are half."""
-    return against("trl", "unsloth", *(["unsloth-recompute"] if share == 50 else []))
+    return against("trl", *(["unsloth", "unsloth-recompute"] if share == 50 else ["unsloth-alone"]))
 
 
 PREFERENCE = {

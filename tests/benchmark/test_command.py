@@ -216,6 +216,7 @@ def test_unsloth_stands_for_all_its_ways():
     under_lora = ["unsloth-recompute", "unsloth-padded", "unsloth-compiled", "unsloth"]
     assert command._peers("unsloth", "ragged", lora=True) == under_lora
     assert command._peers("unsloth-padded,unsloth", "ragged", lora=True) == ["unsloth-padded", "unsloth"]
+    assert command._peers("trl,unsloth-alone", "pairs-30", lora=True, objective="dpo") == ["trl", "unsloth"]
 
 
 def test_a_variant_is_fields():

@@ -5,7 +5,7 @@ The decisive rounds hold our arms and the two fastest peers, in alternating orde
 the card's clocks affects all alike. An arm continues in the process of its scouting round if the card holds the memory of all
 waiting processes, else it starts a new process over the same prepared files. The last arm of a round is the first of the next
 and continues in its process in any case. While one arm runs, the process of the next starts and imports what it needs, and so
-does that of the reference on the steps that a peer makes of pairs.
+does that of the reference, beside the preparation and beside a peer that makes its own steps of pairs.
 """
 
 from __future__ import annotations
@@ -124,9 +124,11 @@ def measure(
         raise ConfigurationError(f"mode={work.mode!r}: its reference needs {', '.join(lacking)}; install chronicals[peft]")
     began = time.perf_counter() if began is None else began
     say("preparing weights, tokens and adapters; measuring this machine's rates at the step's shapes")
+    reference = RunningArm(work, REFERENCE, options.reference_steps, warm_up=0)
     try:
         rates = run_preparation(work, options.within_limit(max(options.arm_timeout, PREPARATION_SECONDS), began))
     except ArmFailed as error:
+        reference.end()
         if options.left(began) <= 0:
             raise ConfigurationError(
                 f"time_limit={options.time_limit:g}: it passed while weights, tokens and rates were prepared, and no arm ran; "
@@ -152,7 +154,7 @@ def measure(
         row.notes.append(
             "no MFU and no reference step: adapters differ between layers or have lengths, and their products are not counted"
         )
-    session = _Session(row, options, say, keep, began)
+    session = _Session(row, options, say, keep, began, begun_references={"": reference})
     try:
         session.measure_reference()
         arms = session.scout()
@@ -191,6 +193,7 @@ class _Session:
         try:
             fills = self._weights_fill_card()
             if fills:
+                self.begun_references.pop("").end()
                 self.row.notes.append("the reference has one step: fp32 weights and states are more than the card holds")
             self.row.reference = self._reference(None, "", steps=1 if fills else self.options.reference_steps)
         except ArmFailed as error:

@@ -158,7 +158,8 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
 
 def _peers(against: str, data: str, lora: bool, objective: str | None = None) -> list[str]:
     """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where lengths differ also with padded
-    rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone.
+    rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone, as
+    ``unsloth-alone`` is.
 
     Args:
         lora: whether adapters are trained.
@@ -172,13 +173,14 @@ def _peers(against: str, data: str, lora: bool, objective: str | None = None) ->
     able = TAUGHT_PEERS if objective == TAUGHT else PAIR_PEERS if objective in PAIRED else tuple(PEERS)
     over = "documents with a teacher" if objective == TAUGHT else "pairs of answers"
 
-    asked = [name.strip() for name in against.split(",") if name.strip()]
+    given = [name.strip() for name in against.split(",") if name.strip()]
+    asked = ["unsloth" if name == "unsloth-alone" else name for name in given]
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
         if name not in able:
             raise ConfigurationError(f"against={name!r}: has no trainer for {over}; these have: {', '.join(able)}")
-    if any(name.startswith("unsloth-") for name in asked):
+    if any(name.startswith("unsloth-") for name in given):
         return list(dict.fromkeys(asked))
     where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]
     ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" and objective not in PAIRED else []), "unsloth"]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from chronicals.benchmark.arms.loop import train_padded
+from chronicals.benchmark.arms.split_products import split_frozen
 from chronicals.benchmark.arms.ways import flash_attention
 from chronicals.benchmark.arms.weights import base_of_peers, load, load_dequantised, load_for_peers, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
@@ -73,7 +74,7 @@ def liger(work: Work, plan: ArmPlan) -> None:
 
 
 def reference(work: Work, plan: ArmPlan) -> None:
-    """The plain model in fp32 without TF32: what losses and gradients should be.
+    """The plain model in fp32, and nothing rounded to TF32: what losses and gradients should be.
 
     Of a base in 4 bits it has the weights that the codes stand for. The plan's changes are fields of other adapters.
 
@@ -104,6 +105,7 @@ def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, bool]:
         recompute(model)
     if work.adapts:
         model = with_peft(model, work, **plan.changes)
+        split_frozen(model)
     return model, tight
 
 

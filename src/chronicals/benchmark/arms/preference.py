@@ -35,6 +35,9 @@ MOST, USUAL = 16, 4
 TIMED, ENOUGH = 4, 6.0
 """Usual steps that a way is timed in at most, of which the median counts, and seconds after which no further one begins."""
 
+WARM = 3
+"""Other steps before the first way is timed: models that are compiled are compiled anew for the first few lengths."""
+
 OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 
 
@@ -212,7 +215,8 @@ class PairWay:
 
 
 class PairTrial:
-    """Times ways of taking a step: first the one with the longest row, which must fit, then some with a usual number of tokens.
+    """Times ways of taking a step: first the one with the longest row, which must fit, then some with a usual number of tokens,
+    whose lengths no way has met before.
 
     Attributes:
         failed: words for each way that did not run, with the error.
@@ -222,10 +226,12 @@ class PairTrial:
         by_tokens = sorted(steps, key=lambda step: sum(pair.tokens for pair in step))
         first = max(len(steps) - TIMED, 0) // 2
         longest, usual = max(steps, key=lambda step: step[0].longest), by_tokens[first : first + TIMED]
-        self.build, self.trainer = build, build([longest, *usual], 1)
-        rows = [self.trainer.train_dataset[number] for number in range(sum(map(len, [longest, *usual])))]
-        size = len(longest)
-        self.longest, *self.usual = (rows[start : start + size] for start in range(0, len(rows), size))
+        others = [step for step in by_tokens[:first] + by_tokens[first + TIMED :] if step is not longest]
+        chosen, size = [longest, *usual, *others[-WARM:]], len(longest)
+        self.build, self.trainer = build, build(chosen, 1)
+        rows = [self.trainer.train_dataset[number] for number in range(sum(map(len, chosen)))]
+        self.longest, *steps_of_rows = (rows[start : start + size] for start in range(0, len(rows), size))
+        self.usual, self.others = steps_of_rows[: len(usual)], steps_of_rows[len(usual) :]
         self.seconds, self.failed = dict[PairWay, float](), dict[PairWay, str]()
 
     def run(self, way: PairWay) -> None:
@@ -249,7 +255,8 @@ class PairTrial:
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
         model.train()
-        self._passed(way, self.longest)
+        for rows in [self.longest, *([] if self.seconds else self.others)]:
+            self._passed(way, rows)
         seconds = list[float]()
         for rows in self.usual:
             if sum(seconds) < ENOUGH:
