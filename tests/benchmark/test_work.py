@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from chronicals.benchmark.arms import ways
+from chronicals.benchmark.arms import loop, ways
 from chronicals.benchmark.arms.padding import grouped, packed, padded
 from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, train_with_trainer, with_flash_lengths
 from chronicals.benchmark.arms.weights import with_peft
@@ -331,3 +331,13 @@ def test_adapters_of_a_peer_are_scaled_as_ours(tmp_path):
     model = with_peft(tiny.llama(), work)
     scales = {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "lora_A")}
     assert scales == {2.5 / 4}
+
+
+@pytest.mark.parametrize(("lengths", "leaves"), [((7, 7), False), ((7, 9), True)])
+def test_where_steps_differ_in_their_shapes_cudnn_makes_no_plans(lengths, leaves, monkeypatch):
+    steps = [padded([document(length)], 4, torch.device("cpu")) for length in lengths]
+    set_to = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", set_to.append)
+    assert not loop.leaves_cudnn(steps) and set_to == []
+    monkeypatch.setattr(loop, "device", lambda: torch.device("cuda"))
+    assert loop.leaves_cudnn(steps) == leaves and set_to == [False] * leaves

@@ -54,10 +54,21 @@ def train_padded(
         settings = ", ".join(filter(None, [settings, way.words, *failed]))
     micro_batches = sum(len(batch.micro_batches) for batch in batches) / len(batches)
     settings += f", {micro_batches:.1f} micro-batches a step, sorted by length" if micro_batches > 1 else ""
+    if leaves_cudnn(batches):
+        settings += ", no cuDNN attention"
     loaded = time.perf_counter() - plan.began
     reset_peak()
     while plan.hand_in(replace(loop.round(batches, plan), settings=settings, load_seconds=loaded)):
         pass
+
+
+def leaves_cudnn(batches: Sequence[PaddedStep]) -> bool:
+    """Where steps differ in their shapes, torch's attention takes no kernels of cuDNN from here on: for each shape the host
+    would make a plan, which takes longer than the step. Whether that is so."""
+    differ = device().type == "cuda" and len({str(batch.shapes) for batch in batches}) > 1
+    if differ:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return differ
 
 
 class _Loop:

@@ -229,6 +229,10 @@ class PairTrial:
         others = [step for step in by_tokens[:first] + by_tokens[first + TIMED :] if step is not longest]
         chosen, size = [longest, *usual, *others[-WARM:]], len(longest)
         self.build, self.trainer = build, build(chosen, 1)
+        if getattr(self.trainer.args, "use_liger_kernel", False):  # the trainer does when training begins
+            from transformers.integrations.liger import apply_liger_kernel
+
+            apply_liger_kernel(self.trainer.model, self.trainer.args.liger_kernel_config)
         rows = [self.trainer.train_dataset[number] for number in range(sum(map(len, chosen)))]
         self.longest, *steps_of_rows = (rows[start : start + size] for start in range(0, len(rows), size))
         self.usual, self.others = steps_of_rows[: len(usual)], steps_of_rows[len(usual) :]
