@@ -4,8 +4,9 @@
         [options of rows.py: --rounds 0 --commit HASH ...]
 
 A card that has ended a row takes the next of those named, until the time limit; a row has ``--seconds``, or what is left.
-Weights of built-in shapes are written once, before the first row. Cores are divided evenly, and each file says that other rows
-ran at the same time. What a row prints is in WORK/NAME.log; a short table of all rows comes last.
+Weights of built-in shapes are written once, before the first row, and what a trial of a peer found holds for rows as long.
+Cores are divided evenly, and each file says that other rows ran at the same time. What a row prints is in WORK/NAME.log; a
+short table of all rows comes last.
 """
 
 import argparse
@@ -91,8 +92,10 @@ class Cards:
         """Rows, one after the other, while there are rows and time."""
         place = self.work / f"card-{card}"
         place.mkdir(parents=True, exist_ok=True)
-        if not (place / "weights").exists():
-            (place / "weights").symlink_to((self.work / "weights").absolute())
+        for shared in ("weights", "ways"):
+            (self.work / shared).mkdir(parents=True, exist_ok=True)
+            if not (place / shared).exists():
+                (place / shared).symlink_to((self.work / shared).absolute())
         for name in self._next():
             limit = min(self.seconds, self.ends - time.monotonic())
             with (self.work / f"{name}.log").open("w") as log:

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -123,9 +124,9 @@ def test_the_command_measures_ours_and_trl(tmp_path):
     assert any("no MFU and no reference step" in note for note in result["notes"])
 
 
-def trial(monkeypatch, passed, steps):
+def trial(monkeypatch, passed, steps, work=None):
     """What ``fastest_way`` finds for passes that take the seconds, or raise, as ``passed(way, longest row)`` says."""
-    from chronicals.benchmark.arms import preference
+    from chronicals.benchmark.arms import pair_ways
 
     class Model:
         def zero_grad(self, set_to_none):
@@ -137,15 +138,19 @@ def trial(monkeypatch, passed, steps):
         def set_attn_implementation(self, name):
             self.attention = name
 
-    class Build(preference.Builder):
+    class Build:
+        def __init__(self, model):
+            self.model = model
+
         def __call__(self, steps, pairs):
             rows = [pair for step in steps for pair in step]
             return SimpleNamespace(train_dataset=rows, args=SimpleNamespace(gradient_checkpointing=False))
 
-    monkeypatch.setattr(preference.PairTrial, "_passed", lambda self, way, rows: passed(way, rows[0].longest))
+    monkeypatch.setattr(pair_ways.PairTrial, "_passed", lambda self, way, rows: passed(way, rows[0].longest))
     model = Model()
-    attentions = [preference.Attention(name) for name in ("flash", "sdpa")]
-    way, words = preference.fastest_way(Build(model, None, {}), steps, attentions)
+    attentions = [pair_ways.Attention(name) for name in ("flash", "sdpa")]
+    found = pair_ways.fastest_way if work is None else partial(pair_ways.known_or_fastest_way, work=work, arm="TRL")
+    way, words = found(Build(model), steps, attentions)
     assert model.attention == way.attention.name
     return (way.pairs, way.attention.name), words
 
@@ -191,10 +196,32 @@ def test_a_trial_fits_the_longest_step_and_times_usual_ones(monkeypatch):
     assert words[1] == "flash 8 pairs did not run: OutOfMemoryError"
 
 
-def test_torchs_attention_is_tried_without_cudnn_too():
-    from chronicals.benchmark.arms import preference
+def test_what_a_trial_found_holds_for_other_shares_of_prompts(monkeypatch, tmp_path):
+    """Whose rows are as long; not for another objective, wider packs, or steps that cannot be divided so."""
+    tried = []
 
-    given = [preference.attentions_of(*given) for given in ((["flash_attention_4", "sdpa"], True), ([], True), ([], False))]
+    def passed(way, longest):
+        tried.append(way)
+        return 1.0 if way.attention.name == "flash" else 2.0
+
+    half, more = (planned(tmp_path, "lora", objective="dpo", data=data) for data in ("pairs-50", "pairs-70"))
+    steps = [step_of(2)]
+    assert trial(monkeypatch, passed, steps, half)[0] == (4, "flash") and tried
+    tried.clear()
+    way, words = trial(monkeypatch, passed, [step_of(3)], more)
+    assert way == (4, "flash") and not tried
+    assert words[0] == "as in the trial of pairs-50" and "flash 4 pairs 1.00 s" in words[1]
+    for other, given in ((more, [step_of(3)[:6]]), (planned(tmp_path, "lora", objective="orpo", data="pairs-70"), steps),
+                         (replace(more, fields={**more.fields, "max_seq_length": 512}), steps)):  # fmt: skip
+        tried.clear()
+        trial(monkeypatch, passed, given, other)
+        assert tried
+
+
+def test_torchs_attention_is_tried_without_cudnn_too():
+    from chronicals.benchmark.arms import pair_ways
+
+    given = [pair_ways.attentions_of(*given) for given in ((["flash_attention_4", "sdpa"], True), ([], True), ([], False))]
     assert [[attention.words for attention in found] for found in given] == [
         ["flash_attention_4", "sdpa without cuDNN", "sdpa"], ["attention without cuDNN", ""], [""],
     ]  # fmt: skip

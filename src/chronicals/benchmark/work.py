@@ -7,6 +7,7 @@
     FOLDER/ROW/tokens/           the token store
     FOLDER/ROW/adapter/          adapters to start from, by their names in PEFT's format
     FOLDER/caches/               what compilers keep between processes
+    FOLDER/ways/                 what trials of peers on pairs found
 
 The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that takes them as they come.
 Pairs of answers are a ``Work`` of their own (``pairs.py``), and so are documents with a teacher (``taught.py``).
