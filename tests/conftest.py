@@ -70,7 +70,7 @@ def curves(request):
         yield
 
 
-FEW, SHARE = 1, 0.08
+FEW, SHARE = 1, 0.06
 """Of a test with more cases than FEW a sample is this share of them, and at least FEW."""
 
 WHOLE = ("", "cli", "config", "data")

@@ -22,8 +22,8 @@ from chronicals.training import Callback, checkpoint
 CALLS = 3
 """Forward passes until the second step, of two micro-batches each."""
 
-PATIENCE, LONGER = 4.0, 9.0
-"""Seconds that a step may take, and that a callback takes."""
+PATIENCE, LONGER, GRACE = 4.0, 9.0, 3.0
+"""Seconds that a step may take, that a callback takes, and that a process has once another has raised an error."""
 
 SHORT = {
     "hangs": {"rank_timeout": PATIENCE},
@@ -113,12 +113,12 @@ def fill_disk(folder: Path) -> None:
 def write_for_long() -> None:
     """Its files are all there later than a process waits for one that has raised an error."""
     write = checkpoint.write_folder
-    checkpoint.write_folder = lambda folder, fill: write(folder, lambda aside: (fill(aside), time.sleep(LONGER)))
+    checkpoint.write_folder = lambda folder, fill: write(folder, lambda aside: (fill(aside), time.sleep(2 * GRACE)))
 
 
 def main(folder: Path, how: str) -> None:
     torch.set_num_threads(1)
-    watch.PAUSE, watch.GRACE = 0.2, 3.0
+    watch.PAUSE, watch.GRACE = 0.2, GRACE
     rank = Mesh.current().rank
     usual = {"rank_timeout": 100.0, "validation_split": 0.0, "eval_steps": None}
     together = how in ("has a full disk", "raises beside a checkpoint")

@@ -16,7 +16,7 @@ from chronicals.training import TrainingError
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import check_checkpoint, checkpoints
 
-pytestmark = pytest.mark.of_file(5)
+pytestmark = pytest.mark.of_file(4)
 
 HERE = Path(__file__).parent
 
