@@ -1,9 +1,10 @@
-"""What the first rank tells the others once it has come so far, over the store, by no collective."""
+"""That something which the first rank does is over, told to the others over the store, by no collective."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -20,9 +21,12 @@ class Told:
         self._key = f"chronicals/told/{next(_numbers)}"
         self._store = dist.distributed_c10d._get_default_store()
 
-    def say(self) -> None:
-        """On the first rank."""
-        self._store.set(self._key, "yes")
+    def after(self, work: Callable[[], None]) -> None:
+        """On the first rank: do it, and say that it is over, however it ended."""
+        try:
+            work()
+        finally:
+            self._store.set(self._key, "yes")
 
     def wait(self) -> None:
         """On another: until the first has said so, or is gone, and the store with it."""

@@ -223,7 +223,7 @@ class RunCheckpoints:
         def begin() -> None:
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
             best = run.best_step if self.keeps_best else None
-            self._start(state, waits, partial(self._write, run.step, best, files, ended))
+            self._start(state, waits, partial(self._write, run.step, best, files), ended)
 
         self.ranks.writer_does(begin, CheckpointError)
         self._ended = ended
@@ -246,19 +246,20 @@ class RunCheckpoints:
         others = sum(size for host, size in told if host == here) - needed
         return all(self.ranks.gather_values(self._staging.fits(state.changing().values(), others)))
 
-    def _start(self, state: checkpoint.State, waits: bool, write: Callable[[checkpoint.State], None]) -> None:
-        """Begin to write a state, of copies if training does not wait."""
+    def _start(
+        self, state: checkpoint.State, waits: bool, write: Callable[[checkpoint.State], None], ended: Told | None = None
+    ) -> None:  # fmt: skip
+        """Begin to write a state, of copies if training does not wait; the others are told when it has ``ended``."""
         if waits:
             if self._staging.device.type == "cuda":
                 torch.cuda.synchronize(self._staging.device)
-            self._background.start(partial(write, state))
+            work = partial(write, state)
         else:
-            self._background.start(partial(self._write_staged, write, state.staged(self._staging)))
+            work = partial(self._write_staged, write, state.staged(self._staging))
+        self._background.start(work if ended is None else partial(ended.after, work))
 
-    def _write(
-        self, step: int, best: int | None, files: RankFiles | None, ended: Told | None, state: checkpoint.State
-    ) -> None:  # fmt: skip
-        """On the first rank: the checkpoint of a step, with the files of the others, who are told that it is over."""
+    def _write(self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State) -> None:
+        """On the first rank: the checkpoint of a step, with the files of the others."""
         write_divided = None
         if self._divided is not None and files is not None:
             write_divided = partial(self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files)
@@ -271,9 +272,6 @@ class RunCheckpoints:
             if files is not None:
                 files.give_up()
             raise
-        finally:
-            if ended is not None:
-                ended.say()
         self.written.append((step, folder))
 
     def _deliver(self, files: RankFiles, state: checkpoint.State) -> None:

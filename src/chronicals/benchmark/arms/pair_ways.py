@@ -170,12 +170,14 @@ def known_or_fastest_way(
     Returns:
         the way, and in words what was tried.
     """
+    if work.data not in SHARES:
+        return fastest_way(build, steps, attentions)
     name = re.sub(r"[^a-z0-9]+", "-", f"{work.name} {work.mode} {work.objective} {arm}".lower())
     file, config = work.folder.parent / "ways" / f"{name}.json", work.config()
-    alike = [work.data in SHARES, str(device()), config.batch_size, config.max_seq_length]
+    alike = [str(device()), config.batch_size, config.max_seq_length]
     if file.exists():
         found = json.loads(file.read_text())
-        if found["alike"] == alike and alike[0] and len(steps[0]) % found["pairs"] == 0:
+        if found["alike"] == alike and len(steps[0]) % found["pairs"] == 0:
             way = PairWay(found["pairs"], Attention(**found["attention"]))
             way.attention.take(build.model)
             return way, [f"as in the trial of {found['data']}", *found["tried"]]
