@@ -243,7 +243,9 @@ class ArmProcess:
 
 def environment(work: Work, arm: str) -> dict[str, str]:
     """The caller's environment, with compilers' caches in the benchmark's folder, so that only the first run of an arm
-    compiles. TRL's arms have memory in segments that grow, as Unsloth gives itself: their shapes differ from step to step."""
+    compiles. TRL's arms have memory in segments that grow, as Unsloth gives itself: their shapes differ from step to step. For
+    the same reason they have Liger's rotation in Triton: in CuTe, which Liger takes for large batches where its compiler is
+    installed, it is compiled for each new length."""
     caches, source = work.folder.parent / "caches", str(Path(chronicals.__file__).parent.parent)
     chosen = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -255,8 +257,8 @@ def environment(work: Work, arm: str) -> dict[str, str]:
     }
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     offline = {"HF_HUB_OFFLINE": "1"} if Path(work.model).exists() else {}
-    memory = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if arm.startswith("trl") else {}
-    return {**chosen, **offline, **memory, **os.environ, "PYTHONPATH": path}
+    of_trl = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "LIGER_KERNEL_IMPL_ROPE": "nvidia-triton"}
+    return {**chosen, **offline, **(of_trl if arm.startswith("trl") else {}), **os.environ, "PYTHONPATH": path}
 
 
 def last_words(log: str, code: int) -> str:
