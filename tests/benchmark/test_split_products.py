@@ -15,13 +15,37 @@ def as_tf32(x):
     return ((bits + 0x0FFF + ((bits >> 13) & 1)) & split_products.FIRST_BITS).view(torch.float32)
 
 
+AT_A_TIME = 8
+"""Terms of a TF32 product that a tensor core adds to its sum at a time."""
+
+
+def cut(x):
+    """fp32 of the fp64 number, its further bits left out."""
+    near = x.float()
+    too_large = near.double().abs() > x.abs()
+    return torch.where(too_large, torch.nextafter(near, torch.zeros_like(near)), near)
+
+
+def summed_by_tensor_core(left, right):
+    """As it reads operands and cuts off what its sums have beyond fp32."""
+    left, right = as_tf32(left).double(), as_tf32(right).double()
+    total = torch.zeros(len(left), right.shape[1])
+    for begin in range(0, len(right), AT_A_TIME):
+        part = slice(begin, begin + AT_A_TIME)
+        total = cut(total.double() + left[:, part] @ right[part])
+    return total
+
+
 @pytest.fixture
 def tensor_core(monkeypatch):
     """Products whose operands are TF32 numbers, summed in fp32."""
-    monkeypatch.setattr(
-        split_products, "_sum_of_products",
-        lambda first, rest, weight: as_tf32(first) @ as_tf32(weight) + as_tf32(rest) @ as_tf32(weight),
-    )  # fmt: skip
+    monkeypatch.setattr(split_products, "_add_product", lambda out, left, right: out.addmm_(as_tf32(left), as_tf32(right)))
+
+
+@pytest.fixture
+def cutting_tensor_core(monkeypatch):
+    """The same, its sums cut."""
+    monkeypatch.setattr(split_products, "_add_product", lambda out, left, right: out.add_(summed_by_tensor_core(left, right)))
 
 
 def layer(outputs=48, width=333, bias=False):
@@ -52,11 +76,22 @@ def test_output_and_gradient_are_as_exact_as_in_fp32(bias, tensor_core):
     assert all(mine <= 2 * theirs for mine, theirs in zip(split, plain)), (split, plain)
 
 
-def test_one_part_alone_is_refused(monkeypatch):
-    """That is TF32, a thousand times less exact: the layers stay plain."""
-    monkeypatch.setattr(split_products, "_sum_of_products", lambda first, rest, weight: first @ weight)
+def test_products_less_exact_than_promised_are_refused(monkeypatch):
+    """Of TF32 alone, a thousand times less exact: the layers stay plain."""
+    monkeypatch.setattr(split_products, "_add_product", lambda out, left, right: out.copy_(as_tf32(left) @ right))
     module = layer()
     assert not split_products.split_frozen(nn.Sequential(module)) and "forward" not in vars(module)
+
+
+def test_sums_are_as_short_as_the_card_needs(monkeypatch, cutting_tensor_core):
+    """Those over a whole row of 4,096 lose more than is promised, for what is cut off has one sign."""
+    monkeypatch.setattr(split_products, "ROWS", 64)
+    wide = layer(outputs=8, width=4096)
+    assert not split_products.as_exact(wide.weight, 4096)
+    terms = split_products.split_frozen(nn.Sequential(layer(), wide))
+    assert terms in (1024, 256)
+    split, plain = errors(wide, torch.randn(64, 4096), torch.randn(64, 8))
+    assert all(mine <= split_products.WORSE * theirs for mine, theirs in zip(split, plain)), (split, plain)
 
 
 def test_the_first_part_and_the_rest_are_the_number():

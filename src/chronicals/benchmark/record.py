@@ -20,6 +20,8 @@ PACKAGES = (
     "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo",
     "xformers", "trl", "bitsandbytes", "accelerate",
 )  # fmt: skip
+OF_REFERENCE = ("losses", "grad_norms", "settings", "seconds")
+"""What is kept of the fp32 steps."""
 
 
 def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "needed_flops_a_token": needed_flops(job) if job.counted else None,
         "floor": _floor(row),
         "rates": {name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")},
-        "reference": reference and {"losses": reference.losses, "grad_norms": reference.grad_norms},
+        "reference": reference and {name: getattr(reference, name) for name in OF_REFERENCE},
         "arms": arms,
         "ratios": _ratios(row),
         "orders": row.orders,

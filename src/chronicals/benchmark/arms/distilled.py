@@ -102,7 +102,7 @@ def _train(work: TaughtWork, plan: ArmPlan, loss: Loss, words: str) -> None:
 
 def reference(work: TaughtWork, plan: ArmPlan) -> None:
     """Student and teacher in fp32."""
-    student, _ = fp32_model(work, plan)
+    student, settings, _ = fp32_model(work, plan)
     model = Taught(student, load(work.teacher, torch.float32, attn_implementation="sdpa"), plain_divergence)
     steps = list(work.documents_by_step(plan.in_all))
-    train_padded(model, work, ArmPlan(len(steps), 0, out=plan.out, began=plan.began), "fp32, sdpa, AdamW", steps, rows=2)
+    train_padded(model, work, ArmPlan(len(steps), 0, out=plan.out, began=plan.began), settings, steps, rows=2)

@@ -49,16 +49,20 @@ class Scores:
 
 def reference(work: PairWork, plan: ArmPlan) -> None:
     """Train the pairs of the work's first steps, or those of the plan's file."""
-    model, tight = fp32_model(work, plan)
+    model, settings, tight = fp32_model(work, plan)
     count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
     held = Held([[pairs] for pairs in work.pairs_by_step(count)])
     if plan.documents is not None:
         held = Held.of_json(json.loads(plan.documents.read_text()))
-    train(model, work, ArmPlan(count, 0, out=plan.out, began=plan.began), held, 1 if tight else AT_ONCE)
+    train(model, settings, work, ArmPlan(count, 0, out=plan.out, began=plan.began), held, 1 if tight else AT_ONCE)
 
 
-def train(model: Any, work: PairWork, plan: ArmPlan, held: Held, at_once: int) -> None:
-    """Train the steps of ``held``, at most those of the plan, and hand them in."""
+def train(model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, at_once: int) -> None:
+    """Train the steps of ``held``, at most those of the plan, and hand them in.
+
+    Args:
+        settings: how the model runs, in words.
+    """
     held = replace(held, steps=held.steps[: plan.in_all])
     steps, config = held.steps, work.config()
     model.train()
@@ -95,7 +99,7 @@ def train(model: Any, work: PairWork, plan: ArmPlan, held: Held, at_once: int) -
     tokens = [sum(pair.tokens for part in step for pair in part) for step in steps]
     plan.hand_in(
         Measurement(
-            settings="fp32, sdpa, AdamW", tokens=tokens, slots=tokens, seconds=clock.seconds(), losses=[*losses],
+            settings=settings, tokens=tokens, slots=tokens, seconds=clock.seconds(), losses=[*losses],
             grad_norms=[*norms], warm_up=0, peak_gib=peak_gib(), trained_share=movement.trained_share,
             moved_share=movement.moved_share(), load_seconds=loaded, rounded_losses=rounded or None,
             rounded_norms=rounded_norms or None,

@@ -80,7 +80,7 @@ def reference(work: Work, plan: ArmPlan) -> None:
 
     Where the weights are a good part of the card, activations are recomputed, one row at a time, over few steps.
     """
-    model, tight = fp32_model(work, plan)
+    model, settings, tight = fp32_model(work, plan)
     count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
     if plan.documents is None:
         steps = list(work.documents_by_step(count))
@@ -88,11 +88,15 @@ def reference(work: Work, plan: ArmPlan) -> None:
         steps = [[_document(ids) for ids in step] for step in json.loads(plan.documents.read_text())][:count]
     short = ArmPlan(len(steps), 0, out=plan.out, began=plan.began)
     rows = 1 if tight else 4
-    train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
+    train_padded(model, work, short, settings, steps, rows, updates=len(steps) > 1)
 
 
-def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, bool]:
-    """The model of the reference, and whether its weights are a good part of the card; then activations are recomputed."""
+def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, str, bool]:
+    """The model of the reference.
+
+    Returns:
+        the model, how it runs in words, and whether its weights are a good part of the card; then activations are recomputed.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if work.in_4_bits:
@@ -103,10 +107,12 @@ def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, bool]:
     tight = device().type == "cuda" and weights > torch.cuda.get_device_properties(0).total_memory / 8
     if tight:
         recompute(model)
+    settings = "fp32, sdpa, AdamW"
     if work.adapts:
         model = with_peft(model, work, **plan.changes)
-        split_frozen(model)
-    return model, tight
+        if terms := split_frozen(model):
+            settings += f", products with frozen weights of two in TF32, sums of {terms}"
+    return model, settings, tight
 
 
 def _document(ids: list[int]) -> Document:

@@ -2,12 +2,16 @@
 
 A significand of fp32 has 24 bits, of TF32 11, of bf16 8. ``x`` is taken as the sum of two TF32 numbers: its first 11 bits, and
 the 13 that are left, of which the tensor core reads 11. So ``x`` is there to 2⁻²², and each product with a bf16 number is exact
-before it is added in fp32 (Ootomo and Yokota 2022, arXiv:2203.03341, for two operands of fp32, which take three products). Two
-products at the rate of TF32 take about a quarter of the time of one in fp32.
+before it is added (Ootomo and Yokota 2022, arXiv:2203.03341, for two operands of fp32, which take three products). As they
+found, a tensor core cuts off what its sums have beyond fp32, where fp32 units round, and such errors grow with a sum's length:
+sums of the first parts are short ones, added in fp32. Two products at the rate of TF32 take about a quarter of the time of one
+in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,40 +22,51 @@ from torch import Tensor, nn
 FIRST_BITS = -(1 << 13)
 """Keeps of an fp32 number what TF32 has."""
 
+TERMS = (4096, 1024, 256)
+"""Terms that a tensor core may sum by itself; the most that are exact enough on the card are taken."""
+
 ROWS, WORSE = 256, 8.0
 """Rows by which the products are tried on a card, and how many times the error of plain fp32 they may have."""
 
 
-def split_frozen(model: nn.Module) -> bool:
+def split_frozen(model: nn.Module) -> int | None:
     """Have the frozen linear layers of an fp32 model multiply so, where their weights allow it.
 
     Returns:
-        whether they do; False on a card where the products are less exact than is promised, and with no such layer.
+        the terms that a tensor core sums by itself. None: layers are as they were, for the products are less exact on this
+        card than is promised, or no layer is such.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear and _can(module.weight)]
-    if not layers or not as_exact(layers[0].weight):
-        return False
-    for layer in layers:
-        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
-    return True
+    if not layers:
+        return None
+    largest = max((layer.weight for layer in layers), key=lambda weight: max(weight.shape))
+    terms = next((terms for terms in TERMS if as_exact(largest, terms)), None)
+    if terms is not None:
+        for layer in layers:
+            layer.forward = partial(_forward, layer, terms)  # type: ignore[method-assign]
+    return terms
 
 
 def _can(weight: Tensor) -> bool:
     return not weight.requires_grad and weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float())
 
 
-def as_exact(weight: Tensor) -> bool:
-    """Whether products of random rows are about as near to those in fp64 as fp32's are."""
-    x = torch.randn(ROWS, weight.shape[1], device=weight.device)
-    exact = F.linear(x.double(), weight.double())
-    split, plain = ((found.double() - exact).abs().max() for found in (_times(x, weight.t()), F.linear(x, weight)))
+def as_exact(weight: Tensor, terms: int) -> bool:
+    """Whether products of random rows with the weight, and with its transpose, are about as near to those in fp64 as fp32's."""
+    return all(_as_exact(right, terms) for right in (weight, weight.t()))
+
+
+def _as_exact(right: Tensor, terms: int) -> bool:
+    x = torch.randn(ROWS, right.shape[0], device=right.device)
+    exact = x.double() @ right.double()
+    split, plain = ((found.double() - exact).abs().max() for found in (_times(x, right, terms), x @ right))
     return bool(split <= WORSE * plain)
 
 
-def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, terms: int, x: Tensor) -> Tensor:
     if layer.weight.dtype != torch.float32:  # while the model is in bf16
         return F.linear(x, layer.weight, layer.bias)
-    out = _SplitProduct.apply(x, layer.weight)
+    out = _SplitProduct.apply(x, layer.weight, terms)
     return out if layer.bias is None else out + layer.bias
 
 
@@ -59,26 +74,36 @@ class _SplitProduct(torch.autograd.Function):
     """``x [..., K]`` times the transpose of a frozen ``weight [N, K]``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, terms: int) -> Tensor:
         ctx.save_for_backward(weight)
-        return _times(x, weight.t())
+        ctx.terms = terms
+        return _times(x, weight.t(), terms)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _times(gradients[0], ctx.saved_tensors[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _times(gradients[0], ctx.saved_tensors[0], ctx.terms), None, None
 
 
-def _times(x: Tensor, weight: Tensor) -> Tensor:
-    """``x [..., K]`` times ``weight [K, N]``."""
+def _times(x: Tensor, right: Tensor, terms: int) -> Tensor:
+    """``x [..., K]`` times ``right [K, N]``."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     first = (flat.view(torch.int32) & FIRST_BITS).view(torch.float32)
-    return _sum_of_products(first, flat - first, weight).view(*x.shape[:-1], weight.shape[1])
+    with _in_tf32():
+        out = (flat - first) @ right
+        for begin in range(0, len(right), terms):
+            _add_product(out, first[:, begin : begin + terms], right[begin : begin + terms])
+    return out.view(*x.shape[:-1], right.shape[1])
 
 
-def _sum_of_products(first: Tensor, rest: Tensor, weight: Tensor) -> Tensor:
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    out.addmm_(left, right)
+
+
+@contextmanager
+def _in_tf32() -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        return (first @ weight).addmm_(rest, weight)
+        yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
