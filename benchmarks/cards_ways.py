@@ -161,11 +161,24 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
     if not ranks.writer:
         return {}
     durations = [after - before for before, after in zip(ends, ends[1:])]
-    usual = statistics.median(durations[every // 2 - 1 : every - 2])  # that of a save is said at once
-    stalls = [sum(durations[n - 1 : n - 1 + every]) - usual * every for n in range(every, steps, every)]
-    beside = [statistics.median(durations[n : n - 1 + every]) / usual - 1 for n in range(every, steps, every)]
-    found = {"seconds_a_step": usual, "stalls": stalls, "steps_slower": beside}
-    return {**found, "checkpoint_gb": size / 1e9, "durations": durations}
+    return {**held_up(durations, every), "checkpoint_gb": size / 1e9, "durations": durations}
+
+
+def held_up(durations: list[float], every: int) -> dict[str, Any]:
+    """What saves held up, and how much longer the steps beside their writing took.
+
+    Args:
+        durations: of each step but the first, in seconds, a save after each ``every`` steps. The last one before a second save
+            has no figure, for the card ends that step while the run waits off the clock.
+    """
+    starts = range(every, len(durations) + 1, every)
+    usual = statistics.median(durations[every // 2 - 1 : every - 2])
+    counted = [durations[start - 1 : start - 2 + every] for start in starts]
+    return {
+        "seconds_a_step": usual,
+        "stalls": [sum(steps) - usual * len(steps) for steps in counted],
+        "steps_slower": [statistics.median(steps[1:]) / usual - 1 for steps in counted],
+    }
 
 
 def measure_peer(plan: Plan) -> dict[str, Any]:

@@ -53,6 +53,18 @@ def test_lines_of_the_table():
     assert "stalls 0.10, 0.30 s" in lines[3] and "+2.0%" in lines[3]
 
 
+def test_a_save_holds_up_what_steps_take_longer_but_for_the_one_that_ends_off_the_clock():
+    every, usual = 10, 0.2
+    durations = [usual] * 29
+    durations[9] += 0.3
+    durations[10] += 0.02
+    durations[19] += 0.1
+    durations[18] = durations[28] = 0.004  # while the run waited for the first checkpoint, the card ended a step
+    found = ways.held_up(durations, every)
+    assert found["seconds_a_step"] == usual and found["stalls"] == pytest.approx([0.32, 0.1])
+    assert found["steps_slower"] == pytest.approx([0, 0])
+
+
 MEASURED = json.loads((scripts.ROOT / "benchmarks/results/several-cards-h100.json").read_text())["rows"]
 BOTH = [(name, way) for name, row in rows.ROWS.items() for way in row.ways if row.base != "codes" and not row.saves]
 
