@@ -31,22 +31,29 @@ def several_cards() -> list[str]:
     for path in sorted(RESULTS.glob("several-cards-*.json")):
         result = json.loads(path.read_text())
         card, cards = result["card"].removeprefix("NVIDIA "), result["cards"]
-        note = f" ({result['note']})" if "note" in result else ""
-        lines += [
-            "",
-            f"{cards} x {card}, torch {result['versions']['torch']}, `{result['commit']}`, `benchmarks/several_cards.py`: "
-            "documents of 2,048 tokens, 8,192 tokens a card and step (the 0.5B: 16,384), rank 32, nothing recomputed where it "
-            "does not say so; medians of 8 steps. Losses of the first two steps beside those of one card with as many "
-            f"micro-batches as there are cards{note}:",
-            "",
-            "| | shared among cards | tokens/s, one card | all cards | of their own rates | peak GiB a card | losses apart |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for name, title in ROWS.items():
-            ways = result["rows"].get(name, {})
-            lines += [_line(title, WAYS[way], ways.get("1x"), found, cards) for way, found in ways.items() if way in WAYS]
+        where = f"{cards} x {card}, torch {result['versions']['torch']}, `{result['commit']}`"
+        lines += ["", f"{where}, `benchmarks/several_cards.py`:", *_table(result, cards)]
         lines += [line for way, found in result["rows"].get("save", {}).items() for line in _saving(WAYS[way], found)]
     return lines
+
+
+def _table(result: dict[str, Any], cards: int) -> list[str]:
+    """Speeds beside one card's, with what they are; none where none was measured."""
+    measured = [(title, result["rows"][name]) for name, title in ROWS.items() if name in result["rows"]]
+    lines = [
+        _line(title, WAYS[way], ways.get("1x"), found, cards)
+        for title, ways in measured for way, found in ways.items() if way in WAYS
+    ]  # fmt: skip
+    note = f" ({result['note']})" if "note" in result else ""
+    head = [
+        "documents of 2,048 tokens, 8,192 tokens a card and step (the 0.5B: 16,384), rank 32, nothing recomputed where it does "
+        "not say so; medians of 8 steps. Losses of the first two steps beside those of one card with as many micro-batches as "
+        f"there are cards{note}.",
+        "",
+        "| | shared among cards | tokens/s, one card | all cards | of their own rates | peak GiB a card | losses apart |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return [*head, *lines] if lines else []
 
 
 def _saving(shared: str, found: dict[str, Any]) -> list[str]:
