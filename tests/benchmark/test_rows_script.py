@@ -109,4 +109,4 @@ def test_there_is_a_preference_row_of_every_kind():
         "--reference-steps": "2", "--against": "trl,unsloth-alone",
     }  # fmt: skip
     half = rows.ROWS["row-8b-qlora-orpo-50"]
-    assert "--reference-steps" not in half and half[-1] == "trl,unsloth,unsloth-recompute"
+    assert "--reference-steps" not in half and half[-1] == "trl,unsloth-alone"
