@@ -335,6 +335,17 @@ def test_the_time_limit_ends_the_rounds_and_says_so(bench):
     assert any("time limit" in note for note in row.notes)
 
 
+@pytest.mark.parametrize("error", [ArmFailed("no room"), KeyboardInterrupt()])
+def test_whatever_ends_the_preparation_ends_the_reference_that_was_started_beside_it(error, bench, monkeypatch):
+    def failing(*given):
+        raise error
+
+    monkeypatch.setattr(rounds, "run_preparation", failing)
+    with pytest.raises((ConfigurationError, KeyboardInterrupt)):
+        bench.measure()
+    assert bench.started == ["reference"] == bench.ended
+
+
 def test_the_time_limit_bounds_preparation_from_the_start(bench, monkeypatch):
     given = []
 

@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,16 +126,10 @@ def measure(
     began = time.perf_counter() if began is None else began
     say("preparing weights, tokens and adapters; measuring this machine's rates at the step's shapes")
     reference = RunningArm(work, REFERENCE, options.reference_steps, warm_up=0)
-    try:
-        rates = run_preparation(work, options.within_limit(max(options.arm_timeout, PREPARATION_SECONDS), began))
-    except ArmFailed as error:
-        reference.end()
-        if options.left(began) <= 0:
-            raise ConfigurationError(
-                f"time_limit={options.time_limit:g}: it passed while weights, tokens and rates were prepared, and no arm ran; "
-                "give more seconds, or keep what is prepared with --folder"
-            ) from None
-        raise ConfigurationError(f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}") from None
+    with ExitStack() as unless_prepared:
+        unless_prepared.callback(reference.end)
+        rates = _prepared(work, options, began)
+        unless_prepared.pop_all()
     row = Row(work, work.job(), rates)
     if "error" in rates:
         row.notes.append(f"no reference step: the rates could not be measured: {rates['error']}")
@@ -165,6 +160,19 @@ def measure(
     row.seconds = time.perf_counter() - began
     keep(row)
     return row
+
+
+def _prepared(work: Work, options: Options, began: float) -> dict[str, Any]:
+    """Prepare the work's files. Returns the machine's rates."""
+    try:
+        return run_preparation(work, options.within_limit(max(options.arm_timeout, PREPARATION_SECONDS), began))
+    except ArmFailed as error:
+        if options.left(began) <= 0:
+            raise ConfigurationError(
+                f"time_limit={options.time_limit:g}: it passed while weights, tokens and rates were prepared, and no arm ran; "
+                "give more seconds, or keep what is prepared with --folder"
+            ) from None
+        raise ConfigurationError(f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}") from None
 
 
 def order_of(arms: Sequence[Arm], number: int) -> list[Arm]:
