@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full, rows that do not divide": ({"intermediate_size": 97, "vocab_size": 301}, {}),
     "full in 8 bits": ({"hidden_size": 256}, {"use_8bit_optimizer": True}),
     "full, states in host memory": ({"hidden_size": 256, "intermediate_size": 1024}, {"memory": ["offload_optimizer_states"]}),
+    "full in bf16": ({}, {"mixed_precision": "bf16"}),
+    "full in bf16, in copies": ({}, {"mixed_precision": "bf16", "sharding_ranks": 2}),
     "full in copies": ({}, {"sharding_ranks": 2}),
     "full tied in copies recomputed": ({"tie_word_embeddings": True}, {"sharding_ranks": 2, **RECOMPUTED}),
     "LoRA": ({}, LORA),
@@ -59,6 +62,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DoRA over NF4": (ROWS_OF_SCALES, {**LORA, "use_dora": True}),
 }
 """Sizes of the model, and fields of the configuration."""
+
+IN_BF16 = [case for case in CASES if "bf16" in case]
 
 DIFFER = "LoRA over other weights"
 """A case whose ranks have different models, which they refuse."""
@@ -102,7 +107,8 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
     own = {"learning_rate": 1e-2, "gradient_accumulation_steps": together // ranks.count, **own}
     config = runs.config(folder, objective="pretraining", **own)
     before, seen = decoder_layer.runs.total(), []
-    with prepared(model, config, build_objective(config), ranks) as session:
+    counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    with counted as exchanges, prepared(model, config, build_objective(config), ranks) as session:
         if "padded" in case:
             session.presented.packed = False
         if "units recomputed" in case:  # which is chosen on cards alone
@@ -117,7 +123,7 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
     return {
         "seen": torch.tensor(seen, dtype=torch.float64), "weights": weights, "fused": decoder_layer.runs.total() - before,
         "parts": sum(isinstance(module, LinearInShards) for module in model.modules()), "held": held,
-        "columns": embedding_table(model).shape[1],
+        "columns": embedding_table(model).shape[1], "exchanges": exchanges.call_count,
         "frozen": fingerprint_over((p for p in model.parameters() if not p.requires_grad), ranks).values,
     }  # fmt: skip
 

@@ -1,10 +1,10 @@
 """Weights of which every rank holds some rows (FSDP2, ``fully_shard``): gathered for each layer's pass, updated where they are.
 
 Zhao et al., 2023 (FSDP); ZeRO stage 3. A decoder layer is a unit: its weights are gathered by one collective before its forward
-pass and again before its backward pass, the sums of its gradients reduce-scattered in fp32 after it. Shards are fp32, 4 bytes a
-weight, as many as the 16 + 16 bits of a bf16 weight with its master; layers compute with weights cast to bf16. The embedding,
-the head and the layers that ``stay_gathered`` names are gathered once. Bytes of a micro-batch and rank, of N weights in bf16
-over W ranks of which S are gathered once: (4 N − 2 S) (W − 1) / W gathered, and 4 N (W − 1) / W of gradients.
+pass and again before its backward pass, its gradients exchanged after it and summed in fp32 (``ExchangedSums``). Shards are
+fp32, 4 bytes a weight, as many as the 16 + 16 bits of a bf16 weight with its master; layers compute with weights cast to bf16.
+The embedding, the head and the layers that ``stay_gathered`` names are gathered once. Bytes of a micro-batch and rank, of N
+weights in bf16 over W ranks of which S are gathered once: (4 N − 2 S) (W − 1) / W gathered, and 2 N (W − 1) / W of gradients.
 
 With copies on several machines (HSDP) a machine's ranks share the rows, and sums are all-reduced among the copies after the
 last micro-batch of a step.
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from chronicals.distributed.exchanged_sums import ExchangedSums
 from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.side_by_side import lay_side_by_side
 from chronicals.kernels.gradient_norm import gradient_norm
@@ -82,7 +83,7 @@ def shard_weights(
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     shard = mesh["shard"]
     place, count = shard.get_local_rank(), shard.size()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
     names = {id(p): name for name, p in model.named_parameters()}
     laid = 0
     for unit in (*layers, model):
@@ -91,6 +92,8 @@ def shard_weights(
         _let_stay(unit, unit is model)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        if dtype != torch.float32:
+            unit.set_custom_reduce_scatter(ExchangedSums(count))
         inside = {id(module) for module in unit.modules()}
         laid += lay_side_by_side(unit, [pair for pair in products if id(pair[0]) in inside], dtype, count)
         products = [pair for pair in products if id(pair[0]) not in inside]

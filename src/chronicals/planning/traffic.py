@@ -95,6 +95,7 @@ def traffic(
         among = config.sharding_ranks or ranks
         sent = _of_passes(model, config, among, stay)
         found = {name: sent[name] for name in found}
+        found["reduce_scatter"] += sent["all_to_all"]
         found["embedding"] = _of_embedding(model, config, among)
     if config.sharding != WEIGHTS or not trains_layers(model):
         with counted_among(ranks) as sent:
@@ -163,7 +164,10 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
         for _ in range(times * micro_batches):
             dist.all_gather_into_tensor(torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype))
         for _ in range(micro_batches):
-            dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
+            if dtype == torch.float32:
+                dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
+            else:
+                dist.all_to_all_single(*(torch.empty(trained * among, dtype=dtype) for _ in range(2)))
 
 
 def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
