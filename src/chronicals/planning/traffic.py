@@ -167,7 +167,7 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
             if dtype == torch.float32:
                 dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
             else:
-                dist.all_to_all_single(*(torch.empty(trained * among, dtype=dtype) for _ in range(2)))
+                dist.all_to_all_single(torch.empty(trained * among, dtype=dtype), torch.empty(trained * among, dtype=dtype))
 
 
 def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
