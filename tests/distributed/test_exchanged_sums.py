@@ -16,6 +16,7 @@ import exchanged_ranks
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would each take a card")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_sums_are_those_of_a_reduce_scatter_in_fp32(tmp_path, count):
     """To the bit where two ranks share the rows, or else but for the order of the sum; also among copies of the rows."""
