@@ -5,6 +5,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 TRAINING = Path(__file__).parent / "training"
 SOURCES = (path for path in sys.path if path.endswith("src"))
@@ -38,3 +41,10 @@ def run(program: str, folder: Path, *arguments: str, seconds: float = 300, count
         for process in started:
             process.kill()
     return codes, [words.read_text() for words in said]
+
+
+def saved(program: str, folder: Path, *arguments: str, count: int) -> list[Any]:
+    """What each rank wrote with ``torch.save`` to ``RANK.pt`` in the folder; all must have ended well."""
+    codes, words = run(program, folder, *arguments, count=count)
+    assert codes == [0] * count, [said[-2500:] for said in words]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]

@@ -27,6 +27,9 @@ from chronicals.patching import decoder_layer, patch_parts, recompute_norms_and_
 from chronicals.training.alike import fingerprint_over
 from chronicals.training.session import prepared
 
+EPSILON = 1e-5
+"""Of AdamW: a gradient of almost zero takes a step of almost zero, whatever its sign, which the order of sums may change."""
+
 STEPS, LENGTHS, OTHERS = 4, (7, 1, 12, 4), (6, 7, 3, 8)
 LORA = {"learning_rate": 1e-3, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 RECOMPUTED = {"memory": ["recompute_layers"]}
@@ -104,7 +107,7 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
     """Losses, norms and the trained weights after some steps; how many layers ran fused, and what a rank holds."""
     model, (sizes, fields) = built(case, ranks), CASES[case]
     own = {**fields, "sharding": "weights"} if ranks.count > 1 else {k: v for k, v in fields.items() if k != "sharding_ranks"}
-    own = {"learning_rate": 1e-2, "gradient_accumulation_steps": together // ranks.count, **own}
+    own = {"learning_rate": 1e-2, "adam_epsilon": EPSILON, "gradient_accumulation_steps": together // ranks.count, **own}
     config = runs.config(folder, objective="pretraining", **own)
     before, seen = decoder_layer.runs.total(), []
     counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)

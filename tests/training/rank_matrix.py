@@ -93,8 +93,11 @@ REFUSED = {
 ROWS = 30
 USUAL = {
     "batch_size": 1, "max_seq_length": 96, "max_steps": 3, "validation_split": 0.2, "eval_steps": 3, "save_steps": None,
-    "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [],
+    "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [], "adam_epsilon": 1e-5,
 }  # fmt: skip
+"""With an epsilon under which a gradient of almost zero takes a step of almost zero, whatever its sign: the order of sums may
+change that."""
+
 MICRO_BATCHES = 4
 """Of a step, by one process or by two."""
 

@@ -33,10 +33,6 @@ CLOSE = {"all weights, states in 8 bits": 2e-3, "LoRA in fp16": 1e-3}
 """Relative deviation of losses and norms where it is more than the order of sums brings: a rounded state, or a weight in fp16,
 may fall on the other side."""
 
-DIFFERENCES_CLOSE = {"LoRA in fp16": 2e-4}
-"""Absolute deviation of metrics, where it is more than a tenth of the relative one: SimPO's margins are differences of rewards
-of -11, whose fifth digit a weight on the other side moves."""
-
 
 def outcomes(folder, pairs):
     """What two processes wrote, by pair: together and alone."""
@@ -52,9 +48,8 @@ def outcomes(folder, pairs):
     }
 
 
-def difference(together, alone, weights):
-    """What is wrong with a pair over these weights; None if nothing is."""
-    bound = CLOSE.get(weights, 1e-4)
+def difference(together, alone, bound):
+    """What is wrong with a pair; None if nothing is."""
     if "failed" in together or "failed" in alone:
         return (together.get("failed") or alone["failed"])[-800:]
     if "refused" in together or "refused" in alone:
@@ -63,15 +58,15 @@ def difference(together, alone, weights):
     found, expected = ([*itertools.chain(*run["steps"]), run["held out"]] for run in (together, alone))
     if len(alone["steps"]) != rank_matrix.USUAL["max_steps"] or found != pytest.approx(expected, rel=bound):
         return f"{found} and alone {expected}"
-    return different_metrics(together["metrics"], alone["metrics"], bound, DIFFERENCES_CLOSE.get(weights, bound / 10))
+    return different_metrics(together["metrics"], alone["metrics"], bound)
 
 
-def different_metrics(together, alone, bound, absolute):
+def different_metrics(together, alone, bound):
     """Those of each step, and of held-out rows."""
     for number, (found, expected) in enumerate(zip(together, alone, strict=True)):
         if number == 0:  # policy and reference are equal, and which answer is rewarded more is a matter of rounding
             found, expected = ({n: x for n, x in run.items() if n != "rewards/accuracies"} for run in (found, expected))
-        if found != pytest.approx(expected, rel=bound, abs=absolute):  # differences of sums of some -100
+        if found != pytest.approx(expected, rel=bound, abs=bound / 10):  # differences of sums of some -100
             return f"metrics of step {number + 1}: {found} and alone {expected}"
     return None
 
@@ -89,7 +84,7 @@ def test_pairs(request, tmp_path):
     found = outcomes(tmp_path, pairs)
     wrong = {
         pair: not_refused(found[pair][0], rank_matrix.REFUSED[pair[1]]) if pair[1] in rank_matrix.REFUSED
-        else difference(*found[pair], pair[1]) for pair in pairs
+        else difference(*found[pair], CLOSE.get(pair[1], 1e-4)) for pair in pairs
     }  # fmt: skip
     assert not {pair: words for pair, words in wrong.items() if words}
     assert {pair for pair in pairs if "refused" in found[pair][0]} == REFUSED & set(pairs)
