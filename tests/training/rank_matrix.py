@@ -63,7 +63,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA over divided GGUF": ("gguf", {**LORA, "sharding": "weights"}),
     "LoRA over divided bitsandbytes": ("bitsandbytes", {**LORA, "sharding": "weights"}),
     "LoRA, one rate for A and B": ("plain", {**LORA, "use_lora_plus": False}),
-    "LoRA in fp16": ("plain", {**LORA, "mixed_precision": "fp16"}),
+    "LoRA in fp16": ("plain", {**LORA, "mixed_precision": "fp16", "learning_rate": 3e-4}),
     "PiSSA": ("plain", {**LORA, "lora_init": "pissa"}),
     "OLoRA": ("plain", {**LORA, "lora_init": "olora"}),
     "LoftQ": ("plain", {**LORA, "lora_init": "loftq", "quantization": "nf4"}),
@@ -81,7 +81,8 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA, packs shared": ("plain", {**LORA, **SHARED}),
     "LoRA over divided weights, packs shared": ("plain", {**LORA, **SHARED, "sharding": "weights"}),
 }
-"""The base, and fields of the configuration."""
+"""The base, and fields of the configuration. In fp16 a weight that is read may be rounded to the other side of what it was, by
+half a thousandth of what it has learnt: it learns little."""
 
 REFUSED = {
     "LoRA over divided GGUF": "sharding='weights': weights in Q8_0",
