@@ -22,7 +22,7 @@ from torch import Tensor, nn
 FIRST_BITS = -(1 << 13)
 """Keeps of an fp32 number what TF32 has."""
 
-TERMS = (4096, 1024, 256)
+TERMS = (4096, 512, 128)
 """Terms that a tensor core may sum by itself; the most that are exact enough on the card are taken."""
 
 ROWS, WORSE = 256, 8.0
