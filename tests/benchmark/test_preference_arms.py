@@ -196,6 +196,15 @@ def test_a_trial_fits_the_longest_step_and_times_usual_ones(monkeypatch):
     assert words[1] == "flash 8 pairs did not run: OutOfMemoryError"
 
 
+@pytest.mark.parametrize(("seconds", "found"), [(1.2, (8, "flash")), (1.4, (4, "sdpa"))])
+def test_a_trial_takes_more_pairs_with_an_attention_that_comes_close(monkeypatch, seconds, found):
+    """One that is the fastest with many pairs alone; not one that is far from it."""
+    took = {("flash", 4): seconds, ("flash", 8): 0.5, ("sdpa", 4): 1.0, ("sdpa", 2): 2.0, ("sdpa", 8): 1.1}
+    way, words = trial(monkeypatch, lambda way, longest: took[way.attention.name, way.pairs], [step_of(3)])
+    assert way == found
+    assert "flash 2 pairs" not in words[0]
+
+
 def test_what_a_trial_found_holds_for_other_shares_of_prompts(monkeypatch, tmp_path):
     """Whose rows are as long; not for another objective, wider packs, or steps that cannot be divided so."""
     tried = []

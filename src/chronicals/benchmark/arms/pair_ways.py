@@ -26,6 +26,9 @@ MOST, USUAL = 16, 4
 TIMED, ENOUGH = 4, 6.0
 """Usual steps that a way is timed in at most, of which the median counts, and seconds after which no further one begins."""
 
+CLOSE = 1.3
+"""Times the fastest attention's seconds, with the usual pairs, within which another is tried with more pairs, too."""
+
 WARM = 3
 """Other steps before the first way is timed: models that are compiled are compiled anew for the first few lengths."""
 
@@ -147,6 +150,12 @@ class PairTrial:
         return _now() - began
 
     @property
+    def close(self) -> list[Attention]:
+        """Attentions, of those timed so far, that may be the fastest with more pairs; the fastest first."""
+        ways = sorted(self.seconds, key=self.seconds.__getitem__)
+        return [way.attention for way in ways if self.seconds[way] <= CLOSE * self.seconds[ways[0]]]
+
+    @property
     def fastest(self) -> PairWay | None:
         return min(self.seconds, key=self.seconds.__getitem__, default=None)
 
@@ -189,7 +198,10 @@ def known_or_fastest_way(
 
 
 def fastest_way(build: Build, steps: Sequence[Sequence[Pair]], attentions: Sequence[Attention]) -> tuple[PairWay, list[str]]:
-    """The fastest attention, and with it the fastest number of pairs in a micro-batch; the model is left with that attention.
+    """The fastest of the attentions and numbers of pairs in a micro-batch; the model is left with that attention.
+
+    Attentions are compared with ``USUAL`` pairs, or as many as fit; the fastest is timed with all other numbers, and those that
+    come close with larger ones, for an attention may take the host longer and the card less.
 
     Returns:
         the way, and in words what was tried.
@@ -201,10 +213,10 @@ def fastest_way(build: Build, steps: Sequence[Sequence[Pair]], attentions: Seque
             trial.run(PairWay(size, attention))
         if trial.seconds:
             break
-    found = trial.fastest
-    if found is not None:
+    for place, attention in enumerate(trial.close):
         for size in sizes[1:]:
-            trial.run(PairWay(size, found.attention))
+            if place == 0 or size > USUAL:
+                trial.run(PairWay(size, attention))
     way = trial.fastest or PairWay(1, attentions[-1])
     way.attention.take(build.model)
     return way, trial.words
