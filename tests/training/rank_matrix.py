@@ -59,7 +59,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all weights, divided": ("plain", {"sharding": "weights"}),
     "LoRA over divided weights": ("plain", {**LORA, "sharding": "weights"}),
     "LoRA over divided NF4": ("divisible nf4", {**LORA, "sharding": "weights"}),
-    "DoRA over divided NF4": ("divisible nf4", {**LORA, "use_dora": True, "sharding": "weights", "learning_rate": 1e-3}),
+    "DoRA over divided NF4": ("divisible nf4", {**LORA, "use_dora": True, "sharding": "weights"}),
     "LoRA over divided GGUF": ("gguf", {**LORA, "sharding": "weights"}),
     "LoRA over divided bitsandbytes": ("bitsandbytes", {**LORA, "sharding": "weights"}),
     "LoRA, one rate for A and B": ("plain", {**LORA, "use_lora_plus": False}),
@@ -94,7 +94,7 @@ REFUSED = {
 ROWS = 30
 USUAL = {
     "batch_size": 1, "max_seq_length": 96, "max_steps": 3, "validation_split": 0.2, "eval_steps": 3, "save_steps": None,
-    "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [], "adam_epsilon": 1e-5,
+    "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [], "learning_rate": 1e-3, "adam_epsilon": 1e-5,
 }  # fmt: skip
 """With an epsilon under which a gradient of almost zero takes a step of almost zero, whatever its sign: the order of sums may
 change that."""
