@@ -8,6 +8,8 @@ import torch
 import runs
 import tiny
 from chronicals.config import ConfigurationError
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora.layers import linear_adapters
 from chronicals.objectives import OBJECTIVES
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
@@ -340,6 +342,24 @@ def test_another_model_has_a_stored_reference_of_its_own(tmp_path):
     for seed in (1, 2):
         train(tmp_path / str(seed), model=tiny.llama(seed=seed), cache_dir=tmp_path / "shared", max_steps=1)
         assert first_and_last(tmp_path / str(seed))[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("of_peft", [True, False], ids=["PEFT's", "ours"])
+def test_adapters_of_another_scale_have_a_stored_reference_of_their_own(of_peft, tmp_path):
+    for alpha in (8, 64):
+        model = tiny.llama()
+        torch.manual_seed(0)
+        if of_peft:
+            peft = pytest.importorskip("peft")
+            shape = peft.LoraConfig(r=4, lora_alpha=alpha, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
+            model = peft.get_peft_model(model, shape)
+        else:
+            apply_lora(model, LoRAConfig(rank=4, alpha=alpha, dropout=0.0))
+            for _, layer in linear_adapters(model):
+                torch.nn.init.normal_(layer.lora_B, std=0.1)
+        stored = {"dpo": {"reference": "stored"}, "max_steps": 1}
+        train(tmp_path / str(alpha), model=model, cache_dir=tmp_path / "shared", **stored)
+        assert first_and_last(tmp_path / str(alpha))[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
 def test_held_out_pairs_are_compared_with_the_reference_too(tmp_path):

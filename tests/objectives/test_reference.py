@@ -224,6 +224,17 @@ def test_adapters_that_began_fresh_are_switched_off(objective, base, tmp_path):
     assert found.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
 
 
+def test_an_evaluation_of_judged_answers_does_not_depend_on_its_steps(base, tmp_path):
+    """Their divergence is that of all held-out answers."""
+    held = judged_rows(24, seed=5)
+    result = train_from(base, tmp_path, held, objective="kto", keep="last", **LORA)
+    for batch_size, micro_batches in ((1, 1), (8, 1), (1, 8)):
+        sizes = {"batch_size": batch_size, "gradient_accumulation_steps": micro_batches, "max_documents": 6}
+        found = evaluated(tmp_path, held, **sizes)
+        assert found.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
+        assert found.others == pytest.approx(result.evaluation.others, rel=1e-3, abs=2e-4)
+
+
 @pytest.mark.parametrize("kind", ["an adapter", "all weights", "a head beside adapters"])
 def test_another_start_is_the_reference_of_evaluation_too(kind, base, tuned, tmp_path):
     """The loss is that of training, not one beside the base."""

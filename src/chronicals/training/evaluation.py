@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from chronicals.objectives.reference import WithReference
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
-from chronicals.training.step import counts_of, known_before
+from chronicals.training.step import asked_before, asks_before, counts_of, values_before
 from chronicals.training.stored_predictions import with_predictions
 
 
@@ -82,14 +83,15 @@ def evaluate(
     counts = Counter[str]()  # of sums of weights, too
     sums, terms = dict[str, Tensor](), dict[str, Term]()
     with in_evaluation(model.model):
+        known = _known_of_all(model, objective, steps, precision, ranks, limited)
         before = Moment(precision.device)
         for step in steps.steps(count=steps.left(None)):
-            of_step = counts_of(step, ranks)
-            counts.update(of_step)
+            counts.update(counts_of(step, ranks))
             with limited():
-                for batch in known_before(step, of_step, model, objective, ranks, precision).batches:
+                for batch in step.batches:
                     with precision.autocast():
                         moved = batch.to(precision.device, non_blocking=True)
+                        moved = replace(moved, segments={**moved.segments, **next(known)})
                         terms = dict(model.as_forward(partial(objective.score, model, moved)))
                     for name, term in terms.items():
                         sums[name] = sums.get(name, 0.0) + term.sum.double()
@@ -103,6 +105,31 @@ def evaluate(
     others = {name: values[name] for name in shown(terms) if name != "token_accuracy"}
     others = objective.finish_metrics(others, counts)
     return Evaluation(loss, perplexity, values.get("token_accuracy"), int(counts["targets"]), others)
+
+
+def _known_of_all(
+    model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh,
+    limited: Callable[[], AbstractContextManager[None]],
+) -> Iterator[Mapping[str, Tensor]]:  # fmt: skip
+    """The segments that ``Objective.before_step`` adds, of one Batch after the other. Its values are those of all the data, so
+    that they do not depend on how many documents a step takes."""
+    if not asks_before(objective):
+        return itertools.repeat({})
+    counts, found = Counter[str](), list[Mapping[str, Tensor]]()
+    sums, terms = dict[str, Tensor](), dict[str, Term]()
+    before = Moment(precision.device)
+    for step in steps.steps(count=steps.left(None)):
+        counts.update(counts_of(step, ranks))
+        with limited():
+            for batch in step.batches:
+                asked, terms = asked_before(batch, model, objective, precision)
+                found.append({name: column for name, column in asked.segments.items() if name not in batch.segments})
+                sums = {name: sums.get(name, 0.0) + term.sum.double() for name, term in terms.items()}
+            before.wait()
+        before = Moment(precision.device)
+    with limited():
+        values = values_before(sums, terms, counts, ranks)
+    return iter([{**segments, **values} for segments in found])
 
 
 def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsConfig) -> Evaluation:

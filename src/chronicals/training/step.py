@@ -134,19 +134,38 @@ def known_before(
     step: Step, counts: Mapping[str, Count], model: PresentedModel, objective: Objective, ranks: Mesh, precision: Precision
 ) -> Step:  # fmt: skip
     """The step with what the objective must know of all of it in its Batches (``Objective.before_step``), on the device."""
-    if type(objective).before_step is Objective.before_step:
+    if not asks_before(objective):
         return step
     batches, sums, terms = [], dict[str, Tensor](), dict[str, Term]()
     for batch in step.batches:
-        with precision.autocast():
-            moved = batch.to(precision.device, non_blocking=True)
-            batch, found = model.as_forward(partial(objective.before_step, model, moved))
-        terms = dict(found)
-        sums = {name: sums.get(name, 0.0) + term.sum.float() for name, term in terms.items()}
-        batches.append(batch)
-    totals = ranks.sum(torch.stack(list(sums.values())))
-    values = {name: (total / (counts[terms[name].per] or 1))[None] for name, total in zip(sums, totals)}
+        asked, terms = asked_before(batch, model, objective, precision)
+        sums = {name: sums.get(name, 0.0) + term.sum.double() for name, term in terms.items()}
+        batches.append(asked)
+    values = values_before(sums, terms, counts, ranks)
     return replace(step, batches=[replace(batch, segments={**batch.segments, **values}) for batch in batches])
+
+
+def asks_before(objective: Objective) -> bool:
+    """Whether it must know something of all Batches together before it scores one."""
+    return type(objective).before_step is not Objective.before_step
+
+
+def asked_before(
+    batch: Batch, model: PresentedModel, objective: Objective, precision: Precision
+) -> tuple[Batch, dict[str, Term]]:
+    """The Batch, on the device, and the terms of ``Objective.before_step``."""
+    with precision.autocast():
+        moved = batch.to(precision.device, non_blocking=True)
+        asked, terms = model.as_forward(partial(objective.before_step, model, moved))
+    return asked, dict(terms)
+
+
+def values_before(
+    sums: Mapping[str, Tensor], terms: Mapping[str, Term], counts: Mapping[str, Count], ranks: Mesh
+) -> dict[str, Tensor]:
+    """The segments, fp32 ``[1]``, that sums over this rank's Batches are on all ranks."""
+    totals = ranks.sum(torch.stack(list(sums.values())))
+    return {name: (total / (counts[terms[name].per] or 1)).float()[None] for name, total in zip(sums, totals)}
 
 
 def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:

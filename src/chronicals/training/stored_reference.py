@@ -1,7 +1,7 @@
 """Log-probabilities of every document under the model as a run begins, computed once and kept.
 
-They are a column of the data. On disk they lie in the cache, named by the documents, the model's weights and its
-configuration, so another run from the same model over the same data reads them.
+They are a column of the data. On disk they lie in the cache, named by the documents, the model's weights, its configuration,
+the scales of its adapters and the precision, so another run from the same model over the same data reads them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from chronicals.batch import Batch
 from chronicals.data import BatchStream, TokenStore
-from chronicals.lora import adapters_are_fresh
+from chronicals.lora import adapters, adapters_are_fresh
 from chronicals.models import PresentedModel, in_evaluation
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, WithReference
@@ -73,6 +73,7 @@ class StoredReference:
             weights = fingerprint_over(own, session.ranks)
             self.facts = {"weights": weights.values, "places": weights.places, "divided": weights.divided}
             self.facts["model"] = digest_of(session.model.config)
+            self.facts["scales"] = [] if fresh else scales_of(session.model)
 
     def keep(self, output_dir: Path, resumed: bool) -> None:
         """Write to the run's folder what its reference is, or compare what a run that goes on wrote there.
@@ -90,7 +91,7 @@ class StoredReference:
             file.write_text(json.dumps({**self.facts, "reference": self.record}))
             return self.record
         kept = json.loads(file.read_text())
-        told = {"weights", "model"} | ({"places"} if kept.get("divided") == self.facts.get("divided") else set())
+        told = {"weights", "model", "scales"} | ({"places"} if kept.get("divided") == self.facts.get("divided") else set())
         if any(kept[name] != self.facts[name] for name in told & kept.keys() & self.facts.keys()):
             raise CheckpointError(
                 f"{file}: the run's reference policy is the model that it began with, and this is another one; resume with the "
@@ -152,8 +153,8 @@ class StoredReference:
 
     def _file(self, store: TokenStore) -> Path:
         """In the cache, beside the store's own."""
-        model = json.dumps(self.facts, sort_keys=True)
-        digest = hashlib.sha256(f"{store.key} {model} {self.session.config.mixed_precision}".encode())
+        model, config = json.dumps(self.facts, sort_keys=True), self.session.config
+        digest = hashlib.sha256(f"{store.key} {model} {config.mixed_precision} {config.use_fp8}".encode())
         for column in (store.id_starts, store.lengths):
             digest.update(np.ascontiguousarray(column).tobytes())
         return store.path.with_name(f"{digest.hexdigest()[:32]}.{REFERENCE}.safetensors")
@@ -161,6 +162,13 @@ class StoredReference:
 
 def _log_probabilities(presented: PresentedModel, batch: Batch, chunk_size: int) -> Tensor:
     return score_tokens(presented, batch, chunk_size).log_p
+
+
+def scales_of(model: nn.Module) -> list[Any]:
+    """By what each adapter's product is multiplied, ours and PEFT's, in the order of the layers."""
+    ours = [layer.scale for _, layer in adapters(model)]
+    of_peft = (getattr(module, "scaling", None) for module in model.modules())
+    return [*ours, *(sorted(scaling.items()) for scaling in of_peft if isinstance(scaling, dict))]
 
 
 def digest_of(config: Any) -> str:
