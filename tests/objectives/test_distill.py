@@ -315,6 +315,15 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     assert "'<tool>' has id ours none and its 300" in with_tokenizer("more", more)
 
 
+@pytest.mark.parametrize("stored", [None, 8])
+def test_a_teacher_that_does_not_know_all_tokens_is_refused(stored, tmp_path):
+    tiny.llama(vocab_size=290).save_pretrained(tmp_path / "teacher")
+    tiny.tokenizer().save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ConfigurationError, match=r"'teacher': '.*': its embedding has 290 rows, the tokenizer 300 tokens; distil"):
+        train(tmp_path, tmp_path / "teacher", {"stored_tokens": stored})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_a_teacher_with_too_few_positions_is_refused(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

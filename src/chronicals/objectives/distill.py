@@ -177,12 +177,14 @@ class Distill(Objective):
         """Where the teacher is.
 
         Raises:
-            ConfigurationError: it is nowhere, or its tokenizer is another.
+            ConfigurationError: it is nowhere, its tokenizer is another, or it does not know all of the tokenizer's tokens.
         """
         given = self.settings
         try:
             saved = SavedModel.find(given.teacher, remedy=OF_ITS_BASE)
             check_same_tokenizer(tokenizer, saved.tokenizer(given.trust_remote_code), self._said, REMEDY)
+            if (rows := saved.embedding_rows(given.trust_remote_code)) < len(tokenizer):
+                raise ValueError(f"its embedding has {rows} rows, the tokenizer {len(tokenizer)} tokens; {REMEDY}")
         except ConfigurationError:
             raise
         except ValueError as error:
