@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from chronicals.distributed.even_gradients import sum_evenly, take_used
 from chronicals.distributed.exchanged_sums import ExchangedSums
 from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.side_by_side import lay_side_by_side
@@ -92,6 +93,7 @@ def shard_weights(
         _let_stay(unit, unit is model)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        sum_evenly(unit)
         if dtype != torch.float32:
             unit.set_custom_reduce_scatter(ExchangedSums(count))
         inside = {id(module) for module in unit.modules()}
@@ -213,7 +215,7 @@ class WeightShards:
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
         """As ``Mesh.reduce``, of gradients that FSDP has summed: those of this rank's rows become their ``grad``."""
-        held = tuple(parameter.grad is not None for parameter in parameters)
+        held = tuple(parameter.grad is not None and take_used(parameter) for parameter in parameters)
         for weight, share in self.shares.items():
             share.grad = None if weight.grad is None or not share.numel() else local(weight.grad)
         square = gradient_norm([x.grad for x in self.shares.values() if x.grad is not None]).square() / self.copies
@@ -237,6 +239,7 @@ class WeightShards:
     def drop_gradients(self) -> None:
         for weight, share in self.shares.items():
             weight.grad = share.grad = None
+            take_used(weight)
 
     def settle(self) -> None:
         """Weights are gathered from where they are updated: there is nothing to lay or to compare."""

@@ -1,0 +1,82 @@
+"""One of two processes whose micro-batches use other weights of a unit: the program of ``test_even_gradients.py``.
+
+``python uneven_ranks.py FOLDER SEED``: every rank writes to ``RANK.pt``, by dtype, how many ranks had a gradient of each
+weight, and its rows of the sums.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from chronicals.distributed import Mesh, WeightShards, shard_weights
+from chronicals.distributed.weight_shards import weight_mesh
+from chronicals.models.presentation import AS_FORWARD
+
+WIDTHS = (6, 6, 10, 4)
+"""Of the experts: the first two are used by one rank each, the third by both, the last by none."""
+USED = ((0, 2), (1, 2))
+PASSES = 2
+
+
+class Experts(nn.Module):
+    """Modules of their own, of which a pass uses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, width, bias=False) for width in WIDTHS])
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        return torch.stack([self.experts[number](x).float().square().sum() for number in used]).sum()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = Experts(), nn.Parameter(torch.full((2,), 1.5))
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        return self.layer(x, used) * self.scale.float().sum()
+
+
+def built(seed: int) -> Model:
+    torch.manual_seed(seed)
+    model = Model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    return model
+
+
+def inputs(seed: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
+    drawing = torch.Generator().manual_seed(seed + rank + 1)
+    return [torch.randn(5, 8, generator=drawing).to(dtype) for _ in range(PASSES)]
+
+
+def summed(ranks: Mesh, dtype: torch.dtype, seed: int) -> tuple[list[float], list[Tensor]]:
+    model, given = built(seed), built(seed)
+    values = dict(given.named_parameters())
+    mesh = weight_mesh(ranks, ranks.count)
+    shard_weights(model, [model.layer], [], mesh, dtype, lambda name, *_: values[name].detach())
+    weights = list(model.parameters())
+    shards = WeightShards(ranks, weights)
+    for x in inputs(seed, ranks.rank, dtype):
+        getattr(model, AS_FORWARD)(lambda x=x: model(x, USED[ranks.rank])).backward()
+    holders = shards.reduce(weights, [torch.zeros(())])
+    return holders.tolist(), [shards.shares[weight].grad.clone() for weight in weights]
+
+
+def main() -> None:
+    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    ranks = Mesh.current()
+    torch.save({dtype: summed(ranks, dtype, seed) for dtype in (torch.float32, torch.bfloat16)}, folder / f"{ranks.rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
