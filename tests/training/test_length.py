@@ -132,6 +132,35 @@ def test_a_resumed_run_keeps_the_batch_it_had(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("processes", "now", "batch", "warned"),
+    [
+        (2, {}, (2, 6), None),
+        (1, {}, (2, 12), None),
+        (4, {}, (2, 3), None),
+        (8, {}, (2, 6), "resuming on 8 processes: a step takes 96 packs (before: 24); 2 processes keep as many"),
+        (4, {"gradient_accumulation_steps": 6}, (2, 6),
+         "resuming on 4 processes: a step takes 48 packs (before: 24); gradient_accumulation_steps=3 keeps as many"),
+        (4, {"gradient_accumulation_steps": 3}, (2, 3), None),
+        (2, {"gradient_accumulation_steps": 5}, (2, 5), None),
+    ],
+)  # fmt: skip
+def test_a_run_that_goes_on_with_other_processes_takes_as_many_packs_a_step(processes, now, batch, warned, tmp_path, caplog):
+    """Where forward passes were not set and can make up for them; else it is said, with what does."""
+    rows = tiny.chat_rows(30)
+    ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), usual(tmp_path, max_steps=2)).train(rows)
+    state = tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json"
+    kept = json.loads(state.read_text())
+    assert kept["processes"] == 1
+    kept["config"].update(batch_size=2, gradient_accumulation_steps=6)
+    state.write_text(json.dumps({**kept, "processes": 2}))
+    several = SimpleNamespace(count=processes, data_count=processes, writer=True, gather=lambda tensor: [tensor])
+    caplog.clear()
+    config = fit_batch(usual(tmp_path, **now), plan(1000), several, state.parent)
+    assert (config.batch_size, config.gradient_accumulation_steps) == batch
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == ([warned] if warned else [])
+
+
+@pytest.mark.parametrize(
     ("before", "now", "taken"),
     [
         ({"max_steps": 1000, "num_epochs": None}, {}, (1000, None)),

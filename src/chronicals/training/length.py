@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,13 @@ logger = logging.getLogger(__name__)
 STEPS_AN_EPOCH = 30
 """Optimizer steps an epoch should have; a default batch shrinks for them."""
 
-SHRUNK = ("gradient_accumulation_steps", "batch_size")
+PASSES = "gradient_accumulation_steps"
+
+SHRUNK = (PASSES, "batch_size")
 """Fields that shrink, in this order: fewer forward passes in a step cost no speed."""
 
+PROCESSES = "processes"
+"""In a checkpoint's state: how many took packs of their own."""
 
 LENGTHS = ("max_steps", "num_epochs")
 """Fields that say how long a run is; of the one it goes on from, where neither is set."""
@@ -90,21 +95,23 @@ def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) 
 
 def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Path | None = None) -> ChronicalsConfig:
     """``config`` with a batch that leaves an epoch about ``STEPS_AN_EPOCH`` steps: a default one shrinks, one that was set
-    stays and is warned about. Where neither ``max_steps`` nor ``num_epochs`` is set, a resumed run keeps its own. Every rank
-    gets the values of the first. The length of the run is logged.
+    stays and is warned about. Where neither ``max_steps`` nor ``num_epochs`` is set, a resumed run keeps its own, and without a
+    batch the packs of its steps, on another number of processes, too. Every rank gets the values of the first. The length of
+    the run is logged.
 
     Args:
         plan: packs of one epoch.
         resumed: checkpoint that the run goes on from, whose batch and length are kept.
     """
     before = _config_of_run(resumed) if resumed is not None else {}
+    kept = _on_processes(before, ranks.data_count)
     length_before = _length_of_run(before, ranks) if resumed is not None and not config.explicit & {*LENGTHS} else {}
     batch = {name: getattr(config, name) for name in SHRUNK}
     for name in SHRUNK:
         if name not in config.explicit:
             rest = ranks.data_count * batch["batch_size"] * batch["gradient_accumulation_steps"] // batch[name]
             enough = (size for size in range(batch[name], 0, -1) if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH)
-            batch[name] = before.get(name) or next(enough, 1)
+            batch[name] = kept.get(name) or next(enough, 1)
     agreed = ranks.gather(torch.tensor([batch[name] for name in SHRUNK]))[0].tolist()
     shrunk = {name: size for name, size in zip(SHRUNK, agreed) if size != getattr(config, name)}
     fitted = config.fitted(**length_before, **shrunk)
@@ -112,6 +119,7 @@ def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Pa
     if ranks.writer:
         if not before:
             _say_shrunk(config, fitted, Length.of(config, plan, ranks.data_count), length)
+        _warn_of_other_steps(before, fitted, ranks.data_count)
         _warn_of_few_steps(config, fitted, length)
         logger.info("%s", length.words(fitted))
     return fitted
@@ -142,6 +150,23 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
         logger.warning("little data: %s; raise num_epochs or lower max_seq_length for more updates", run)
 
 
+def _on_processes(before: Mapping[str, Any], processes: int) -> Mapping[str, Any]:
+    """The batch of a run, with other forward passes where so many processes then take the packs that its steps took."""
+    passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), processes)
+    return before if rest or not passes else {**before, PASSES: passes}
+
+
+def _warn_of_other_steps(before: Mapping[str, Any], fitted: ChronicalsConfig, processes: int) -> None:
+    """Where a run goes on with another number of packs in a step, for there are other processes."""
+    then, of_a_pass = before.get(PROCESSES, processes), fitted.batch_size * processes
+    packs = of_a_pass * fitted.gradient_accumulation_steps
+    took = math.prod(before[name] for name in SHRUNK) * then if before else packs
+    if then == processes or took == packs:
+        return
+    kept = f"gradient_accumulation_steps={took // of_a_pass} keeps" if took % of_a_pass == 0 else f"{then} processes keep"
+    logger.warning("resuming on %d processes: a step takes %d packs (before: %d); %s as many", processes, packs, took, kept)
+
+
 def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
     """That of ``LENGTHS`` which the run began with, as the first rank knows it, and says; empty where it had neither."""
     steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in LENGTHS]))[0].tolist()
@@ -152,10 +177,12 @@ def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
 
 
 def _config_of_run(folder: Path) -> Mapping[str, Any]:
-    """``SHRUNK`` and ``LENGTHS`` of a checkpoint; empty where this machine does not have it."""
+    """``SHRUNK``, ``LENGTHS`` and ``PROCESSES`` of a checkpoint; empty where this machine does not have it."""
     try:
-        kept = checkpoint.load_state(folder)["config"]
-        return {**{name: kept[name] for name in SHRUNK}, **{name: kept.get(name) for name in LENGTHS}}
+        state = checkpoint.load_state(folder)
+        kept = state["config"]
+        of_run = {**{name: kept[name] for name in SHRUNK}, **{name: kept.get(name) for name in LENGTHS}}
+        return of_run | ({PROCESSES: state[PROCESSES]} if PROCESSES in state else {})
     except (OSError, json.JSONDecodeError, KeyError):
         return {}
 

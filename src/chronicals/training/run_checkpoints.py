@@ -27,6 +27,7 @@ from chronicals.saving import Background, Staging, save_beside, save_model, text
 from chronicals.training import checkpoint
 from chronicals.training.divided_model import DividedModel
 from chronicals.training.errors import CheckpointError
+from chronicals.training.length import PROCESSES
 from chronicals.training.precision import Precision
 from chronicals.training.run import Run
 
@@ -213,6 +214,7 @@ class RunCheckpoints:
             "precision": precision.state(),
             "model": self.model.config._name_or_path,
             "config": self.config.to_dict(),
+            PROCESSES: self.ranks.data_count,
             "about": about,
         }
         state = self._state(optimizer, random, facts)
