@@ -129,3 +129,12 @@ def test_a_number_that_divides_no_layer_divides_nothing(tmp_path, nf4):
     assert divisible(model, config, 2) == ("weights", None)
     chosen, words = divisible(model, config, 3)
     assert chosen == "optimizer" and "no frozen linear layer of its decoder layers has rows that can be divided by 3" in words
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_a_share_of_weights_that_are_not_divided_is_refused(sharding, tmp_path):
+    config = runs.config(tmp_path, sharding=sharding, sharding_ranks=2)
+    with pytest.raises(ConfigurationError, match=f"sharding_ranks=2: no weights are divided with sharding='{sharding}'; set"):
+        decisions.decide(config, present(tiny.llama()), ranks=4)
+    free = decisions.decide(runs.config(tmp_path, sharding_ranks=2), present(tiny.llama()), ranks=4)["sharding"]
+    assert "in each process; sharding_ranks=2 is of weights that are divided" in free.reason

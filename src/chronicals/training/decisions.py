@@ -350,6 +350,11 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
 def _sharding(config: ChronicalsConfig, model: Any, ranks: int, here: int | None) -> Decision:
     if ranks == 1:
         return Decision("sharding", False, "one process")
+    if config.sharding_ranks and config.sharding != WEIGHTS and "sharding" in config.explicit:
+        raise ConfigurationError(
+            f"sharding_ranks={config.sharding_ranks}: no weights are divided with sharding={config.sharding!r}; set "
+            "sharding='weights' too, or leave it out"
+        )
     if config.sharding == "none":
         return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
     if config.sharding == WEIGHTS:
@@ -361,7 +366,9 @@ def _sharding(config: ChronicalsConfig, model: Any, ranks: int, here: int | None
             copies += f", each over {-(-among // here)} machines{asked}"
         what = "weights, gradients' sums and optimizer states" if trains_layers(model) else "frozen weights"
         return Decision("sharding", True, f"{what}, a share of 1/{among} in each process{copies}", WEIGHTS, among=among)
-    return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
+    shared = f"gradients' sums and optimizer states, a share of 1/{ranks} in each process"
+    unused = f"; sharding_ranks={config.sharding_ranks} is of weights that are divided" if config.sharding_ranks else ""
+    return Decision("sharding", True, shared + unused)
 
 
 def _kept_whole(
