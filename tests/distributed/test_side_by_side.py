@@ -19,7 +19,8 @@ def test_names_of_fsdp_that_are_not_public():
     assert set(side_by_side.PRIVATE) == methods | {
         "_unsharded_param", "all_gather_outputs", "sharded_param", "_orig_size", "_module_info"
     }
-    assert hasattr(FSDPParamGroup, "unshard")
+    assert hasattr(FSDPParamGroup, "unshard") and callable(FSDPParamGroup.post_backward)
+    assert "unsharded_accumulated_grad" in annotated and isinstance(FSDPParam.unsharded_param, property)  # even_gradients
 
 
 class Part:

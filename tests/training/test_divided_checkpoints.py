@@ -125,6 +125,7 @@ def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.items())
     wrote = [json.loads((tmp_path / f"a/wrote-{rank}.json").read_text()) for rank in range(2)]
     assert wrote == [[0, 2], [1]] and len(files) == 3  # what is in no layer, and two layers
+    assert all(file.samefile(tmp_path / "a/run/model" / file.name) for file in files)  # nobody copies them
 
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import socket
 from collections import deque
@@ -68,7 +69,7 @@ class RunCheckpoints:
         if self._divided is None:
             save_model(aside, self.model, text_files, about)
         else:
-            shutil.copytree(self._folder(step) / checkpoint.MODEL, aside, dirs_exist_ok=True)
+            shutil.copytree(self._folder(step) / checkpoint.MODEL, aside, copy_function=_shared, dirs_exist_ok=True)
             save_beside(aside, text_files, about)
 
     def _folder(self, step: int) -> Path:
@@ -367,3 +368,15 @@ class RunCheckpoints:
         else:
             self._send_weights()
         return run.best_step
+
+
+def _shared(source: str, target: str) -> str:
+    """A file of weights by another name of the same file, where the file system has such: nobody writes into one again. Every
+    other file is copied."""
+    if source.endswith(".safetensors"):
+        try:
+            os.link(source, target)
+            return target
+        except OSError:
+            logger.info("%s: is copied, for %s can have no second name on this file system", target, source)
+    return str(shutil.copy2(source, target))
