@@ -54,26 +54,29 @@ No card is needed, data are not read, and of the model its configuration alone. 
   again, and how many of divided ones stay gathered between their passes.
 - **What a card sends** in an optimizer step. The sums and updates of training run in one process that plays the first of many,
   on tensors without memory, and the bytes of every collective are added up. They are within 1 % of the formulas, which are
-  4 N (W - 1) / W for gradients and 2 N (W - 1) / W for bf16 weights, of N weights on W cards; divided weights are gathered
+  4 N (W - 1) / W for gradients and 2 N (W - 1) / W for bf16 weights, of N weights on W cards; gradients of divided weights take
+  2 N (W - 1) / W, and these are gathered
   for both passes of each micro-batch, but once where they stay gathered: embedding, head and the last layers that memory is
   spare for, of frozen ones the last two layers.
 - **Time**: FLOPs over the rate that a card reaches (`--tflops`), and what is sent over the link (`--link` within a machine,
   `--network` between machines, GB/s a card). A sum within the backward pass is hidden beside it as far as that is long enough;
   what comes after it is not. What is gathered for a pass is hidden beside that pass, and copies of divided weights on several
-  machines are summed beside the last backward pass.
+  machines are summed beside the last backward pass. What is hidden slows what it is hidden beside by the time that it takes
+  over the link of a machine, and a step takes 12 ms more: so it was in eight of nine rows
+  [on two cards](measured.md#several-cards) within 11 ms a step; 16 layers of an 8B whose weights are not divided had 0.81 of two cards where the plan has 0.87.
 
 `--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
 600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and
-documents as long as packs. Nothing of it was measured on several cards. Weights are on every card where they fit, as a run
+documents as long as packs. More than two cards were not measured. Weights are on every card where they fit, as a run
 chooses; where they do not, or as said, they are divided among the cards of a machine or, if those are too few, all.
-Between machines one adapter a card is slow for full fine-tuning, and more micro-batches a step make up for it, or
-`--sharding weights`: what is asked of an 8B, 93 % at 64 cards and 90 % at 1,024, is reached by either, not by one micro-batch
-with whole weights.
+Between machines one adapter a card is slow for full fine-tuning, and more micro-batches a step make up for it: with 16 an 8B
+has 91 % at 64 cards and at 1,024. `--sharding weights` is faster with few micro-batches, but gathers and sums in each of them:
+85 to 88 %, with one or with 16.
 
 This page is written by `python benchmarks/plan_table.py`.
 
-| work | cards | GB held | layers again | layers stay | GB sent a step | computing | waiting | efficiency | tokens/s |
-|---|---|---|---|---|---|---|---|---|---|
+| work | cards | GB held | layers again | layers stay | GB sent a step | computing | waiting | slowed | efficiency | tokens/s |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -89,9 +92,10 @@ def planned(size: str, fields: dict, gpus: int) -> Plan:
 
 def row(work: str, one: Plan) -> str:
     held = f"{one.held / GIGA:.0f}" + ("" if one.fits else ", too much")
-    rest = (f"{one.computing:.2f} s", f"{one.exposed:.2f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}")
+    times = (f"{seconds:.2f} s" for seconds in (one.computing, one.exposed, one.slowed))
+    rest = (*times, f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}")
     cells = (work, f"{one.gpus:,}", held, one.recomputed or "-", one.stay or "-", f"{one.sent.total / GIGA:.1f}")
-    return f"| {' | '.join(map(str, (*cells, *(rest if one.fits else ('-',) * 4))))} |\n"
+    return f"| {' | '.join(map(str, (*cells, *(rest if one.fits else ('-',) * 5))))} |\n"
 
 
 def main() -> None:

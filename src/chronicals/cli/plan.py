@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GIGA = 1e9
 
-WIDE = 100
+WIDE = 120
 """Columns that the table needs."""
 
 
@@ -77,13 +77,14 @@ def _show(found: list[Plan], machines: Machines) -> None:
     console = Console(width=max(Console().width, WIDE))
     some_stay = any(one.stay for one in found)
     layers = ("layers again", "layers stay") if some_stay else ("layers again",)
-    table = Table("cards", "GB held", *layers, "GB sent", "computing", "waiting", "efficiency", "tokens/s", box=box.SIMPLE)
+    times = ("computing", "waiting", "slowed", "efficiency", "tokens/s")
+    table = Table("cards", "GB held", *layers, "GB sent", *times, box=box.SIMPLE)
     for one in found:
         counts = (one.recomputed, one.stay) if some_stay else (one.recomputed,)
         table.add_row(
             f"{one.gpus:,}", f"{one.held / GIGA:.1f}" + ("" if one.fits else " [bold red]too much[/]"),
             *(f"{count}" if count else "-" for count in counts), f"{one.sent.total / GIGA:.2f}", f"{one.computing:.3f} s",
-            f"{one.exposed:.3f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}",
+            f"{one.exposed:.3f} s", f"{one.slowed:.3f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}",
         )  # fmt: skip
     console.print(table)
     divided = ", ".join(f"{one.gpus:,}" for one in found if one.sharding == "weights" and one.gpus > 1)

@@ -1,6 +1,6 @@
 """A run on some number of cards: what each holds, what it sends, and how much of its time it computes.
 
-    efficiency = compute / (compute + exposed)
+    efficiency = compute / (compute + exposed + slowed)
     exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + attention + embedding
 
 in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
@@ -14,6 +14,12 @@ the backward pass and gathered after their update, by all ranks, and nothing hid
 as two thirds, though it computes no gradient of what is frozen. Computation is FLOPs over the rate that a
 card reaches: 2 N a token forward and as many for each of the two gradients, of N weights that are multiplied by, and
 2 · heads · width · length for the causal attention to a document. Of stacked experts those count that a token meets.
+
+What is hidden is not for nothing: it takes multiprocessors and memory from the computation beside it. In eight of nine rows
+that were measured on two cards (docs/measured.md) a step of 100 to 650 ms took longer by ``MEETING`` and the time that all it
+sent takes over the link, within 11 ms, so that
+
+    slowed     = MEETING + hidden bytes / link
 """
 
 from __future__ import annotations
@@ -39,6 +45,9 @@ from chronicals.training.weight_sharding import WEIGHTS, trains_layers
 
 BACKWARD = 2 / 3
 """Of a step's computation."""
+
+MEETING = 0.012
+"""Seconds by which a step on two cards is longer, whatever is sent: until the later one has come, and its host was told."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,8 @@ class Plan:
         in_backward: whether gradients are summed in the backward pass.
         sent: bytes a card sends in a step.
         tokens: of a step, on all cards.
-        computing, exposed: seconds of a step.
+        computing, exposed, slowed: seconds of a step: of a card by itself, while nothing is computed, and by which computing
+            takes longer beside others.
     """
 
     gpus: int
@@ -90,15 +100,21 @@ class Plan:
     tokens: int
     computing: float
     exposed: float
+    slowed: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.computing + self.exposed + self.slowed
 
     @property
     def efficiency(self) -> float:
-        """Tokens a second and card beside those of a card that waits for nobody."""
-        return self.computing / (self.computing + self.exposed)
+        """Tokens a second and card beside those of a card by itself."""
+        return self.computing / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / (self.computing + self.exposed)
+        return self.tokens / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"efficiency": self.efficiency, "tokens_per_second": self.tokens_per_second}
@@ -127,39 +143,41 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     computing = tokens // context * _flops_a_token(model, config, again / max(needed.layers, 1)) / machines.flops
     if config.sharding == WEIGHTS and gpus > 1:
-        exposed = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
+        exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:
-        exposed = _exposed(sent, machines.rate(gpus), computing if frees else 0.0)
+        exposed, hidden = _exposed(sent, machines.rate(gpus), computing if frees else 0.0)
+    slowed = MEETING + hidden / machines.link if gpus > 1 else 0.0
     return Plan(
         gpus, held, held <= machines.memory, config.sharding, again, stay, frees, sent, tokens * gpus // context, computing,
-        exposed + sent.attention / machines.rate(context),
+        exposed + sent.attention / machines.rate(context), slowed,
     )  # fmt: skip
 
 
-def _exposed(sent: Traffic, rate: float, computing: float) -> float:
-    """Seconds of all but attention that nothing hides.
+def _exposed(sent: Traffic, rate: float, computing: float) -> tuple[float, float]:
+    """Seconds of all but attention that nothing hides, and the bytes that are hidden.
 
     Args:
         computing: beside whose backward pass gradients are summed; 0 where they are summed afterwards.
     """
-    hidden = min(sent.reduce_scatter / rate, BACKWARD * computing)
-    return (sent.total - sent.attention) / rate - hidden
+    hidden = min(sent.reduce_scatter, BACKWARD * computing * rate)
+    return (sent.total - sent.attention - hidden) / rate, hidden
 
 
 def _exposed_divided(
     model: Any, config: ChronicalsConfig, gpus: int, machines: Machines, stay: int, sent: Traffic, computing: float
-) -> float:  # fmt: skip
+) -> tuple[float, float]:  # fmt: skip
     """As ``_exposed``, where weights are divided."""
     near, far = machines.rate(config.sharding_ranks or gpus), machines.rate(gpus)
     forward, backward = gathered_in_passes(model, config, gpus, stay)
-    summed, afterwards = sent.all_reduce / far, sent.embedding / near
+    summed, beside, afterwards = sent.all_reduce, 0.0, sent.embedding / near
     if trains_layers(model):  # sums among copies, over another link, within the last backward pass
-        summed -= min(summed, BACKWARD * computing / config.gradient_accumulation_steps)
+        beside = min(summed, BACKWARD * computing / config.gradient_accumulation_steps * far)
         backward += sent.reduce_scatter
     else:  # adapters
         afterwards += (sent.all_gather - forward - backward + sent.reduce_scatter) / far
     passes = (forward, (1 - BACKWARD) * computing), (backward, BACKWARD * computing)
-    return sum(max(0.0, size / near - seconds) for size, seconds in passes) + summed + afterwards
+    hidden = sum(min(size, seconds * near) for size, seconds in passes)
+    return (forward + backward - hidden) / near + (summed - beside) / far + afterwards, hidden + beside
 
 
 def _with_sharding(config: ChronicalsConfig, model: Any, gpus: int, machines: Machines) -> ChronicalsConfig:
