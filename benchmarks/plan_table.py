@@ -63,7 +63,8 @@ No card is needed, data are not read, and of the model its configuration alone. 
   what comes after it is not. What is gathered for a pass is hidden beside that pass, and copies of divided weights on several
   machines are summed beside the last backward pass. What is hidden slows what it is hidden beside by the time that it takes
   over the link of a machine, and a step takes 12 ms more: so it was in eight of nine rows
-  [on two cards](measured.md#several-cards) within 11 ms a step; 16 layers of an 8B whose weights are not divided had 0.81 of two cards where the plan has 0.87.
+  [on two cards](measured.md#several-cards) within 11 ms a step; 16 layers of an 8B whose weights are not divided had 0.81 of
+  two cards where the plan has 0.87.
 
 `--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
 600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and

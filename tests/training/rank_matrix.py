@@ -39,6 +39,9 @@ OBJECTIVES = {
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ROUTERS = {"balance": 0.01, "z": 1e-3, "temporal": 0.01, "locality": 0.01}
+ANCHORED = {**ROUTERS, "anchor": 0.1}
+AHEAD = {"layer_ahead": 0.1, "token_ahead": 0.1}
 SHARED = {"pack_parts": 2}
 """Of packs of two parts, which two processes share; one process takes both."""
 
@@ -77,6 +80,10 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all weights of a mixture, divided": ("mixture", {"sharding": "weights"}),
     "LoRA over a divided mixture": ("mixture", {**LORA, "sharding": "weights"}),
     "LoRA over a divided mixture in NF4": ("mixture", {**LORA, "quantization": "nf4", "sharding": "weights"}),
+    "all weights of a mixture and losses of routers": ("mixture", {"router": ANCHORED}),
+    "all weights of a mixture and losses of routers, divided": ("mixture", {"router": ROUTERS, "sharding": "weights"}),
+    "all weights of a mixture and an anchor, divided": ("mixture", {"router": ANCHORED, "sharding": "weights"}),
+    "LoRA over a mixture and heads ahead": ("mixture", {**LORA, "router": AHEAD}),
     "all weights, packs shared": ("plain", SHARED),
     "LoRA, packs shared": ("plain", {**LORA, **SHARED}),
     "LoRA over divided weights, packs shared": ("plain", {**LORA, **SHARED, "sharding": "weights"}),
@@ -85,6 +92,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
 half a thousandth of what it has learnt: it learns little."""
 
 REFUSED = {
+    "all weights of a mixture and an anchor, divided": "router.anchor=0.1: replayed tokens need whole weights",
     "LoRA over divided GGUF": "sharding='weights': weights in Q8_0",
     "LoRA over divided bitsandbytes": "sharding='weights': no frozen linear layer of its decoder layers has rows that can be",
     "LoRA over a divided mixture in NF4": "sharding='weights': Qwen3MoeForCausalLM has its experts in 4 bits",
