@@ -83,6 +83,7 @@ PLANTED = {
     "split_row": {"text": "the answer to life " * WIDTH},
     "single_token": {"input_ids": [7]},
     "no_common_prompt": {"chosen": "forty two", "rejected": "everything"},
+    "other_prompt": {"prompt": "what is 2?", "chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "two"}]},
     "identical_answers": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT]},
     "tied_scores": {"prompt": [USER], "responses": ["forty two", "everything"], "scores": [0.5, 0.5]},
     "unusable_scores": {"prompt": [USER], "responses": ["forty two", "everything"], "scores": [0.5]},
@@ -113,8 +114,8 @@ ELSEWHERE = {
 """Rules that need more than a row: tests of their own."""
 
 OBJECTIVES = {
-    "no_common_prompt": "dpo", "identical_answers": "dpo", "tied_scores": "dpo", "unusable_scores": "dpo",
-    "unusable_label": "kto",
+    "no_common_prompt": "dpo", "other_prompt": "dpo", "identical_answers": "dpo", "tied_scores": "dpo",
+    "unusable_scores": "dpo", "unusable_label": "kto",
 }  # fmt: skip
 """Of the rules that concern the rows of one objective; the others are broken under any."""
 

@@ -89,12 +89,22 @@ def test_names_of_plain_questions_and_answers(tmp_path):
     assert store.report.findings["columns_recognised"].count == 2
 
 
+@pytest.mark.parametrize("prompt", ["what is 2? ", "hello", [user("what is 2?")]])
+def test_a_judged_conversation_has_its_prompt_once(prompt, tmp_path):
+    asked = [user("hello"), assistant("good day"), user("what is 2?")]
+    other = {"prompt": [user("what is 3?")], "completion": [assistant("three")], "label": False}
+    row = {"prompt": prompt, "completion": [*asked, assistant("two")], "label": True}
+    usual = {"prompt": asked, "completion": [assistant("two")], "label": True}
+    assert texts(stored([row, other], tmp_path)) == texts(stored([usual, other], tmp_path))
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
         ({"completion": "two", "label": True}, "missing_field"),
         ({"messages": [user("what is 2?")], "label": True}, "no_assistant_turn"),
         ({"messages": [assistant("two")], "label": True}, "no_common_prompt"),
+        ({"prompt": "what is 3?", "completion": [user("what is 2?"), assistant("two")], "label": True}, "other_prompt"),
         ({"messages": [user("what is 2?"), assistant("two")]}, "unusable_label"),
         ({"question": "what is 2?", "answer": "two"}, "unusable_label"),
         ({"text": "a text"}, "unusable_kind"),

@@ -136,6 +136,65 @@ def test_an_instruction_is_rendered_as_it_is_in_fine_tuning(tmp_path):
         assert "what is 2?\n\nquickly" in tiny.tokenizer().decode(found[0])
 
 
+SYSTEM = {"role": "system", "content": "be kind"}
+TWO, NUMBER = assistant("two"), assistant("a number")
+PARTS = {"role": "user", "content": [{"type": "text", "text": "what is 2?"}]}
+
+
+def sides(*before):
+    """Both answers behind what a row of conversations has before them."""
+    return {"chosen": [*before, TWO], "rejected": [*before, NUMBER]}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "completions"),
+    [
+        ({"prompt": [SYSTEM, ASKED[0]], **sides(ASKED[0])}, [SYSTEM, ASKED[0]], [[TWO], [NUMBER]]),
+        ({"prompt": [SYSTEM, ASKED[0]], **sides(*ASKED)}, [SYSTEM, *ASKED], [[TWO], [NUMBER]]),
+        ({"prompt": ASKED, **sides(*ASKED[2:])}, ASKED, [[TWO], [NUMBER]]),
+        ({"prompt": ASKED[2:], **sides(SYSTEM, *ASKED)}, [SYSTEM, *ASKED], [[TWO], [NUMBER]]),
+        ({"prompt": "what is 2?", **sides(*ASKED)}, ASKED, [[TWO], [NUMBER]]),
+        ({"prompt": "hello", **sides(SYSTEM, *ASKED)}, [SYSTEM, *ASKED], [[TWO], [NUMBER]]),
+        ({"prompt": "what is 2? ", **sides(ASKED[2])}, ASKED[2:], [[TWO], [NUMBER]]),
+        ({"prompt": "what is 2?", **sides(PARTS)}, [PARTS], [[TWO], [NUMBER]]),
+        ({"prompt": "", **sides(ASKED[2])}, ASKED[2:], [[TWO], [NUMBER]]),
+        ({"prompt": [*ASKED, TWO], **sides(*ASKED)}, ASKED, [[TWO], [NUMBER]]),
+        ({"prompt": [SYSTEM], **sides(ASKED[0])}, [SYSTEM], [[ASKED[0], TWO], [ASKED[0], NUMBER]]),
+        ({"prompt": ASKED[2:], "chosen": [ASKED[2], TWO], "rejected": [NUMBER]}, ASKED[2:], [[TWO], [NUMBER]]),
+        ({"prompt": "what is 2?", "chosen": [ASKED[2], TWO], "rejected": "a number"}, ASKED[2:], [[TWO], [NUMBER]]),
+        ({"conversations": json.dumps(HUMAN), **sides(ASKED[2])}, ASKED[2:], [[TWO], [NUMBER]]),
+        ({"instruction": "what is", "input": "2?", **sides(user("what is\n\n2?"))}, [user("what is\n\n2?")], [[TWO], [NUMBER]]),
+        (
+            {"prompt": "what is 2?", "chosen": [user("what is 2?\n"), TWO], "rejected": [HUMAN[0], NUMBER]},
+            [user("what is 2?\n")], [[TWO], [NUMBER]],
+        ),
+        ({"chosen": [user("what is 2? "), TWO], "rejected": [ASKED[2], NUMBER]}, [user("what is 2? ")], [[TWO], [NUMBER]]),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_answers_repeat_stands_once(row, prompt, completions):
+    """Whole, its end, or the last question of what both conversations begin with, none of which is trained."""
+    found = sides_of(row, "row 1")
+    assert found == [{"prompt": prompt, "completion": completion} for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "what is 3?", **sides(ASKED[2])},
+        {"prompt": "a rule. what is 2?", **sides(ASKED[2])},
+        {"prompt": [SYSTEM, ASKED[2]], **sides({**SYSTEM, "content": "be wise"}, ASKED[2])},
+        {"prompt": ASKED, "chosen": [*ASKED, TWO], "rejected": [ASKED[0], NUMBER]},
+        {"prompt": "what is 2?", "chosen": [SYSTEM, ASKED[2], TWO], "rejected": [NUMBER]},
+        {"prompt": "what is 2?", "chosen": [user("what is 3?"), TWO], "rejected": [ASKED[2], NUMBER]},
+    ],
+)
+def test_an_answer_that_asks_something_else_first_is_refused(row):
+    words = "row 1: chosen and rejected: the question before the answer is not that of prompt; leave prompt out"
+    with pytest.raises(DataError, match=words) as refused:
+        sides_of(row, "row 1")
+    assert refused.value.rule == "other_prompt"
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -173,7 +173,7 @@ def build_store(
     with _naming(cache_dir):
         content = file_digests(source, cache_dir)
         made_of: list[Any] = [max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
-        made_of += ["prompts by name, answers of other prompts"] if _has_items(tokenizer) else []
+        made_of += ["prompts once, answers of other prompts"] if _has_items(tokenizer) else []
         key, *earlier = (_key([version, *made_of]) for version in (FORMAT, *EARLIER_FORMATS))
         path = cache_dir / f"{key}.arrow"
         if builder and not (path.exists() and path.with_suffix(".json").exists()):

@@ -91,6 +91,10 @@ RULES = {
     "no_common_prompt": Rule(
         "pairs without a prompt, whose answers do not begin alike", "give them a prompt, or name its column with 'columns'", 0.5
     ),
+    "other_prompt": Rule(
+        "answers that begin with a question other than that of their row's prompt",
+        "leave the prompt out where the conversations hold it all, or let the answers begin behind it", 0.5,
+    ),
     "identical_answers": Rule("pairs of two equal answers, which teach nothing", "remove them, or name the right columns", 0.1),
     "tied_scores": Rule("ranked answers that have one score", "score them apart, or remove them", 0.5),
     "unusable_scores": Rule(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chronicals.data.gate import DataError
-from chronicals.data.prompt_fields import OF_PROMPTS, as_list, prompt_called, prompt_names, said_in, words_of
+from chronicals.data.prompt_fields import OF_PROMPTS, as_list, asked_in, prompt_called, prompt_names
 from chronicals.data.ranked_answers import best_and_worst
 from chronicals.data.records import Record
+from chronicals.data.repeated_prompts import OtherPromptError, holds, shared_messages, taken_once
 from chronicals.data.rows import TELLING
 
 PREFERENCE = "preference"
@@ -40,14 +40,15 @@ def sides_of(record: Record, where: str, tell: Tell | None = None) -> list[Recor
 def rows_of(record: Record, answers: Mapping[str, Any], where: str, tell: Tell | None = None) -> list[Record]:
     """A row of prompt and completion for each of ``answers``, which are named for messages.
 
-    The prompt is what all conversations begin with, or the record's own: ``prompt``, or one of ``PROMPTS``. Of texts without a
+    The prompt is what all conversations begin with, or the record's own: ``prompt``, or one of ``PROMPTS``. Where conversations
+    begin with messages that hold it, these are the prompt; what they repeat of its end stands once. Of texts without a
     prompt it is what both begin with, up to the last white space in it, so that no word is divided; the answers begin with that
     white space. Text goes on from text; where a prompt or an answer is messages, the others become messages. A message by
     itself is a list of one. Fields that tell another kind are left out.
 
     Raises:
-        DataError: an answer is neither text nor messages, or is empty; there is no prompt, none that the answers share, or
-            several fields that may be it.
+        DataError: an answer is neither text nor messages, or is empty; there is no prompt, none that the answers share,
+            several fields that may be it, or another one in an answer.
     """
     given = {name: as_list(answer) for name, answer in answers.items()}
     for name, answer in given.items():
@@ -57,8 +58,7 @@ def rows_of(record: Record, answers: Mapping[str, Any], where: str, tell: Tell |
         if not answer or (isinstance(answer, str) and not answer.strip()):
             raise DataError(f"{where}: {name} is empty", "empty_answer")
     named, found = " and ".join(given), [*given.values()]
-    prompt, found = _divided(record, prompt_names(record, answers), found, named, where, tell)
-    prompt, found = alike(prompt, found)
+    prompt, found = alike(*_divided(record, prompt_names(record, answers), found, named, where, tell))
     kept = {name: value for name, value in record.items() if name not in TELLING | OF_PROMPTS}
     return [{**kept, "prompt": prompt, "completion": answer} for answer in found]
 
@@ -68,9 +68,9 @@ def _divided(
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """The prompt, and the answers without it."""
     chats = [answer for answer in found if isinstance(answer, list)]
-    shared = _shared_messages(chats) if len(chats) == len(found) else 0
-    if shared and (not names or any(_begins(chats[0], as_list(record[name])) for name in names)):
-        return chats[0][:shared], [chat[shared:] for chat in chats]
+    shared = chats[0][: shared_messages(chats)] if len(chats) == len(found) else []
+    if shared and (not names or any(holds(shared, asked_in(name, record, where)) for name in names)):
+        return shared, [chat[len(shared) :] for chat in chats]
     if len(names) > 1:
         raise DataError(
             f"{where}: {' and '.join(names)} may both be the prompt; name it: columns={{'prompt': {names[-1]!r}}}",
@@ -79,7 +79,7 @@ def _divided(
     if names:
         if names[0] != "prompt" and tell is not None:
             tell(names[0])
-        return prompt_called(names[0], record, where), found
+        return _after_prompt(names[0], record, found, shared, named, where)
     if len(chats) == len(found):
         differ = "begin with different messages, so that there is no prompt" if len(chats) > 1 else "has no prompt before it"
         raise DataError(f"{where}: {named} {differ}", "no_common_prompt")
@@ -87,6 +87,22 @@ def _divided(
         both = "need a prompt, or must both be conversations or both texts" if chats else "needs a prompt"
         raise DataError(f"{where}: {named} {both}", "missing_field")
     return _after_shared_text(found, named, where)
+
+
+def _after_prompt(
+    name: str, record: Record, found: list[Any], shared: list[Any], named: str, where: str
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """The prompt in the field ``name``, and the answers without what they repeat of it."""
+    prompt, answers = alike(prompt_called(name, record, where), found)
+    if not isinstance(prompt, list):
+        return prompt, answers
+    try:
+        return taken_once(prompt, answers, shared)
+    except OtherPromptError:
+        raise DataError(
+            f"{where}: {named}: the question before the answer is not that of {name}; leave {name} out where the conversation "
+            "holds it all, or let the answer begin behind it", "other_prompt",
+        ) from None  # fmt: skip
 
 
 def alike(prompt: Any, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -97,12 +113,6 @@ def alike(prompt: Any, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
     return prompt, [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in answers]
 
 
-def _shared_messages(chats: list[list[Any]]) -> int:
-    """How many messages all begin with, an answer being left to each."""
-    shared = sum(1 for _ in itertools.takewhile(lambda each: all(other == each[0] for other in each), zip(*chats)))
-    return min(shared, *(len(chat) - 1 for chat in chats))
-
-
 def _after_shared_text(texts: list[str], named: str, where: str) -> tuple[str, list[Any]]:
     differs = (at for at, letters in enumerate(zip(*texts)) if len({*letters}) > 1)
     common = texts[0][: next(differs, min(map(len, texts)))]
@@ -111,10 +121,3 @@ def _after_shared_text(texts: list[str], named: str, where: str) -> tuple[str, l
     if not prompt.strip():
         raise DataError(f"{where}: {named} have no prompt, and begin with no words that both have", "no_common_prompt")
     return prompt, [text[len(prompt) :] for text in texts]
-
-
-def _begins(chat: list[Any], prompt: Any) -> bool:
-    """Whether a prompt stands in a conversation already: as its first question, or its first message as the first."""
-    if isinstance(prompt, list):
-        return bool(prompt) and said_in(prompt[:1]) == said_in(chat[:1])
-    return prompt in [words_of(message) for message in chat[:2]]

@@ -53,6 +53,20 @@ def prompt_called(name: str, record: Record, where: str) -> Any:
     return prompt
 
 
+def asked_in(name: str, record: Record, where: str) -> list[Any]:
+    """What a field that may be the prompt asks, as messages; of a conversation what stands before its answer.
+
+    Raises:
+        DataError: a field is of the wrong type.
+    """
+    if name == "instruction":
+        return asked_of(record, where)
+    value = as_list(conversation_in(record[name], name, where) if name in CONVERSATIONS else record[name])
+    if isinstance(value, list):
+        return value[:-1] if value and role_of(value[-1]) == "assistant" else value
+    return [] if isinstance(value, str) and not value.strip() else [{"role": "user", "content": value}]
+
+
 def as_list(value: Any) -> Any:
     """A message by itself as a list of one, arrays and tuples as lists, anything else as it is."""
     value = value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
@@ -66,17 +80,18 @@ def role_of(message: Any) -> Any:
 
 
 def words_of(message: Any) -> Any:
-    """What is said in a message."""
+    """What is said in a message, parts of text joined, without white space around it."""
     if not is_object(message):
-        return None
-    return message.get("content") if message.get("content") is not None else message.get("value")
+        return message
+    said = message.get("content") if message.get("content") is not None else message.get("value")
+    if isinstance(said, list) and all(is_object(part) and isinstance(part.get("text"), str) for part in said):
+        said = "".join(part["text"] for part in said)
+    return said.strip() if isinstance(said, str) else said
 
 
-def said_in(prompt: Any) -> list[Any]:
-    """A text or messages in a form that is the same where the same is said, whatever the dialect."""
-    if not isinstance(prompt, list):
-        return [("user", prompt)]
-    return [(role_of(message), words_of(message)) for message in prompt]
+def said_in(messages: list[Any]) -> list[Any]:
+    """Messages in a form that is the same where the same is said, whatever the dialect."""
+    return [(role_of(message), words_of(message)) for message in messages]
 
 
 def _is_filled(value: Any) -> bool:
