@@ -110,6 +110,7 @@ objective whose rows it is among, where other rows break the rule than those of 
 
 ELSEWHERE = {
     "vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training", "one_label", "no_other_prompt",
+    "no_room_for_other",
 }  # fmt: skip
 """Rules that need more than a row: tests of their own."""
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import tiny
-from chronicals.data import Tokenizer, build_store
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.chunks import CHUNK_ROWS
 from chronicals.data.judged_answers import EARLIER, of_other_prompts
 
@@ -213,6 +214,34 @@ def test_a_long_neighbour_does_not_cut_the_rows_own_answer(overlong, prompt, tmp
     assert own == tiny.tokenizer().decode(alone)
     assert "three three" in mismatched and sum(store.lengths[store.rows == 0]) == width
     assert all(1 not in found.rows for found in store.report.findings.values())  # the other one is too long by itself
+
+
+@pytest.mark.parametrize("overlong", ["cut", "drop"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_answer_that_fits_by_itself_is_whole_whatever_is_left(overlong, shared, tmp_path):
+    """Where no target of the other one has room, be its prompt shared or not, it stands alone, behind a prompt of its own."""
+    prompt, encoder = ("2 " * 30 if shared else "2?"), Tokenizer(tiny.tokenizer())
+    rows = [{"prompt": p, "completion": said, "label": True} for p, said in ((prompt, " two" * 30), ("3?", " three"))]
+    ids, trained = encoder.encode({"prompt": prompt, "completion": " two" * 30}, "row")
+    least = 2 if shared else len(ids) - sum(trained) + 1
+    for spare in range(least + 1):
+        store = stored(rows, tmp_path, len(ids) + spare, overlong=overlong)
+        first, *others = np.flatnonzero(store.rows == 0)
+        assert [part.tolist() for part in store.whole_document(first)] == [list(ids), list(trained)]
+        assert not {"cut_row", "dropped_row"} & store.report.findings.keys()
+        assert store.report.count("no_room_for_other") == (not others) == (spare < least)
+
+
+def test_rows_without_another_answer_are_not_counted_among_those_that_have_one(tmp_path):
+    """Nor do they take part in the mean of the divergence."""
+    rows = numbered(8, 1)
+    rows[3]["completion"] = " two" * 60
+    width = len(Tokenizer(tiny.tokenizer()).encode({**rows[3], "label": None}, "row")[0])
+    store = stored(rows, tmp_path, width)
+    assert (np.bincount(store.rows) == 1).tolist() == [n == 3 for n in range(8)]
+    config = ChronicalsConfig(max_seq_length=width, batch_size=8, gradient_accumulation_steps=1)
+    (step,) = BatchStream(store, config, epochs=1).steps(count=1)
+    assert (step.counts["items"], step.counts["mismatched_items"], step.counts["good_items"]) == (8, 7, 4)
 
 
 def test_an_answer_that_is_too_long_itself_leaves_a_target_of_the_other(tmp_path):

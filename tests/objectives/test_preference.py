@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,6 +194,22 @@ def test_kto_is_that_of_trl(seed_of_reference, labels, tmp_path):
     assert ("rewards/margins" in terms) == (labels is None)
     for name in expected:
         assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=5e-5), name
+
+
+@pytest.mark.parametrize(("width", "without"), [(50, 2), (2048, 0)])
+def test_kto_is_of_the_answers_that_there_are(width, without, tmp_path):
+    """The divergence is a mean over the rows that have an answer to another prompt; they alone have room for it."""
+    given, model = judged_rows(40), tiny.llama()
+    store = store_of(tmp_path, given, ("unpaired preference",), width)
+    others, column = (store.columns["side"] == 1).nonzero()[0], np.full(len(store), -200.0, np.float32)
+    assert len(store.items) - 1 - len(others) == without
+    terms, _ = one_step(tmp_path, given, "kto", {}, column=column, max_seq_length=width, batch_size=40)
+    ratios = []
+    for ids, trained in map(store.whole_document, others):
+        log_p = model(torch.tensor(ids[None])).logits[0, :-1].log_softmax(-1)
+        said = log_p.gather(-1, torch.tensor(ids[1:, None]).long())[:, 0]
+        ratios.append(float(said[torch.tensor(trained[1:]) == 1].sum()) + 200)
+    assert terms["kl"] == pytest.approx(sum(ratios) / len(others), rel=1e-4)
 
 
 SETTINGS = {

@@ -29,6 +29,7 @@ HEALTHY = {
     "orpo": {"objective": "orpo"},
     "kto": {"objective": "kto", **LORA},
     "kto, stored": {"objective": "kto"},
+    "kto, little room": {"objective": "kto", **LORA, "max_seq_length": 50},
 }
 
 

@@ -176,10 +176,10 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
 
     Pieces of a split row overlap by one token, so that every target keeps its place in exactly one of them. Of an item whose
     documents are together too long, the longest are cut to one length; a shared prompt is never cut, and an item is dropped
-    where it leaves no room for an answer. An answer to another prompt has what room is left beside the judged one.
+    where it leaves no room for an answer. An answer to another prompt has what room is left beside the judged one, or goes.
     """
     if item[0].label != UNJUDGED:
-        item = _judged_first(item, width)
+        item = _judged_first(item, width, report)
     row, _, ids, trained, *_ = item[0]
     total = sum(len(piece.ids) for piece in item)
     if total <= width:
@@ -203,16 +203,28 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
     return [*(piece._replace(ids=piece.ids[:most], trained=piece.trained[:most]) for piece in answers), *prompt]
 
 
-def _judged_first(item: list[Piece], width: int) -> list[Piece]:
-    """A judged answer as it is; of the one to another prompt, which is not trained, what fits beside it, a target at least."""
-    least = [int(np.argmax(piece.trained[1:])) + 2 for piece in item]
-    room = width - sum(len(piece.ids) for piece in item if piece.side != MISMATCHED)
-    return [
-        piece._replace(ids=piece.ids[: max(room, needed)], trained=piece.trained[: max(room, needed)])
-        if piece.side == MISMATCHED and len(piece.ids) > room
-        else piece
-        for piece, needed in zip(item, least, strict=True)
-    ]
+def _judged_first(item: list[Piece], width: int, report: DataReport) -> list[Piece]:
+    """A judged answer as it is; of the one to another prompt, which is not trained, what fits beside it, a target at least.
+    Where there is no room for that the judged one stands alone, unless it is too long by itself, and cut in any case."""
+    other = next(piece for piece in item if piece.side == MISMATCHED)
+    least, room = int(np.argmax(other.trained[1:])) + 2, width - sum(len(piece.ids) for piece in item if piece is not other)
+    if len(other.ids) <= room:
+        return item
+    if 0 <= room < least:
+        report.note("no_room_for_other", other.row, f"{width - room:,} tokens")
+        return [_with_prompt(item)]
+    most = max(room, least)
+    cut = other._replace(ids=other.ids[:most], trained=other.trained[:most])
+    return [cut if piece is other else piece for piece in item]
+
+
+def _with_prompt(item: list[Piece]) -> Piece:
+    """The first document of an item, behind the prompt where it is shared."""
+    first, last = item[0], item[-1]
+    if last.shared >= 0:
+        return first
+    ids, trained = (np.concatenate(both) for both in ((last.ids, first.ids), (last.trained, first.trained)))
+    return first._replace(ids=ids, trained=trained, shared=0)
 
 
 def are_identical(item: Sequence[Piece]) -> bool:

@@ -108,6 +108,10 @@ RULES = {
         "judged answers near which all have the same prompt, so that none is an answer to another one",
         "shuffle the rows, or add answers to other prompts", 0.5,
     ),
+    "no_room_for_other": Rule(
+        "judged answers that leave no room for one to another prompt, so that the divergence is estimated without them",
+        "raise max_seq_length", 1,
+    ),
     "one_label": Rule(
         "answers that are all good, or all bad", "add answers of the other label, unless this is meant: unlearning, say", 1
     ),

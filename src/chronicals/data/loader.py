@@ -36,6 +36,7 @@ from chronicals.data.assembly import (
 from chronicals.data.balancing import balance
 from chronicals.data.building import open_store
 from chronicals.data.dealing import Dealing, Share
+from chronicals.data.documents import MISMATCHED, UNJUDGED
 from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan
 from chronicals.data.parts import SPLIT, plan_parts
@@ -140,6 +141,8 @@ class BatchStream:
         self._judged = None
         if LABEL in store.columns:
             self._judged = self._sum_in_packs(first * (store.columns[LABEL] == 1))
+            mismatched = (store.columns[SIDE] == MISMATCHED) & (store.columns[LABEL] != UNJUDGED)
+            self._mismatched = self._sum_in_packs(mismatched.astype(np.int64))
         self._weights = None
         if WEIGHT in store.columns:
             self._weights = self._sum_in_packs(store.columns[WEIGHT].astype(np.float64) * store.targets)
@@ -275,6 +278,7 @@ class BatchStream:
         if self._judged is not None:
             counts["good_items"] = int(self._judged[packs].sum())
             counts["bad_items"] = counts["items"] - counts["good_items"]
+            counts["mismatched_items"] = int(self._mismatched[packs].sum())
         return counts if self._weights is None else {**counts, "weight": float(self._weights[packs].sum())}
 
     def _sum_in_packs(self, values: np.ndarray) -> np.ndarray:

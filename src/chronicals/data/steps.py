@@ -19,7 +19,7 @@ Counts = Mapping[str, int | float]
 - ``slots``: positions, filler included.
 
 ``weight``, the sum of the weights of the targets, is there where Batches have weights; ``good_items`` and ``bad_items`` where
-rows may judge their answers.
+rows may judge their answers, with ``mismatched_items``: those that have an answer to another prompt.
 """
 
 

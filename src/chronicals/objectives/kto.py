@@ -5,7 +5,8 @@
     loss = λ_D (1 − σ(β (r − z)))  of a good answer,   λ_U (1 − σ(β (z − r)))  of a bad one       equation 8
 
 z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all ranks, never of a
-micro-batch. y' is the answer of the nearest row before with another prompt (``data/judged_answers.py``).
+micro-batch. y' is the answer of the nearest row before with another prompt (``data/judged_answers.py``). A row that leaves no
+room for one has none: z is the mean over those of the others, 0 where no row of the step has one.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from chronicals.objectives.terms import Count, ScoredDocument, Value, settings
 OWN, MISMATCHED = 0, 1
 """Sides: the row's own answer, and the answer of another row to its prompt."""
 
-GOOD, BAD = "good_items", "bad_items"
-"""The counts of a step's good and bad answers."""
+GOOD, BAD, OTHERS = "good_items", "bad_items", "mismatched_items"
+"""The counts of a step's good and bad answers, and of those beside which one to another prompt stands."""
 
 KL = "kl"
 """z, a segment of every Batch of a step."""
@@ -69,7 +70,7 @@ class KTO(WithReference):
         mismatched = batch.segments[SIDE] == MISMATCHED
         total = torch.where(mismatched, sums - reference, 0.0).sum()
         batch = replace(batch, segments={**batch.segments, REFERENCE: reference})
-        return batch, {KL: Term(total, 0.0, "items")}
+        return batch, {KL: Term(total, 0.0, OTHERS)}
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         given, segments = self.settings, batch.segments
@@ -104,7 +105,8 @@ class KTO(WithReference):
         return shown
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
-        return {"kl": Term(log_ratio(document_of(item, 1)).sum(), 0.0, "items")}
+        others, none = [document for document in item if document.side == 1], item[0].logits.new_zeros(())
+        return {"kl": Term(sum((log_ratio(other).sum() for other in others), none), 0.0, "mismatched_items")}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         given, answer = self.settings, document_of(item, 0)

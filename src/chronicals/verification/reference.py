@@ -66,9 +66,11 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
     items = [item for pack in packs for item in pack]
     firsts = [next(document for document in item if document.side == 0) for item in items]
     targets, good = sum(count_targets(document) for item in items for document in item), sum(d.label == 1 for d in firsts)
+    mismatched = sum(document.side == 1 and document.label >= 0 for item in items for document in item)
     return {
         "targets": targets, "weight": targets, "first_targets": sum(count_targets(document) for document in firsts),
         "items": len(items), "good_items": good, "bad_items": len(items) - good, "packs": len(packs),
+        "mismatched_items": mismatched,
     }  # fmt: skip
 
 
@@ -223,7 +225,7 @@ class PlainArm:
                 (scored,) = self._scored([item])
                 found = self.objective.known_definition(scored)
             for name, term in found.items():
-                sums[name] = sums.get(name, 0.0) + term.sum / counts[term.per]
+                sums[name] = sums.get(name, 0.0) + term.sum / (counts[term.per] or 1)
         return {name: total[None] for name, total in sums.items()}
 
     def _forward_passes(self, lengths: list[int]) -> Iterator[list[int]]:
