@@ -294,6 +294,39 @@ def test_a_pair_is_one_item_of_two_documents(tmp_path, processes):
     assert store.report.kinds == {"completion": 2, "chat": 1} and store.chats
 
 
+SYSTEM_LAST = {**CHATS, "chosen": [assistant("two"), SYSTEM, user("why?"), assistant("so")]}
+TWICE = [assistant("two"), assistant("or so")]
+
+
+@pytest.mark.parametrize(
+    ("row", "rules"),
+    [
+        (TEXTS, {"plain_completion"}),
+        ({**TEXTS, "system": "be kind", "tools": [{"name": "measure"}]}, {"plain_completion", "unread_field"}),
+        ({**CHATS, "chosen": TWICE, "rejected": [*TWICE, assistant("no")]}, {"consecutive_answers"}),
+        ({**SYSTEM_LAST, "rejected": [*SYSTEM_LAST["chosen"], user("?"), assistant("a")]}, {"late_system_message"}),
+    ],
+)
+def test_what_both_sides_have_is_counted_as_one_row(row, rules, tmp_path):
+    """A share is of the rows: it never is above one, and a limit of it holds."""
+    report = build_store([row, CHATS], Tokenizer(tiny.tokenizer(), kinds=KINDS), 512, tmp_path).report
+    assert {rule: (found.count, found.rows) for rule, found in report.findings.items()} == dict.fromkeys(rules, (1, [1]))
+    report.check("train", dict.fromkeys(rules, 0.5))
+    assert sum(report.kinds.values()) == 2
+
+
+JUDGED_CHATS = [{"prompt": [user(f"what is {n}?")], "completion": [TWO], "label": True} for n in (2, 3)]
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("preference", [CHATS] * 2), ("unpaired preference", JUDGED_CHATS)])
+def test_a_row_whose_documents_all_begin_with_two_bos_is_one(kind, rows, tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.chat_template = "<s><s>" + tokenizer.chat_template
+    finding = build_store(rows, Tokenizer(tokenizer, kinds=(kind,)), 128, tmp_path).report.findings["double_bos"]
+    assert (finding.count, finding.rows) == (2, [1, 2])
+
+
 def test_the_rejected_side_tells_rows_apart(tmp_path):
     store = build_store([TEXTS, {**TEXTS, "rejected": " three"}], Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path)
     assert store.hashes[0] != store.hashes[2] and not store.report.count("duplicate_row")

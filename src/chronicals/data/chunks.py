@@ -142,6 +142,26 @@ class _Recognised:
 
 
 @dataclass
+class _RowReport:
+    """Counts what is said of a row's documents: every rule once, and the kind of the first one as the row's."""
+
+    report: DataReport
+    row: int
+    rules: set[str] = field(default_factory=set)
+    kind: str | None = None
+
+    def note(self, rule: str, example: str) -> None:
+        if rule not in self.rules:
+            self.rules.add(rule)
+            self.report.note(rule, self.row, example)
+
+    def take_kind(self, kind: str) -> None:
+        if self.kind is None:
+            self.kind = kind
+            self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
+
+
+@dataclass
 class ChunkEncoder:
     """Makes documents of chunks.
 
@@ -217,25 +237,24 @@ class ChunkEncoder:
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
         refuse_media(record, where)
-        kinds, report = self.tokenizer.kinds, found.report
+        kinds = self.tokenizer.kinds
         kind = kind_of(record, where, self.beyond)
         if kind not in kinds:
             self._refuse(kind, record, where)
 
+        counted = _RowReport(found.report, row)
+
         def tell(name: str) -> None:
-            report.note("columns_recognised", row, f"{where}: {name} is the prompt")
+            counted.note("columns_recognised", f"{where}: {name} is the prompt")
 
         if kind == PREFERENCE and kind in kinds:
             sides = zip(SIDES, sides_of(record, where, tell), strict=True)
-            return [
-                self._normal(row, number, kind_of(side, where), side, f"{where} ({name})", report)
-                for number, (name, side) in enumerate(sides)
-            ]
+            return [self._normal(kind_of(side, where), side, f"{where} ({name})", counted) for name, side in sides]
         if kind == JUDGED and kind in kinds:
             found.labels[row] = judgement(record, where)
             record = found.judged[row] = answered(record, where, tell)
             kind = kind_of(record, where)
-        return [self._normal(row, 0, kind, record, where, report)]
+        return [self._normal(kind, record, where, counted)]
 
     def _refuse(self, kind: str, record: Record, where: str) -> None:
         """Raises DataError where a row is not of the objective's kind, by what it lacks to be so."""
@@ -248,30 +267,29 @@ class ChunkEncoder:
         if kind in TRAINED:
             raise DataError(f"{where}: is of kind {kind}; the objective takes {', '.join(sorted(kinds))}", "unusable_kind")
 
-    def _normal(self, row: int, side: int, kind: str, record: Record, where: str, report: DataReport) -> NormalRow:
+    def _normal(self, kind: str, record: Record, where: str, counted: _RowReport) -> NormalRow:
         """One of the documents of a row."""
         if kind == "completion":
-            kind, record = self._completion(row, record, where, report)
-        if side == 0:
-            report.kinds[kind] = report.kinds.get(kind, 0) + 1
+            kind, record = self._completion(record, where, counted)
+        counted.take_kind(kind)
         for name in unread_fields(record, kind):
-            report.note("unread_field", row, f"{where}: {name}")
+            counted.note("unread_field", f"{where}: {name}")
         normal = NormalRow.of(record, kind, where)
         if self.tokenizer.train_on == "answers":
-            self._check_answers(row, normal, where, report)
+            self._check_answers(normal, where, counted)
             if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
-                report.note("plain_completion", row, where)
+                counted.note("plain_completion", where)
         return normal
 
-    def _completion(self, row: int, record: Record, where: str, report: DataReport) -> tuple[str, Record]:
+    def _completion(self, record: Record, where: str, counted: _RowReport) -> tuple[str, Record]:
         """A plain completion, as an instruction if it is to go through the chat template; counts other names of its fields."""
         if (pair := pair_of(record)) is not None and pair[0] != "prompt":
-            report.note("columns_recognised", row, f"{where}: {pair[0]} is the prompt, {pair[1]} the completion")
+            counted.note("columns_recognised", f"{where}: {pair[0]} is the prompt, {pair[1]} the completion")
         if self.tokenizer.completions_as_chat:
             return "instruction", as_instruction(record)
         return "completion", record
 
-    def _check_answers(self, row: int, normal: NormalRow, where: str, report: DataReport) -> None:
+    def _check_answers(self, normal: NormalRow, where: str, counted: _RowReport) -> None:
         """Raise where a row teaches to say nothing, or has nobody who says it; count what is odd."""
         kind, record = normal
         if kind == "completion" and isinstance(record["completion"], str) and not record["completion"].strip():
@@ -283,7 +301,7 @@ class ChunkEncoder:
         if not check_answers(messages, prompt, where) and not chosen(messages, prompt, roles, turns, where):
             raise DataError(f"{where}: no message of the assistant among {len(messages) - prompt}", "no_assistant_turn")
         for rule in conversation_oddities(messages):
-            report.note(rule, row, where)
+            counted.note(rule, where)
 
     def _inspect(self, row: int, documents: list[NormalRow], where: str, report: DataReport) -> None:
         """Count what the gate finds in what people wrote."""

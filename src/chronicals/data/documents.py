@@ -148,11 +148,11 @@ class Documents:
     def inspect(self, marks: Marks, report: DataReport) -> None:
         """Count what the gate finds in tokens."""
         starts, lengths = self.offsets[:-1], self.lengths
-        for row in self.rows[lengths == 1]:
+        for row in np.unique(self.rows[lengths == 1]):
             report.note("single_token", int(row))
         longer = np.flatnonzero(lengths > 1)
         doubled = (self.ids[starts[longer]] == marks.bos) & (self.ids[starts[longer] + 1] == marks.bos)
-        for row in self.rows[longer[doubled]]:
+        for row in np.unique(self.rows[longer[doubled]]):
             report.note("double_bos", int(row))
         padding = (self.trained == 1) & (self.ids == marks.pad)
         padding[starts[lengths > 0]] = False  # which nothing predicts, and where a BOS that pads as well stands
