@@ -40,6 +40,7 @@ class Watch(TorchDispatchMode):
 
 CASES = [
     *((name, {}) for name in OBJECTIVES if name != "distill"),
+    *(("distill", {"teacher_precision": "fp32", **more}) for more in ({}, {"divergence": "jsd"}, {"stored_tokens": 8})),
     *(("dpo", {"loss": loss, "label_smoothing": 0.1 * (loss == "robust")}) for loss in ("hinge", "robust", "sigmoid_norm")),
 ]
 
@@ -55,6 +56,10 @@ def test_nothing_is_made_on_the_host(name, settings, tmp_path, monkeypatch):
             return own(self, model, batch)
 
     monkeypatch.setattr(objective, "__call__", call)
+    if name == "distill":
+        settings = {**settings, "teacher": str(tmp_path / "teacher")}
+        tiny.llama(7).save_pretrained(settings["teacher"])
+        tiny.tokenizer().save_pretrained(settings["teacher"])
     made = {"preference": preferences.rows, JUDGED: preferences.judged_rows}.get(objective.row_kinds[0], tiny.chat_rows)
     runs.train(tmp_path, made(12), objective=name, max_steps=1, save_steps=None, **({name: settings} if settings else {}))
     assert calls and not found, found

@@ -10,12 +10,14 @@ from chronicals.training.callbacks import read_metrics
 from preferences import judged_rows, rows
 
 OF_BOTH = {f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")}
+OF_PAIRS = {*OF_BOTH, "rewards/margins", "rewards/accuracies", "entropy"}
 SHOWN = {
-    "dpo": {*OF_BOTH, "rewards/margins", "rewards/accuracies", "entropy", "kl"},
-    "orpo": {
-        *OF_BOTH, "rewards/margins", "rewards/accuracies", "entropy", "cross_entropy", "odds_ratio", "log_odds_ratio",
-        "log_odds_chosen",
-    },
+    "dpo": {*OF_PAIRS, "kl"},
+    "ipo": {*OF_PAIRS, "kl"},
+    "simpo": OF_PAIRS,
+    "cpo": {*OF_PAIRS, "cpo", "cross_entropy"},
+    "orpo": {*OF_PAIRS, "cross_entropy", "odds_ratio", "log_odds_ratio", "log_odds_chosen"},
+    "reward": {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")},
     "kto": {*OF_BOTH, "rewards/margins", "entropy", "kl"},
 }  # fmt: skip
 STEPS = 4
