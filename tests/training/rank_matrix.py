@@ -21,6 +21,7 @@ import transformers
 
 import families
 import generic_bitsandbytes  # noqa: F401
+import mixtures
 import preferences
 import runs
 import tiny
@@ -83,7 +84,8 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all weights of a mixture and losses of routers": ("mixture", {"router": ANCHORED}),
     "all weights of a mixture and losses of routers, divided": ("mixture", {"router": ROUTERS, "sharding": "weights"}),
     "all weights of a mixture and an anchor, divided": ("mixture", {"router": ANCHORED, "sharding": "weights"}),
-    "LoRA over a mixture and heads ahead": ("mixture", {**LORA, "router": AHEAD}),
+    "all weights of a native mixture, losses of routers and heads ahead": ("native", {"router": {**ANCHORED, **AHEAD}}),
+    "LoRA over a native mixture": ("native", LORA),
     "all weights, packs shared": ("plain", SHARED),
     "LoRA, packs shared": ("plain", {**LORA, **SHARED}),
     "LoRA over divided weights, packs shared": ("plain", {**LORA, **SHARED, "sharding": "weights"}),
@@ -118,6 +120,8 @@ def base(kind: str, folder: Path) -> Any:
         return tiny.llama(intermediate_size=1024)
     if kind == "mixture":
         return families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512)
+    if kind == "native":
+        return mixtures.mixture(random=False, vocab_size=300)
     if kind == "peft":
         torch.manual_seed(0)
         shape = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
