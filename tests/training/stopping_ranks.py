@@ -1,5 +1,5 @@
 """One of two processes that train together, of which one raises an error, hangs, is killed, keeps the other waiting, has a
-full disk, or raises an error while the other still writes a checkpoint.
+full disk, or raises an error while the other still writes a checkpoint; or both take long for a step.
 
 The program of ``test_rank_watch.py``: ``python stopping_ranks.py FOLDER HOW``. When it happened is in ``FOLDER/happened``.
 """
@@ -31,6 +31,7 @@ SHORT = {
     "hangs while evaluating": {"validation_split": 0.1, "eval_steps": 1, "rank_timeout": PATIENCE},
     "is told for long": {"rank_timeout": PATIENCE, "max_steps": 3},
     "is told for long, of shared packs": {"rank_timeout": PATIENCE, "max_steps": 3, "context_parallel": 2},
+    "has long steps": {"rank_timeout": PATIENCE, "max_steps": 2, "gradient_accumulation_steps": 4},
     "has a full disk": {"save_steps": 1},
     "raises beside a checkpoint": {"save_steps": 1},
     "calls a divided model": {"sharding": "weights", "use_lora": True},
@@ -62,6 +63,14 @@ class Ends(NextToken):
         if self.how.endswith("while evaluating"):
             self.end()
         return super().score(model, batch)
+
+
+class Long(NextToken):
+    """Of both ranks: a step takes longer than ``PATIENCE``, a micro-batch does not."""
+
+    def __call__(self, model, batch):
+        time.sleep(0.4 * PATIENCE)
+        return super().__call__(model, batch)
 
 
 class Slow(Callback):
@@ -124,7 +133,9 @@ def main(folder: Path, how: str) -> None:
     together = how in ("has a full disk", "raises beside a checkpoint")
     place = folder / "one" if together else own_folder(folder, rank)
     made = trainer(place, **{**usual, **SHORT.get(how, {})})
-    if rank == 1:
+    if how == "has long steps":
+        made.objective = Long()
+    elif rank == 1:
         made.objective = Ends()
         made.objective.how, made.objective.folder = how, folder
         if how == "has a full disk":

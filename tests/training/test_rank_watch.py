@@ -15,6 +15,7 @@ from chronicals.distributed import RankWatch, mesh, watch
 from chronicals.training import TrainingError
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import check_checkpoint, checkpoints
+from chronicals.training.metrics import Moment, PendingMetrics
 
 pytestmark = pytest.mark.of_file(4)
 
@@ -94,6 +95,14 @@ def test_a_callback_may_take_longer_than_a_step(how, tmp_path):
     assert codes == [0, 0], words
     assert "rank_timeout=4: waiting on: rank 0 has been after step 2 for" in words[1], words[1][-2000:]
     assert steps_of(tmp_path / "machine0") == [1, 2, 3]
+
+
+@on_cpu
+def test_a_step_of_many_micro_batches_may_take_long(tmp_path):
+    """Longer than ``rank_timeout``, within which each of its micro-batches is done."""
+    codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), tmp_path, "has long steps", seconds=200)
+    assert codes == [0, 0], words
+    assert steps_of(tmp_path / "machine0") == [1, 2]
 
 
 @on_cpu
@@ -202,6 +211,42 @@ def test_one_that_is_alive_outside_a_step_is_waited_for(watched):
             until(lambda: left)
     assert "rank_timeout=0.3: a step took longer: rank 0 has been in step 7 for" in left[0]
     assert "rank 1 has been in step 7 for 500 s (b, process 12)" in left[0]
+
+
+def test_a_step_may_take_long_while_its_micro_batches_are_done(watched):
+    """What counts is how long nobody got on: the other is in its step for long, this one is done with one after another."""
+    make, store, left = watched
+    with make(patience=0.5) as made:
+        post(store, place="in step 7", waits=9.0)
+        with made.step(7):
+            for _ in range(15):
+                time.sleep(0.1)
+                made.passed()
+            assert not left, left
+            until(lambda: left)
+    assert "rank_timeout=0.5: a step took longer: rank 0 has been in step 7 for 2 s" in left[0]
+    assert "rank 1 has been in step 7 for 500 s (b, process 12), the last 9 s without getting on" in left[0]
+
+
+def test_who_compiles_within_a_step_is_waited_for(watched):
+    make, store, left = watched
+    with make(patience=0.3) as made:
+        post(store, place="in step 1", waits=9.0)
+        with made.step(1):
+            with made.alone("compiling"):
+                time.sleep(1.0)
+            assert not left and made._place[0] == "in step 1"
+            until(lambda: left)
+
+
+def test_each_micro_batch_that_the_card_is_done_with_counts():
+    """The host launches many ahead of the card, and waits for one after the other."""
+    seen = []
+    passes = [SimpleNamespace(wait=lambda number=number: seen.append(number)) for number in range(3)]
+    began, scalars = Moment(torch.device("cpu")), {name: torch.ones(()) for name in ("loss", "grad_norm", "applied")}
+    known = {"step": 1, "learning_rate": 0.1, "tokens": 9, "targets": 9, "fill": 1.0, "epoch": 0.5}
+    metrics = PendingMetrics(scalars, began, passes, **known).arrive(lambda: seen.append("passed"))
+    assert seen == [0, "passed", 1, "passed", 2, "passed"] and metrics.loss == 1.0
 
 
 def test_who_evaluates_is_limited_by_that_name(watched):

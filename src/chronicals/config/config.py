@@ -347,8 +347,8 @@ class ChronicalsConfig:
     )
     rank_timeout: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT)] = Field(
         default=300.0,
-        description="Of several processes: seconds that all may wait for each other, in a step or while evaluating, before "
-        "all end and say where each is; at most a week",
+        description="Of several processes: seconds in which none of them is done with a micro-batch, in a step or while "
+        "evaluating, or in which all wait for each other elsewhere, before all end and say where each is; at most a week",
     )
 
     explicit = frozenset[str]()

@@ -42,7 +42,7 @@ class RankWatch:
     """Within ``with``: this process ends with the others.
 
     Args:
-        patience: seconds that a single ``step`` may take, from where the last process began it.
+        patience: seconds in which one of all processes must get on with a ``step``: begin it, or be done with a micro-batch.
         error: what is raised where another process raised an error first.
     """
 
@@ -50,6 +50,7 @@ class RankWatch:
         self.ranks, self.patience, self.error = ranks, patience, error
         self._place: tuple[str, float] = "before the first step", time.monotonic()
         self._limited: str | None = None
+        self._passed_at = 0.0
         self._all_waiting_since = 0.0
         self._over = threading.Event()
 
@@ -116,6 +117,21 @@ class RankWatch:
         finally:
             self._place, self._limited = (before, time.monotonic()), None
 
+    def passed(self) -> None:
+        """Within a step: a micro-batch is done, which took its time and did not hang."""
+        self._passed_at = time.monotonic()
+
+    @contextmanager
+    def alone(self, doing: str) -> Iterator[None]:
+        """Within a step: work for which this process needs no other; they wait, however long."""
+        before, limited = self._place, self._limited
+        self._place, self._limited = (doing, time.monotonic()), None
+        try:
+            yield
+        finally:
+            self._place, self._limited = before, limited
+            self.passed()
+
     # --- the thread ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -153,8 +169,9 @@ class RankWatch:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _waiting_since(self) -> float | None:
-        """Since when the main thread has waited for other processes, as it does within a step; None where it does not."""
-        return WAITING.since if self._limited is None else self._place[1]
+        """Since when the main thread has waited for other processes, as it does within a step from where it last got on; None
+        where it does not."""
+        return WAITING.since if self._limited is None else max(self._place[1], self._passed_at)
 
     def _hung(self) -> str | None:
         """Where all stand, if all have waited for each other for too long.
@@ -239,7 +256,12 @@ class RankWatch:
 
 
 def _told(table: dict[int, dict[str, Any] | None]) -> str:
-    return "; ".join(f"rank {rank} {_described(about) if about else 'has not begun'}" for rank, about in table.items())
+    return "; ".join(f"rank {rank} {_standing(about) if about else 'has not begun'}" for rank, about in table.items())
+
+
+def _standing(about: dict[str, Any]) -> str:
+    got_on = about["waits"] is not None and about["for"] - about["waits"] >= 1
+    return _described(about) + (f", the last {about['waits']:.0f} s without getting on" if got_on else "")
 
 
 def _described(about: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from chronicals.objectives.reference import WithReference
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
-from chronicals.training.step import asked_before, asks_before, counts_of, values_before
+from chronicals.training.step import asked_before, asks_before, counts_of, nothing, values_before
 from chronicals.training.stored_predictions import with_predictions
 
 
@@ -71,20 +71,20 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh | None = None,
-    limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+    limited: Callable[[], AbstractContextManager[None]] = nullcontext, passed: Callable[[], None] = nothing,
 ) -> Evaluation:  # fmt: skip
     """Score every document of ``steps``, which end, without dropout; the model's modules return to the modes they were in.
 
     Args:
-        limited: entered for each step and for the sums at the end, where processes wait for each other; the step before is done
-            when one is left.
+        limited: entered for each step and for the sums at the end, where processes wait for each other.
+        passed: called whenever a pass through the model is done, of which the host launches one ahead.
     """
     ranks = ranks or Mesh()
     counts = Counter[str]()  # of sums of weights, too
     sums, terms = dict[str, Tensor](), dict[str, Term]()
     with in_evaluation(model.model):
-        known = _known_of_all(model, objective, steps, precision, ranks, limited)
-        before = Moment(precision.device)
+        done = _Passes(precision.device, passed)
+        known = _known_of_all(model, objective, steps, precision, ranks, limited, done)
         for step in steps.steps(count=steps.left(None)):
             counts.update(counts_of(step, ranks))
             with limited():
@@ -95,8 +95,7 @@ def evaluate(
                         terms = dict(model.as_forward(partial(objective.score, model, moved)))
                     for name, term in terms.items():
                         sums[name] = sums.get(name, 0.0) + term.sum.double()
-                before.wait()
-            before = Moment(precision.device)
+                    done()
     with limited():
         totals = ranks.sum(torch.stack(list(sums.values()))).tolist()
     values = {name: total / (counts[terms[name].per] or 1.0) for name, total in zip(sums, totals)}
@@ -109,7 +108,7 @@ def evaluate(
 
 def _known_of_all(
     model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh,
-    limited: Callable[[], AbstractContextManager[None]],
+    limited: Callable[[], AbstractContextManager[None]], done: Callable[[], None],
 ) -> Iterator[Mapping[str, Tensor]]:  # fmt: skip
     """The segments that ``Objective.before_step`` adds, of one Batch after the other. Its values are those of all the data, so
     that they do not depend on how many documents a step takes."""
@@ -117,7 +116,6 @@ def _known_of_all(
         return itertools.repeat({})
     counts, found = Counter[str](), list[Mapping[str, Tensor]]()
     sums, terms = dict[str, Tensor](), dict[str, Term]()
-    before = Moment(precision.device)
     for step in steps.steps(count=steps.left(None)):
         counts.update(counts_of(step, ranks))
         with limited():
@@ -125,11 +123,22 @@ def _known_of_all(
                 asked, terms = asked_before(batch, model, objective, precision)
                 found.append({name: column for name, column in asked.segments.items() if name not in batch.segments})
                 sums = {name: sums.get(name, 0.0) + term.sum.double() for name, term in terms.items()}
-            before.wait()
-        before = Moment(precision.device)
+                done()
     with limited():
         values = values_before(sums, terms, counts, ranks)
     return iter([{**segments, **values} for segments in found])
+
+
+class _Passes:
+    """Called after each pass: waits for the device to be done with the one before, and tells of that."""
+
+    def __init__(self, device: torch.device, told: Callable[[], None]):
+        self.device, self.told, self.before = device, told, Moment(device)
+
+    def __call__(self) -> None:
+        self.before.wait()
+        self.before = Moment(self.device)
+        self.told()
 
 
 def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsConfig) -> Evaluation:

@@ -44,6 +44,8 @@ class Loop:
         self.callbacks, self.stop, self.about, self.watch = callbacks, stop, about, watch
         self.config, self.device = session.config, session.precision.device
         self._told = False
+        self._passes: list[Moment] = []
+        session.passed, session.compiling = self._passed, partial(watch.alone, "compiling the first step")
 
     def train(self) -> None:
         """Every step; the metrics of one arrive while the next is computed.
@@ -69,8 +71,9 @@ class Loop:
             self.saved.prepare(run, session.optimizer)
             if pending:
                 self._deliver(pending)
+            passes, self._passes = self._passes, []
             pending = PendingMetrics(
-                scalars, began, step=run.step, learning_rate=config.learning_rate * factor,
+                scalars, began, passes, step=run.step, learning_rate=config.learning_rate * factor,
                 tokens=step.counts["tokens"], targets=step.counts["targets"],
                 fill=step.counts["tokens"] / step.counts["slots"], epoch=self.steps.epoch(step.state),
             )  # fmt: skip
@@ -135,11 +138,16 @@ class Loop:
 
     def _deliver(self, pending: PendingMetrics) -> None:
         with self.watch.step(self.run.step):
-            metrics = pending.arrive()
+            metrics = pending.arrive(self.watch.passed)
         self._told |= pending.told
         check_step(self.run, metrics, self.config)
         self._tell(lambda callback: callback.step_done(metrics))
         self.run.last_loss = metrics.loss
+
+    def _passed(self) -> None:
+        """The host has launched a micro-batch; the device, which it runs ahead of, is waited for when the metrics arrive."""
+        self._passes.append(Moment(self.device))
+        self.watch.passed()
 
     def _evaluate(self) -> bool:
         """Whether it is the best so far."""
@@ -147,7 +155,8 @@ class Loop:
         run, session = self.run, self.session
         limited = partial(self.watch.limited, f"evaluating after step {run.step}")
         evaluation = evaluate(
-            session.presented, session.objective, self.held_out, session.precision, session.ranks, limited
+            session.presented, session.objective, self.held_out, session.precision, session.ranks, limited,
+            passed=self.watch.passed,
         )  # fmt: skip
         if not math.isfinite(evaluation.loss):
             raise TrainingError(

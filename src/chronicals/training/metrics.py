@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,12 +79,15 @@ class Moment:
 class PendingMetrics:
     """Scalars of a step that began at ``began``, on their way from the device.
 
+    Args:
+        passes: where its micro-batches are done.
+
     Attributes:
         told: whether a rank wants all to stop; known after ``arrive``.
     """
 
-    def __init__(self, scalars: dict[str, Tensor], began: Moment, **known: float):
-        self.names, self.known, self.began = list(scalars), known, began
+    def __init__(self, scalars: dict[str, Tensor], began: Moment, passes: Sequence[Moment] = (), **known: float):
+        self.names, self.known, self.began, self.passes = list(scalars), known, began, passes
         stacked = torch.stack([scalar.float() for scalar in scalars.values()])
         self.device = stacked.device
         on_card = self.device.type == "cuda"
@@ -93,9 +96,16 @@ class PendingMetrics:
         self.moment = Moment(self.device)
         self.told = False
 
-    def arrive(self) -> StepMetrics:
-        """Wait until the step is done."""
+    def arrive(self, passed: Callable[[], None]) -> StepMetrics:
+        """Wait until the step is done.
+
+        Args:
+            passed: called whenever the device is done with a micro-batch.
+        """
         memory = 0.0
+        for moment in self.passes:
+            moment.wait()
+            passed()
         self.moment.wait()
         if self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device) / 2**30

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
-from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
+from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, nothing, train_step
 from chronicals.training.weight_sharding import (
     WEIGHTS,
     FrozenGatheredStep,
@@ -170,6 +170,8 @@ class Session:
             where that updates.
         told: whether this rank wants all to stop; asked in every step of several ranks, whose scalars then have ``told``: how
             many of them do.
+        passed: called after each micro-batch, with which the device may not be done.
+        compiling: around what is compiled before the first step, for which no other rank is needed.
     """
 
     model: Any
@@ -183,6 +185,8 @@ class Session:
     parameters: list[Tensor]
     before_update: Callable[[], None] = field(init=False, default_factory=lambda: lambda: None)  # of the instance: no method
     told: Callable[[], bool] = field(init=False, default_factory=lambda: lambda: False)
+    passed: Callable[[], None] = field(init=False, default_factory=lambda: nothing)
+    compiling: Callable[[], AbstractContextManager[None]] = field(init=False, default_factory=lambda: nullcontext)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
     _parts: StepParts = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
@@ -249,17 +253,18 @@ class Session:
             As ``train_step``.
         """
         counts = counts_of(step, self.ranks)
-        step = known_before(step, counts, self.presented, self.objective, self.ranks, self.precision)
+        step = known_before(step, counts, self.presented, self.objective, self.ranks, self.precision, self.passed)
         self._parts.begin(self.before_update, len(step.batches))
         if self._compiles:
-            compile_micro_step(self.presented, self.objective, step.batches[0], counts, self.precision)
+            with self.compiling():
+                compile_micro_step(self.presented, self.objective, step.batches[0], counts, self.precision)
             self._compiles = False
         if self._graphed is not None and inspect is None:
             with self._graphed.on_stream():
-                scalars = train_step(step, counts, self._graphed.micro, self._reduce, self._graphed.update)
+                scalars = train_step(step, counts, self._graphed.micro, self._reduce, self._graphed.update, self.passed)
         else:
             self._parts.inspect = None if inspect is None else partial(self._inspect, inspect)
-            scalars = train_step(step, counts, self._parts.micro, self._reduce, self._parts.update)
+            scalars = train_step(step, counts, self._parts.micro, self._reduce, self._parts.update, self.passed)
             self._parts.inspect = None
         if self._has_magnitudes:
             forget_row_norms(self.model)

@@ -25,6 +25,10 @@ from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.training.precision import Precision
 
 
+def nothing() -> None:
+    """For whoever need not be told."""
+
+
 class StepParts(Protocol):
     """The two parts of a step that are done in different ways.
 
@@ -71,6 +75,7 @@ def train_step(
     micro: Callable[[Batch, Mapping[str, Count], bool], dict[str, Tensor]],
     reduce: Callable[[list[Tensor]], Tensor | None],
     update: Callable[[Tensor | None], dict[str, Tensor]],
+    passed: Callable[[], None] = nothing,
 ) -> dict[str, Tensor]:
     """Forward, backward, sum over the ranks, clip, update. Nothing here waits for the device.
 
@@ -80,6 +85,7 @@ def train_step(
         reduce: replaces all gradients and the scalars that it is given by their sums over the ranks. It may begin with some
             gradients while others are computed, but has finished, in the order of the device's work, when it returns. Returns
             how many ranks had a gradient of each parameter, fp32 ``[parameters]``, or None for a single rank.
+        passed: called after each micro-batch, with which the device may not be done.
 
     Returns:
         Scalars on the device: ``loss``, what the objective shows beside it, and ``grad_norm``, of the whole step on all ranks;
@@ -87,9 +93,11 @@ def train_step(
     """
     first, *others = step.batches
     scalars = {name: value.clone() for name, value in micro(first, counts, True).items()}
+    passed()
     for batch in others:
         for name, value in micro(batch, counts, False).items():
             scalars[name] += value
+        passed()
     return {**scalars, **update(reduce(list(scalars.values())))}
 
 
@@ -131,9 +139,14 @@ class EagerStep:
 
 @torch.no_grad()
 def known_before(
-    step: Step, counts: Mapping[str, Count], model: PresentedModel, objective: Objective, ranks: Mesh, precision: Precision
+    step: Step, counts: Mapping[str, Count], model: PresentedModel, objective: Objective, ranks: Mesh, precision: Precision,
+    passed: Callable[[], None] = nothing,
 ) -> Step:  # fmt: skip
-    """The step with what the objective must know of all of it in its Batches (``Objective.before_step``), on the device."""
+    """The step with what the objective must know of all of it in its Batches (``Objective.before_step``), on the device.
+
+    Args:
+        passed: as for ``train_step``.
+    """
     if not asks_before(objective):
         return step
     batches, sums, terms = [], dict[str, Tensor](), dict[str, Term]()
@@ -141,6 +154,7 @@ def known_before(
         asked, terms = asked_before(batch, model, objective, precision)
         sums = {name: sums.get(name, 0.0) + term.sum.double() for name, term in terms.items()}
         batches.append(asked)
+        passed()
     values = values_before(sums, terms, counts, ranks)
     return replace(step, batches=[replace(batch, segments={**batch.segments, **values}) for batch in batches])
 
