@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -313,6 +314,34 @@ def test_what_both_sides_have_is_counted_as_one_row(row, rules, tmp_path):
     assert {rule: (found.count, found.rows) for rule, found in report.findings.items()} == dict.fromkeys(rules, (1, [1]))
     report.check("train", dict.fromkeys(rules, 0.5))
     assert sum(report.kinds.values()) == 2
+
+
+JUDGES, TAKES = ("unpaired preference",), "the objective takes preference: chosen and rejected, or responses and scores"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "row", "rule", "words"),
+    [
+        (KINDS, {"prompt": "a", "completion": "b", "label": True}, "unusable_kind", f"take objective='kto'.*{TAKES}"),
+        (KINDS, {"messages": [*ASKED, TWO], "label": True}, "unusable_kind", f"take objective='kto'.*{TAKES}"),
+        (KINDS, {"prompt": "a"}, "unusable_kind", f"columns={{'chosen': 'THEIR_BETTER', 'rejected': .*{TAKES}"),
+        (KINDS, {"text": "a"}, "unusable_kind", f"is of kind text; {TAKES}"),
+        (KINDS, {"prompt": "a", "responses": ["b", "c"]}, "missing_field", "has responses, but no scores; .*{'scores': 'THE"),
+        (KINDS, {"question": "a", "responses": ["b", "c"]}, "missing_field", "has responses, but no scores"),
+        (KINDS, {"prompt": "a", "scores": [1, 2]}, "missing_field", "has scores, but no responses"),
+        (KINDS, {"question": "a", "rejected": "b"}, "missing_field", "has rejected, but no chosen; a pair is of both"),
+        (KINDS, {"asked": "a"}, "missing_field", "expected chosen and rejected, or responses and scores"),
+        (JUDGES, TEXTS, "unusable_kind", "make two rows of it, .*the objective takes unpaired preference: an answer"),
+        (JUDGES, {**CHATS, "messages": [*ASKED, TWO]}, "unusable_kind", "take an objective of pairs for these"),
+        (JUDGES, {"prompt": "a"}, "unusable_kind", "{'completion': 'THEIR_ANSWER', 'label': 'THEIR_LABEL'}"),
+        (JUDGES, {"text": "a"}, "unusable_kind", "is of kind text; the objective takes unpaired preference: an answer"),
+        (JUDGES, {"asked": "a"}, "missing_field", "expected an answer .* and its label"),
+    ],
+)  # fmt: skip
+def test_what_the_objective_does_not_take_is_told_in_its_words(kinds, row, rule, words, tmp_path):
+    finding = build_store([row], Tokenizer(tiny.tokenizer(), kinds=kinds), 64, tmp_path).report.findings[rule]
+    assert re.search(f"row 1: .*{words}", finding.example), finding.example
+    assert "pretraining" not in finding.example and "rollouts" not in finding.example
 
 
 JUDGED_CHATS = [{"prompt": [user(f"what is {n}?")], "completion": [TWO], "label": True} for n in (2, 3)]

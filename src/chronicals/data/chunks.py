@@ -26,7 +26,6 @@ from chronicals.data.judged_answers import (
     JUDGED,
     answered,
     judgement,
-    lacks_a_judgement,
     of_other_prompts,
     with_answer_of,
 )
@@ -46,6 +45,7 @@ from chronicals.data.rows import (
 )  # fmt: skip
 from chronicals.data.shared_prompts import share_prompt
 from chronicals.data.template import Tokenizer
+from chronicals.data.unusable_rows import refuse, refuse_halves
 
 CHUNK_ROWS, CHUNK_LETTERS = 512, 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
@@ -238,10 +238,10 @@ class ChunkEncoder:
             raise DataError(f"{where}: {record.reason}", record.rule)
         refuse_media(record, where)
         kinds = self.tokenizer.kinds
+        refuse_halves(record, where, kinds)
         kind = kind_of(record, where, self.beyond)
         if kind not in kinds:
-            self._refuse(kind, record, where)
-
+            refuse(kind, record, where, kinds)
         counted = _RowReport(found.report, row)
 
         def tell(name: str) -> None:
@@ -255,17 +255,6 @@ class ChunkEncoder:
             record = found.judged[row] = answered(record, where, tell)
             kind = kind_of(record, where)
         return [self._normal(kind, record, where, counted)]
-
-    def _refuse(self, kind: str, record: Record, where: str) -> None:
-        """Raises DataError where a row is not of the objective's kind, by what it lacks to be so."""
-        kinds = self.tokenizer.kinds
-        if JUDGED in kinds and lacks_a_judgement(record):
-            judgement(record, where)
-        if PREFERENCE in kinds and len(side := [name for name in SIDES if record.get(name) is not None]) == 1:
-            other = next(name for name in SIDES if name not in side)
-            raise DataError(f"{where}: has {side[0]}, but no {other}; a pair is of both", "missing_field")
-        if kind in TRAINED:
-            raise DataError(f"{where}: is of kind {kind}; the objective takes {', '.join(sorted(kinds))}", "unusable_kind")
 
     def _normal(self, kind: str, record: Record, where: str, counted: _RowReport) -> NormalRow:
         """One of the documents of a row."""

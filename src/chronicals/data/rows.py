@@ -63,14 +63,20 @@ CHATS = ("chat", "instruction")
 """The kinds that go through the chat template."""
 
 NOT_TRAINED = {
-    "preference": "holds a preference pair (chosen and rejected, or responses and scores), of which sft and pretraining would "
+    "preference": "holds a preference pair (chosen and rejected, or responses and scores), of which this objective would "
     "train one side unasked; to train on what was chosen, map it: columns={'messages': 'chosen'} where it is a conversation, "
     "or columns={'completion': 'chosen'} where it is the answer to a prompt",
-    "unpaired preference": "holds a judged answer (prompt, completion, label), which sft and pretraining would train whatever "
-    "the judgement; drop the label and the bad answers to train on the good ones",
+    "unpaired preference": "holds a judged answer (prompt, completion, label), which this objective would train whatever the "
+    "judgement; drop the label and the bad answers to train on the good ones",
     "prompt": "holds a prompt without an answer, which only objectives with rollouts can use; where another column holds the "
     "answer, map it: columns={'completion': 'THEIR_NAME'}",
 }
+
+EXPECTED = {
+    "preference": "chosen and rejected, or responses and scores",
+    "unpaired preference": "an answer (completion, response, output, answer or messages) and its label",
+}
+"""The fields of the kinds that an objective may take instead."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIRST = ("system", "developer")
@@ -124,10 +130,10 @@ def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     there = frozenset([name for name, value in record.items() if value is not None])
     kind = kind_among(there, wanted) or _kind_with(there)
     if kind is None:
+        usual = "messages, prompt and completion, instruction and output, text, or input_ids"
+        expected = "; or ".join(EXPECTED[wish] for wish in sorted(wanted) if wish in EXPECTED) or usual
         raise DataError(
-            f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected messages, prompt and completion, "
-            "instruction and output, text, or input_ids",
-            "missing_field",
+            f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected {expected}", "missing_field"
         )
     return "chat" if kind == "completion" and not isinstance(record.get("prompt"), (str, NoneType)) else kind
 
