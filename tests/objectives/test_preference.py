@@ -8,10 +8,10 @@ import torch
 
 import runs
 import tiny
-from chronicals.config import ConfigurationError
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.layers import linear_adapters
-from chronicals.objectives import OBJECTIVES
+from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
 from chronicals.training import CheckpointError
@@ -210,6 +210,35 @@ def test_kto_is_of_the_answers_that_there_are(width, without, tmp_path):
         said = log_p.gather(-1, torch.tensor(ids[1:, None]).long())[:, 0]
         ratios.append(float(said[torch.tensor(trained[1:]) == 1].sum()) + 200)
     assert terms["kl"] == pytest.approx(sum(ratios) / len(others), rel=1e-4)
+
+
+OF_ANSWERS = ("dpo", "ipo", "simpo", "cpo", "orpo", "kto", "reward")
+
+
+@pytest.mark.parametrize("objective", OF_ANSWERS)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"overlong": "split"}, "overlong='split': .*set overlong='cut' or overlong='drop'"),
+        ({"train_on": "all"}, "train_on='all': .*set train_on='answers'"),
+    ],
+)
+def test_what_answers_cannot_be_asked_is_refused(objective, changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        build_objective(ChronicalsConfig(objective=objective, **changes))
+    build_objective(ChronicalsConfig(objective="sft", **changes))
+    build_objective(ChronicalsConfig(objective=objective, overlong="drop", train_on="answers"))
+
+
+@pytest.mark.parametrize(
+    ("objective", "field"),
+    [("dpo", "beta"), ("ipo", "tau"), ("simpo", "gamma"), ("cpo", "alpha"), ("orpo", "beta"), ("kto", "desirable_weight"),
+     ("reward", "center_coefficient")],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_settings_are_finite(objective, field, value):
+    with pytest.raises(ConfigurationError, match=f"{objective}=.*{field}.*finite number"):
+        build_objective(ChronicalsConfig(objective=objective, **{objective: {field: value}}))
 
 
 SETTINGS = {

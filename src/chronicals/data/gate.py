@@ -84,7 +84,9 @@ RULES = {
     "vocabulary_too_large": Rule("tokens of the tokenizer that the embedding lacks", "call model.resize_token_embeddings", 1),
     "id_out_of_range": Rule("token ids outside the model's embedding", "use the model's own tokenizer", 0),
     "byte_garbage": Rule("texts with U+FFFD, left by a wrong decoding", "read the source in its own encoding", 0.1),
-    "cut_row": Rule("rows cut at max_seq_length", "raise max_seq_length, or set overlong='split'", 1),
+    "cut_row": Rule(
+        "rows cut at max_seq_length", "raise max_seq_length, or set overlong='drop', or 'split' where a row is one document", 1
+    ),
     "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", None),
     "dropped_row": Rule("rows longer than max_seq_length, left out", "raise max_seq_length", 0.5),
     "single_token": Rule("rows of a single token", "look at what the column holds", 0.5),

@@ -11,6 +11,7 @@ import pydantic
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.foreign import no_such_field
+from chronicals.data.rows import TRAINED
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
 
@@ -53,10 +54,26 @@ def build_objective(config: ChronicalsConfig) -> Objective:
                 f"{section}={given}: settings of another objective than objective={name!r}; leave them out, or set "
                 f"objective={section!r}"
             )
+    if set(OBJECTIVES[name].row_kinds).isdisjoint(TRAINED):
+        _check_answers_alone(config)
     built = OBJECTIVES[name](_checked(name, OBJECTIVES[name].Settings, config), config.logits_chunk_size)
     if "router" in config.sections:
         built.router = _checked("router", BESIDE["router"], config)
     return built
+
+
+def _check_answers_alone(config: ChronicalsConfig) -> None:
+    """Raises ConfigurationError where fields ask what an objective of pairs or judged answers cannot do."""
+    if config.overlong == "split":
+        raise ConfigurationError(
+            f"overlong='split': objective={config.objective!r} compares whole answers, which cannot be split; set "
+            "overlong='cut' or overlong='drop'"
+        )
+    if config.train_on == "all":
+        raise ConfigurationError(
+            f"train_on='all': objective={config.objective!r} is of answers, and not of their prompts; leave it out, or set "
+            "train_on='answers'"
+        )
 
 
 def _checked(section: str, settings: type, config: ChronicalsConfig) -> Any:

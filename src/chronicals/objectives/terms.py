@@ -28,8 +28,9 @@ Value = TypeVar("Value", Tensor, float)
 CHUNK = 4352
 """Rows of logits that exist at a time, unless told otherwise."""
 
-settings = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
-"""Decorator of the dataclass ``Settings`` in the file of an objective; its fields have defaults and limits."""
+FINITE = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+settings = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=FINITE)
+"""Decorator of the dataclass ``Settings`` in the file of an objective; its fields have defaults and limits, numbers are finite."""
 
 
 @settings
