@@ -97,6 +97,7 @@ PLANTED = {
     "unusable_kind/kto": {"text": "the answer to life"},
     "empty_answer/dpo": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": " "}]},
     "empty_answer/kto": {"prompt": [USER], "completion": "\n", "label": True},
+    "no_assistant_turn/dpo": {"prompt": [USER], "chosen": [ASSISTANT, USER], "rejected": "two"},
     "no_assistant_turn/kto": {**chat(USER), "label": True},
     "cut_stop/dpo": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": "very " * WIDTH},
     "cut_stop/kto": {"prompt": [USER], "completion": "very " * WIDTH, "label": False},

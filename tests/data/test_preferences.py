@@ -205,6 +205,8 @@ def test_an_answer_that_asks_something_else_first_is_refused(row):
         ({"chosen": ASKED, "rejected": "a"}, "missing_field: chosen and rejected need a prompt, or must both be"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "wrong_type: chosen must be text or a list of messages, this is int"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "empty_answer: rejected is empty"),
+        ({"prompt": "a", "chosen": [TWO, user("b")], "rejected": [TWO]}, "no_assistant_turn: chosen does not end with"),
+        ({"chosen": [*ASKED, TWO], "rejected": ASKED}, "no_assistant_turn: rejected does not end with the assistant"),
         ({"prompt": [user("a")], "chosen": [], "rejected": [assistant("b")]}, "empty_answer: chosen is empty"),
         ({"question": "a", "query": "b", **ANSWERS}, "missing_field: question and query may both be the prompt; name it: col"),
         ({"messages": [user("a"), assistant("b")], **ANSWERS}, "missing_field: messages ends with the assistant, so that"),

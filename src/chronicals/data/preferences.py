@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chronicals.data.gate import DataError
-from chronicals.data.prompt_fields import OF_PROMPTS, as_list, asked_in, prompt_called, prompt_names
+from chronicals.data.prompt_fields import OF_PROMPTS, as_list, asked_in, prompt_called, prompt_names, role_of
 from chronicals.data.ranked_answers import best_and_worst
 from chronicals.data.records import Record
 from chronicals.data.repeated_prompts import OtherPromptError, holds, shared_messages, taken_once
-from chronicals.data.rows import TELLING
+from chronicals.data.rows import ROLES, TELLING
 
 PREFERENCE = "preference"
 """The kind of these rows."""
@@ -47,8 +47,8 @@ def rows_of(record: Record, answers: Mapping[str, Any], where: str, tell: Tell |
     itself is a list of one. Fields that tell another kind are left out.
 
     Raises:
-        DataError: an answer is neither text nor messages, or is empty; there is no prompt, none that the answers share,
-            several fields that may be it, or another one in an answer.
+        DataError: an answer is neither text nor messages, is empty, or does not end with the assistant;
+            there is no prompt, none that the answers share, several fields that may be it, or another one in an answer.
     """
     given = {name: as_list(answer) for name, answer in answers.items()}
     for name, answer in given.items():
@@ -59,6 +59,13 @@ def rows_of(record: Record, answers: Mapping[str, Any], where: str, tell: Tell |
             raise DataError(f"{where}: {name} is empty", "empty_answer")
     named, found = " and ".join(given), [*given.values()]
     prompt, found = alike(*_divided(record, prompt_names(record, answers), found, named, where, tell))
+    for name, answer in zip(given, found):
+        if isinstance(answer, list) and (role := role_of(answer[-1])) in ROLES and role != "assistant":
+            raise DataError(
+                f"{where}: {name} does not end with the assistant, whose answer counts, but with a message of role {role!r}; "
+                "leave that message out",
+                "no_assistant_turn",
+            )
     kept = {name: value for name, value in record.items() if name not in TELLING | OF_PROMPTS}
     return [{**kept, "prompt": prompt, "completion": answer} for answer in found]
 

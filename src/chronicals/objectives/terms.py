@@ -30,7 +30,7 @@ CHUNK = 4352
 
 FINITE = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 settings = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=FINITE)
-"""Decorator of the dataclass ``Settings`` in the file of an objective; its fields have defaults and limits, numbers are finite."""
+"""Decorator of the dataclass ``Settings`` of an objective; its fields have defaults and limits, and numbers are finite."""
 
 
 @settings
