@@ -5,13 +5,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from chronicals.config import LONGEST_TIMEOUT, ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh, mesh
+from chronicals.distributed import WAITING, Mesh, mesh
 
 
 @pytest.fixture
@@ -50,6 +51,17 @@ def test_the_others_stop_with_its_error(store):
         Mesh(0, 2).writer_does(lambda: {}["b"], OSError)
     thread.join(20)
     assert seen == ["rank 0 stopped: KeyError: 'b'"]
+
+
+def test_the_others_stop_where_it_is_interrupted(store):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    thread, seen = waiting()
+    with pytest.raises(KeyboardInterrupt):
+        Mesh(0, 2).writer_does(interrupted, OSError)
+    thread.join(20)
+    assert seen == ["rank 0 stopped: KeyboardInterrupt: "]
 
 
 def test_long_texts_pass_through_torchs_own_store():
@@ -103,6 +115,22 @@ def test_processes_that_do_not_come_are_named():
     done = joining(2)
     assert done.returncode and "WORLD_SIZE=2: not all of the 2 processes that train together came" in done.stderr
     assert "within 2 seconds" in done.stderr and "1/2 clients joined" in done.stderr
+
+
+def test_weights_that_are_sent_by_a_card_are_waited_for(monkeypatch):
+    """nccl returns at once, and the host would wait elsewhere, where nobody looks."""
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(WAITING.since))
+    monkeypatch.setattr(Mesh, "_device_sent_from", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: None)
+    Mesh(0, 2).same_weights([torch.ones(3)])
+    assert len(waited) == 1 and waited[0] is not None and WAITING.since is None
+
+
+def test_who_makes_a_group_waits_for_the_others(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: WAITING.since)
+    assert mesh.group_of([0, 1]) is not None and WAITING.since is None
 
 
 def test_few_patterns_of_gradients_are_kept():

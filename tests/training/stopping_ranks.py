@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from two_ranks import own_folder, trainer
 
 import tiny
@@ -31,6 +32,8 @@ SHORT = {
     "hangs while evaluating": {"validation_split": 0.1, "eval_steps": 1, "rank_timeout": PATIENCE},
     "is told for long": {"rank_timeout": PATIENCE, "max_steps": 3},
     "is told for long, of shared packs": {"rank_timeout": PATIENCE, "max_steps": 3, "context_parallel": 2},
+    "loads for long": {"rank_timeout": PATIENCE, "max_steps": 1},
+    "hangs before the first step, of shared packs": {"rank_timeout": PATIENCE, "context_parallel": 2},
     "has long steps": {"rank_timeout": PATIENCE, "max_steps": 2, "gradient_accumulation_steps": 4},
     "has a full disk": {"save_steps": 1},
     "raises beside a checkpoint": {"save_steps": 1},
@@ -125,16 +128,44 @@ def write_for_long() -> None:
     checkpoint.write_folder = lambda folder, fill: write(folder, lambda aside: (fill(aside), time.sleep(2 * GRACE)))
 
 
+def hang_where_parts_meet(folder: Path) -> None:
+    """Of packs that both share."""
+
+    def hang(*_, **__) -> None:
+        happens(folder)
+        time.sleep(300)
+
+    dist.all_to_all_single = dist.all_gather_into_tensor = hang
+
+
+def load(how: str, ranks: Mesh, folder: Path) -> None:
+    """As where both ask each other while they load."""
+    if ranks.rank == 1:
+        happens(folder)
+        if how.startswith("raises"):
+            raise ValueError("boom")
+        if how.startswith("exits"):
+            sys.exit(1)
+        time.sleep(LONGER)
+    elif not how.endswith("for long"):
+        ranks.gather_values("loaded")
+
+
 def main(folder: Path, how: str) -> None:
     torch.set_num_threads(1)
     watch.PAUSE, watch.GRACE = 0.2, GRACE
-    rank = Mesh.current().rank
+    rank = (ranks := Mesh.current()).rank
     usual = {"rank_timeout": 100.0, "validation_split": 0.0, "eval_steps": None}
     together = how in ("has a full disk", "raises beside a checkpoint")
     place = folder / "one" if together else own_folder(folder, rank)
     made = trainer(place, **{**usual, **SHORT.get(how, {})})
+    if how.startswith("loads") or how.endswith("while loading"):
+        load(how, ranks, folder)
     if how == "has long steps":
         made.objective = Long()
+    elif how.startswith("hangs before"):
+        if rank == 1:
+            hang_where_parts_meet(folder)
     elif rank == 1:
         made.objective = Ends()
         made.objective.how, made.objective.folder = how, folder

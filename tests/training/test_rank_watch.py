@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import two_processes
-from chronicals.distributed import RankWatch, mesh, watch
+from chronicals.distributed import RankWatch, presence, watch
 from chronicals.training import TrainingError
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import check_checkpoint, checkpoints
@@ -95,6 +95,29 @@ def test_a_callback_may_take_longer_than_a_step(how, tmp_path):
     assert codes == [0, 0], words
     assert "rank_timeout=4: waiting on: rank 0 has been after step 2 for" in words[1], words[1][-2000:]
     assert steps_of(tmp_path / "machine0") == [1, 2, 3]
+
+
+@on_cpu
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("how", ["raises while loading", "exits while loading"])
+def test_one_that_fails_while_it_loads_ends_the_others(how, tmp_path):
+    """In a collective of those that load, before any of them trains."""
+    codes, words = ended(tmp_path, how)
+    assert codes == [1, 1], words
+    assert "rank 1 ended" + (": ValueError: boom" if how.startswith("raises") else "; look at") in words[0], words[0][-2000:]
+
+
+@on_cpu
+def test_one_that_loads_for_longer_than_a_step_is_waited_for(tmp_path):
+    codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), tmp_path, "loads for long", seconds=200)
+    assert codes == [0, 0], words
+    assert "rank_timeout=4: waiting on: rank 1 has been outside of train() for" in words[0], words[0][-2000:]
+
+
+@on_cpu
+def test_all_that_wait_before_the_first_step_are_limited(tmp_path):
+    codes, words = ended(tmp_path, "hangs before the first step, of shared packs")
+    assert codes == [1, 1] and all("rank_timeout=4: waiting for each other took longer" in said for said in words), words
 
 
 @on_cpu
@@ -268,7 +291,7 @@ def test_all_that_wait_outside_a_step_are_limited(watched, waits):
     make, store, left = watched
     with make(patience=0.3):
         post(store, place="before the first step", waits=waits)
-        with mesh.WAITING.within():
+        with presence.WAITING.within():
             if waits is None:
                 time.sleep(1.0)
             else:
@@ -285,9 +308,63 @@ def test_one_that_ends_before_it_trains_is_told(watched, monkeypatch):
     with make():
         time.sleep(0.3)
         assert not left, "it may still load"
-        mesh._tell_of_end(1, store)
+        presence.Gone(1, "ended", "").tell(store)
         until(lambda: left)
     assert left == ["rank 1 ended before it began to train; look at what it wrote"]
+
+
+def test_one_that_was_never_heard_of_is_waited_for(watched):
+    """It loads before it joins a process group of its script's own."""
+    make, _, left = watched
+    with make(patience=0.3), presence.WAITING.within():
+        time.sleep(1.0)
+        assert not left, left
+
+
+def outside(store, beat, rank=1):
+    about = {"beat": beat, "place": "outside of train()", "for": 9.0, "waits": None, "host": "b", "pid": 12}
+    store.set(f"chronicals/present/{rank}", json.dumps(about))
+
+
+def test_one_that_loads_is_waited_for_until_it_is_not_heard_of(watched, monkeypatch):
+    make, store, left = watched
+    monkeypatch.setattr(watch, "GRACE", 0.1)
+    monkeypatch.setattr(watch, "LOST", 0.5)
+    with make(patience=0.3), presence.WAITING.within():
+        for beat in range(20):
+            outside(store, beat)
+            time.sleep(0.05)
+        assert not left, left
+        until(lambda: left)
+    gone = "rank 1 is gone: it has been outside of train() for 9 s (b, process 12), and was not heard of for 0.5 seconds"
+    assert left == [gone]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("killed", [False, True], ids=["with an error", "killed"])
+def test_who_waits_outside_of_a_run_ends_with_one_that_is_gone(killed, monkeypatch):
+    """Of those that load together the others would wait in a collective for as long as it may take."""
+    store, left = dist.HashStore(), []
+    for name, seconds in {"PAUSE": 0.02, "GRACE": 0.2, "LOST": 0.5}.items():
+        monkeypatch.setattr(presence, name, seconds)
+
+    def leave(self, reason):
+        left.append(reason)
+        self._over.set()
+
+    monkeypatch.setattr(presence.Presence, "_leave", leave)
+    made = presence.Presence(0, 2, store)
+    made._thread.start()
+    outside(store, 0)
+    if not killed:
+        presence.Gone(1, "ended", "ValueError: boom").tell(store)
+    time.sleep(1.0)
+    assert not left, "it works"
+    with presence.WAITING.within():
+        until(lambda: left)
+    lost = "is gone: it was not heard of for 0.5 seconds (b, process 12)"
+    assert left == ["rank 1 " + (lost if killed else "ended: ValueError: boom")]
+    assert json.loads(store.get("chronicals/present/0"))["place"] == "outside of train()"
 
 
 def test_the_first_error_is_the_one_that_is_told(watched):
@@ -300,6 +377,15 @@ def test_the_first_error_is_the_one_that_is_told(watched):
     with pytest.raises(KeyError), make(rank=1):
         raise KeyError("an error of its own stays")
     assert store.get("chronicals/watch/0/error") == b'[0, "ValueError: mine"]' and not left
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["by the keyboard", "by itself"])
+def test_one_that_is_interrupted_is_told(error, watched):
+    make, store, _ = watched
+    with pytest.raises(type(error)), make():
+        raise error
+    assert json.loads(store.get("chronicals/watch/0/error")) == [0, f"{type(error).__name__}: {error}"]
 
 
 def test_the_first_leaves_last(watched):

@@ -84,6 +84,7 @@ def main() -> None:
         if not isinstance(error, (ValueError, CheckpointError, Interrupted, TrainingError, OSError, OutOfMemoryError)):
             raise
         stopped = isinstance(error, Interrupted)
+        sys.last_value = error  # as of one that nobody caught: other processes are told
         word = "" if stopped else "[bold red]error[/] "
         Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(
             f"{word}{escape(in_users_form(_words(error)))}"

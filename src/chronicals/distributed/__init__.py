@@ -24,6 +24,7 @@ from chronicals.distributed.host_exchange import HostExchange
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.machines import on_each_machine
 from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.presence import WAITING
 from chronicals.distributed.rank_files import RankFiles
 from chronicals.distributed.sharded_adamw import ShardedAdam8bit, ShardedAdamW
 from chronicals.distributed.shards import Shards
@@ -47,6 +48,7 @@ from chronicals.distributed.weight_shards import (
 
 __all__ = [
     "VALUE",
+    "WAITING",
     "DenseRows",
     "EmbeddingInShards",
     "Gathers",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from chronicals.distributed.mesh import WAITING, Mesh, group_of
+from chronicals.distributed.mesh import Mesh, group_of
+from chronicals.distributed.presence import WAITING
 
 
 class HostExchange:

@@ -6,14 +6,12 @@ on the context axis have parts of the same packs; along the data axis packs diff
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +24,7 @@ from chronicals.batch import Context
 from chronicals.config import LONGEST_TIMEOUT, ConfigurationError
 from chronicals.distributed.buckets import sum_over_ranks
 from chronicals.distributed.launch import Launch
+from chronicals.distributed.presence import WAITING, Presence
 from chronicals.kernels.gradient_norm import gradient_norm
 
 logger = logging.getLogger(__name__)
@@ -46,28 +45,6 @@ PATTERNS = 8
 
 _announcements = itertools.count()
 """Numbers of what the first rank has done, the same on all ranks, which take part in the same order."""
-
-
-class Waiting:
-    """Whether this process waits for others in a call of ``Mesh``.
-
-    Attributes:
-        since: when it began to (``time.monotonic``); None where it does not.
-    """
-
-    since: float | None = None
-
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        """Of the main thread, which takes part in collectives."""
-        before, self.since = self.since, time.monotonic()
-        try:
-            yield
-        finally:
-            self.since = before
-
-
-WAITING = Waiting()
 
 
 @dataclass(frozen=True)
@@ -109,6 +86,7 @@ class Mesh:
                 launch.told_by, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], launch.count,
             )  # fmt: skip
             _join(launch)
+        Presence.begin(dist.get_rank(), dist.get_world_size())
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
 
     def sharing_packs(self, number: int, inner: int | None = None) -> Mesh:
@@ -177,6 +155,8 @@ class Mesh:
                     dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)  # not every type can be sent as it is
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(sent)
+            with WAITING.within():
+                self._arrive()
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor | None:
@@ -266,11 +246,16 @@ class Mesh:
             return result
         try:
             result = work()
-        except Exception as failure:
+        except BaseException as failure:
             _say(store, key, json.dumps([None, f"{type(failure).__name__}: {failure}"]))
             raise
         _say(store, key, json.dumps([result, None]))
         return result
+
+    def _arrive(self) -> None:
+        """Wait for what nccl was asked for; gloo is done when it returns."""
+        if self._device_sent_from.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     @property
     def _device_sent_from(self) -> torch.device:
@@ -298,23 +283,12 @@ def _join(launch: Launch) -> None:
     store.set_timeout(PATIENCE)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.count, timeout=PATIENCE)
-    atexit.register(_tell_of_end, launch.rank, dist.distributed_c10d._get_default_store())
-
-
-def _tell_of_end(rank: int, store: dist.Store) -> None:
-    """To those that wait for this process to begin to train."""
-    with suppress(RuntimeError):
-        store.set(ended(rank), "yes")
-
-
-def ended(rank: int) -> str:
-    """Key of the store that there is once the interpreter of a process ends."""
-    return f"chronicals/ended/{rank}"
 
 
 def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
     """A process group of some ranks, of the default backend unless named; all ranks make every group, in the same order."""
-    return dist.new_group(list(ranks), timeout=PATIENCE, backend=backend)
+    with WAITING.within():
+        return dist.new_group(list(ranks), timeout=PATIENCE, backend=backend)
 
 
 def _say(store: dist.Store, key: str, text: str) -> None:

@@ -21,18 +21,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from chronicals.distributed.mesh import WAITING, Mesh, ended
+from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.presence import GRACE, LOST, PAUSE, WAITING, Gone, present
 
 logger = logging.getLogger(__name__)
-
-PAUSE = 1.0
-"""Seconds between two looks."""
-
-GRACE = 10.0
-"""Seconds that a process has to end by itself once another has raised an error."""
-
-LOST = 120.0
-"""Seconds without a post after which a process, or its machine, is gone."""
 
 _runs = itertools.count()
 """Numbers of the watches, the same in all processes, which begin them in the same order."""
@@ -56,7 +48,8 @@ class RankWatch:
 
     def __enter__(self) -> RankWatch:
         if self.ranks.count > 1:
-            self._store = dist.distributed_c10d._get_default_store()
+            WAITING.in_run = True
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._key = f"chronicals/watch/{next(_runs)}"
             self._heard = {rank: (-1, time.monotonic()) for rank in range(self.ranks.count)}
             self._thread = threading.Thread(target=self._watch, name="rank watch", daemon=True)
@@ -68,12 +61,13 @@ class RankWatch:
             return False
         self._over.set()
         self._thread.join()
-        if isinstance(error, Exception):
-            if _is_of_a_collective(error):
-                raise self.error(self._reason(error)) from error
-            self._announce(f"{kind.__name__ if kind else ''}: {error}")
-        elif kind is None:
+        WAITING.in_run = False
+        if isinstance(error, Exception) and _is_of_a_collective(error):
+            raise self.error(self._reason(error)) from error
+        if error is None:
             self._part()
+        else:
+            self._announce(f"{kind.__name__ if kind else ''}: {error}")
         return False
 
     def _part(self) -> None:
@@ -137,7 +131,7 @@ class RankWatch:
     def _watch(self) -> None:
         reason, since = None, 0.0
         for beat in itertools.count():
-            if self._over.wait(PAUSE):
+            if self._over.wait(PAUSE * (beat > 0)):
                 return
             hung = None
             try:
@@ -184,9 +178,9 @@ class RankWatch:
             return None
         table, now = self._posts(), time.monotonic()
         for rank, about in table.items():
-            if about is not None and about["waits"] is None:
+            if self._is_waited_for(about):
                 if self._all_waiting_since < since:  # for the first time
-                    logger.warning("rank_timeout=%g: waiting on: rank %d %s", self.patience, rank, _described(about))
+                    logger.warning("rank_timeout=%g: waiting on: rank %d %s", self.patience, rank, _standing(about))
                 self._all_waiting_since = now
                 return None
         self._all_waiting_since = now - min((about["waits"] for about in table.values() if about is not None), default=0.0)
@@ -194,26 +188,28 @@ class RankWatch:
             return None
         return f"rank_timeout={self.patience:g}: {self._limited or 'waiting for each other'} took longer: {_told(table)}"
 
+    def _is_waited_for(self, about: dict[str, Any] | None) -> bool:
+        """Whether a process is alive elsewhere; outside of steps also one that was never heard of, as where a script made the
+        process group and still loads."""
+        return self._limited is None if about is None else about["waits"] is None
+
     def _lost(self) -> str | None:
         """Which process has not posted for too long; told to all. The first looks at every other, the others at the first, so
         that the store is asked a few times a process and second."""
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
-            (beat, at), found = self._heard[rank], self._posted(rank)
-            reason = None
+            (beat, at), found = self._heard[rank], self._posted(rank) or present(self._store, rank)
             if found is None:
-                if self._store.check([ended(rank)]):
-                    reason = f"rank {rank} ended before it began to train; look at what it wrote"
-            elif found["beat"] != beat:
+                continue
+            if found["beat"] != beat:
                 self._heard[rank] = found["beat"], time.monotonic()
             elif time.monotonic() - at > LOST:
                 reason = f"rank {rank} is gone: it {_described(found)}, and was not heard of for {LOST:g} seconds"
-            if reason is not None:
                 self._announce(reason)
                 return reason
         return None
 
     def _posts(self) -> dict[int, dict[str, Any] | None]:
-        return {rank: self._posted(rank) for rank in range(self.ranks.count)}
+        return {rank: self._posted(rank) or present(self._store, rank) for rank in range(self.ranks.count)}
 
     def _table(self) -> str:
         """Where every process stands."""
@@ -240,7 +236,7 @@ class RankWatch:
             logger.debug("the other processes could not be told: %s", failure)
 
     def _first_error(self, wait: float = 0.0) -> str | None:
-        """What another process ended with.
+        """What another process ended with, in this run or before it began it.
 
         Args:
             wait: seconds to wait for it: the connections of a process that was killed break before it can say why, or never.
@@ -250,16 +246,21 @@ class RankWatch:
             if self._store.check([key]):
                 rank, words = json.loads(self._store.get(key))
                 return None if rank == self.ranks.rank else f"rank {rank} stopped: {words}"
+            gone = Gone.first(self._store)
+            if gone is not None and self._posted(gone.rank) is None:
+                return gone.said(" before it began to train")
             if time.monotonic() >= ends:
                 return None
             time.sleep(0.1)
 
 
 def _told(table: dict[int, dict[str, Any] | None]) -> str:
-    return "; ".join(f"rank {rank} {_standing(about) if about else 'has not begun'}" for rank, about in table.items())
+    return "; ".join(f"rank {rank} {_standing(about)}" for rank, about in table.items())
 
 
-def _standing(about: dict[str, Any]) -> str:
+def _standing(about: dict[str, Any] | None) -> str:
+    if about is None:
+        return "has not begun"
     got_on = about["waits"] is not None and about["for"] - about["waits"] >= 1
     return _described(about) + (f", the last {about['waits']:.0f} s without getting on" if got_on else "")
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from chronicals.distributed.even_gradients import sum_evenly, take_used
 from chronicals.distributed.exchanged_sums import ExchangedSums
 from chronicals.distributed.mesh import Mesh, group_of
+from chronicals.distributed.presence import WAITING
 from chronicals.distributed.side_by_side import lay_side_by_side
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models.presentation import AS_FORWARD
@@ -61,7 +62,8 @@ def weight_mesh(ranks: Mesh, sharing: int) -> DeviceMesh:
     """Neighbours that share a copy of the weights, ``sharing`` of them, and the copies. All ranks call it alike."""
     kind = ranks.device.type
     if sharing == ranks.count:
-        return init_device_mesh(kind, (ranks.count,), mesh_dim_names=("shard",))
+        with WAITING.within():
+            return init_device_mesh(kind, (ranks.count,), mesh_dim_names=("shard",))
     places = torch.arange(ranks.count).view(-1, sharing)
     copies = [group_of(column) for column in places.T.tolist()]
     sharers = [group_of(row) for row in places.tolist()]

@@ -19,7 +19,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import TokenStore
 from chronicals.data.dealing import NOBODY, part_of, share_of
 from chronicals.data.parts import SPLIT
-from chronicals.distributed import Mesh
+from chronicals.distributed import WAITING, Mesh
 from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, embedding_table, in_evaluation, why_neighbours_matter
 from chronicals.objectives import Objective
@@ -141,14 +141,14 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
         _documents(presented, lengths) for lengths in ((first, second), (second, first), (first, second, rest))
     )
     rows = share_of(more.cu_seqlens.numpy(), shared, context).rows
-    with in_evaluation(model):
+    with in_evaluation(model), WAITING.within():
         expected, swapped, found = (
             presented.as_forward(partial(presented.hidden_states, batch.to(device)))
             for batch in (whole, turned, part_of(more, shared, context))
         )
-    noise = _largest(swapped.roll(first, 0), expected)
-    there = torch.as_tensor(rows >= 0, device=device)
-    error = _largest(found[there], expected[torch.as_tensor(rows[rows >= 0], device=device)])
+        noise = _largest(swapped.roll(first, 0), expected)
+        there = torch.as_tensor(rows >= 0, device=device)
+        error = _largest(found[there], expected[torch.as_tensor(rows[rows >= 0], device=device)])
     told = ranks.gather_values([error, noise])
     if not all(error <= max(LEAST, OF_NOISE * noise) for error, noise in told):
         raise ConfigurationError(
