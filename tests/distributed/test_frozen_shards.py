@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from chronicals.config import ChronicalsConfig
 from chronicals.distributed import DenseRows, Mesh, PackedRows, frozen_shards, gathers_of, shard_frozen
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
 from chronicals.quantization import Linear4bit, Packed
+from chronicals.training import weight_sharding
 from chronicals.training.alike import fingerprint_over
 
 
@@ -218,3 +220,20 @@ def test_nothing_of_the_weight_is_saved_and_casts_leave_it(gathered):
     linear.to(torch.bfloat16)
     assert linear.dtype == torch.bfloat16 and torch.equal(linear.packed.dense(), whole.bfloat16())
     assert nn.Linear(3, 4).weight.shape == (linear.out_features, linear.in_features)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_stays_whole_is_said_once(rank, caplog):
+    """By the first rank, of all."""
+    layer = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5)).requires_grad_(False)
+    shard_frozen([layer], Mesh(rank, 2), 2, torch.device("cpu"), torch.float32)
+    assert ("1 linear layers stay whole on every process" in caplog.text) == (rank == 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_products_that_are_not_side_by_side_are_said_once(rank, monkeypatch, caplog):
+    given = {"names_of_products": ["a", "b"], "decoder_layers": [], "trains_layers": True, "weight_mesh": None}
+    for name, value in {**given, "shard_weights": 1}.items():
+        monkeypatch.setattr(weight_sharding, name, lambda *_, value=value: value)
+    weight_sharding.divide_weights(nn.Linear(4, 4), ChronicalsConfig(), Mesh(rank, 2), 2)
+    assert ("1 of 2 products take their weights one by one" in caplog.text) == (rank == 0)

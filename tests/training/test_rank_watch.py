@@ -385,6 +385,7 @@ def test_one_that_is_interrupted_is_told(error, watched):
     make, store, _ = watched
     with pytest.raises(type(error)), make():
         raise error
+    assert store.check(["chronicals/watch/0/error"])
     assert json.loads(store.get("chronicals/watch/0/error")) == [0, f"{type(error).__name__}: {error}"]
 
 

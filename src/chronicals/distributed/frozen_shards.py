@@ -500,7 +500,7 @@ def shard_frozen(
         cut += len(replaced)
     if not cut:
         raise ValueError("sharding='weights': no frozen linear layer of its decoder layers can be divided; leave it out")
-    if whole:
+    if whole and ranks.writer:
         some = ", ".join(sorted(set(whole))[:5])
         logger.warning(
             "sharding: %d linear layers stay whole on every process, their rows cannot be divided by %d at whole blocks of "

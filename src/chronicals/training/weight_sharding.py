@@ -151,7 +151,7 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     stored: StoredRows | None = getattr(model, STORED, None)
     read = _in_memory(ranks, device) if stored is None else stored.read
     laid = shard_weights(model, layers, products, weight_mesh(ranks, sharing), dtype, read)
-    if laid < len(products):
+    if laid < len(products) and ranks.writer:
         logger.warning(
             "sharding: %d of %d products take their weights one by one, for their rows cannot be divided by %d",
             len(products) - laid, len(products), sharing,
