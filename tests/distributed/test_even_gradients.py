@@ -15,19 +15,33 @@ import uneven_ranks
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would each take a card")
-def test_each_weight_has_its_own_sums(tmp_path):
-    """Those of one process that takes both ranks' inputs; a weight that no rank uses has no gradient."""
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would each take a card")
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """The seed, and what each rank wrote."""
     seed = random.randrange(2**31)
-    found = two_processes.saved(uneven_ranks.__file__, tmp_path, str(seed), count=2)
+    return seed, two_processes.saved(uneven_ranks.__file__, tmp_path_factory.mktemp("ranks"), str(seed), count=2)
+
+
+def test_a_step_after_a_broken_one_has_its_own_sums(of_ranks):
+    for _, (after_another, alone) in of_ranks[1]:
+        for got, expected in zip(after_another, alone, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_each_weight_has_its_own_sums(of_ranks):
+    """Those of one process that takes both ranks' inputs; a weight that no rank uses has no gradient."""
+    seed, found = of_ranks[0], [sums for sums, _ in of_ranks[1]]
     for dtype in found[0]:
         model = uneven_ranks.built(seed)
         for rank, used in enumerate(uneven_ranks.USED):
             for x in uneven_ranks.inputs(seed, rank, dtype):
                 model(x.float(), used).backward()
         named = dict(model.named_parameters())
-        of_ranks = [sum(name.startswith(("scale", *of_rank(rank))) for rank in (0, 1)) for name in named]
-        assert [ranks[dtype][0] for ranks in found] == [of_ranks, of_ranks]
+        holders = [sum(name.startswith(("scale", *of_rank(rank))) for rank in (0, 1)) for name in named]
+        assert [ranks[dtype][0] for ranks in found] == [holders, holders]
         for number, weight in enumerate(named.values()):
             sums = torch.cat([ranks[dtype][1][number] for ranks in found])
             expected = torch.zeros_like(weight) if weight.grad is None else weight.grad

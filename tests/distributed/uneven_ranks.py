@@ -1,7 +1,7 @@
 """One of two processes whose micro-batches use other weights of a unit: the program of ``test_even_gradients.py``.
 
 ``python uneven_ranks.py FOLDER SEED``: every rank writes to ``RANK.pt``, by dtype, how many ranks had a gradient of each
-weight, and its rows of the sums.
+weight, and its rows of the sums; and what ``after_a_broken_step`` gives.
 """
 
 import os
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chronicals.distributed import Mesh, WeightShards, shard_weights
-from chronicals.distributed.weight_shards import weight_mesh
+from chronicals.distributed import Mesh, WeightShards, forget_broken_step, last_micro_batch, shard_weights
+from chronicals.distributed.weight_shards import local, weight_mesh
 from chronicals.models.presentation import AS_FORWARD
 
 WIDTHS = (6, 6, 10, 4)
@@ -56,24 +56,44 @@ def inputs(seed: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(5, 8, generator=drawing).to(dtype) for _ in range(PASSES)]
 
 
+def divided(ranks: Mesh, sharing: int, dtype: torch.dtype, seed: int) -> tuple[Model, WeightShards]:
+    model, values = built(seed), dict(built(seed).named_parameters())
+    shard_weights(model, [model.layer], [], weight_mesh(ranks, sharing), dtype, lambda name, *_: values[name].detach())
+    return model, WeightShards(ranks, list(model.parameters()))
+
+
 def summed(ranks: Mesh, dtype: torch.dtype, seed: int) -> tuple[list[float], list[Tensor]]:
-    model, given = built(seed), built(seed)
-    values = dict(given.named_parameters())
-    mesh = weight_mesh(ranks, ranks.count)
-    shard_weights(model, [model.layer], [], mesh, dtype, lambda name, *_: values[name].detach())
+    model, shards = divided(ranks, ranks.count, dtype, seed)
     weights = list(model.parameters())
-    shards = WeightShards(ranks, weights)
     for x in inputs(seed, ranks.rank, dtype):
         getattr(model, AS_FORWARD)(lambda x=x: model(x, USED[ranks.rank])).backward()
     holders = shards.reduce(weights, [torch.zeros(())])
     return holders.tolist(), [shards.shares[weight].grad.clone() for weight in weights]
 
 
+def after_a_broken_step(ranks: Mesh, seed: int) -> list[list[Tensor]]:
+    """Sums among copies of a step after one that ended between its micro-batches, and of one after none."""
+    found = []
+    for broken in (True, False):
+        model, shards = divided(ranks, 1, torch.float32, seed)
+        first, second = inputs(seed, ranks.rank, torch.float32)
+        for x, is_last in ((first, False), (second, True)) if broken else ((second, True),):
+            last_micro_batch(model, is_last)
+            getattr(model, AS_FORWARD)(lambda model=model, x=x: model(x, USED[ranks.rank])).backward()
+            if not is_last:
+                forget_broken_step(model)
+                shards.drop_gradients()
+        shards.reduce(list(model.parameters()), [torch.zeros(())])
+        found.append([local(weight.grad) for weight in model.parameters()])
+    return found
+
+
 def main() -> None:
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     ranks = Mesh.current()
-    torch.save({dtype: summed(ranks, dtype, seed) for dtype in (torch.float32, torch.bfloat16)}, folder / f"{ranks.rank}.pt")
+    found = {dtype: summed(ranks, dtype, seed) for dtype in (torch.float32, torch.bfloat16)}
+    torch.save((found, after_a_broken_step(ranks, seed)), folder / f"{ranks.rank}.pt")
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from chronicals.distributed.embedding_shards import (
     shard_embedding,
     why_embedding_stays_whole,
 )
+from chronicals.distributed.even_gradients import forget_broken_step
 from chronicals.distributed.frozen_shards import (
     DenseRows,
     Gathers,
@@ -72,6 +73,7 @@ __all__ = [
     "copies_of",
     "divide_again",
     "divided_among",
+    "forget_broken_step",
     "frozen_linears",
     "gathers_of",
     "is_divided",

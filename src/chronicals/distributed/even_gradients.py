@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 USED = "_chronicals_used"
 """Attribute of a divided weight that had a gradient on this rank in the step so far."""
@@ -19,8 +20,7 @@ USED = "_chronicals_used"
 
 def sum_evenly(unit: nn.Module) -> None:
     """Give weights without a gradient zeros before the unit, after ``fully_shard``, sums its gradients."""
-    group: Any = unit._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
-    if group is None:
+    if (group := _group(unit)) is None:
         return
     summed = group.post_backward
 
@@ -40,6 +40,21 @@ def _complete(one: Any) -> None:
         setattr(one.sharded_param, USED, True)
     elif whole.untyped_storage().size():
         whole.grad = torch.zeros_like(whole)
+
+
+def forget_broken_step(model: nn.Module) -> None:
+    """Of a step that ended between its micro-batches: which weights were used, and what was to be added up among copies, which
+    FSDP would add to the first sums of the next step."""
+    groups = (_group(module) for module in model.modules() if isinstance(module, FSDPModule))
+    for group in filter(None, groups):
+        group._partial_reduce_output = None
+        for one in group.fsdp_params:
+            take_used(one.sharded_param)
+
+
+def _group(unit: nn.Module) -> Any:
+    """FSDP's parameters of a unit; None where it has none of its own."""
+    return unit._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
 
 
 def take_used(weight: Tensor) -> bool:

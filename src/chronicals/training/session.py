@@ -26,6 +26,7 @@ from chronicals.distributed import (
     Shards,
     WeightShards,
     divide_again,
+    forget_broken_step,
     gathers_of,
     is_divided,
     looking_up_as_many,
@@ -303,6 +304,7 @@ def _leave(model: Any) -> None:
     """Weights, and the dtypes of their gradients, as they were given; gradients of a step that failed are dropped."""
     unfuse_weights(model)
     divide_again(model)
+    forget_broken_step(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = None
