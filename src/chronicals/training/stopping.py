@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from chronicals.distributed import Mesh
+from chronicals.distributed import WAITING, Mesh
 from chronicals.training.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ class Stop:
         if ranks.count == 1:
             return ends
         own = [ends, self.reason is not None and not self.save, callbacks.error is not None]
-        asked, unsaved, raised = ranks.sum(torch.tensor(own, dtype=torch.float32, device=device)).tolist()
+        with WAITING.within():  # for the numbers, too, which nccl has no earlier than the others come
+            asked, unsaved, raised = ranks.sum(torch.tensor(own, dtype=torch.float32, device=device)).tolist()
         if raised:
             callbacks.raise_anywhere()
         if asked:
