@@ -156,7 +156,7 @@ class Loop:
         limited = partial(self.watch.limited, f"evaluating after step {run.step}")
         evaluation = evaluate(
             session.presented, session.objective, self.held_out, session.precision, session.ranks, limited,
-            passed=self.watch.passed,
+            self.watch.passed,
         )  # fmt: skip
         if not math.isfinite(evaluation.loss):
             raise TrainingError(
