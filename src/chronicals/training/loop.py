@@ -45,7 +45,8 @@ class Loop:
         self.config, self.device = session.config, session.precision.device
         self._told = False
         self._passes: list[Moment] = []
-        session.passed, session.compiling = self._passed, partial(watch.alone, "compiling the first step")
+        if session.ranks.count > 1:  # or nobody watches
+            session.passed, session.compiling = self._passed, partial(watch.alone, "compiling the first step")
 
     def train(self) -> None:
         """Every step; the metrics of one arrive while the next is computed.
