@@ -12,7 +12,7 @@ from chronicals.data.gate import DataError
 from chronicals.data.preferences import Tell, alike, rows_of
 from chronicals.data.prompt_fields import CONVERSATIONS, as_list, role_of, said_in
 from chronicals.data.records import Record
-from chronicals.data.rows import conversation_in, kind_among
+from chronicals.data.rows import conversation_in, fields_of, kind_among
 
 JUDGED = "unpaired preference"
 """The kind of these rows."""
@@ -26,7 +26,7 @@ EARLIER = 32
 
 def lacks_a_judgement(record: Mapping[str, Any]) -> bool:
     """Whether the row would be a judged answer if it had a label."""
-    return record.get("label") is None and kind_among({*_there(record), "label"}, (JUDGED,)) is not None
+    return record.get("label") is None and kind_among({*fields_of(record), "label"}, (JUDGED,)) is not None
 
 
 def judgement(record: Record, where: str) -> int:
@@ -83,7 +83,3 @@ def of_other_prompts(rows: Sequence[Record], earlier: Sequence[Record] = ()) -> 
 def _asked(row: Record) -> Hashable:
     prompt = row["prompt"]
     return repr(said_in(prompt)) if isinstance(prompt, list) else prompt
-
-
-def _there(record: Mapping[str, Any]) -> set[str]:
-    return {name for name, value in record.items() if value is not None}

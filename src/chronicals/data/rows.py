@@ -116,6 +116,11 @@ def is_object(value: Any) -> bool:
     return type(value) is dict or isinstance(value, Mapping)
 
 
+def fields_of(record: Mapping[str, Any]) -> frozenset[str]:
+    """Names of those that hold something."""
+    return frozenset([name for name, value in record.items() if value is not None])
+
+
 def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     """The name in ``KINDS`` of a row; a field that is None is not there.
 
@@ -127,7 +132,7 @@ def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     """
     if not is_object(record):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
-    there = frozenset([name for name, value in record.items() if value is not None])
+    there = fields_of(record)
     kind = kind_among(there, wanted) or _kind_with(there)
     if kind is None:
         usual = "messages, prompt and completion, instruction and output, text, or input_ids"

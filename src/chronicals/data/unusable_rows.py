@@ -9,7 +9,7 @@ from chronicals.data.judged_answers import JUDGED, judgement, lacks_a_judgement
 from chronicals.data.preferences import PREFERENCE, SIDES
 from chronicals.data.ranked_answers import ANSWERS, SCORES
 from chronicals.data.records import Record
-from chronicals.data.rows import EXPECTED, TRAINED, is_object, kind_among
+from chronicals.data.rows import EXPECTED, TRAINED, fields_of, is_object, kind_among
 
 TOGETHER = (
     (SIDES, "a pair is of both"),
@@ -32,7 +32,7 @@ INSTEAD = {
 
 def refuse_halves(record: Record, where: str, kinds: Collection[str]) -> None:
     """Raises DataError where an objective of pairs is given one of the two fields that make one."""
-    if PREFERENCE not in kinds or not is_object(record) or kind_among(_there(record), kinds):
+    if PREFERENCE not in kinds or not is_object(record) or kind_among(fields_of(record), kinds):
         return
     for fields, both in TOGETHER:
         if len(given := [name for name in fields if record.get(name) is not None]) == 1:
@@ -47,7 +47,7 @@ def refuse_halves(record: Record, where: str, kinds: Collection[str]) -> None:
 def refuse(kind: str, record: Record, where: str, kinds: Collection[str]) -> None:
     """Raises DataError for a row of a ``kind`` that is none of the objective's ``kinds``, which are not those of ``TRAINED``
     alone; returns where the row is refused by what it is itself."""
-    held = kind_among(_there(record), (PREFERENCE, JUDGED)) or kind
+    held = kind_among(fields_of(record), (PREFERENCE, JUDGED)) or kind
     for wanted in sorted(kinds):
         if (wanted, held) in INSTEAD:
             raise DataError(f"{where}: {INSTEAD[wanted, held]}; the objective takes {_taken(kinds)}", "unusable_kind")
@@ -59,7 +59,3 @@ def refuse(kind: str, record: Record, where: str, kinds: Collection[str]) -> Non
 
 def _taken(kinds: Collection[str]) -> str:
     return ", ".join(f"{kind}: {EXPECTED[kind]}" if kind in EXPECTED else kind for kind in sorted(kinds))
-
-
-def _there(record: Record) -> set[str]:
-    return {name for name, value in record.items() if value is not None}
