@@ -81,6 +81,17 @@ def test_a_loss_that_bf16_itself_changes_may_deviate_three_times_as_much():
     assert comparison(measurement(), rounded)["loss"]["reference_in_bf16"] == rounded.rounded_losses[:5]
 
 
+def test_so_may_a_loss_that_bf16_is_expected_to_change():
+    """The sum of what it changes in each pair may be near zero where single changes are not. Norms may no more than before."""
+    lucky = measurement(rounded_losses=REFERENCE.losses, rounding_spreads=[0.0, 0.02 * REFERENCE.losses[1], 0.0])
+    assert refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.05)), lucky, Tolerance()) is None
+    assert "step 4: loss" in refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.07)), lucky, Tolerance())
+    large = measurement(rounding_spreads=[0.1 * REFERENCE.losses[0]])
+    assert "step 3: gradient norm" in refusal(measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 0.8)), large, Tolerance())
+    assert comparison(measurement(), lucky)["loss"]["expected_of_bf16"] == lucky.rounding_spreads
+    assert "expected_of_bf16" not in comparison(measurement(), REFERENCE)["loss"]
+
+
 def test_so_may_a_norm_that_bf16_itself_changes():
     """Losses no more than before."""
     rounded = measurement(rounded_norms=changed(REFERENCE.grad_norms, 1, 1.04))

@@ -45,6 +45,8 @@ class Measurement:
         computed: of each step's tokens those that are computed, where answers share prompts; None: all.
         rounded_losses, rounded_norms: of a reference, the loss of each step, and the norm of its gradients, by the same formula
             and weights in plain bf16; None: not asked.
+        rounding_spreads: of a reference, by how much bf16 is expected to change the loss of each step: the root of the sum of
+            the squares of what it changes in each group of pairs, whose changes are independent; None: not asked.
     """
 
     settings: str
@@ -66,6 +68,7 @@ class Measurement:
     computed: list[int] | None = None
     rounded_losses: list[float] | None = None
     rounded_norms: list[float] | None = None
+    rounding_spreads: list[float] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -18,7 +18,8 @@ class Tolerance:
         loss: of the loss.
         grad_norm: of the norm of all gradients before clipping; doubled under dropout, whose noise is in it.
 
-    Where a loss is a difference of large sums, as DPO's, either may deviate by ``OF_ROUNDING`` times what bf16 alone changes.
+    Where a loss is a difference of large sums, as DPO's, either may deviate by ``OF_ROUNDING`` times what bf16 alone changes:
+    in the compared steps, or, of the loss, as its changes in single pairs let expect.
     """
 
     loss: float = 0.01
@@ -52,11 +53,12 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
     if reference is None:
         return "there is no reference to set its losses beside"
     factor = 2.0 if dropout else 1.0
+    expected = {"loss": _largest_share(reference.rounding_spreads or [], reference.losses), "gradient norm": 0.0}
     for name, own, exact, allowed, rounded in (
         ("loss", measured.losses, reference.losses, tolerance.loss, reference.rounded_losses),
         ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor, reference.rounded_norms),
     ):
-        least = OF_ROUNDING * _largest_deviation(rounded or [], exact)
+        least = OF_ROUNDING * max(_largest_deviation(rounded or [], exact), expected[name])
         pairs = [(step, a, b) for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1) if a is not None and b is not None]
         if not pairs:
             return f"it reports no {name} of the first {len(exact[:COMPARED])} steps, which the reference has"
@@ -83,7 +85,14 @@ def comparison(measured: Measurement, reference: Measurement | None) -> dict[str
     for name, rounded in (("loss", reference.rounded_losses), ("grad_norm", reference.rounded_norms)):
         if rounded is not None:
             found[name]["reference_in_bf16"] = rounded[:COMPARED]
+    if reference.rounding_spreads is not None:
+        found["loss"]["expected_of_bf16"] = reference.rounding_spreads[:COMPARED]
     return found
+
+
+def _largest_share(parts: Sequence[float], wholes: Sequence[float | None]) -> float:
+    """Of the compared steps; 0 where there are none."""
+    return max((part / abs(whole) for part, whole in zip(parts, wholes[:COMPARED]) if whole), default=0.0)
 
 
 def _largest_deviation(own: Sequence[float | None], exact: Sequence[float | None]) -> float:

@@ -78,18 +78,22 @@ def train(model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, 
         weight_decay=config.weight_decay, fused=device().type == "cuda",
     )  # fmt: skip
     losses, norms, movement, clock = list[float](), list[float](), Movement(model), Clock()
-    rounded, rounded_norms = list[float](), list[float]()
+    rounded, rounded_norms, spreads, of_groups = list[float](), list[float](), list[float](), list[float]()
     loaded = time.perf_counter() - plan.began
     reset_peak()
     clock.mark()
     for number in range(len(steps)):
         if rounded_of is not None:
             with in_bf16(model), torch.set_grad_enabled(work.adapts):
-                rounded.append(sum(_added(loss) for loss in rounded_of(number)))
+                of_groups = [_added(loss) for loss in rounded_of(number)]
             if work.adapts:
                 rounded_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)))
                 optimizer.zero_grad(set_to_none=True)
-        losses.append(sum(_added(loss) for loss in losses_of(number)))
+        exact = [_added(loss) for loss in losses_of(number)]
+        losses.append(sum(exact))
+        if rounded_of is not None:
+            rounded.append(sum(of_groups))
+            spreads.append(math.sqrt(sum((a - b) ** 2 for a, b in zip(of_groups, exact))))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf)))
         if len(steps) > 1:  # states of a single step may not fit
             with masters.exact():
@@ -102,7 +106,7 @@ def train(model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, 
             settings=settings, tokens=tokens, slots=tokens, seconds=clock.seconds(), losses=[*losses],
             grad_norms=[*norms], warm_up=0, peak_gib=peak_gib(), trained_share=movement.trained_share,
             moved_share=movement.moved_share(), load_seconds=loaded, rounded_losses=rounded or None,
-            rounded_norms=rounded_norms or None,
+            rounded_norms=rounded_norms or None, rounding_spreads=spreads or None,
         )
     )  # fmt: skip
 
