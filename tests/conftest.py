@@ -73,7 +73,7 @@ def curves(request):
 FEW, SHARE = 1, 0.06
 """Of a test with more cases than FEW a sample is this share of them, and at least FEW."""
 
-WHOLE = ("", "cli", "config", "data")
+WHOLE = ("", "config")
 """Folders whose tests take no time: all of their cases run."""
 
 
