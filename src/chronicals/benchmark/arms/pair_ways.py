@@ -126,6 +126,17 @@ class PairTrial:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def run_first_again(self) -> None:
+        """The shorter of both times counts: while it is the first, a way may compile more than ``WARM`` steps meet. Its attention
+        is not cuDNN's, which is faster where lengths are met again."""
+        if len(self.seconds) > 1:
+            way = next(iter(self.seconds))
+            before = self.seconds.pop(way)
+            self.run(way)
+            self.failed.pop(way, None)
+            again = self.seconds.pop(way, before)
+            self.seconds = {way: min(before, again), **self.seconds}
+
     def _timed(self, way: PairWay) -> float:
         """Seconds of a usual step forward and backward, the median of some that differ in their lengths."""
         model, args = self.build.model, self.trainer.args
@@ -212,6 +223,7 @@ def fastest_way(build: Build, steps: Sequence[Sequence[Pair]], attentions: Seque
         for attention in attentions:
             trial.run(PairWay(size, attention))
         if trial.seconds:
+            trial.run_first_again()
             break
     for place, attention in enumerate(trial.close):
         for size in sizes[1:]:
