@@ -2,11 +2,11 @@
 
     python benchmarks/shared_prompts.py OUTPUT.json [--commit HASH] [--tokens 16384] [--shares 0.5]
 
-A pack of pairs, each prompt in it once, forward and backward of one layer's attention. Gathered keys are what chronicals runs:
-each answer's keys and values are put behind its prompt's, and an attention of documents follows. A tree mask (FlexAttention;
-Dong et al., 2024) leaves them where they are: a token sees the prompt and the tokens of its own answer before it. The mask's
-blocks are made for every pack, once for all layers, and stand apart. Both give the same numbers, within bf16's rounding, or
-nothing is written.
+A pack of pairs, each prompt in it once, forward and backward of one layer's attention, as CUDA graphs, as steps are. Gathered
+keys are what chronicals runs: each answer's keys and values are put behind its prompt's, and an attention of documents follows.
+A tree mask (FlexAttention; Dong et al., 2024) leaves them where they are: a token sees the prompt and the tokens of its own
+answer before it. The mask's blocks are made for every pack, once for all layers, and stand apart. Both give the same numbers,
+within bf16's rounding, or nothing is written.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kernel_rates import sample
+from kernel_rates import Captured, sample
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -40,12 +40,14 @@ class Pack:
 
     Attributes:
         bounds: int32 ``[N + 1]``: both answers of a pair and its prompt, one document after the other.
+        longest: tokens of the longest document.
         keys: what they attend to.
         order: int64 ``[T]``: the token of the pack that stands at each place where each prompt comes before its answers.
         item, side: int32 ``[T]`` in that order: the pair, and 0, 1 or -1 for the prompt.
     """
 
     bounds: Tensor
+    longest: int
     keys: SharedKeys
     order: Tensor
     item: Tensor
@@ -73,13 +75,13 @@ def drawn(tokens: int, share: float, device: torch.device, seed: int = 1) -> Pac
     side = np.concatenate([np.repeat([-1, 0, 1], [p, a, a]) for p, a in lengths])
     columns = (np.concatenate(order), item.astype(np.int32), side.astype(np.int32))
     keys = shared_keys(shared, sides, bounds, tokens).map(lambda x: x.to(device))
-    return Pack(torch.as_tensor(bounds).to(device), keys, *(torch.as_tensor(x).to(device) for x in columns))
+    return Pack(torch.as_tensor(bounds).to(device), int(sizes.max()), keys, *(torch.as_tensor(x).to(device) for x in columns))
 
 
 def gathered(pack: Pack, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keys, longest = pack.keys, int(pack.bounds.diff().max())
+    keys = pack.keys
     own = gather_keys(k, keys), gather_keys(v, keys)
-    return document_attention(q, *own, pack.bounds, longest, keys.cu_seqlens, keys.max_seqlen)
+    return document_attention(q, *own, pack.bounds, pack.longest, keys.cu_seqlens, keys.max_seqlen)
 
 
 def tree_mask(pack: Pack) -> BlockMask:
@@ -88,10 +90,11 @@ def tree_mask(pack: Pack) -> BlockMask:
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (item[key] == item[query]) & ((side[key] < 0) | (side[key] == side[query]))
 
-    return create_block_mask(seen, None, None, len(item), len(item), device=item.device)
+    return compiled_mask(seen, None, None, len(item), len(item), device=item.device)
 
 
 compiled = torch.compile(flex_attention, dynamic=False)
+compiled_mask = torch.compile(create_block_mask, dynamic=False)
 
 
 def by_tree(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -118,6 +121,7 @@ def measure(heads: int, groups: int, width: int, tokens: int, share: float, devi
     errors = [((b - a[pack.order]).norm() / a.norm()).item() for a, b in zip(expected, found)]
     if not max(errors) < LIKE:
         raise SystemExit(f"{heads}/{groups} heads of {width}, prompts of {share:.0%}: errors {errors}")
+    arms = {name: Captured(call) for name, call in arms.items()} if device.type == "cuda" else arms
     arms["the mask of a pack"] = lambda: tree_mask(pack)
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(WARM_UP + SAMPLES):
