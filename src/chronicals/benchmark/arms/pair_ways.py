@@ -127,8 +127,8 @@ class PairTrial:
             torch.cuda.empty_cache()
 
     def run_first_again(self) -> None:
-        """The shorter of both times counts: while it is the first, a way may compile more than ``WARM`` steps meet. Its attention
-        is not cuDNN's, which is faster where lengths are met again."""
+        """The shorter of both times counts: while it is the first, a way may compile more than ``WARM`` steps meet. It is not
+        cuDNN's, which is faster where lengths are met again."""
         if len(self.seconds) > 1:
             way = next(iter(self.seconds))
             before = self.seconds.pop(way)
