@@ -17,9 +17,10 @@ FIRST = [
     "from chronicals.moe import ChronicalsMoeForCausalLM",
 ]
 THEN = (
-    "from transformers import AutoConfig, AutoModelForCausalLM; "
+    "from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification; "
     "config = AutoConfig.for_model('chronicals_moe', hidden_size=32, num_hidden_layers=2, vocab_size=50); "
-    "print(type(AutoModelForCausalLM.from_config(config)).__name__)"
+    "kinds = AutoModelForCausalLM, AutoModelForSequenceClassification; "
+    "print(*(type(kind.from_config(config)).__name__ for kind in kinds))"
 )
 
 
@@ -30,7 +31,7 @@ def output(program: str) -> str:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("first", FIRST)
 def test_registered_in_any_order(first):
-    assert output(f"{first}; {THEN}").split() == ["ChronicalsMoeForCausalLM"]
+    assert output(f"{first}; {THEN}").split() == ["ChronicalsMoeForCausalLM", "ChronicalsMoeForSequenceClassification"]
 
 
 def test_nothing_is_imported_and_installed_once():

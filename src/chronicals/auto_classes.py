@@ -1,8 +1,8 @@
 """Lets transformers' Auto classes know our own models, without importing transformers before somebody else does.
 
-``install`` is called when chronicals is imported. It registers our classes (``AutoConfig.register``,
-``AutoModelForCausalLM.register``) when the modules of transformers that hold the tables have been imported, and none of it is
-being imported: at once where that is so, else by a finder in front of Python's own, which runs our function after the module's.
+``install`` is called when chronicals is imported. It registers our classes (``AutoConfig.register`` and those of the models)
+when the modules of transformers that hold the tables have been imported, and none of it is being imported: at once where that
+is so, else by a finder before Python's own, which runs our function after the module's.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def _register_what_is_there() -> None:
         auto, ours = sys.modules[MODELS], importlib.import_module(f"{OURS}.model")
         auto.AutoModel.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeModel, exist_ok=True)
         auto.AutoModelForCausalLM.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeForCausalLM, exist_ok=True)
+        scored = ours.ChronicalsMoeForSequenceClassification
+        auto.AutoModelForSequenceClassification.register(ours.ChronicalsMoeConfig, scored, exist_ok=True)
 
 
 def _is_partial(name: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import families
+import mixtures
 import runs
 import tiny
 from chronicals.cli.app import app
@@ -203,6 +204,17 @@ def test_a_saved_model_is_transformers_classifier(tied, tmp_path):
     with torch.no_grad():
         found = loaded(input_ids=ids, attention_mask=mask).logits[:, 0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_native_mixture_is_saved_as_a_classifier_of_its_own(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    expected, documents = trained(tmp_path, mixtures.mixture(vocab_size=300))
+    folder = tmp_path / "run" / "model"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["ChronicalsMoeForSequenceClassification"]
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    torch.testing.assert_close(scores(loaded, documents), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_classifier_is_written_with_the_values_that_are_given(tmp_path):

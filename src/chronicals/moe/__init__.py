@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chronicals.moe.configuration import ChronicalsMoeConfig as ChronicalsMoeConfig
     from chronicals.moe.model import ChronicalsMoeForCausalLM as ChronicalsMoeForCausalLM
+    from chronicals.moe.model import ChronicalsMoeForSequenceClassification as ChronicalsMoeForSequenceClassification
     from chronicals.moe.model import ChronicalsMoeModel as ChronicalsMoeModel
     from chronicals.moe.model import Lookahead as Lookahead
 
 _HOME = {
     "ChronicalsMoeConfig": "configuration",
     "ChronicalsMoeForCausalLM": "model",
+    "ChronicalsMoeForSequenceClassification": "model",
     "ChronicalsMoeModel": "model",
     "Lookahead": "model",
 }

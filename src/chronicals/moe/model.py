@@ -15,7 +15,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, load_balancing_loss_func
@@ -319,6 +319,11 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
             lookahead=outputs.lookahead,
             **{CACHE: getattr(outputs, CACHE)},
         )
+
+
+class ChronicalsMoeForSequenceClassification(GenericForSequenceClassification, ChronicalsMoePreTrainedModel):
+    """A linear head, ``score``, on the hidden state of the last token, in the place of the one that predicts tokens: what a
+    reward model is saved as."""
 
 
 def _positions(inputs_embeds: Tensor, start: int | Tensor) -> Tensor:
