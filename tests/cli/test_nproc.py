@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,9 @@ from chronicals.cli.options import without_option
 from chronicals.config import ConfigurationError
 from chronicals.distributed import launch
 from chronicals.distributed.launch import become_launcher
+from chronicals.distributed.torchrun import PATIENCE, wait_for_processes
+from chronicals.training.checkpoint import check_checkpoint, checkpoints
+from process_groups import wait_until
 
 
 @pytest.fixture
@@ -23,14 +27,20 @@ def folder(tmp_path):
     return tmp_path
 
 
-def command(folder, *more):
+def started(folder, *more):
     given = ["--model", "base", "--data", "rows.jsonl", "--batch-size", "1", "--gradient-accumulation-steps", "2"]
     given += ["--max-seq-length", "128", "--max-steps", "3", "--mixed-precision", "fp32", "--report-samples", "0", *more]
-    ended = subprocess.run(
-        [sys.executable, "-m", "chronicals.cli", "train", *given], cwd=folder, capture_output=True, text=True, timeout=240,
+    return subprocess.Popen(
+        [sys.executable, "-m", "chronicals.cli", "train", *given], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**{k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}, "PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
     )  # fmt: skip
-    return ended.returncode, ended.stdout + ended.stderr
+
+
+def command(folder, *more):
+    running = started(folder, *more)
+    said, _ = running.communicate(timeout=240)
+    return running.returncode, said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be one card")
@@ -52,13 +62,44 @@ def test_an_error_of_one_is_the_commands(folder):
     assert status == 1 and "--learning-rate" in said
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be one card")
+def test_ctrl_c_saves_and_ends_in_words(folder):
+    running = started(folder, "--nproc", "2", "--output-dir", "two", "--max-steps", "100000", "--learning-rate", "1e-6")
+    metrics = folder / "two" / "metrics.jsonl"
+    assert wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text(), 120)
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 130 and "Traceback" not in said, said
+    assert said.count("go on with chronicals train --resume --output-dir two") == 1, said
+    (left,) = checkpoints(folder / "two")
+    assert check_checkpoint(left) is None
+
+
+def test_processes_have_time_to_save_and_a_second_signal_is_passed_on():
+    """torchrun itself kills them after 30 seconds, and leaves them to themselves where it is interrupted again."""
+    asked = []
+
+    class Again(Exception):
+        sigval = signal.SIGTERM
+
+    class Context:
+        def close(self, death_sig=None, timeout=30):
+            asked.append((death_sig, timeout))
+            if len(asked) == 1:
+                raise Again
+
+    wait_for_processes(Context, Again)
+    Context().close(signal.SIGINT, 30)
+    assert asked == [(signal.SIGINT, PATIENCE), (signal.SIGTERM, PATIENCE)] and PATIENCE >= 600
+
+
 def test_it_becomes_torchrun(monkeypatch):
     began = []
     monkeypatch.setattr(launch.os, "execv", lambda program, words: began.append(words))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     become_launcher(4, ["train", "recipe.yaml"])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    launcher = ["-m", "chronicals.distributed.torchrun", "--standalone", "--nproc-per-node=4"]
     assert began[0][1:] == [*launcher, "-m", "chronicals.cli", "train", "recipe.yaml"]
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
     become_launcher(1, ["train"])

@@ -86,7 +86,7 @@ def main() -> None:
         stopped = isinstance(error, Interrupted)
         sys.last_value = error  # as of one that nobody caught: other processes are told
         word = "" if stopped else "[bold red]error[/] "
-        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(
+        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True, quiet=stopped and not first).print(
             f"{word}{escape(in_users_form(_words(error)))}"
         )
         sys.exit(130 if stopped else 1)

@@ -99,7 +99,7 @@ def become_launcher(count: int, arguments: Sequence[str]) -> None:
     if 0 < cards < count:
         raise ConfigurationError(f"nproc={count}: this machine has {cards} card{'s' * (cards > 1)}; give at most as many")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    launcher = [sys.executable, "-m", "chronicals.distributed.torchrun", "--standalone", f"--nproc-per-node={count}"]
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, "-m", "chronicals.cli", *arguments])
 
