@@ -188,3 +188,13 @@ def test_arguments_that_are_no_object_are_named():
     call["tool_calls"][0]["function"]["arguments"] = random.choice(["{", "[1]", "3"])
     with pytest.raises(DataError, match=r"^row 1: message 2: the arguments of a call"):
         Tokenizer(tiny.tokenizer()).encode({"messages": [user(saying()), call]}, "row 1")
+
+
+@pytest.mark.parametrize("answer", ["completion", "response"])
+def test_messages_as_json_text_are_those_of_a_conversation(answer):
+    asked, said = MESSAGES[:2], MESSAGES[2:3]
+    for as_chat in (False, True):
+        encoder = Tokenizer(tiny.tokenizer(), completions_as_chat=as_chat)
+        expected = encoder.encode({"prompt": asked, answer: said}, "row 1")
+        found = encoder.encode({"prompt": json.dumps(asked), answer: json.dumps(said)}, "row 1")
+        assert [[*each] for each in found] == [[*each] for each in expected]

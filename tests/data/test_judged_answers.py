@@ -64,6 +64,9 @@ def test_judged_conversations_may_repeat_their_prompt(tmp_path):
         {"conversations": [{"from": "human", "value": "what is 2?"}, {"from": "gpt", "value": "two"}]},
         {"messages": json.dumps([user("what is 2?"), assistant("two")])},
         {"completion": [user("what is 2?"), assistant("two")]},
+        {"completion": json.dumps([user("what is 2?"), assistant("two")])},
+        {"prompt": json.dumps([user("what is 2?")]), "completion": json.dumps([assistant("two")])},
+        {"prompt": json.dumps([user("what is 2?")]), "response": "two"},
         {"prompt": [user("what is 2?")], "completion": assistant("two")},
         {"prompt": "what is 2?", "response": {"from": "gpt", "value": "two"}},
         {"messages": [user("what is 2?")], "completion": "two"},
@@ -181,6 +184,13 @@ def test_answers_written_side_by_side_have_one_of_another_prompt(count, tmp_path
     assert len(found) == count and not store.report.count("no_other_prompt")
     assert found[:4] == [(0, 2), (0, 2), (1, 1), (1, 1)]
     assert found[2:] == [(n // 2, n // 2 * 2 - 1) for n in range(2, count)]
+
+
+def test_prompts_in_cells_of_json_text_have_the_same_other_answers(tmp_path):
+    """Those of the rows before a chunk, too."""
+    rows = [{**row, "prompt": [user(row["prompt"])]} for row in numbered(CHUNK_ROWS + 1, 2)]
+    cells = [{**row, "prompt": json.dumps(row["prompt"])} for row in rows]
+    assert texts(stored(cells, tmp_path)) == texts(stored(rows, tmp_path))
 
 
 def test_rows_without_another_prompt_near_them_are_left_out_and_told(tmp_path):

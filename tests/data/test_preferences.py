@@ -1,5 +1,6 @@
 """A preference becomes an item of two documents, each as a row of its own kind would be, for objectives that take it."""
 
+import csv
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from chronicals.config import DataSource
 from chronicals.data import Tokenizer, TokenStore, build_store
 from chronicals.data.documents import Piece, fit
 from chronicals.data.gate import DataError, DataReport
-from chronicals.data.preferences import sides_of
+from chronicals.data.preferences import SIDES, sides_of
 from data.stock_templates import names, record, shipped, with_template
 
 KINDS = ("preference",)
@@ -236,6 +237,25 @@ def test_a_row_with_messages_beside_its_pair_is_a_pair(tmp_path):
     alone = build_store([CHATS], Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path)
     assert store.items.tolist() == [0, 3] and store.hashes.tolist() == alone.hashes.tolist()
     assert build_store([row], Tokenizer(tiny.tokenizer()), 64, tmp_path).items is None
+
+
+@pytest.mark.parametrize("names", [["prompt"], ["chosen", "rejected"], ["prompt", "chosen", "rejected"]])
+def test_conversations_in_cells_of_json_text_are_read(names, tmp_path):
+    """A table has texts alone; a prompt, which both begin with, need not have a column."""
+    whole = {name: [*ASKED, *CHATS[name]] for name in SIDES}
+    encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
+    for row in (CHATS, whole) if len(names) == 2 else (CHATS,):
+        cells = {**row, **{name: json.dumps(row[name]) for name in names}}
+        found, expected = (build_store([each], encoder, 128, tmp_path) for each in (cells, row))
+        assert len(found) and found.hashes.tolist() == expected.hashes.tolist()
+
+
+def test_a_table_of_conversations_is_one_of_pairs(tmp_path):
+    with open(tmp_path / "pairs.csv", "w", newline="") as file:
+        csv.writer(file).writerows([CHATS, [json.dumps(value) for value in CHATS.values()]])
+    encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
+    found = build_store(DataSource(str(tmp_path / "pairs.csv")), encoder, 64, tmp_path)
+    assert found.hashes.tolist() == build_store([CHATS], encoder, 64, tmp_path).hashes.tolist()
 
 
 def test_ranked_lists_are_stored_as_pairs(tmp_path):

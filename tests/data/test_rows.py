@@ -13,11 +13,13 @@ from chronicals.data.rows import (
     SPEAKERS,
     check_answers,
     conversation_oddities,
+    conversation_or_text,
     kind_of,
     normalise,
     refuse_media,
     texts_of,
     unread_fields,
+    with_conversations,
 )
 
 ASKED, SAID = "what is the answer?", "forty two"
@@ -66,6 +68,37 @@ def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
     assert message.startswith("rows.jsonl:7: unknown kind of row with fields ['answer', 'asked']")
     assert all(field in message for field in ("messages", "prompt", "completion", "text", "input_ids"))
     assert error.value.rule == "missing_field"
+
+
+@pytest.mark.parametrize(
+    "said", [MESSAGES, MESSAGES[:1], [{"from": "human", "value": ASKED}], [{"role": "assistant", "tool_calls": [CALL]}]]
+)
+def test_a_text_that_is_a_conversation_is_read_as_one(said):
+    assert conversation_or_text(json.dumps(said)) == said
+    assert conversation_or_text(f"\n {json.dumps(said, indent=1)}\n") == said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "what is 2?", "[", "[{", "[]", "[1, 2]", '["user"]', "[[]]", "{}", json.dumps(MESSAGES[0]), '[{"role": "user"}]',
+        '[{"content": "a"}]', '[{"name": "a", "value": 3}]', json.dumps([*MESSAGES, 3]), json.dumps([*MESSAGES, {}]),
+        json.dumps(MESSAGES) + " is JSON", "so " + json.dumps(MESSAGES), json.dumps(json.dumps(MESSAGES)),
+        '[{"role": "user", "content": ' + "9" * 5000 + "}]", '[{"a": ' * 10**5, "\xa0" + json.dumps(MESSAGES),
+    ],
+)  # fmt: skip
+def test_any_other_text_stays_what_it_is(text):
+    record = dict.fromkeys(("prompt", "completion", "chosen", "rejected", "response"), text)
+    assert conversation_or_text(text) is text
+    assert with_conversations(record) is record
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion", "response", "chosen", "rejected"])
+def test_fields_of_texts_or_messages_may_hold_them_as_json(name):
+    record = {name: json.dumps(MESSAGES), "text": json.dumps(MESSAGES), "output": json.dumps(MESSAGES)}
+    before = repr(record)
+    assert with_conversations(record) == {**record, name: MESSAGES}
+    assert repr(record) == before
 
 
 @pytest.mark.parametrize("record", ["a text", 3, None, ["a"]])

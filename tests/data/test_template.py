@@ -407,6 +407,8 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(row):
         ({"text": ["a"]}, "text must be text, this is list"),
         ({"prompt": 3, "completion": "a"}, "prompt must be a list of messages, this is int"),
         ({"prompt": "a", "completion": 3}, "completion must be text, this is int"),
+        ({"prompt": "a", "completion": '[{"role": "user", "content": "a"}]'}, "completion must be text, this is list"),
+        ({"prompt": '[{"role": "boss", "content": "a"}]', "completion": []}, "message 1: unknown role 'boss'"),
     ],
 )
 def test_fields_that_are_no_text_are_named(row, reason):

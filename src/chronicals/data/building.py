@@ -36,8 +36,8 @@ from chronicals.data.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 8
-EARLIER_FORMATS = (7,)
+FORMAT = 9
+EARLIER_FORMATS = (8, 7)
 """Formats of which a store may hold the same tokens, so that a run that began with one can go on."""
 
 MINUTE, PATIENCE = 60.0, 30

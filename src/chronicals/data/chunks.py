@@ -42,6 +42,7 @@ from chronicals.data.rows import (
     refuse_media,
     texts_of,
     unread_fields,
+    with_conversations,
 )  # fmt: skip
 from chronicals.data.shared_prompts import share_prompt
 from chronicals.data.template import Tokenizer
@@ -236,6 +237,7 @@ class ChunkEncoder:
         """What a row's documents are made of; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
+        record = with_conversations(record)
         refuse_media(record, where)
         kinds = self.tokenizer.kinds
         refuse_halves(record, where, kinds)
@@ -353,4 +355,4 @@ def _judged_before(chunk: Chunk) -> Iterator[Record]:
         with suppress(DataError):
             if not isinstance(record, BadRow) and kind_of(record, "", (JUDGED,)) == JUDGED:
                 judgement(record, "")
-                yield answered(record, "")
+                yield answered(with_conversations(record), "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
@@ -78,9 +79,18 @@ EXPECTED = {
 }
 """The fields of the kinds that an objective may take instead."""
 
+WRITTEN = ("prompt", "completion", "response", "chosen", "rejected")
+"""Fields that hold texts, or messages, which some write as JSON text."""
+
+OPENING = re.compile(r"[ \t\n\r]*\[[ \t\n\r]*\{")
+"""What a list of objects begins with."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIRST = ("system", "developer")
 """Roles that belong before all others."""
+
+SPEAKER, SPOKEN = ("role", "from"), ("content", "value", "tool_calls")
+"""Fields of a message: who speaks, and what is said."""
 
 SPEAKERS = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
@@ -190,6 +200,36 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
 def conversation_in(value: Any, name: str, where: str) -> Any:
     """The value of a field of messages, which some write as JSON text."""
     return _parsed(value, name, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+
+def with_conversations(record: Record) -> Record:
+    """The row with messages in the fields ``WRITTEN`` where they are JSON text; other texts stay what they are."""
+    if not is_object(record):
+        return record
+    there = [(name, value) for name in WRITTEN if isinstance(value := record.get(name), str)]
+    found = {name: said for name, text in there if (said := conversation_or_text(text)) is not text}
+    return {**record, **found} if found else record
+
+
+def conversation_or_text(text: str) -> list[Any] | str:
+    """The messages that a JSON text is, or the text itself."""
+    found = json_list(text) if OPENING.match(text) else None
+    return found if found and all(map(_is_spoken, found)) else text
+
+
+def json_list(text: str) -> list[Any] | None:
+    """The list that a JSON text is; None of any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _is_spoken(message: Any) -> bool:
+    """Whether it names who speaks, and what is said or called."""
+    fields = message.keys() if isinstance(message, dict) else ()
+    return any(name in fields for name in SPEAKER) and any(name in fields for name in SPOKEN)
 
 
 def as_instruction(record: Record) -> Record:

@@ -20,7 +20,7 @@ from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import TRAINED, NormalRow, Record, as_instruction, kind_of
+from chronicals.data.rows import TRAINED, NormalRow, Record, as_instruction, kind_of, with_conversations
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
@@ -88,6 +88,7 @@ class Tokenizer:
         Raises:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
+        record = with_conversations(record)
         kind = kind_of(record, where)
         if kind == "completion" and self.completions_as_chat:
             kind, record = "instruction", as_instruction(record)
