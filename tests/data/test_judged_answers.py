@@ -1,12 +1,13 @@
 """A judged answer becomes an item: the answer, and the answer to another prompt, which the divergence is estimated by."""
 
+import csv
 import json
 
 import numpy as np
 import pytest
 
 import tiny
-from chronicals.config import ChronicalsConfig
+from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.chunks import CHUNK_ROWS
 from chronicals.data.judged_answers import EARLIER, of_other_prompts
@@ -35,12 +36,22 @@ def texts(store):
 JUDGED = {"prompt": "what is 2?", "completion": " two", "label": True}
 
 
-@pytest.mark.parametrize("label", [None, "yes", 2, float("nan")])
+@pytest.mark.parametrize("label", [None, "yes", 2, float("nan"), "", "2", "1.0", "true false"])
 def test_a_label_that_is_missing_or_wrong_is_told(label, tmp_path):
     rows = [JUDGED, {**JUDGED, "label": label}, {**JUDGED, "completion": " a", "label": 0.0}]
     report = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path).report
     finding = report.findings["unusable_label"]
     assert finding.rows == [2] and f"label={label!r}: must be true for a good answer or false" in finding.example
+
+
+@pytest.mark.parametrize(("good", "bad"), [("true", "false"), ("TRUE", " False "), ("1", "0"), (" 1\t", "0 ")])
+def test_labels_of_a_table_are_texts(good, bad, tmp_path):
+    with open(tmp_path / "judged.csv", "w", newline="") as file:
+        csv.writer(file).writerows([JUDGED, ["what is 2?", " two", good], ["what is 3?", " a number", bad]])
+    store = stored(DataSource(str(tmp_path / "judged.csv")), tmp_path)
+    other = {"prompt": "what is 3?", "completion": " a number", "label": False}
+    assert store.columns["label"].tolist() == stored([JUDGED, other], tmp_path).columns["label"].tolist()
+    assert len(texts(store)) == 2 and "unusable_label" not in store.report.findings
 
 
 def test_judged_conversations_may_repeat_their_prompt(tmp_path):

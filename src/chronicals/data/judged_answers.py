@@ -20,6 +20,9 @@ JUDGED = "unpaired preference"
 ANSWER = ("completion", "response", "output", "answer", *CONVERSATIONS)
 """Names of the answer; of a conversation it is the last message, if it is not in a field of its own."""
 
+JUDGEMENTS = {"true": True, "1": True, "false": False, "0": False}
+"""Labels as the texts that a table has."""
+
 EARLIER = 32
 """Rows before a chunk that are looked through for one of another prompt."""
 
@@ -30,15 +33,16 @@ def lacks_a_judgement(record: Mapping[str, Any]) -> bool:
 
 
 def judgement(record: Record, where: str) -> int:
-    """1 where the answer is good, 0 where it is bad.
+    """1 where the answer is good, 0 where it is bad; one of ``JUDGEMENTS`` counts in any case.
 
     Raises:
         DataError: there is no label, or it is neither true nor false.
     """
     label = record.get("label")
-    if not isinstance(label, (bool, np.bool_, numbers.Real)) or label not in (0, 1):
+    said = JUDGEMENTS.get(label.strip().lower()) if isinstance(label, str) else label
+    if not isinstance(said, (bool, np.bool_, numbers.Real)) or said not in (0, 1):
         raise DataError(f"{where}: label={label!r}: must be true for a good answer or false for a bad one", "unusable_label")
-    return int(label == 1)
+    return int(said == 1)
 
 
 def answered(record: Record, where: str, tell: Tell | None = None) -> Record:
