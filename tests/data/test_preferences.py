@@ -220,6 +220,10 @@ def test_an_answer_that_asks_something_else_first_is_refused(row):
         ({"prompt": "a", "responses": ["b", "c"], "scores": [None, 1]}, "unusable_scores: score 1 is None, not a finite"),
         ({"prompt": "a", "responses": ["b", "c"], "scores": ["1", 2]}, "unusable_scores: score 1 is '1', not a finite"),
         ({"prompt": "a", "responses": "b", "scores": [1, 2]}, "wrong_type: responses must be a list, this is str"),
+        ({"prompt": "a", "responses": '["b", "c"', "scores": [1, 2]}, "wrong_type: responses must be a list, this is str"),
+        ({"prompt": "a", "responses": '{"b": 1}', "scores": [1, 2]}, "wrong_type: responses must be a list, this is str"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": "12"}, "wrong_type: scores must be a list, this is str"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": "[1, NaN]"}, "unusable_scores: score 2 is nan, not a finite"),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [2, 2.0]}, "tied_scores: all 2 scores are 2"),
     ],
 )
@@ -262,6 +266,15 @@ def test_ranked_lists_are_stored_as_pairs(tmp_path):
     ranked = {"prompt": CHATS["prompt"], "responses": ["none", "a number", "two"], "scores": [2, 1, 5]}
     encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
     assert build_store([ranked], encoder, 64, tmp_path).hashes[0] == build_store([CHATS], encoder, 64, tmp_path).hashes[0]
+
+
+def test_ranked_lists_in_cells_of_json_text_are_read(tmp_path):
+    ranked = {"prompt": CHATS["prompt"], "responses": ["none", CHATS["rejected"], CHATS["chosen"]], "scores": [2, 1, 5.5]}
+    with open(tmp_path / "ranked.csv", "w", newline="") as file:
+        csv.writer(file).writerows([ranked, [json.dumps(value) for value in ranked.values()]])
+    encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
+    store = build_store(DataSource(str(tmp_path / "ranked.csv")), encoder, 64, tmp_path)
+    assert store.hashes.tolist() == build_store([CHATS], encoder, 64, tmp_path).hashes.tolist()
 
 
 def test_columns_of_ranked_lists_are_named(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 from chronicals.data.gate import DataError
 from chronicals.data.records import Record
+from chronicals.data.rows import json_list
 
 ANSWERS, SCORES = "responses", "scores"
 
@@ -35,7 +36,7 @@ def best_and_worst(record: Record, where: str) -> Record:
 
 
 def _listed(value: Any, name: str, where: str) -> list[Any]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    found = json_list(value) if isinstance(value, str) else value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(found, Sequence) or isinstance(found, str):
         raise DataError(f"{where}: {name} must be a list, this is {type(value).__name__}", "wrong_type")
-    return [*value]
+    return [*found]
