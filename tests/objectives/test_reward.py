@@ -14,6 +14,7 @@ import runs
 import tiny
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
+from chronicals.export import FORMATS, ExportError, export
 from chronicals.models import Term, attach_score, load_model, score_of
 from chronicals.objectives import OBJECTIVES, reward
 from chronicals.objectives.reward import padding_token
@@ -349,6 +350,33 @@ def test_a_reward_model_is_no_language_model(changes, tmp_path):
     assert saved.embedding_rows() == 300
     with pytest.raises(ConfigurationError, match="objective='dpo': the model is a reward model"):
         train(tmp_path / "other", model=model, objective="dpo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({}, "take the folder as it is, transformers loads it by AutoModelForSequenceClassification"),
+        (LORA, "load it by peft's AutoPeftModelForSequenceClassification with num_labels=1, and call its merge_and_unload()"),
+    ],
+    ids=["full", "lora"],
+)
+def test_a_reward_model_is_not_exported_and_nothing_is_written(changes, remedy, tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "base")
+    train(tmp_path, model=load_model(tmp_path / "base", torch.float32), **changes)
+    run = tmp_path / "run"
+    commands = [["export", str(run), "--to", to] for to in FORMATS]
+    if changes:
+        commands.append(["merge", str(run), "--output", str(run / "export")])
+    for command in commands:
+        refused = CliRunner().invoke(app, command)
+        assert refused.exit_code == 1 and not (run / "export").exists()
+        assert str(refused.exception).startswith(f"{run / 'model'}: is ") and str(refused.exception).endswith(remedy), command
+
+
+def test_a_reward_model_in_memory_is_not_exported(tmp_path):
+    with pytest.raises(ExportError, match="^model: is a reward model, .*; save it with save_model$"):
+        export(with_score(), "merged", tmp_path / "export", tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "export").exists()
 
 
 def test_an_architecture_without_a_class_is_refused(tmp_path):

@@ -23,13 +23,15 @@ from chronicals.export import (
 )
 from chronicals.export.card import card
 from chronicals.export.hub import push
+from chronicals.export.merge import of_a_reward_model
 from chronicals.export.ollama import modelfile
 from chronicals.export.part_names import reads_images
 from chronicals.export.progress import without_bars
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
 from chronicals.export.workspace import EXPORTS, PROOF, workspace
-from chronicals.saving import save_model, text_files
+from chronicals.models import score_of
+from chronicals.saving import SavedModel, save_model, text_files
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +162,7 @@ def export(
             private.
 
     Raises:
-        ExportError: there is no such format, an artefact is there already, or the disk is too full.
+        ExportError: there is no such format, an artefact is there already, it is a reward model, or the disk is too full.
         NotExpressible: a format has no form for this model; nothing of that format was written.
         UploadError: the hub does not take them; the artefacts stay.
         NotProved: an artefact is not the trained model; it was removed, those before it stay.
@@ -176,6 +178,7 @@ def export(
     for one, target in targets.items():
         if target.exists():
             raise ExportError(f"{target}: is there already (--to {one}); delete it, or give another --output")
+    _check_no_score(model, base_model)
     folder.mkdir(parents=True, exist_ok=True)
     named_paths = {"data": data, "importance": importance, "vllm_python": vllm_python}
     given = {key: None if path is None else str(path) for key, path in named_paths.items()}
@@ -228,6 +231,15 @@ def _place(model: Any, name: str | None, output: str | Path | None) -> tuple[str
     named = name or (there.resolve().name if there.exists() else str(model).rpartition("/")[2])
     beside = there / EXPORTS if there.is_dir() else Path(f"{named}-export")
     return named, beside if output is None else Path(output)
+
+
+def _check_no_score(model: Any, base_model: str | None) -> None:
+    """Raises ExportError where it is a reward model, which predicts no tokens."""
+    if not isinstance(model, (str, Path)):
+        if score_of(model) is not None:
+            raise ExportError("model: is a reward model, and what export writes are language models; save it with save_model")
+    elif (saved := SavedModel.find(model, base_model)).is_scored():
+        raise ExportError(of_a_reward_model(saved))
 
 
 def _stored(model: Any, tokenizer: Any, place: Path) -> str | Path:

@@ -106,13 +106,15 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         base_model: the adapter's model, where the adapter does not say or it has moved.
 
     Raises:
-        MergeError: there is no adapter, ``output`` exists, the disk is too full, the adapter does not fit the base, or changes
-            nothing, or more than is plausible.
+        MergeError: there is no adapter, or it is of a reward model, ``output`` exists, the disk is too full, the adapter does
+            not fit the base, or changes nothing, or more than is plausible.
         CheckpointError: the files cannot be written; nothing stays.
     """
     output, saved = Path(output), SavedModel.find(model, base_model)
     if not saved.adapted:
         raise MergeError(f"{model}: holds no adapter; a model that was trained whole needs no merging, use it as it is")
+    if saved.is_scored():
+        raise MergeError(of_a_reward_model(saved))
     if output.exists():
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     if not saved.base:
@@ -121,6 +123,19 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         with dequantised(file, output) as folder:
             return _merged(saved, folder, output)
     return _merged(saved, folder_of(saved.base), output)
+
+
+def of_a_reward_model(saved: SavedModel) -> str:
+    """Why it is neither merged nor exported, and what to do."""
+    if not saved.adapted:
+        return (
+            f"{saved.place}: is a reward model, and what export writes are language models; take the folder as it is, "
+            "transformers loads it by AutoModelForSequenceClassification"
+        )
+    return (
+        f"{saved.place}: is the adapter of a reward model, and what merge and export write are language models; load it by "
+        "peft's AutoPeftModelForSequenceClassification with num_labels=1, and call its merge_and_unload()"
+    )
 
 
 def _merged(saved: SavedModel, base: Path, output: Path) -> Merged:
