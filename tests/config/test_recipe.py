@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from chronicals.cli.wording import Wording
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 
 GIVEN = {"model": "some/model", "data": "rows.jsonl"}
@@ -135,6 +136,20 @@ def test_a_checkpoint_is_resumed_by_the_recipe_of_its_run(tmp_path):
         assert Recipe.given(None, None, resume=named, output_dir=tmp_path / "b").output_dir == tmp_path / "b"
     with pytest.raises(ConfigurationError, match="other' holds no run to go on with"):
         Recipe.given(None, None, resume=tmp_path / "other" / "checkpoints" / "step-00000002")
+
+
+@pytest.mark.parametrize("own", ["dpo", "sft"])
+def test_a_run_goes_on_with_its_own_objective(own, tmp_path):
+    """Whose settings it has kept; sft is what a run has that named none."""
+    Recipe(**GIVEN, **({"objective": "dpo", "dpo": {"beta": 0.1}} if own == "dpo" else {})).write_to(tmp_path)
+    for asked in ({"resume": True, "output_dir": tmp_path}, {"resume": tmp_path}):
+        assert Recipe.given(**asked, objective=own).objective == own
+        with pytest.raises(ConfigurationError) as refused:
+            Recipe.given(**asked, objective="ipo")
+        assert Wording({"objective": False, "output_dir": False})(str(refused.value)) == (
+            f"--objective ipo: the run in '{tmp_path}' goes on with its own, which is '{own}'; leave it out, or begin "
+            "a new run with another --output-dir"
+        )
 
 
 def test_the_best_needs_something_held_out():

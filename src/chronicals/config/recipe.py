@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +66,7 @@ class Recipe(ChronicalsConfig):
                 run, by that of this run, which also goes on there unless ``output_dir`` is given.
 
         Raises:
-            ConfigurationError: there is no such preset, file or run, or a field is wrong.
+            ConfigurationError: there is no such preset, file or run, a field is wrong, or the run has another objective.
         """
         if resume and file is None:
             run = Path(os.path.expanduser(flags.get("output_dir", ChronicalsConfig().output_dir)))
@@ -73,6 +74,8 @@ class Recipe(ChronicalsConfig):
                 run = resume.parent.parent if resume.parent.name == "checkpoints" else resume
                 flags = {"output_dir": str(run), **flags}
             file = cls._kept_by(run, whole="model" in flags and "data" in flags)
+            if file is not None:
+                cls._check_objective(run, cls.read_yaml(file), flags)
         fields = laid_over(preset_fields(preset) if preset is not None else {}, cls.read_yaml(file) if file is not None else {})
         return cls(**laid_over(fields, flags))
 
@@ -87,6 +90,16 @@ class Recipe(ChronicalsConfig):
                 "or give model and data to begin one"
             )
         return None
+
+    @staticmethod
+    def _check_objective(run: Path, kept: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError where another objective is asked for than the run's."""
+        own = kept.get("objective", ChronicalsConfig().objective)
+        if (asked := flags.get("objective", own)) != own:
+            raise ConfigurationError(
+                f"objective={asked!r}: the run in {str(run)!r} goes on with its own, which is {own!r}; leave it out, or begin "
+                "a new run with another output_dir"
+            )
 
     def write_to(self, folder: Path) -> None:
         """Write what was set, for ``given`` to resume by from any folder: aside, then renamed."""
