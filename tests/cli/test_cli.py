@@ -124,6 +124,9 @@ def test_what_takes_a_model_takes_an_adapter(place, trained, within, tmp_path):
     assert ran.code == 1 and "does not say which model it belongs to; give base_model" in ran.stderr
     assert within("train", *given, "--check", "--base-model", "base").code == 0
     assert within("verify", *given, "--base-model", "base", "--steps", 5).code == 0
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "moved"}))
+    ran = within("evaluate", tmp_path / "adapter", "--data", "data.jsonl")
+    assert ran.code == 1 and f"{tmp_path / 'adapter'}: its base moved: there is no such folder here" in ran.stderr
     ran = within("train", "recipe.yaml", "--output-dir", tmp_path / "checked", "--base-model", "base")
     assert ran.code == 1 and "--base-model base: base is no adapter's folder" in ran.stderr
 

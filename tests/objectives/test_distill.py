@@ -292,11 +292,12 @@ def test_settings_that_contradict_are_refused():
         assert f"distill={{{name!r}: {value!r}}}: " in refused(teacher="x", **wrong)
 
 
-def test_a_teacher_that_cannot_be_loaded_is_named(tmp_path):
+@pytest.mark.parametrize(("what", "reason"), [("nothing", "no tokenizer could"), ("nowhere", "there is no such folder here")])
+def test_a_teacher_that_cannot_be_loaded_is_named(what, reason, tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ConfigurationError) as error:
-        train(tmp_path, tmp_path / "nothing", max_steps=1)
-    assert f"distill={{'teacher': '{tmp_path / 'nothing'}'}}: " in str(error.value)
+        train(tmp_path, tmp_path / what, max_steps=1)
+    assert f"distill={{'teacher': '{tmp_path / what}'}}: {reason}" in str(error.value)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):

@@ -106,7 +106,8 @@ def test_a_reference_that_cannot_be_used_names_its_setting(what, base, tmp_path)
         tokenizer = tiny.tokenizer()
         tokenizer.add_tokens(["<another>"])
         tokenizer.save_pretrained(there)
-    reason = {"nothing": "", "a tokenizer": "its tokenizer has another vocabulary .*; the reference must read texts as"}[what]
+    other = "its tokenizer has another vocabulary .*; the reference must read texts as"
+    reason = {"nothing": "there is no such folder here", "a tokenizer": other}[what]
     with pytest.raises(ConfigurationError, match=f"^dpo={{'reference_model': '{there}'}}: {reason}") as refused:
         train_from(base, tmp_path, dpo={"reference_model": str(there)})
     assert "--base-model" not in str(refused.value) and "teacher" not in str(refused.value)
@@ -119,7 +120,7 @@ def test_an_adapter_whose_model_is_not_known_is_told_without_flags_of_others(nam
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
     with pytest.raises(ConfigurationError, match="^dpo={'reference_model': .*write where it is into the adapter's") as refused:
         train_from(base, tmp_path, dpo={"reference_model": str(tmp_path / "adapter")})
-    assert "base-model" not in str(refused.value) and "give base_model" not in str(refused.value)
+    assert not any(words in str(refused.value) for words in ("base-model", "give base_model", " model="))
 
 
 def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def _load(auto_class: Any, what: str, name: str | Path, trust_remote_code: bool)
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}") from error
+
+
+def without_field(error: Exception) -> str:
+    """What an error of loading says of a model that another field names: all but ``model='…': ``."""
+    return re.sub(r"""^model=('[^'\n]*'|"[^"\n]*"): """, "", str(error))
 
 
 def _where(name: str | Path) -> str:

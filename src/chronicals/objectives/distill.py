@@ -32,6 +32,7 @@ from chronicals.kernels.linear_distillation import (
     linear_distillation,
 )
 from chronicals.models import Head, PresentedModel, Term, Terms
+from chronicals.models.loading import without_field
 from chronicals.objectives.registry import register
 from chronicals.objectives.same_tokenizer import OF_ITS_BASE, check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
@@ -188,7 +189,7 @@ class Distill(Objective):
         except ConfigurationError:
             raise
         except ValueError as error:
-            raise ConfigurationError(f"{self._said}: {error}") from error
+            raise ConfigurationError(f"{self._said}: {without_field(error)}") from error
         return saved
 
     def teacher(self, tokenizer: Any) -> Mapping[str, Any]:
@@ -204,7 +205,7 @@ class Distill(Objective):
         try:
             return {TEACHER: saved.model(PRECISIONS[given.teacher_precision], given.trust_remote_code, quantization)}
         except ValueError as error:
-            raise ConfigurationError(f"{self._said}: {error}") from error
+            raise ConfigurationError(f"{self._said}: {without_field(error)}") from error
 
     @property
     def _said(self) -> str:

@@ -19,6 +19,7 @@ from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import adapters_are_fresh, why_base_is_gone, without_adapters
 from chronicals.models import PresentedModel, in_evaluation
+from chronicals.models.loading import without_field
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.same_tokenizer import OF_ITS_BASE, check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
@@ -81,7 +82,7 @@ class WithReference(Objective):
         except ConfigurationError:
             raise
         except ValueError as error:
-            raise ConfigurationError(f"{said}: {error}") from error
+            raise ConfigurationError(f"{said}: {without_field(error)}") from error
         rows = model.get_input_embeddings().weight.shape[0]
         if (there := other.get_input_embeddings().weight.shape[0]) < min(rows, len(tokenizer)):
             raise ConfigurationError(f"{said}: its embedding has {there} rows, the tokenizer {len(tokenizer)} tokens; {REMEDY}")

@@ -24,7 +24,7 @@ from chronicals.models import (
 from chronicals.models.four_bits import Watch
 from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.gguf_reader import gguf_of
-from chronicals.models.loading import DTYPES
+from chronicals.models.loading import DTYPES, without_field
 
 OF_A_BASE = "give base_model (--base-model)"
 """What to do where the model of an adapter is not known."""
@@ -184,7 +184,7 @@ class SavedModel:
             return load(self.base, *options)
         except ValueError as error:
             named = "that is what the adapter names as its model; if it is elsewhere now"
-            raise ValueError(f"{self.place}: {error}; {named}, {self.remedy}") from error
+            raise ValueError(f"{self.place}: its base {self.base}: {without_field(error)}; {named}, {self.remedy}") from error
 
 
 def _weights_of(folder: Path) -> Path:

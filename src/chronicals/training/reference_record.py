@@ -13,6 +13,7 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.paths import lasting
+from chronicals.models.loading import without_field
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.objectives.reference import WithReference
 from chronicals.saving import SavedModel
@@ -89,7 +90,9 @@ def _start(record: Record) -> str:
     try:
         same = SavedModel.find(start).identity() == record["identity"]
     except (ValueError, OSError) as error:
-        raise ConfigurationError(f"the run's reference policy, {start}, cannot be read: {error}; {remedy}") from error
+        raise ConfigurationError(
+            f"the run's reference policy, {start}, cannot be read: {without_field(error)}; {remedy}"
+        ) from error
     if not same:
         raise ConfigurationError(
             f"the run's reference policy was the model in {start}, whose files were changed or moved since; {remedy}"
