@@ -621,6 +621,23 @@ def test_pairs_of_a_quickstart_have_the_answer_of_another_question():
         assert pair["chosen"][0]["content"] == pair["prompt"][0]["content"][0] + "!" != pair["rejected"][0]["content"]
 
 
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_a_stopped_quickstart_is_started_again(objective, within, monkeypatch, tmp_path):
+    """Its runs have no recipe by which ``train --resume`` goes on."""
+    from chronicals.config import ChronicalsConfig
+    from chronicals.training.errors import Interrupted
+    from chronicals.training.resume import how_to_resume
+
+    def stop(folder, *_):
+        run = folder if objective == "sft" else folder / "preference"
+        raise Interrupted(f"SIGINT after step 3; {how_to_resume(ChronicalsConfig(output_dir=run).output_dir)}")
+
+    monkeypatch.setattr(f"chronicals.training.quickstart.run_{'quickstart' if objective == 'sft' else 'preferences'}", stop)
+    done = within("quickstart", "--folder", tmp_path / "quick", "--objective", objective)
+    assert done.code == 130
+    assert done.stderr.strip() == "SIGINT after step 3; start chronicals quickstart again, which begins anew"
+
+
 def test_quickstart_deletes_nothing_but_what_one_wrote(within, monkeypatch, tmp_path):
     class Began(ValueError):
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,7 +41,8 @@ def quickstart(
     if folder.exists():
         _require_ours(folder)
         shutil.rmtree(folder)
-    done, preferences = run_preferences(folder, seed) if objective == "dpo" else (run_quickstart(folder, seed), None)
+    with _to_be_started_again(folder):
+        done, preferences = run_preferences(folder, seed) if objective == "dpo" else (run_quickstart(folder, seed), None)
     table = Table("held out", "before", "after", title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters")
     table.add_row("loss", f"{done.before.loss:.3f}", f"{done.after.loss:.3f}")
     table.add_row("perplexity", f"{done.before.perplexity:,.1f}", f"{done.after.perplexity:,.1f}")
@@ -64,6 +67,21 @@ def quickstart(
     console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora")
     trained = folder if preferences is None else folder / "preference"
     console.print(f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}")
+
+
+@contextmanager
+def _to_be_started_again(folder: Path) -> Iterator[None]:
+    """Within: what stops a run says to start quickstart again, for there is no recipe by which a run goes on."""
+    from chronicals.training.errors import Interrupted, TrainingError
+    from chronicals.training.resume import how_to_resume
+
+    try:
+        yield
+    except (Interrupted, TrainingError) as error:
+        text = str(error)
+        for run in (folder, folder / "preference"):
+            text = text.replace(how_to_resume(run), "start chronicals quickstart again, which begins anew")
+        raise type(error)(text) from error
 
 
 def _require_ours(folder: Path) -> None:
