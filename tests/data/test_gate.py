@@ -59,6 +59,16 @@ def test_a_planted_fault_is_found_and_nothing_else(name, tmp_path):
     report.check("train", dict.fromkeys(report.findings, 1.0))
 
 
+@pytest.mark.parametrize(("name", "may_split"), [("cut_stop/dpo", False), ("cut_stop/kto", False), ("cut_row", True)])
+def test_whole_answers_are_not_told_to_split(name, may_split, tmp_path):
+    """Their objectives refuse it."""
+    path, tokenizer, _ = planted(name, tmp_path)
+    report = build_store(path, encoder(name, tokenizer), WIDTH, tmp_path).report
+    (entry,) = [entry for entry in report.entries() if entry["rule"] == "cut_row"]
+    assert ("'split'" in entry["remedy"]) == may_split and "or set overlong='drop'" in entry["remedy"]
+    assert entry["remedy"] in "".join(line for _, line in report.table())
+
+
 @pytest.mark.parametrize("name", [name for name in PLANTED if RULES[rule_of(name)].share == 0])
 def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0(name, tmp_path):
     rule, (path, tokenizer, number) = rule_of(name), planted(name, tmp_path)

@@ -202,7 +202,7 @@ class ChunkEncoder:
                 tokens = []
 
     def _recognised(self, chunk: Chunk) -> _Recognised:
-        found = _Recognised(chunk, DataReport(rows=len(chunk.records)))
+        found = _Recognised(chunk, DataReport(rows=len(chunk.records), answers=self.tokenizer.kinds.isdisjoint(TRAINED)))
         for row, (where, record) in enumerate(zip(chunk.wheres, chunk.records, strict=True), chunk.first):
             try:
                 documents = self._documents(row, parsed(record), where, found)

@@ -122,6 +122,10 @@ RULES = {
 }  # fmt: skip
 
 
+OF_ANSWERS = {"cut_row": "raise max_seq_length, or set overlong='drop'"}
+"""Remedies of rules where rows are whole answers, which cannot be split."""
+
+
 @dataclass
 class Finding:
     """How often a rule was broken, the first rows (from 1, as read), the first one's words, and where these rows are."""
@@ -143,6 +147,7 @@ class DataReport:
         targets: tokens that are predicted and trained on.
         kinds: rows by kind, as recognised.
         findings: by the name of the rule.
+        answers: whether the rows are whole answers, compared or judged.
     """
 
     rows: int = 0
@@ -151,6 +156,7 @@ class DataReport:
     targets: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     findings: dict[str, Finding] = field(default_factory=dict)
+    answers: bool = False
 
     def note(self, rule: str, row: int | None = None, example: str = "", count: int = 1) -> None:
         """Count ``row`` (from 0; None is the data as a whole) under ``rule``."""
@@ -170,6 +176,7 @@ class DataReport:
         self.documents += other.documents
         self.tokens += other.tokens
         self.targets += other.targets
+        self.answers |= other.answers
         for kind, count in other.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, 0) + count
         for rule, found in other.findings.items():
@@ -185,13 +192,17 @@ class DataReport:
             return "info"
         return "error" if share < 1 and self.count(rule) / max(self.rows, 1) > share else "warning"
 
+    def remedy(self, rule: str) -> str:
+        """What to do about a finding."""
+        return OF_ANSWERS.get(rule, RULES[rule].remedy) if self.answers else RULES[rule].remedy
+
     def entries(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
         """Each finding as a row of the table: rule, level, count, share, rows, what, remedy, example; errors first."""
         entries = [
             {
                 "rule": rule, "level": self.level(rule, shares or {}), "count": found.count,
                 "share": found.count / max(self.rows, 1), "rows": found.rows, "places": found.places, "what": RULES[rule].what,
-                "remedy": RULES[rule].remedy, "example": found.example,
+                "remedy": self.remedy(rule), "example": found.example,
             }
             for rule, found in self.findings.items()
         ]  # fmt: skip
