@@ -66,6 +66,9 @@ No card is needed, data are not read, and of the model its configuration alone. 
   [on two cards](measured.md#several-cards) within 11 ms a step; 16 layers of an 8B whose weights are not divided had 0.81 of
   two cards where the plan has 0.87.
 
+Neither the teacher of distillation nor the reference policy of preferences is counted, in bytes or in time: a line under the
+table names what the objective has of these.
+
 `--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
 600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and
 documents as long as packs. More than two cards were not measured. Weights are on every card where they fit, as a run

@@ -384,6 +384,27 @@ def test_cards_that_cannot_share_packs_are_refused(tmp_path):
         plan(large(), runs.config(tmp_path, **ALL, context_parallel=4), 6, Machines())
 
 
+@pytest.mark.parametrize(
+    ("flags", "beside"),
+    [
+        (["--objective", "distill", "--teacher", "big"], "the teacher big: its weights (bf16) on every card, and its forward"),
+        (["--objective", "distill", "--teacher", "big", "--distill.stored-tokens", "8"], "the teacher big, which reads all"),
+        (["--objective", "dpo", "--dpo.reference-model", "a[x]"], "the reference model a[x]: its weights on every card, and"),
+        (["--objective", "ipo", "--use-lora"], "the reference policy: a forward pass more of each micro-batch, with"),
+        (["--objective", "kto", "--no-use-lora"], "the reference policy: a forward pass over all data before the first step."),
+        (["--objective", "simpo"], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_what_an_objective_has_beside_the_model_is_not_counted_and_named(flags, beside, tmp_path):
+    tiny.llama().save_pretrained(tmp_path)
+    shown = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpus", "1", *flags])
+    assert shown.exit_code == 0, shown.output
+    said = [line.removeprefix("Not counted: ") for line in shown.output.splitlines() if line.startswith("Not counted")]
+    assert len(said) == (beside is not None) and all(line.startswith(beside) for line in said), shown.output
+
+
 def test_the_command(tmp_path):
     tiny.llama().save_pretrained(tmp_path)
     given = ["plan", "--model", str(tmp_path), "--gpus", "1,2", "--no-use-lora"]

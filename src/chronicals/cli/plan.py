@@ -42,12 +42,14 @@ def plan(
     from chronicals.config import Recipe
     from chronicals.models import quantise_layers
     from chronicals.models.loading import load_without_weights
+    from chronicals.objectives import build_objective
     from chronicals.planning import Machines
     from chronicals.planning import plan as planned
     from chronicals.training.adapters import attach_adapters
 
     given = Recipe.given(preset, recipe, **{"data": ["not read"], **flags})
     config = given.config()
+    uncounted = build_objective(config).beside(config)
     machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
     model = load_without_weights(given.model, given.trust_remote_code)
     if config.quantization == "nf4":
@@ -57,7 +59,7 @@ def plan(
     if as_json:
         print(to_json([one.to_dict() for one in found], indent=2))  # noqa: T201
     else:
-        _show(found, machines)
+        _show(found, machines, uncounted)
 
 
 def _counts(text: str) -> list[int]:
@@ -69,7 +71,12 @@ def _counts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _show(found: list[Plan], machines: Machines) -> None:
+def _show(found: list[Plan], machines: Machines, uncounted: str | None) -> None:
+    """Print the table, and under it what it assumes.
+
+    Args:
+        uncounted: what the objective has that is not counted.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -95,5 +102,7 @@ def _show(found: list[Plan], machines: Machines) -> None:
         f"weights are on every card{beside}.",
         soft_wrap=True,
     )
+    if uncounted is not None:
+        console.print(f"Not counted: {uncounted}.", soft_wrap=True, markup=False, highlight=False)
     if some_stay:
         console.print("Layers that stay are gathered once for both of their passes, for memory is spare.", soft_wrap=True)

@@ -171,6 +171,12 @@ class Distill(Objective):
         """The teacher, where nothing is stored of it."""
         return {} if self.settings.stored_tokens is not None else self.teacher(tokenizer)
 
+    def beside(self, config: ChronicalsConfig) -> str:
+        given = self.settings
+        if given.stored_tokens is not None:
+            return f"the teacher {given.teacher}, which reads all data once before the first step"
+        return f"the teacher {given.teacher}: its weights ({given.teacher_precision}) on every card, and its forward passes"
+
     def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
         return {} if self.settings.stored_tokens is None else self.teacher(tokenizer)
 

@@ -88,6 +88,13 @@ class WithReference(Objective):
             raise ConfigurationError(f"{said}: its embedding has {there} rows, the tokenizer {len(tokenizer)} tokens; {REMEDY}")
         return {REFERENCE: other}
 
+    def beside(self, config: ChronicalsConfig) -> str:
+        if (named := self.settings.reference_model) is not None:
+            return f"the reference model {named}: its weights on every card, and its forward passes"
+        if config.use_lora and self.settings.reference != "stored":
+            return "the reference policy: a forward pass more of each micro-batch, with adapters off"
+        return "the reference policy: a forward pass over all data before the first step"
+
     def frozen_start(self) -> str | None:
         return REFERENCE if self.settings.reference_model is None else None
 

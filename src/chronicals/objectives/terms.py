@@ -205,6 +205,10 @@ class Objective(ABC):
         """The name by which ``item_definition`` finds logits of the model as the run begins; None where it needs none."""
         return None
 
+    def beside(self, config: ChronicalsConfig) -> str | None:
+        """What a run has beside the model that is trained and its own passes, in words; None where nothing."""
+        return None
+
     @classmethod
     def is_defined(cls) -> bool:
         """Whether there is a definition to hold a run against."""
