@@ -72,6 +72,11 @@ MESSAGES = [
         "/some/output_dir/x, run-seed=3, my_model=2",
         "/some/output_dir/x, run-seed=3, my_model=2",
     ),
+    (
+        "dpo={'reference_model': 'x'}: there is",
+        "--dpo.reference-model x: there is",
+        "dpo: {reference_model: x}: there is",
+    ),
     ("data='a.jsonl': no such file", "--data a.jsonl: no such file", "data: a.jsonl: no such file"),
 ]
 

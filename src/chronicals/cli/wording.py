@@ -61,7 +61,7 @@ class Wording:
         if section in self.switches or not isinstance(settings, dict):
             return f"{section}={text}"
         if all(not self.in_recipe or f"{section}.{name}" in self.as_flags for name in settings):
-            return " ".join(f"--{section}.{name} {shlex.quote(str(value))}" for name, value in settings.items())
+            return " ".join(f"{flag(f'{section}.{name}')} {shlex.quote(str(value))}" for name, value in settings.items())
         return f"{section}: {_in_yaml(settings)}"
 
     def _is_flag(self, name: str) -> bool:
