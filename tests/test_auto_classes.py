@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.of_file(3)
+
 FIRST = [
     "import chronicals; from transformers import AutoModelForCausalLM",
     "from transformers import AutoModelForCausalLM; import chronicals",

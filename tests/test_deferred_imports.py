@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.of_file(3)
+
 
 def run(program: str, folder) -> str:
     """What the program prints, in a process with stand-ins for two packages in ``folder``."""

@@ -23,6 +23,8 @@ from chronicals.cli import main
 from chronicals.cli.app import WIDE
 from chronicals.config import Recipe
 
+pytestmark = pytest.mark.of_file(40)
+
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
 

@@ -18,6 +18,8 @@ from chronicals.distributed.torchrun import PATIENCE, wait_for_processes
 from chronicals.training.checkpoint import check_checkpoint, checkpoints
 from process_groups import wait_until
 
+pytestmark = pytest.mark.of_file(3)
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -17,6 +17,8 @@ from chronicals.patching import halves, patch_parts
 from chronicals.patching.plan import PatchPlan
 from chronicals.training import ChronicalsTrainer, decisions, in_backward, needed_memory, session
 
+pytestmark = pytest.mark.of_file(12)
+
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
 """Relative: fp32 sums in another order."""

@@ -12,6 +12,8 @@ from chronicals.kernels.fp8_experts import fp8_quantize_experts
 from chronicals.kernels.fused_experts import fused_experts, fused_experts_reference
 from mutants import mutant
 
+pytestmark = pytest.mark.of_file(5)
+
 module = sys.modules["chronicals.kernels.fused_experts"]
 
 

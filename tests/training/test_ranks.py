@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import two_ranks
 
 pytestmark = [
-    pytest.mark.of_file(8),
+    pytest.mark.of_file(6),
     pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"),
 ]
 
