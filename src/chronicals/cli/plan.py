@@ -49,7 +49,7 @@ def plan(
 
     given = Recipe.given(preset, recipe, **{"data": ["not read"], **flags})
     config = given.config()
-    uncounted = build_objective(config).beside(config)
+    uncounted = build_objective(config).unplanned_costs(config)
     machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
     model = load_without_weights(given.model, given.trust_remote_code)
     if config.quantization == "nf4":

@@ -171,7 +171,7 @@ class Distill(Objective):
         """The teacher, where nothing is stored of it."""
         return {} if self.settings.stored_tokens is not None else self.teacher(tokenizer)
 
-    def beside(self, config: ChronicalsConfig) -> str:
+    def unplanned_costs(self, config: ChronicalsConfig) -> str:
         given = self.settings
         if given.stored_tokens is not None:
             return f"the teacher {given.teacher}, which reads all data once before the first step"

@@ -88,7 +88,7 @@ class WithReference(Objective):
             raise ConfigurationError(f"{said}: its embedding has {there} rows, the tokenizer {len(tokenizer)} tokens; {REMEDY}")
         return {REFERENCE: other}
 
-    def beside(self, config: ChronicalsConfig) -> str:
+    def unplanned_costs(self, config: ChronicalsConfig) -> str:
         if (named := self.settings.reference_model) is not None:
             return f"the reference model {named}: its weights on every card, and its forward passes"
         if config.use_lora and self.settings.reference != "stored":

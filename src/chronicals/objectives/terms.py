@@ -205,8 +205,8 @@ class Objective(ABC):
         """The name by which ``item_definition`` finds logits of the model as the run begins; None where it needs none."""
         return None
 
-    def beside(self, config: ChronicalsConfig) -> str | None:
-        """What a run has beside the model that is trained and its own passes, in words; None where nothing."""
+    def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
+        """What a run has beside the passes of the trained model, which `chronicals plan` does not count, in words; or None."""
         return None
 
     @classmethod
