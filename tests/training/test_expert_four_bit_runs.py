@@ -90,6 +90,8 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_
     read, after, plain = load_model(place, dtype, quantization="nf4"), load_model(place, dtype), load_model(place, dtype)
     layers = len(packed_experts(read))
     assert f"and the experts of {layers} layers in NF4" in caplog.text and "stay in 16 bit" not in caplog.text
+    dense = sum(p.numel() for p in read.parameters() if p.is_floating_point())
+    assert f" {100 * (1 - dense / sum(p.numel() for p in plain.parameters())):.1f} % of the weights" in caplog.text
     assert quantise_experts(after) == layers == sum(key.endswith(".experts.down_proj") for key, _ in plain.named_parameters())
     quantise_layers(after)
     if torch.cuda.is_available():  # the mean of the scales is summed in another order there, where both are quantised then

@@ -163,11 +163,10 @@ def _report(model: Any) -> None:
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     experts = [module for module in model.modules() if isinstance(module, Experts4bit)]
     inside = sum(layer.out_features * layer.in_features for layer in layers) + sum(module.values for module in experts)
-    others = sum(p.numel() for p in model.parameters() if p.is_floating_point())
     size = sum(layer.packed.bytes for layer in layers) + sum(module.bytes for module in experts)
     what = f"{len(layers)} linear layers" + (f" and the experts of {len(experts)} layers" if experts else "")
-    share = inside / (inside + others)
-    logger.info("quantization: %s in NF4, %.1f %% of the weights, in %.2f GiB", what, 100 * share, size / 2**30)
+    share = 100 * inside / count_values(model)
+    logger.info("quantization: %s in NF4, %.1f %% of the weights, in %.2f GiB", what, share, size / 2**30)
     if left := sorted({type(module).__name__ for module in _left_experts(model)}):
         message = "quantization: these experts stay in 16 bit, for they are no module of stacked weights and biases alone: %s"
         logger.warning(message, ", ".join(left))
