@@ -210,7 +210,8 @@ def test_a_trial_takes_more_pairs_with_an_attention_that_comes_close(monkeypatch
 
 
 def test_what_a_trial_found_holds_for_other_shares_of_prompts(monkeypatch, tmp_path):
-    """Whose rows are as long; not for another objective, wider packs, or steps that cannot be divided so."""
+    """Whose rows are as long; not for another objective, wider packs, or steps of more pairs, of which other numbers fit into a
+    micro-batch."""
     tried = []
 
     def passed(way, longest):
@@ -224,8 +225,9 @@ def test_what_a_trial_found_holds_for_other_shares_of_prompts(monkeypatch, tmp_p
     way, words = trial(monkeypatch, passed, [step_of(3)], more)
     assert way == (4, "flash") and not tried
     assert words[0] == "as in the trial of pairs-50" and "flash 4 pairs 1.00 s" in words[1]
-    for other, given in ((more, [step_of(3)[:6]]), (planned(tmp_path, "lora", objective="orpo", data="pairs-70"), steps),
-                         (replace(more, fields={**more.fields, "max_seq_length": 512}), steps)):  # fmt: skip
+    orpo, wider = planned(tmp_path, "lora", objective="orpo", data="pairs-70"), {**more.fields, "max_seq_length": 512}
+    longer = [step_of(3) + step_of(3)[:4]]
+    for other, given in ((more, longer), (more, [step_of(3)[:6]]), (orpo, steps), (replace(more, fields=wider), steps)):
         tried.clear()
         trial(monkeypatch, passed, given, other)
         assert tried

@@ -182,7 +182,8 @@ def known_or_fastest_way(
     build: Build, steps: Sequence[Sequence[Pair]], attentions: Sequence[Attention], work: PairWork, arm: str
 ) -> tuple[PairWay, list[str]]:
     """What a trial found for another row of the same model, mode and objective, else what one finds now: where prompts are
-    another share of built-in rows, a peer's rows are as long.
+    another share of built-in rows, a peer's rows are as long. Its steps must hold as many pairs: more of them may be divided
+    into micro-batches that the trial did not have.
 
     Args:
         arm: in words.
@@ -194,10 +195,10 @@ def known_or_fastest_way(
         return fastest_way(build, steps, attentions)
     name = re.sub(r"[^a-z0-9]+", "-", f"{work.name} {work.mode} {work.objective} {arm}".lower())
     file, config = work.folder.parent / "ways" / f"{name}.json", work.config()
-    alike = [str(device()), config.batch_size, config.max_seq_length]
+    alike = [str(device()), config.batch_size, config.max_seq_length, len(steps[0])]
     if file.exists():
         found = json.loads(file.read_text())
-        if found["alike"] == alike and len(steps[0]) % found["pairs"] == 0:
+        if found["alike"] == alike:
             way = PairWay(found["pairs"], Attention(**found["attention"]))
             way.attention.take(build.model)
             return way, [f"as in the trial of {found['data']}", *found["tried"]]
