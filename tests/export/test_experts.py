@@ -60,7 +60,8 @@ def test_what_is_given_back_is_what_is_multiplied():
 
 def test_names_of_experts():
     assert Expert.named("model.layers.3.mlp.experts.11.up_proj.weight") == Expert(3, 11, UP)
-    assert Expert.named("model.layers.0.block_sparse_moe.experts.2.w2.weight") == Expert(0, 2, DOWN)
+    for name, role in (("w1", GATE), ("w2", DOWN), ("w3", UP)):
+        assert Expert.named(f"model.layers.0.block_sparse_moe.experts.2.{name}.weight") == Expert(0, 2, role)
     assert Expert.named("model.layers.3.mlp.shared_expert.up_proj.weight") is None
     assert Expert.named("model.layers.3.mlp.experts.1.up_proj.bias") is None
     assert stack_named("model.layers.3.mlp.experts.gate_up_proj") == Expert(3, 5, GATE).stack == (3, "gate_up_proj")

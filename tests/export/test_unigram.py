@@ -109,13 +109,15 @@ TEXTS = (*PROBES, "  é…\t\tx\r\n", " twice  and  more ", "漢字漢 字 ▁ c
 
 @pytest.mark.parametrize("way", WAYS)
 def test_llama_cpp_gives_the_same_ids(way, tmp_path):
-    tokenizer = unigram(*WAYS[way])
+    tokenizer, (steps, _) = unigram(*WAYS[way]), WAYS[way]
     (exported,) = export(saved(tmp_path, tokenizer), "gguf-f32")
     checks = {check.name: check.passed for check in exported.proof.checks}
     assert checks["scores"] and checks["map of characters"] and checks["blanks"]
     file = gguf_file.File(exported.path)
     assert file.value("tokenizer.ggml.model") == "t5" and file.value("tokenizer.ggml.token_type")[:4] == [2, 3, 3, 3]
-    assert (file.value("tokenizer.ggml.precompiled_charsmap") is None) == (MAP not in WAYS[way][0])
+    assert (file.value("tokenizer.ggml.precompiled_charsmap") is None) == (MAP not in steps)
+    assert file.value("tokenizer.ggml.remove_extra_whitespaces") == (SEVERAL in steps or ONE in steps)
+    assert file.value("tokenizer.ggml.add_space_prefix") == (not way.startswith("no prefix"))
     assert ("ids of a conversation" in checks) == READ_BY_LLAMA_CPP
     if READ_BY_LLAMA_CPP:
         from chronicals.export.llama_cpp import LlamaCpp

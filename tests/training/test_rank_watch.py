@@ -199,13 +199,17 @@ def test_a_process_that_is_not_heard_of_is_gone(watched, monkeypatch):
 
 
 def test_only_a_step_is_limited(watched, monkeypatch):
-    """Loading, evaluating and writing may take as long as they take."""
-    make, _, left = watched
+    """Loading, evaluating and writing may take as long as they take, also where the others wait in a step or never began."""
+    make, store, left = watched
     monkeypatch.setattr(watch, "GRACE", 0.2)
     with make(patience=0.3) as made:
         time.sleep(0.6)
         with made.step(1):
             pass
+        post(store, place="in step 2", waits=9.0)
+        time.sleep(0.6)
+        assert not left
+        store.delete_key("chronicals/watch/0/1")
         time.sleep(0.6)
         assert not left
         with made.step(2):
