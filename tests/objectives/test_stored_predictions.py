@@ -1,6 +1,9 @@
 """A teacher's predictions stored before the run: what they are, that training is that with the teacher, what is refused."""
 
+import os
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.evaluation import evaluate_data
-from chronicals.training.stored_predictions import with_predictions
+from chronicals.training.stored_predictions import _Predictions, with_predictions
 from chronicals.verification import verify
 from distillations import SETTINGS, fields, refused, sharp, train
 
@@ -250,12 +253,61 @@ def test_a_full_disk_is_said_before_anything_is_computed(teacher, tmp_path, monk
         stored(tmp_path, teacher, stored_tokens=9)
 
 
+def left_in(folder):
+    return [path for path in (folder / "tokens").rglob("*") if path.suffix in (".aside", ".teacher")]
+
+
 def test_a_computation_that_was_broken_off_is_done_anew(teacher, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(Distill, "kept", lambda *_: (_ for _ in ()).throw(CheckpointError("broken off")))
         with pytest.raises(CheckpointError, match="broken off"):
             stored(tmp_path, teacher, stored_tokens=9)
-    assert list((tmp_path / "tokens").rglob("*.aside")) and not list((tmp_path / "tokens").rglob("*.teacher"))
+    assert not left_in(tmp_path)
     _, store, _ = stored(tmp_path, teacher, stored_tokens=9)
     assert store.of_targets[STORED_LOG_P].values.shape == (store.targets.sum(), 9)
     assert np.isfinite(store.of_targets[STORED_LOG_P].values).all()
+
+
+@pytest.mark.parametrize("seconds", [60, 7200])
+def test_what_a_killed_process_left_is_removed_when_it_is_old(seconds, teacher, tmp_path):
+    """It may be another run's, which computes the same, as long as it is written to."""
+    stored(tmp_path, teacher, stored_tokens=9)
+    (folder,) = left_in(tmp_path)
+    left = folder.with_suffix(".0123abcd.aside")
+    folder.rename(left)
+    for path in (left, *left.iterdir()):
+        os.utime(path, (time.time() - seconds,) * 2)
+    stored(tmp_path, teacher, stored_tokens=9)
+    assert left_in(tmp_path) == [folder] if seconds > 3600 else sorted(left_in(tmp_path)) == [left, folder]
+
+
+@pytest.mark.parametrize("ends_first", [True, False], ids=["the second ends first", "the first ends first"])
+def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(ends_first, teacher, tmp_path, monkeypatch):
+    """The second begins when the first has written a Batch; all that either trains on is the teacher's."""
+    _, expected, _ = stored(tmp_path / "alone", teacher, stored_tokens=9)
+    whole, began, goes_on, others = _Predictions._predicted, threading.Event(), threading.Event(), []
+
+    def second(self, rows):
+        for number, found in enumerate(whole(self, rows)):
+            if number == 1:
+                began.set()
+                assert ends_first or goes_on.wait(60)
+            yield found
+
+    def first(self, rows):
+        monkeypatch.setattr(_Predictions, "_predicted", second)
+        for number, found in enumerate(whole(self, rows)):
+            if number == 1:
+                other.start()
+                other.join() if ends_first else began.wait(60)
+            yield found
+
+    other = threading.Thread(target=lambda: others.append(stored(tmp_path, teacher, stored_tokens=9)[1]))
+    monkeypatch.setattr(_Predictions, "_predicted", first)
+    stores = [stored(tmp_path, teacher, stored_tokens=9)[1]]
+    goes_on.set()
+    other.join()
+    for store in stores + others:
+        for name in (STORED_IDS, STORED_LOG_P):
+            assert np.array_equal(store.of_targets[name].values, expected.of_targets[name].values)
+    assert len(others) == 1 and len(left_in(tmp_path)) == 1

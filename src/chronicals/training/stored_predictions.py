@@ -11,7 +11,10 @@ import hashlib
 import json
 import logging
 import shutil
+import time
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,9 @@ NUMBER = "number"
 
 KINDS = {STORED_IDS: np.int32, STORED_LOG_P: np.float32}
 """The columns of a store, a file of each in its folder of the cache."""
+
+LEFT = 3600.0
+"""Seconds after which predictions to which nothing was written are taken for those of a process that was killed."""
 
 
 def with_predictions(
@@ -93,26 +99,37 @@ class _Predictions:
 
     def _compute(self, store: TokenStore, folder: Path) -> None:
         """Every rank writes the targets of its documents into the same files, which get their name when all are done."""
-        aside, targets, k = folder.with_suffix(".aside"), int(store.targets.sum()), self.objective.settings.stored_tokens
+        targets, k = int(store.targets.sum()), self.objective.settings.stored_tokens
         size = sum(np.dtype(kind).itemsize for kind in KINDS.values()) * k * targets
         logger.info("teacher: computing predictions of %s targets, %.2f GiB in %s", f"{targets:,}", size / 2**30, folder.parent)
 
-        def create() -> None:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            if (free := shutil.disk_usage(aside).free) < size:
+        def create() -> str:
+            _remove_left(folder)
+            aside = folder.with_suffix(f".{uuid.uuid4().hex[:8]}.aside")  # another run may be computing the same
+            if (free := shutil.disk_usage(folder.parent).free) < size:
                 raise ConfigurationError(
                     f"distill.stored_tokens={k}: {size / 2**30:.1f} GiB are needed for {targets:,} targets, and "
                     f"{folder.parent} has {free / 2**30:.1f} GiB free; take fewer, or another cache_dir"
                 )
+            aside.mkdir()
             for name, kind in KINDS.items():
                 np.lib.format.open_memmap(aside / f"{name}.npy", "w+", kind, (targets, k))
+            return aside.name
 
-        self.ranks.writer_does(create, ConfigurationError)
+        aside = folder.with_name(self.ranks.writer_does(create, ConfigurationError))
+        try:
+            self._fill(store, aside)
+            self.ranks.writer_does(lambda: _rename(aside, folder), OSError)
+        finally:
+            if self.ranks.writer:
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def _fill(self, store: TokenStore, aside: Path) -> None:
+        """Write this rank's part of the files there; returns when all ranks have."""
         if not all(self.ranks.gather_values((aside / f"{STORED_IDS}.npy").exists())):
             raise ConfigurationError(
-                f"distill.stored_tokens={k}: {folder.parent} is not the same folder on all machines; set cache_dir to one "
-                "that is"
+                f"distill.stored_tokens={self.objective.settings.stored_tokens}: {aside.parent} is not the same folder on all "
+                "machines; set cache_dir to one that is"
             )
         files = [np.load(aside / f"{name}.npy", mmap_mode="r+") for name in KINDS]
         for rows, found in self._predicted(store):
@@ -121,7 +138,6 @@ class _Predictions:
         for file in files:
             file.flush()
         self.ranks.gather_values(True)
-        self.ranks.writer_does(lambda: _rename(aside, folder), OSError)
 
     @torch.no_grad()
     def _predicted(self, store: TokenStore) -> Iterator[tuple[np.ndarray, tuple[Tensor, Tensor]]]:
@@ -166,4 +182,11 @@ def _rename(aside: Path, folder: Path) -> None:
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(aside)
+
+
+def _remove_left(folder: Path) -> None:
+    """What a process that was killed left of the same predictions: nothing was written to it for long."""
+    for aside in folder.parent.glob(f"{folder.stem}.*.aside"):
+        with suppress(OSError):  # another process may be at it
+            if time.time() - max(file.stat().st_mtime for file in (aside, *aside.iterdir())) > LEFT:
+                shutil.rmtree(aside)
