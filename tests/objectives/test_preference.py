@@ -408,6 +408,19 @@ def test_adapters_of_another_scale_have_a_stored_reference_of_their_own(of_peft,
         assert first_and_last(tmp_path / str(alpha))[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
+def test_the_adapter_of_peft_that_is_active_is_the_stored_reference(tmp_path):
+    peft = pytest.importorskip("peft")
+    shape = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
+    for active in ("first", "second"):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny.llama(), shape, adapter_name="first")
+        model.add_adapter("second", shape)
+        model.set_adapter(active)
+        stored = {"dpo": {"reference": "stored"}, "max_steps": 1}
+        train(tmp_path / active, model=model, cache_dir=tmp_path / "shared", **stored)
+        assert first_and_last(tmp_path / active)[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+
 def test_held_out_pairs_are_compared_with_the_reference_too(tmp_path):
     result = train(tmp_path, validation_split=0.25)
     assert set(result.evaluation.others) >= REWARDS and result.evaluation.perplexity is None

@@ -14,7 +14,7 @@ from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream
 from chronicals.objectives import build_objective
 from chronicals.saving import SavedModel
-from chronicals.training import ChronicalsTrainer
+from chronicals.training import CheckpointError, ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 from chronicals.training.loading import load_to_train
 from chronicals.training.reference_record import with_reference
@@ -251,6 +251,22 @@ def test_another_start_is_the_reference_of_evaluation_too(kind, base, tuned, tmp
         assert abs(evaluated(tmp_path, reference_model=base).loss - found.loss) > 1e-3
 
 
+@pytest.mark.parametrize("beside", [{"lora_modules_to_save": ["lm_head"]}, {"dpo": {"reference": "stored"}}])
+def test_a_start_in_4_bits_is_the_reference_in_4_bits(beside, base, tmp_path):
+    """Trained so little that it is still what it began with: the loss is log 2, as beside the weights in 16 bits it is not."""
+    train_from(base, tmp_path, **{**LORA, "learning_rate": 1e-9, "load_in_4bit": True, **beside})
+    assert SavedModel.find(tmp_path / "run").about["reference"]["in_4bit"]
+    assert evaluated(tmp_path).loss == pytest.approx(math.log(2), rel=1e-5)
+    assert abs(evaluated(tmp_path, reference_model=base).loss - math.log(2)) > 1e-4
+
+
+def test_adapters_that_make_up_for_quantising_begin_with_no_stored_model(base, tmp_path):
+    train_from(base, tmp_path, **{**LORA, "load_in_4bit": True, "lora_init": "loftq"})
+    assert SavedModel.find(tmp_path / "run").about["reference"] == {"how": "stored"}
+    with pytest.raises(ConfigurationError, match="it was not known where that is stored; give as reference_model"):
+        evaluated(tmp_path)
+
+
 def test_a_run_that_goes_on_remembers_its_start(base, tmp_path):
     changes = {"lr_scheduler": "constant", "save_steps": 2}
     train_from(base, tmp_path, max_steps=2, **changes)
@@ -259,6 +275,38 @@ def test_a_run_that_goes_on_remembers_its_start(base, tmp_path):
     model.__dict__.pop("_chronicals_loaded_from")
     ChronicalsTrainer(model, tiny.tokenizer(), config).train(rows(16), resume=True)
     assert SavedModel.find(tmp_path / "run").about["reference"] == record
+
+
+@pytest.mark.parametrize("what", ["moved", "changed", "another", "left out", "named since"])
+def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base, tmp_path):
+    """The model may have been moved meanwhile."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, seed in ((one, 7), (other, 8)):
+        tiny.llama(seed).save_pretrained(folder)
+        tiny.tokenizer().save_pretrained(folder)
+    begun, then = {"reference_model": str(one)}, {"reference_model": str(one)}
+    if what == "named since":
+        begun = {}
+    changes = {"lr_scheduler": "constant", "save_steps": 2}
+    train_from(base, tmp_path, dpo=begun, **changes, max_steps=2)
+    if what == "moved":
+        then = {"reference_model": str(one.rename(tmp_path / "there"))}
+    if what == "changed":
+        tiny.llama(9).save_pretrained(one)
+    if what == "another":
+        then = {"reference_model": str(other)}
+    if what == "left out":
+        then = {}
+    config = runs.config(tmp_path, **changes_of(dpo=then, **changes))
+    model, config = load_to_train(SavedModel.find(base), config, ranks())
+    trainer = ChronicalsTrainer(model, tiny.tokenizer(), config)
+    if what == "moved":
+        trainer.train(rows(16), resume=True)
+        assert len(runs.trajectory(tmp_path)) == 3
+        return
+    reason = "the setting that it began with" if what in ("left out", "named since") else "that one as reference_model"
+    with pytest.raises(CheckpointError, match=f"reference.json: the run's reference policy is .*; resume with {reason}"):
+        trainer.train(rows(16), resume=True)
 
 
 @pytest.mark.parametrize("what", ["changed", "gone", "not known"])

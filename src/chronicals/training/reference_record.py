@@ -22,11 +22,11 @@ LOADED_FROM = "_chronicals_loaded_from"
 """Attribute of a model that nothing has changed since it was loaded: where it was (``SavedModel``)."""
 
 Record = Mapping[str, Any]
-"""As JSON: ``how`` (``adapters_off``, ``stored``, ``reference_model``) and, of a model that is found again, ``start`` and
-``identity``."""
+"""As JSON: ``how`` (``adapters_off``, ``stored``, ``reference_model``) and, of a model that is found again, ``start``,
+``identity`` and, where it was read into NF4, ``in_4bit``."""
 
 
-def record_of(objective: Objective, model: Any) -> Record | None:
+def record_of(objective: Objective, model: Any, config: ChronicalsConfig) -> Record | None:
     """How the objective has its reference in a run that begins now; None where it compares with none."""
     saved = vars(model).pop(LOADED_FROM, None)  # the run changes it
     if not isinstance(objective, WithReference):
@@ -35,7 +35,15 @@ def record_of(objective: Objective, model: Any) -> Record | None:
         return {"how": "reference_model", **_found_again(SavedModel.find(named))}
     if not objective.stores_reference(model):
         return {"how": "adapters_off"}
-    return {"how": "stored", **(_found_again(saved) if saved is not None else {})}
+    if saved is None or _begins_with_loftq(saved, config):
+        return {"how": "stored"}
+    found = _found_again(saved)
+    return {"how": "stored", **found, **({"in_4bit": True} if found and config.quantization == "nf4" else {})}
+
+
+def _begins_with_loftq(saved: SavedModel, config: ChronicalsConfig) -> bool:
+    """Whether new adapters begin with what quantising took: the model is that of no files, in 16 bits or in 4."""
+    return config.use_lora and config.lora_init == "loftq" and not saved.adapted
 
 
 def _found_again(saved: SavedModel) -> dict[str, Any]:
@@ -46,6 +54,29 @@ def _found_again(saved: SavedModel) -> dict[str, Any]:
         if again.base == saved.base:
             return {"start": start, "identity": again.identity()}
     return {}
+
+
+def difference(kept: Record, now: Record) -> str | None:
+    """Why a run that goes on does not have the reference policy that it began with; None where it has, or cannot know.
+
+    A model may lie in another folder if its files have the names, sizes and times that they had.
+    """
+    if kept["how"] != now["how"]:
+        began, found = (_in_words(record) for record in (kept, now))
+        return f"the run's reference policy is {began}, and now it would be {found}; resume with the setting that it began with"
+    told = "identity" in kept and "identity" in now
+    if now["how"] != "reference_model" or not told or kept["identity"][1:] == now["identity"][1:]:
+        return None
+    return (
+        f"the run's reference policy is {kept['start']} as it was when the run began; {now['start']} is another model, or its "
+        "files were changed; resume with that one as reference_model, whose copy must keep the files' times"
+    )
+
+
+def _in_words(record: Record) -> str:
+    if record["how"] == "reference_model":
+        return f"reference_model={record.get('start')!r}"
+    return f"reference={record['how']!r}"
 
 
 def with_reference(
@@ -72,6 +103,8 @@ def with_reference(
     given = dict(config.sections.get(config.objective, {}))
     if reference_model is None and given.get("reference_model") is None and record is not None:
         reference_model = base if record["how"] == "adapters_off" else _start(record)
+        if record.get("in_4bit"):
+            given["reference_in_4bit"] = True
     if reference_model is not None:
         given = {**given, "reference_model": lasting(reference_model), "reference": "auto"}
     elif given.get("reference_model") is None and record is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,7 +31,7 @@ from chronicals.objectives.reference import REFERENCE, WithReference
 from chronicals.training.alike import fingerprint_over
 from chronicals.training.errors import CheckpointError
 from chronicals.training.metrics import Moment
-from chronicals.training.reference_record import Record, record_of
+from chronicals.training.reference_record import Record, difference, record_of
 from chronicals.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class StoredReference:
         objective = session.objective
         self.facts: dict[str, Any] = {}
         self.wanted = isinstance(objective, WithReference) and objective.stores_reference(session.model)
-        self.record = record_of(objective, session.model)
+        self.record = record_of(objective, session.model, session.config)
         if self.wanted:
             fresh = adapters_are_fresh(session.model)  # then they change nothing yet, and start otherwise with another seed
             named = session.model.named_parameters()
@@ -74,12 +75,13 @@ class StoredReference:
             self.facts = {"weights": weights.values, "places": weights.places, "divided": weights.divided}
             self.facts["model"] = digest_of(session.model.config)
             self.facts["scales"] = [] if fresh else scales_of(session.model)
+            self.facts["active"] = active_in_peft(session.model)
 
     def keep(self, output_dir: Path, resumed: bool) -> None:
         """Write to the run's folder what its reference is, or compare what a run that goes on wrote there.
 
         Raises:
-            CheckpointError: it goes on from another model than it began with.
+            CheckpointError: it goes on from another model, or beside another reference, than it began with.
         """
         if self.record is not None:
             self.record = self.session.ranks.writer_does(lambda: self._keep(output_dir / KEPT, resumed), CheckpointError)
@@ -91,13 +93,16 @@ class StoredReference:
             file.write_text(json.dumps({**self.facts, "reference": self.record}))
             return self.record
         kept = json.loads(file.read_text())
-        told = {"weights", "model", "scales"} | ({"places"} if kept.get("divided") == self.facts.get("divided") else set())
+        told = {"weights", "model", "scales", "active"}
+        told |= {"places"} if kept.get("divided") == self.facts.get("divided") else set()
         if any(kept[name] != self.facts[name] for name in told & kept.keys() & self.facts.keys()):
             raise CheckpointError(
                 f"{file}: the run's reference policy is the model that it began with, and this is another one; resume with the "
                 "model that the run began with"
             )
         found: Record | None = kept.get("reference", self.record)
+        if self.record is not None and found is not None and (other := difference(found, self.record)) is not None:
+            raise CheckpointError(f"{file}: {other}")
         return found
 
     def beside(self, store: TokenStore) -> TokenStore:
@@ -147,9 +152,12 @@ class StoredReference:
 
     def _write(self, store: TokenStore, values: np.ndarray) -> None:
         file = self._file(store)
-        aside = file.with_suffix(".aside")
-        save_file({REFERENCE: values}, aside)
-        aside.replace(file)
+        aside = file.with_suffix(f".{uuid.uuid4().hex[:8]}.aside")  # another run may write the same
+        try:
+            save_file({REFERENCE: values}, aside)
+            aside.replace(file)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def _file(self, store: TokenStore) -> Path:
         """In the cache, beside the store's own."""
@@ -169,6 +177,12 @@ def scales_of(model: nn.Module) -> list[Any]:
     ours = [layer.scale for _, layer in adapters(model)]
     of_peft = (getattr(module, "scaling", None) for module in model.modules())
     return [*ours, *(sorted(scaling.items()) for scaling in of_peft if isinstance(scaling, dict))]
+
+
+def active_in_peft(model: nn.Module) -> list[Any]:
+    """Which of PEFT's adapters take part in each layer, are switched off, or are merged; in the order of the layers."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "scaling", None), dict)]
+    return [[list(layer.active_adapters), bool(layer.disable_adapters), list(layer.merged_adapters)] for layer in layers]
 
 
 def digest_of(config: Any) -> str:
