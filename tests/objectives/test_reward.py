@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import families
@@ -19,6 +20,7 @@ from chronicals.models import Term, attach_score, load_model, score_of
 from chronicals.objectives import OBJECTIVES, reward
 from chronicals.objectives.reward import padding_token
 from chronicals.saving import SavedModel, save_model
+from chronicals.training import ChronicalsTrainer
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.evaluation import evaluate_data
 from chronicals.verification import verify
@@ -189,7 +191,7 @@ def trained(folder, model, **changes):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_model_is_transformers_classifier(tied, tmp_path):
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     expected, documents = trained(tmp_path, tiny.llama(tie_word_embeddings=tied))
     folder = tmp_path / "run" / "model"
@@ -230,7 +232,7 @@ def test_a_classifier_is_written_with_the_values_that_are_given(tmp_path):
 
 def test_saved_adapters_are_pefts_of_a_classifier(tmp_path):
     peft = pytest.importorskip("peft")
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     tiny.llama().save_pretrained(tmp_path / "base")
     expected, documents = trained(tmp_path, load_model(tmp_path / "base", torch.float32), **LORA)
@@ -287,6 +289,43 @@ def test_a_reward_model_is_evaluated_and_trained_further(changes, tied, tmp_path
     further = train(tmp_path, given, model, max_steps=2, **{**changes, "learning_rate": 3e-4})
     assert further.loss < result.loss < 0.3 and further.evaluation.loss < result.evaluation.loss
     assert runs.weights(tmp_path).keys() == runs.weights(tmp_path / "first").keys()
+
+
+def test_the_padding_token_of_a_loaded_model_is_trained(tmp_path):
+    """Prompts hold it; ``verify`` finds a model that leaves it out."""
+    tiny.llama().save_pretrained(tmp_path / "base")
+    train(tmp_path, model=load_model(tmp_path / "base", torch.float32))
+    model = OBJECTIVES["reward"].load(SavedModel.find(tmp_path / "run"), torch.float32)
+    pad = model.config.get_text_config().pad_token_id
+    _, gradients = one_step(tmp_path / "further", rows(9), "reward", {}, model=model, max_seq_length=2048)
+    assert gradients["model.embed_tokens.weight"][pad].any()
+
+
+def test_the_callers_tokenizer_pads_as_before(tmp_path):
+    """It tells whether data is the same when the run goes on."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    changes = {"objective": "reward", "save_steps": 2, **READY}
+    for steps, resume in ((2, False), (4, True)):
+        config = runs.config(tmp_path, **changes, max_steps=steps)
+        result = ChronicalsTrainer(tiny.llama(), tokenizer, config).train(rows(24), resume=resume)
+        assert tokenizer.pad_token == tokenizer.eos_token
+    assert result.steps == 4
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").pad_token != tokenizer.eos_token
+
+
+def test_the_command_line_verifies_a_reward_run(tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "base")
+    train(tmp_path, model=load_model(tmp_path / "base", torch.float32))
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows(24, seed=5)))
+    given = ["--data", data, "--cache-dir", tmp_path, "--objective", "reward", "--batch-size", 1, "--max-steps", 50]
+    given += ["--max-seq-length", 512, "--gradient-accumulation-steps", 1, "--no-use-torch-compile", "--steps", 5]
+    command = ["verify", "--model", str(tmp_path / "run"), *map(str, given)]
+    done = CliRunner().invoke(app, [*command, "--reward.pad-token", "[PAD]"])
+    assert "reward.pad_token='[PAD]': is no token of the model" in str(done.output) + str(done.exception)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
 
 
 def test_the_command_line_evaluates_a_reward_run(tmp_path):

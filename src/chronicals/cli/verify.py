@@ -46,7 +46,7 @@ def verify(
     from chronicals.config import Recipe
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.models.loading import DTYPES
-    from chronicals.objectives import build_objective
+    from chronicals.objectives import OBJECTIVES, build_objective
     from chronicals.saving import SavedModel
     from chronicals.training.adapters import watcher
     from chronicals.verification import verify as compare
@@ -57,7 +57,8 @@ def verify(
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
-    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
+    given = DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config)
+    model = OBJECTIVES[config.objective].load(saved, *given)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in all arms", total=steps)
         found = compare(

@@ -40,12 +40,14 @@ def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, 
 
 
 def of_flags(texts: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Of ``dpo.beta=0.1`` texts, as the command line has them; values are read as YAML."""
+    """Of ``dpo.beta=0.1`` texts, as the command line has them; values are read as YAML, but ``[PAD]`` is a text, for no setting
+    is a list."""
     import yaml
 
     sections: dict[str, dict[str, Any]] = {}
     for text in texts:
         path, _, value = text.partition("=")
         name, _, setting = path.partition(".")
-        sections.setdefault(name, {})[setting] = yaml.safe_load(value)
+        found = yaml.safe_load(value)
+        sections.setdefault(name, {})[setting] = value if isinstance(found, (list, dict)) else found
     return sections

@@ -117,7 +117,7 @@ class ChronicalsTrainer:
             ConfigurationError: the configuration cannot be honoured, or is not the same in all processes.
             Interrupted: stopped by a signal or ``stop``, after a checkpoint.
         """
-        self._stop = Stop()
+        self._stop, padding = Stop(), self.tokenizer.pad_token
         try:
             watched = RankWatch(self.ranks, self.config.rank_timeout, TrainingError)
             with heard(self.ranks.writer), watched as self._watch:
@@ -127,6 +127,8 @@ class ChronicalsTrainer:
                     return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
         finally:
             self._session = None
+            if self.tokenizer.pad_token != padding:  # a reward model was saved with another one
+                self.tokenizer.pad_token = padding
 
     def _train(self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None) -> TrainingResult:
         model = self.model
