@@ -302,12 +302,14 @@ def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(ends_first, 
                 other.join() if ends_first else began.wait(60)
             yield found
 
-    other = threading.Thread(target=lambda: others.append(stored(tmp_path, teacher, stored_tokens=9)[1]))
+    def holds_all():
+        _, store, _ = stored(tmp_path, teacher, stored_tokens=9)
+        columns = [[each.of_targets[name].values for each in (store, expected)] for name in (STORED_IDS, STORED_LOG_P)]
+        return all(np.array_equal(*both) for both in columns)
+
+    other = threading.Thread(target=lambda: others.append(holds_all()))
     monkeypatch.setattr(_Predictions, "_predicted", first)
-    stores = [stored(tmp_path, teacher, stored_tokens=9)[1]]
+    assert holds_all()
     goes_on.set()
     other.join()
-    for store in stores + others:
-        for name in (STORED_IDS, STORED_LOG_P):
-            assert np.array_equal(store.of_targets[name].values, expected.of_targets[name].values)
-    assert len(others) == 1 and len(left_in(tmp_path)) == 1
+    assert others == [True] and len(left_in(tmp_path)) == 1
