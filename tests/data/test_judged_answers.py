@@ -68,6 +68,17 @@ def test_judged_conversations_may_repeat_their_prompt(tmp_path):
     assert found == [alone.encode({"messages": [user(q), assistant(a)]}, "row")[0] for q, a in expected]
 
 
+@pytest.mark.parametrize("place", [1, 3])
+def test_an_unusable_answer_is_given_to_no_other_row(place, tmp_path, monkeypatch):
+    """Nor where it is the last of the rows before a chunk."""
+    monkeypatch.setattr("chronicals.data.chunks.CHUNK_ROWS", 4)
+    rows = [{"prompt": [user(f"what is {n}?")], "completion": [assistant(f"a {n}")], "label": n % 2 == 0} for n in range(8)]
+    rows[place]["completion"] = [{"role": "narrator", "content": "x"}, assistant("y")]
+    store = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
+    assert store.report.findings["unknown_role"].rows == [place + 1]
+    assert len(texts(store)) == 7 and not any("narrator" in text for item in texts(store) for text in item)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -219,7 +219,7 @@ class ChunkEncoder:
     def _add_mismatched(self, found: _Recognised) -> None:
         """To every judged answer a document more: its prompt with the answer to another one; rows without such go."""
         wheres = dict(zip(found.rows, found.wheres, strict=True))
-        others = of_other_prompts([found.judged[row] for row in wheres], [*_judged_before(found.chunk)])
+        others = of_other_prompts([found.judged[row] for row in wheres], [*self._judged_before(found.chunk)])
         alone = set[int]()
         for (row, where), other in zip(wheres.items(), others, strict=True):
             if other is None:
@@ -232,6 +232,16 @@ class ChunkEncoder:
                 kind, mismatched = "instruction", as_instruction(mismatched)
             found.add(row, 1, where, NormalRow.of(mismatched, kind, where))
         found.leave_out(alone)
+
+    def _judged_before(self, chunk: Chunk) -> Iterator[Record]:
+        """Of the rows before a chunk those that can be used."""
+        for record in map(parsed, chunk.earlier):
+            with suppress(DataError):
+                if not isinstance(record, BadRow) and kind_of(record, "", (JUDGED,)) == JUDGED:
+                    judgement(record, "")
+                    answer = answered(with_conversations(record), "")
+                    self._normal(kind_of(answer, ""), answer, "", _RowReport(DataReport(), 0))
+                    yield answer
 
     def _documents(self, row: int, record: Record | BadRow, where: str, found: _Recognised) -> list[NormalRow]:
         """What a row's documents are made of; counts what is odd in it."""
@@ -347,12 +357,3 @@ class ChunkEncoder:
             report.note("identical_answers", item[0].row)
             return []
         return fitted
-
-
-def _judged_before(chunk: Chunk) -> Iterator[Record]:
-    """Of the rows before a chunk those that can be used."""
-    for record in map(parsed, chunk.earlier):
-        with suppress(DataError):
-            if not isinstance(record, BadRow) and kind_of(record, "", (JUDGED,)) == JUDGED:
-                judgement(record, "")
-                yield answered(with_conversations(record), "")

@@ -33,7 +33,7 @@ def prompt_names(record: Record, without: Collection[str] = ()) -> list[str]:
 
 def prompt_called(name: str, record: Record, where: str) -> Any:
     """The prompt in the field ``name``, a text or messages; an ``instruction`` with its ``input`` and ``history`` is messages,
-    as where it is trained on.
+    as where it is trained on, and so is any text with a ``history``.
 
     Raises:
         DataError: a field is of the wrong type, or a conversation ends with the assistant.
@@ -41,7 +41,9 @@ def prompt_called(name: str, record: Record, where: str) -> Any:
     if name == "instruction":
         return asked_of(record, where)
     if name not in CONVERSATIONS:
-        return as_list(record[name])
+        value = as_list(record[name])
+        after_others = isinstance(value, str) and _is_filled(record.get("history"))
+        return asked_of({"instruction": value, "history": record["history"]}, where) if after_others else value
     prompt = as_list(conversation_in(record[name], name, where))
     if not isinstance(prompt, list):
         raise DataError(f"{where}: {name} must be a list of messages, this is {type(prompt).__name__}", "wrong_type")
