@@ -277,9 +277,29 @@ def test_a_run_that_goes_on_remembers_its_start(base, tmp_path):
     assert SavedModel.find(tmp_path / "run").about["reference"] == record
 
 
-@pytest.mark.parametrize("what", ["moved", "changed", "another", "left out", "named since"])
+def test_adapters_go_on_over_the_base_that_they_began_on_alone(base, tmp_path):
+    """Whose files may lie elsewhere now."""
+    changes = {"lr_scheduler": "constant", "save_steps": 2, **LORA}
+    train_from(base, tmp_path, **changes, max_steps=2)
+    shutil.copytree(base, tmp_path / "copy", copy_function=shutil.copy)
+    for folder, seed in (("another", 5), ("copy", None)):
+        if seed is not None:
+            tiny.llama(seed).save_pretrained(tmp_path / folder)
+        model, config = load_to_train(
+            SavedModel.find(tmp_path / folder), runs.config(tmp_path, **changes_of(**changes)), ranks()
+        )
+        trainer = ChronicalsTrainer(model, tiny.tokenizer(), config)
+        if seed is None:
+            trainer.train(rows(16), resume=True)
+            assert len(runs.trajectory(tmp_path)) == 3
+        else:
+            with pytest.raises(CheckpointError, match="reference.json: the run's reference policy is .*, and this is another"):
+                trainer.train(rows(16), resume=True)
+
+
+@pytest.mark.parametrize("what", ["copied", "changed", "another", "left out", "named since"])
 def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base, tmp_path):
-    """The model may have been moved meanwhile."""
+    """The model may lie elsewhere meanwhile."""
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, seed in ((one, 7), (other, 8)):
         tiny.llama(seed).save_pretrained(folder)
@@ -289,8 +309,9 @@ def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base,
         begun = {}
     changes = {"lr_scheduler": "constant", "save_steps": 2}
     train_from(base, tmp_path, dpo=begun, **changes, max_steps=2)
-    if what == "moved":
-        then = {"reference_model": str(one.rename(tmp_path / "there"))}
+    if what == "copied":
+        then = {"reference_model": str(shutil.copytree(one, tmp_path / "there", copy_function=shutil.copy))}
+        shutil.rmtree(one)
     if what == "changed":
         tiny.llama(9).save_pretrained(one)
     if what == "another":
@@ -300,11 +321,11 @@ def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base,
     config = runs.config(tmp_path, **changes_of(dpo=then, **changes))
     model, config = load_to_train(SavedModel.find(base), config, ranks())
     trainer = ChronicalsTrainer(model, tiny.tokenizer(), config)
-    if what == "moved":
+    if what == "copied":
         trainer.train(rows(16), resume=True)
         assert len(runs.trajectory(tmp_path)) == 3
         return
-    reason = "the setting that it began with" if what in ("left out", "named since") else "that one as reference_model"
+    reason = "the setting that it began with" if what in ("left out", "named since") else "the model that the run began"
     with pytest.raises(CheckpointError, match=f"reference.json: the run's reference policy is .*; resume with {reason}"):
         trainer.train(rows(16), resume=True)
 

@@ -1,5 +1,6 @@
 """A teacher's predictions stored before the run: what they are, that training is that with the teacher, what is refused."""
 
+import json
 import os
 import shutil
 import threading
@@ -251,6 +252,41 @@ def test_a_full_disk_is_said_before_anything_is_computed(teacher, tmp_path, monk
     monkeypatch.setattr(shutil, "disk_usage", lambda _: few)
     with pytest.raises(ConfigurationError, match=r"distill.stored_tokens=9: 0.0 GiB are needed for [\d,]+ targets"):
         stored(tmp_path, teacher, stored_tokens=9)
+
+
+def on_hub(cache, commit):
+    """A teacher with Python code of its own in a cache of the hub, at ``commit``."""
+    place = cache / "models--me--teacher"
+    folder = place / "snapshots" / commit
+    (place / "refs").mkdir(parents=True, exist_ok=True)
+    (place / "refs" / "main").write_text(commit)
+    sharp(tiny.llama(7)).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**described, "model_type": "own", "auto_map": names}))
+    (folder / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    (folder / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+
+
+def test_of_a_teacher_on_the_hub_with_its_own_code(tmp_path, monkeypatch):
+    """Only where the user trusts it; another commit of it is another teacher."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    for number, commit in enumerate("aab", 1):
+        on_hub(tmp_path / "hub", commit * 40)
+        with pytest.raises(ConfigurationError, match="trust_remote_code"):
+            stored(tmp_path, "me/teacher", stored_tokens=5)
+        _, store, _ = stored(tmp_path, "me/teacher", stored_tokens=5, trust_remote_code=True)
+        assert np.isfinite(store.of_targets[STORED_LOG_P].values).all()
+        assert len(left_in(tmp_path)) == (2 if number == 3 else 1)
 
 
 def left_in(folder):

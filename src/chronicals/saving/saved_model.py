@@ -138,11 +138,15 @@ class SavedModel:
         return self._of_base(load_config, trust_remote_code)
 
     def identity(self) -> list[Any]:
-        """Plain JSON that is the same while its files, or those of the hub's commit, are."""
+        """Plain JSON that is the same while its files, or those of the hub's commit, are.
+
+        Raises:
+            OSError: there is no such model.
+        """
         if (alone := gguf_of(self.place)) is not None:
             files = [alone]
         elif isinstance(self.place, str):
-            return [self.place, getattr(self.config(), "_commit_hash", None)]
+            return [self.place, _commit_of(self.place)]
         else:
             files = [file for file in sorted(self.place.iterdir()) if file.suffix in (".json", ".safetensors", ".bin", ".py")]
         own = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -185,6 +189,14 @@ class SavedModel:
         except ValueError as error:
             named = "that is what the adapter names as its model; if it is elsewhere now"
             raise ValueError(f"{self.place}: its base {self.base}: {without_field(error)}; {named}, {self.remedy}") from error
+
+
+def _commit_of(name: str) -> str | None:
+    """Of the hub's repository, as it is read now; no code of it runs."""
+    from transformers.utils import cached_file
+    from transformers.utils.hub import extract_commit_hash
+
+    return extract_commit_hash(cached_file(name, "config.json"), None)
 
 
 def _weights_of(folder: Path) -> Path:

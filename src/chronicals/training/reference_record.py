@@ -21,6 +21,9 @@ from chronicals.saving import SavedModel
 LOADED_FROM = "_chronicals_loaded_from"
 """Attribute of a model that nothing has changed since it was loaded: where it was (``SavedModel``)."""
 
+UNKNOWN_COMMIT = [None]
+"""End of the identity of a hub's model in records of runs that did not know its commit."""
+
 Record = Mapping[str, Any]
 """As JSON: ``how`` (``adapters_off``, ``stored``, ``reference_model``) and, of a model that is found again, ``start``,
 ``identity`` and, where it was read into NF4, ``in_4bit``."""
@@ -57,20 +60,11 @@ def _found_again(saved: SavedModel) -> dict[str, Any]:
 
 
 def difference(kept: Record, now: Record) -> str | None:
-    """Why a run that goes on does not have the reference policy that it began with; None where it has, or cannot know.
-
-    A model may lie in another folder if its files have the names, sizes and times that they had.
-    """
-    if kept["how"] != now["how"]:
-        began, found = (_in_words(record) for record in (kept, now))
-        return f"the run's reference policy is {began}, and now it would be {found}; resume with the setting that it began with"
-    told = "identity" in kept and "identity" in now
-    if now["how"] != "reference_model" or not told or kept["identity"][1:] == now["identity"][1:]:
+    """Why a run that goes on does not have its reference policy in the way in which it began with it; None where it has."""
+    if kept["how"] == now["how"]:
         return None
-    return (
-        f"the run's reference policy is {kept['start']} as it was when the run began; {now['start']} is another model, or its "
-        "files were changed; resume with that one as reference_model, whose copy must keep the files' times"
-    )
+    began, found = (_in_words(record) for record in (kept, now))
+    return f"the run's reference policy is {began}, and now it would be {found}; resume with the setting that it began with"
 
 
 def _in_words(record: Record) -> str:
@@ -121,7 +115,7 @@ def _start(record: Record) -> str:
             f"the run's reference policy was the model that it began with, and it was not known where that is stored; {remedy}"
         )
     try:
-        same = SavedModel.find(start).identity() == record["identity"]
+        same = SavedModel.find(start).identity() == record["identity"] or record["identity"][1:] == UNKNOWN_COMMIT
     except (ValueError, OSError) as error:
         raise ConfigurationError(
             f"the run's reference policy, {start}, cannot be read: {without_field(error)}; {remedy}"

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from chronicals.batch import Batch
+from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, TokenStore
 from chronicals.lora import adapters, adapters_are_fresh
 from chronicals.models import PresentedModel, in_evaluation
@@ -41,6 +42,9 @@ NUMBER = "number"
 
 KEPT = "reference.json"
 """File of a run's folder that says what its reference is, and of which model it was computed."""
+
+LOOKED_AT = 16
+"""Parameters that tell a reference from another one: those of its last layer, and the head."""
 
 CHANGES_NOTHING = frozenset({
     "_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id",
@@ -76,6 +80,9 @@ class StoredReference:
             self.facts["model"] = digest_of(session.model.config)
             self.facts["scales"] = [] if fresh else scales_of(session.model)
             self.facts["active"] = active_in_peft(session.model)
+        elif self.record is not None:
+            self.facts["last_weights"] = _last_weights_of_reference(session)
+            self.facts["held_as"] = _held_as(session.config)
 
     def keep(self, output_dir: Path, resumed: bool) -> None:
         """Write to the run's folder what its reference is, or compare what a run that goes on wrote there.
@@ -93,16 +100,17 @@ class StoredReference:
             file.write_text(json.dumps({**self.facts, "reference": self.record}))
             return self.record
         kept = json.loads(file.read_text())
-        told = {"weights", "model", "scales", "active"}
-        told |= {"places"} if kept.get("divided") == self.facts.get("divided") else set()
-        if any(kept[name] != self.facts[name] for name in told & kept.keys() & self.facts.keys()):
-            raise CheckpointError(
-                f"{file}: the run's reference policy is the model that it began with, and this is another one; resume with the "
-                "model that the run began with"
-            )
         found: Record | None = kept.get("reference", self.record)
         if self.record is not None and found is not None and (other := difference(found, self.record)) is not None:
             raise CheckpointError(f"{file}: {other}")
+        told = {"weights", "model", "scales", "active"}
+        told |= {"places"} if kept.get("divided") == self.facts.get("divided") else set()
+        told |= {"last_weights"} if kept.get("held_as") == self.facts.get("held_as") else set()
+        if any(kept[name] != self.facts[name] for name in told & kept.keys() & self.facts.keys()):
+            raise CheckpointError(
+                f"{file}: the run's reference policy is the model that it began with, and this is another one; resume with the "
+                "model that the run began with, and beside the same reference_model if one was named"
+            )
         return found
 
     def beside(self, store: TokenStore) -> TokenStore:
@@ -166,6 +174,19 @@ class StoredReference:
         for column in (store.id_starts, store.lengths):
             digest.update(np.ascontiguousarray(column).tobytes())
         return store.path.with_name(f"{digest.hexdigest()[:32]}.{REFERENCE}.safetensors")
+
+
+def _last_weights_of_reference(session: Session) -> str:
+    """Of some weights of a reference that is asked in each step: a frozen model, or the base with adapters off."""
+    frozen = session.objective.frozen.get(REFERENCE)
+    named = (session.model if frozen is None else frozen.model).named_parameters()
+    weights = [p for name, p in named if frozen is not None or "lora_" not in name]
+    return fingerprint_over(weights[-LOOKED_AT:], session.ranks).values
+
+
+def _held_as(config: ChronicalsConfig) -> list[Any]:
+    """What weights in memory depend on, beside the model."""
+    return [config.quantization, config.mixed_precision, config.use_fp8, config.use_fused_kernels, sorted(config.memory or ())]
 
 
 def _log_probabilities(presented: PresentedModel, batch: Batch, chunk_size: int) -> Tensor:
