@@ -211,6 +211,11 @@ def test_evaluate_refuses_what_a_run_would(within, flag, value):
     assert done.code == 1 and f"{flag} {shlex.quote(str(value))}: " in done.stderr
 
 
+def test_evaluate_needs_a_run_for_a_teacher(within):
+    done = within("evaluate", "base", "--data", "held-out.jsonl", "--objective", "distill")
+    assert done.code == 1 and "--objective distill: the model was not trained beside a teacher" in done.stderr
+
+
 def test_evaluate_takes_the_flags_that_its_errors_name(place, within):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = None

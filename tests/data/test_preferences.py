@@ -354,6 +354,22 @@ def test_what_both_sides_have_is_counted_as_one_row(row, rules, tmp_path):
     assert sum(report.kinds.values()) == 2
 
 
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [
+        ({"prompt": "frage"}, {"frage": "what is 2?", **ANSWERS}),
+        ({"prompt": "question"}, {"question": "what is 2?", "query": "another", **ANSWERS}),
+        ({"prompt": "query"}, {"query": "what is 2?", "responses": [*ANSWERS.values()], "scores": [2, 1]}),
+    ],
+)
+def test_a_prompt_that_is_named_leaves_the_answers_their_names(columns, row, tmp_path):
+    """As errors about prompts advise."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    store = build_store(DataSource(str(path), columns=columns), Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
+    assert len(store) >= 2 and not {"unusable_kind", "missing_field"} & store.report.findings.keys()
+
+
 JUDGES, TAKES = ("unpaired preference",), "the objective takes preference: chosen and rejected, or responses and scores"
 
 
@@ -362,6 +378,8 @@ JUDGES, TAKES = ("unpaired preference",), "the objective takes preference: chose
     [
         (KINDS, {"prompt": "a", "completion": "b", "label": True}, "unusable_kind", f"take objective='kto'.*{TAKES}"),
         (KINDS, {"messages": [*ASKED, TWO], "label": True}, "unusable_kind", f"take objective='kto'.*{TAKES}"),
+        (KINDS, {**ANSWERS, "prompt": "[{'role': 'user', 'content': 'a'}]"}, "wrong_type", "prompt holds messages as Python"),
+        (KINDS, {**TEXTS, "chosen": "[{'content': 'a', 'role': 'assistant'}]"}, "wrong_type", "chosen holds messages as"),
         (KINDS, {"prompt": "a"}, "unusable_kind", f"columns={{'chosen': 'THEIR_BETTER', 'rejected': .*{TAKES}"),
         (KINDS, {"text": "a"}, "unusable_kind", f"is of kind text; {TAKES}"),
         (KINDS, {"prompt": "a", "responses": ["b", "c"]}, "missing_field", "has responses, but no scores; .*{'scores': 'THE"),

@@ -413,6 +413,8 @@ def test_what_is_mapped_tells_the_kind(tmp_path):
     assert records(DataSource(path, columns={"text": "summary"})) == [{"text": "b", "asked": "c", "tools": None, "said": "d"}]
     (mapped,) = records(DataSource(path, columns={"prompt": "asked", "completion": "said"}))
     assert mapped == {"prompt": "c", "completion": "d", "summary": "b", "tools": None}
+    (prompt,) = records(DataSource(path, columns={"prompt": "asked"}))
+    assert prompt["prompt"] == "c" and prompt["label"] is True and prompt["messages"] == row["messages"]
     (other,) = records(DataSource(path, columns={"tools": "asked"}))
     assert other["messages"] == row["messages"] and other["tools"] == "c"
 

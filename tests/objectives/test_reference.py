@@ -123,6 +123,13 @@ def test_an_adapter_whose_model_is_not_known_is_told_without_flags_of_others(nam
     assert not any(words in str(refused.value) for words in ("base-model", "give base_model", " model="))
 
 
+def test_a_plan_refuses_adapters_that_there_are_not(tmp_path):
+    config = runs.config(tmp_path, objective="dpo", dpo={"reference": "adapters_off"})
+    with pytest.raises(ConfigurationError, match="dpo.reference='adapters_off': there are no adapters to switch off"):
+        build_objective(config).unplanned_costs(config)
+    assert "adapters off" in build_objective(config).unplanned_costs(config.replace(use_lora=True))
+
+
 def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, monkeypatch):
     asked = []
     whole = SavedModel.model

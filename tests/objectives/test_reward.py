@@ -434,7 +434,7 @@ def test_an_architecture_without_a_class_is_refused(tmp_path):
         ({"reward": {"center_coefficient": -1}}, "center_coefficient"),
         ({"reward": {"pad_token": "<|im_end|>"}}, "reward.pad_token='<|im_end|>': is no token"),
         ({**LORA, "lora_target_modules": ["q_proj", "lm_head"]}, "'lm_head' predicts tokens"),
-        ({**LORA, "lora_modules_to_save": ["lm_head"]}, "'lm_head' is neither the embedding"),
+        ({**LORA, "lora_modules_to_save": ["lm_head"]}, "'lm_head' predicts tokens, which a reward model"),
         ({**LORA, "lora_trainable_tokens": [3]}, "lora_trainable_tokens"),
     ],
     ids=str,

@@ -429,9 +429,11 @@ def test_an_epoch_of_fewer_steps_is_said(tmp_path, seed):
     assert found.passed and 0 < len(found.losses) < 5 and "num_epochs=1" in found.notes[0]
 
 
-def test_a_run_of_fewer_steps_is_said(tmp_path, seed):
+def test_a_run_of_fewer_steps_is_said(tmp_path, seed, caplog):
+    """And nothing of what the user did not set."""
     found = compare(tmp_path, tiny.llama(seed), max_steps=2, use_cuda_graphs=False, seed=seed)
     assert found.passed and len(found.losses) == 2 and found.notes == ["the run has max_steps=2, not 5"]
+    assert not any("lora_dropout" in record.getMessage() for record in caplog.records)
 
 
 def test_the_figures_are_json(tmp_path, seed):

@@ -49,7 +49,7 @@ def evaluate(
     from rich.console import Console
     from rich.table import Table
 
-    from chronicals.config import Recipe
+    from chronicals.config import ConfigurationError, Recipe
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import load_trained
@@ -72,6 +72,8 @@ def evaluate(
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.data_config}
     if objective not in (None, fields.get("objective")):
         fields.pop("sections", None)  # settings of the objective that it was trained by
+        if objective == "distill":
+            raise ConfigurationError("objective='distill': the model was not trained beside a teacher; leave objective out")
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     config = with_reference(recipe.config(), about.get("reference"), reference_model)

@@ -40,6 +40,7 @@ from chronicals.data.rows import (
     kind_of,
     pair_of,
     refuse_media,
+    refuse_printed_messages,
     texts_of,
     unread_fields,
     with_conversations,
@@ -249,6 +250,7 @@ class ChunkEncoder:
             raise DataError(f"{where}: {record.reason}", record.rule)
         record = with_conversations(record)
         refuse_media(record, where)
+        refuse_printed_messages(record, where)
         kinds = self.tokenizer.kinds
         refuse_halves(record, where, kinds)
         kind = kind_of(record, where, self.beyond)

@@ -85,6 +85,9 @@ WRITTEN = ("prompt", "completion", "response", "chosen", "rejected")
 OPENING = re.compile(r"[ \t\n\r]*\[[ \t\n\r]*\{")
 """What a list of objects begins with."""
 
+PRINTED = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
+"""How Python prints a list of messages."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIRST = ("system", "developer")
 """Roles that belong before all others."""
@@ -263,6 +266,16 @@ def refuse_media(record: Record, where: str) -> None:
     """Raises DataError where a row, or a message, has a field with pictures, video or sound."""
     if is_object(record) and (name := next((name for name in MEDIA if _is_filled(record.get(name))), None)):
         raise DataError(f"{where}: {name!r} holds pictures, video or sound; only text is trained on", "pictures_or_sound")
+
+
+def refuse_printed_messages(record: Record, where: str) -> None:
+    """Raises DataError where a text is a list of messages as Python prints it, and not JSON: it would be trained on as text."""
+    texts = (name for name in WRITTEN if isinstance(record.get(name), str) and PRINTED.match(record[name]))
+    if (name := next(texts, None)) is not None:
+        raise DataError(
+            f"{where}: {name} holds messages as Python prints them; write JSON, json.dumps(messages) in a table, or JSON lines",
+            "wrong_type",
+        )
 
 
 def _is_filled(value: Any) -> bool:

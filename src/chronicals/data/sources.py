@@ -148,10 +148,10 @@ def _rows(part: DataSource) -> Iterator[Unparsed]:
 
 def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
     """The record with ``columns`` under our names; those that were not named stay as they are, but for fields that would
-    tell another kind of row than the named ones do."""
+    tell another kind of row than the named ones do. A prompt alone tells none: its answers have their names."""
     if not isinstance(record, Mapping):
         return record
-    decided = any(fields <= columns.keys() for _, fields in KINDS)
+    decided = any(fields <= columns.keys() for kind, fields in KINDS if kind != "prompt")
     gone = {*columns.values(), *(TELLING if decided else ())}
     renamed = {name: value for name, value in record.items() if name not in gone}
     for ours, theirs in columns.items():

@@ -65,6 +65,8 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
     for name in names or ():
         named, more = ({path: m for path, m in all.items() if f".{path}".endswith(f".{name}")} for all in (ends, others))
         if not named and not more:
+            if score_of(model) is not None and _names_head(name, model):
+                raise ValueError(f"lora_modules_to_save: {name!r} predicts tokens, which a reward model does not; leave it out")
             known = ", ".join([*ends, *(path for path in others if path != SCORE)])
             raise ValueError(
                 f"lora_modules_to_save: {name!r} is neither the embedding nor the head ({known}), which alone are "
@@ -79,6 +81,11 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
             "two; leave it out, or untie them in the base first (tie_word_embeddings: false, with a weight for each)"
         )
     return found | beside
+
+
+def _names_head(name: str, model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules())
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:

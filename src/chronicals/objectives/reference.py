@@ -91,6 +91,11 @@ class WithReference(Objective):
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
         if (named := self.settings.reference_model) is not None:
             return f"the reference model {named}: its weights on every card, and its forward passes"
+        if self.settings.reference == "adapters_off" and not config.use_lora:
+            raise ConfigurationError(
+                f"{config.objective}.reference='adapters_off': there are no adapters to switch off; leave it out, or set "
+                "use_lora=True"
+            )
         if config.use_lora and self.settings.reference != "stored":
             return "the reference policy: a forward pass more of each micro-batch, with adapters off"
         return "the reference policy: a forward pass over all data before the first step"

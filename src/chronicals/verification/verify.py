@@ -215,7 +215,8 @@ def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, li
     if beside := {name: sections.pop(name) for name in BESIDE if name in sections}:
         notes.append(f"{beside}: these losses and metrics are in no arm, and their own tests hold them to their formulas")
     exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
-    config = config.replace(lora_dropout=0.0, sections=sections, **exactly)
+    exactly |= {"lora_dropout": 0.0} if config.use_lora else {}
+    config = config.replace(sections=sections, **exactly)
     return config, notes
 
 
