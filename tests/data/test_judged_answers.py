@@ -79,6 +79,25 @@ def test_an_unusable_answer_is_given_to_no_other_row(place, tmp_path, monkeypatc
     assert len(texts(store)) == 7 and not any("narrator" in text for item in texts(store) for text in item)
 
 
+@pytest.mark.parametrize("what", ["not trained", "refused"])
+def test_an_answer_without_a_target_takes_no_other_row_along(what, tmp_path):
+    rows = [{"prompt": [user(f"what is {n}?")], "completion": [assistant(f"a {n}")], "label": n % 2 == 0} for n in range(4)]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    rows[1]["completion"] = [{**assistant("x"), "train": False}] if what == "not trained" else [call]
+    store = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
+    (finding,) = [found for found in store.report.findings.values() if 2 in found.rows]
+    assert finding.rows == [2] and len(texts(store)) == 3
+    assert [other.count("a 0") for _, other in texts(store)] == [0, 1, 0]
+
+
+def test_a_row_with_no_other_answer_goes_by_its_own_rule(tmp_path):
+    rows = [{"prompt": [user(f"what is {n}?")], "completion": [assistant(f"a {n}")], "label": n % 2 == 0} for n in range(2)]
+    rows[1]["completion"][0]["train"] = False
+    store = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
+    found = {rule: finding.rows for rule, finding in store.report.findings.items()}
+    assert len(store) == 0 and found.items() >= {"no_other_prompt": [1], "masked_row": [2]}.items()
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -227,12 +227,39 @@ class ChunkEncoder:
                 found.report.note("no_other_prompt", row, where)
                 alone.add(row)
                 continue
-            mismatched = with_answer_of(found.judged[row], other)
-            kind = kind_of(mismatched, where)
-            if kind == "completion" and self.tokenizer.completions_as_chat:
-                kind, mismatched = "instruction", as_instruction(mismatched)
-            found.add(row, 1, where, NormalRow.of(mismatched, kind, where))
+            found.add(row, 1, where, self._mismatched(found.judged[row], other, where))
         found.leave_out(alone)
+
+    def _mismatched(self, own: Record, other: Record, where: str) -> NormalRow:
+        mismatched = with_answer_of(own, other)
+        kind = kind_of(mismatched, where)
+        if kind == "completion" and self.tokenizer.completions_as_chat:
+            kind, mismatched = "instruction", as_instruction(mismatched)
+        return NormalRow.of(mismatched, kind, where)
+
+    def _with_other_answers(self, found: _Recognised, encoded: list[TokenArrays | DataError]) -> list[TokenArrays | DataError]:
+        """The tokens; a row that was given the answer of one that is refused or holds no target has another one's now, or goes
+        where there is none."""
+        places = {key: at for at, key in enumerate(zip(found.rows, found.sides, strict=True))}
+        good = [row for row, side in places if side == 0 and _has_target(encoded[places[row, side]])]
+        others = zip(good, of_other_prompts([found.judged[row] for row in good]), strict=True)
+        given, alone = dict[int, NormalRow](), set[int]()
+        for row, other in others:
+            at = places[row, 1]
+            if _has_target(encoded[at]):
+                continue
+            if other is None:
+                found.report.note("no_other_prompt", row, found.wheres[at])
+                alone.add(row)
+            else:
+                given[at] = self._mismatched(found.judged[row], other, found.wheres[at])
+        if given:
+            again = self.rows.encode_batch([*given.values()], [found.wheres[at] for at in given])
+            for at, tokens in zip(given, again, strict=True):
+                encoded[at] = tokens
+        kept = [tokens for row, tokens in zip(found.rows, encoded, strict=True) if row not in alone]
+        found.leave_out(alone)
+        return kept
 
     def _judged_before(self, chunk: Chunk) -> Iterator[Record]:
         """Of the rows before a chunk those that can be used."""
@@ -322,6 +349,8 @@ class ChunkEncoder:
 
     def _checked(self, found: _Recognised, encoded: list[TokenArrays | DataError]) -> Encoded:
         """The documents, counted; rows that were refused or hold no target are left out."""
+        if found.judged:
+            encoded = self._with_other_answers(found, encoded)
         items, report = dict[int, tuple[str, list[Piece]]](), found.report
         refused = dict[int, DataError]()
         for row, side, normal, tokens in zip(found.rows, found.sides, found.normal, encoded, strict=True):
@@ -359,3 +388,7 @@ class ChunkEncoder:
             report.note("identical_answers", item[0].row)
             return []
         return fitted
+
+
+def _has_target(tokens: TokenArrays | DataError) -> bool:
+    return not isinstance(tokens, DataError) and bool(tokens[1].any())
