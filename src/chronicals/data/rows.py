@@ -270,8 +270,8 @@ def refuse_media(record: Record, where: str) -> None:
 
 def refuse_printed_messages(record: Record, where: str) -> None:
     """Raises DataError where a text is a list of messages as Python prints it, and not JSON: it would be trained on as text."""
-    texts = (name for name in WRITTEN if isinstance(record.get(name), str) and PRINTED.match(record[name]))
-    if (name := next(texts, None)) is not None:
+    texts = ((name, record.get(name)) for name in WRITTEN) if is_object(record) else ()
+    if (name := next((name for name, text in texts if isinstance(text, str) and PRINTED.match(text)), None)) is not None:
         raise DataError(
             f"{where}: {name} holds messages as Python prints them; write JSON, json.dumps(messages) in a table, or JSON lines",
             "wrong_type",
