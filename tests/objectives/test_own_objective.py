@@ -176,6 +176,14 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(section, as_flag, in_re
         assert said in wording.in_users_form(str(error.value))
 
 
+def test_a_setting_is_no_flag_of_the_same_name(fields):
+    flags = [text for name, value in fields.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    with pytest.raises(ConfigurationError) as error:
+        CliRunner().invoke(app, ["train", *flags, "--objective", "dpo", "--dpo.quux", "1"], catch_exceptions=False)
+    assert "--dpo.quux 1: no such setting; there are 'reference', " in (said := wording.in_users_form(str(error.value)))
+    assert "'trust_remote_code', 'beta'" in said
+
+
 def test_what_is_wrong_is_said_in_python():
     def refused(**given):
         with pytest.raises(ConfigurationError) as error:

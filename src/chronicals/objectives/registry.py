@@ -107,7 +107,7 @@ def _explained(section: str, settings: type, error: pydantic.ValidationError) ->
             lines.append(f"{section}: {field} is required, and was not given; set {section}={{{field!r}: '...'}}")
         elif detail["type"] == "unexpected_keyword_argument":
             near = difflib.get_close_matches(field, known, n=1)
-            there = f"there are {', '.join(known)}" if known else "it has none"
+            there = f"there are {', '.join(map(repr, known))}" if known else "it has none"
             lines.append(f"{given}: no such setting; {f'did you mean {near[0]!r}?' if near else there}")
         else:
             lines.append(f"{given}: {detail['msg']}")
