@@ -89,6 +89,7 @@ MESSAGES = {"chosen": assistant("two"), "rejected": {"from": "gpt", "value": "a 
         ({"prompt": "2?", "history": [["hello", "good day"]], **ANSWERS}, None, [*ASKED[:2], user("2?")], SAID),
         ({"question": "2?", "history": '[["hello", "good day"]]', **ANSWERS}, "question", [*ASKED[:2], user("2?")], SAID),
         ({"question": "what is 2?", "history": [], **ANSWERS}, "question", "what is 2?", [*ANSWERS.values()]),
+        ({"question": "what is 2?", "history": "[]", **ANSWERS}, "question", "what is 2?", [*ANSWERS.values()]),
         ({"messages": ASKED, **ANSWERS}, "messages", ASKED, SAID),
         ({"conversations": json.dumps(HUMAN), **ANSWERS}, "conversations", HUMAN, SAID),
         ({"conversations": HUMAN, **MESSAGES}, "conversations", HUMAN, [[MESSAGES["chosen"]], [MESSAGES["rejected"]]]),

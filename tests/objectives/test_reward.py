@@ -322,8 +322,9 @@ def test_the_command_line_verifies_a_reward_run(tmp_path):
     given = ["--data", data, "--cache-dir", tmp_path, "--objective", "reward", "--batch-size", 1, "--max-steps", 50]
     given += ["--max-seq-length", 512, "--gradient-accumulation-steps", 1, "--no-use-torch-compile", "--steps", 5]
     command = ["verify", "--model", str(tmp_path / "run"), *map(str, given)]
-    done = CliRunner().invoke(app, [*command, "--reward.pad-token", "[PAD]"])
-    assert "reward.pad_token='[PAD]': is no token of the model" in str(done.output) + str(done.exception)
+    for text in ("[PAD]", "@pad"):
+        done = CliRunner().invoke(app, [*command, "--reward.pad-token", text])
+        assert f"reward.pad_token={text!r}: is no token of the model" in str(done.output) + str(done.exception)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
 

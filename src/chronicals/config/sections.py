@@ -40,14 +40,17 @@ def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, 
 
 
 def of_flags(texts: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Of ``dpo.beta=0.1`` texts, as the command line has them; values are read as YAML, but ``[PAD]`` is a text, for no setting
-    is a list."""
+    """Of ``dpo.beta=0.1`` texts, as the command line has them; values are read as YAML, and as text where they are none, or
+    lists (``[PAD]``), which no setting takes."""
     import yaml
 
     sections: dict[str, dict[str, Any]] = {}
     for text in texts:
         path, _, value = text.partition("=")
         name, _, setting = path.partition(".")
-        found = yaml.safe_load(value)
+        try:
+            found = yaml.safe_load(value)
+        except yaml.YAMLError:
+            found = value
         sections.setdefault(name, {})[setting] = value if isinstance(found, (list, dict)) else found
     return sections

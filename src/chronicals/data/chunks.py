@@ -242,12 +242,15 @@ class ChunkEncoder:
         where there is none."""
         places = {key: at for at, key in enumerate(zip(found.rows, found.sides, strict=True))}
         good = [row for row, side in places if side == 0 and _has_target(encoded[places[row, side]])]
+        wanting = {row for row in good if not _has_target(encoded[places[row, 1]])}
+        if not wanting:
+            return encoded
         others = zip(good, of_other_prompts([found.judged[row] for row in good]), strict=True)
         given, alone = dict[int, NormalRow](), set[int]()
         for row, other in others:
-            at = places[row, 1]
-            if _has_target(encoded[at]):
+            if row not in wanting:
                 continue
+            at = places[row, 1]
             if other is None:
                 found.report.note("no_other_prompt", row, found.wheres[at])
                 alone.add(row)
@@ -263,13 +266,11 @@ class ChunkEncoder:
 
     def _judged_before(self, chunk: Chunk) -> Iterator[Record]:
         """Of the rows before a chunk those that can be used."""
-        for record in map(parsed, chunk.earlier):
+        before = _Recognised(chunk, DataReport())
+        for row, record in enumerate(map(parsed, chunk.earlier)):
             with suppress(DataError):
-                if not isinstance(record, BadRow) and kind_of(record, "", (JUDGED,)) == JUDGED:
-                    judgement(record, "")
-                    answer = answered(with_conversations(record), "")
-                    self._normal(kind_of(answer, ""), answer, "", _RowReport(DataReport(), 0))
-                    yield answer
+                self._documents(row, record, "", before)
+                yield before.judged[row]
 
     def _documents(self, row: int, record: Record | BadRow, where: str, found: _Recognised) -> list[NormalRow]:
         """What a row's documents are made of; counts what is odd in it."""

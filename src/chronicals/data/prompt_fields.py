@@ -42,8 +42,10 @@ def prompt_called(name: str, record: Record, where: str) -> Any:
         return asked_of(record, where)
     if name not in CONVERSATIONS:
         value = as_list(record[name])
-        after_others = isinstance(value, str) and _is_filled(record.get("history"))
-        return asked_of({"instruction": value, "history": record["history"]}, where) if after_others else value
+        if not isinstance(value, str):
+            return value
+        asked = asked_of({"instruction": value, "history": record.get("history")}, where)
+        return asked if len(asked) > 1 else value
     prompt = as_list(conversation_in(record[name], name, where))
     if not isinstance(prompt, list):
         raise DataError(f"{where}: {name} must be a list of messages, this is {type(prompt).__name__}", "wrong_type")

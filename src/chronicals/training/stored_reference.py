@@ -23,7 +23,6 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from chronicals.batch import Batch
-from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, TokenStore
 from chronicals.lora import adapters, adapters_are_fresh
 from chronicals.models import PresentedModel, in_evaluation
@@ -82,7 +81,7 @@ class StoredReference:
             self.facts["active"] = active_in_peft(session.model)
         elif self.record is not None:
             self.facts["last_weights"] = _last_weights_of_reference(session)
-            self.facts["held_as"] = _held_as(session.config)
+            self.facts["held_as"] = _held_as(session)
 
     def keep(self, output_dir: Path, resumed: bool) -> None:
         """Write to the run's folder what its reference is, or compare what a run that goes on wrote there.
@@ -184,9 +183,11 @@ def _last_weights_of_reference(session: Session) -> str:
     return fingerprint_over(weights[-LOOKED_AT:], session.ranks).values
 
 
-def _held_as(config: ChronicalsConfig) -> list[Any]:
+def _held_as(session: Session) -> list[Any]:
     """What weights in memory depend on, beside the model."""
-    return [config.quantization, config.mixed_precision, config.use_fp8, config.use_fused_kernels, sorted(config.memory or ())]
+    config, device = session.config, session.precision.device.type
+    memory = sorted(config.memory or ())
+    return [device, config.quantization, config.mixed_precision, config.use_fp8, config.use_fused_kernels, memory]
 
 
 def _log_probabilities(presented: PresentedModel, batch: Batch, chunk_size: int) -> Tensor:
