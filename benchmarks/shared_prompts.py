@@ -5,8 +5,8 @@
 A pack of pairs, each prompt in it once, forward and backward of one layer's attention, as CUDA graphs, as steps are. Gathered
 keys are what chronicals runs: each answer's keys and values are put behind its prompt's, and an attention of documents follows.
 A tree mask (FlexAttention; Dong et al., 2024) leaves them where they are: a token sees the prompt and the tokens of its own
-answer before it. The mask's blocks are made for every pack, once for all layers, and stand apart. Both give the same numbers,
-within bf16's rounding, or nothing is written.
+answer before it. The mask's blocks are made for every pack, once for all layers, and stand apart; their first compilation takes
+four minutes. Both give the same numbers, within bf16's rounding, or nothing is written.
 """
 
 import argparse
