@@ -89,6 +89,19 @@ def test_errors_are_those_of_the_configuration():
         Recipe(**GIVEN, max_steps=5, num_epochs=2)
 
 
+def test_a_section_without_a_line_is_empty_and_one_without_names_is_refused(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: m\ndata: d\ndpo:\n")
+    asked = {"objective": "dpo", "sections": {"dpo": {"beta": 0.2}}}
+    assert Recipe.given(file=file, **asked).sections == asked["sections"]
+    file.write_text("model: m\ndata: d\nobjective: dpo\ndpo:\n")
+    assert Recipe.given(file=file).sections == {"dpo": {}}
+    for unnamed in ("0.1", "[beta]"):
+        file.write_text(f"model: m\ndata: d\nobjective: dpo\ndpo: {unnamed}\n")
+        with pytest.raises(ConfigurationError, match=r"^dpo=.*: settings .* have names; give 'dpo: {NAME: VALUE}"):
+            Recipe.given(file=file)
+
+
 def test_yaml_round_trip(tmp_path):
     recipe = Recipe(**GIVEN, learning_rate=1e-5, lora_target_modules=["q_proj"], trust_remote_code=True)
     recipe.to_yaml(tmp_path / "recipe.yaml")

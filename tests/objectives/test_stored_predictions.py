@@ -243,7 +243,11 @@ def test_what_cannot_be_stored_is_refused(teacher, tmp_path):
     assert infinite.startswith("distill={'stored_tokens': 5}: skew=0 of divergence='skew_reverse_kl' is the reverse KL, which")
     assert "with divergence='forward_kl' alone" in refused(teacher="x", stored_tokens=5, stored="drawn", divergence="skew_kl")
     assert "belongs to stored_tokens, which is not set" in refused(teacher="x", stored="drawn")
-    with pytest.raises(ConfigurationError, match="verify with stored='likeliest'"):
+
+
+def test_draws_are_not_verified_and_cost_no_pass_of_the_teacher(teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(_Predictions, "_compute", lambda *_: pytest.fail("the teacher ran"))
+    with pytest.raises(ConfigurationError, match="^objective='distill': .* no draws.*; verify with stored='likeliest'"):
         checked(tmp_path, teacher, 1, stored="drawn")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import INSTEAD, NOWHERE, OURS
 from chronicals.config.paths import lasting
 
@@ -25,13 +26,25 @@ def lasting_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """``fields`` with each mapping that stands under the name of no field moved into ``sections``."""
+    """``fields`` with each mapping that stands under the name of no field moved into ``sections``.
+
+    Raises:
+        ConfigurationError: under the name of the run's objective there is something else.
+    """
     elsewhere = {*known, *OURS, *INSTEAD, *NOWHERE}
     found = {name: value for name, value in fields.items() if isinstance(value, Mapping) and name not in elsewhere}
+    own = fields.get("objective")
+    if isinstance(own, str) and own in fields.keys() - found.keys() - elsewhere:
+        if fields[own] is not None:
+            raise ConfigurationError(
+                f"{own}={fields[own]!r}: settings of an objective have names; give '{own}: {{NAME: VALUE}}' in a recipe, "
+                f"{own}={{'NAME': VALUE}} in Python"
+            )
+        found[own] = {}  # in YAML a section without a line
     if not found:
         return dict(fields)
     rest = {name: value for name, value in fields.items() if name not in found}
-    return {**rest, SECTIONS: {**rest.get(SECTIONS, {}), **found}}
+    return {**rest, SECTIONS: merged(rest.get(SECTIONS, {}), found)}
 
 
 def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

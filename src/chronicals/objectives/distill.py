@@ -177,6 +177,10 @@ class Distill(Objective):
             return f"the teacher {given.teacher}, which reads all data once before the first step"
         return f"the teacher {given.teacher}: its weights ({given.teacher_precision}) on every card, and its forward passes"
 
+    def why_not_defined(self) -> str | None:
+        drawn = "its definition knows no draws, and distill has stored='drawn'; verify with stored='likeliest'"
+        return drawn if self.settings.stored == "drawn" else super().why_not_defined()
+
     def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
         return {} if self.settings.stored_tokens is None else self.teacher(tokenizer)
 
@@ -293,8 +297,6 @@ class Distill(Objective):
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
         """By ``torch.nn.functional.kl_div``, a mixture being made where the paper has one."""
-        if self.settings.stored == "drawn":
-            raise ConfigurationError("distill.stored='drawn': the definition knows no draws; verify with stored='likeliest'")
         common = min(logits.shape[-1], frozen[TEACHER].shape[-1])
         z, teachers_z = logits[:, :common].float(), frozen[TEACHER][:, :common].float()
         if self.settings.stored_tokens is not None:

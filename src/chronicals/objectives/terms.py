@@ -209,10 +209,15 @@ class Objective(ABC):
         """What a run has beside the passes of the trained model, which `chronicals plan` does not count, in words; or None."""
         return None
 
-    @classmethod
-    def is_defined(cls) -> bool:
-        """Whether there is a definition to hold a run against."""
-        return cls.definition is not Objective.definition or cls.item_definition is not Objective.item_definition
+    def why_not_defined(self) -> str | None:
+        """Why there is no definition to hold a run against, and what to do; None where there is one."""
+        cls = type(self)
+        if cls.definition is not Objective.definition or cls.item_definition is not Objective.item_definition:
+            return None
+        return (
+            "it has no definition in plain torch to hold a run against; give its class the method definition of "
+            "chronicals.objectives.Objective"
+        )
 
 
 def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:

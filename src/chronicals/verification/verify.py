@@ -192,11 +192,8 @@ def _defined_objective(config: ChronicalsConfig, steps: int) -> Objective:
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
     require_one_process("verify")
     objective = build_objective(config)
-    if not objective.is_defined():
-        raise ConfigurationError(
-            f"objective={config.objective!r}: it has no definition in plain torch to hold a run against; give its class the "
-            "method definition of chronicals.objectives.Objective"
-        )
+    if (why := objective.why_not_defined()) is not None:
+        raise ConfigurationError(f"objective={config.objective!r}: {why}")
     return objective
 
 
