@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 import families
+import preferences
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.models import present
+from chronicals.models import present, prove_packability
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts
 from chronicals.patching.decoder_layer import BY
 
@@ -80,6 +82,42 @@ def test_padded_rows(family, batch):
     presented = present(model, pack_width=WIDTH)
     presented.packed = False
     assert_equal(model, presented, batch)
+
+
+def with_masks_of_positions(name, vocabulary=families.VOCABULARY):
+    """Of a class that attends by itself, with a mask that transformers makes of the positions of packed documents."""
+    sizes = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kinds = {"falcon": ("Falcon", {"alibi": False}), "gpt_neox_japanese": ("GPTNeoXJapanese", {"attention_dropout": 0.0})}
+    cls, more = kinds[name]
+    config = getattr(transformers, f"{cls}Config")(**sizes, **families.IDS, **more)
+    return families.randomise(getattr(transformers, f"{cls}ForCausalLM")(config).float().eval())
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_neox_japanese"])
+def test_a_class_whose_answers_do_not_see_the_prompt_takes_padded_rows_of_them(name, batch, caplog):
+    model = with_masks_of_positions(name)
+    assert present(model, pack_width=WIDTH).packed and not caplog.text
+    presented = present(model, pack_width=WIDTH, shared_prompts=True)
+    assert not presented.packed
+    assert "takes padded rows, not packs: its answers do not attend to a prompt that they share" in caplog.text
+    assert_equal(model, presented, batch)
+
+
+@pytest.mark.parametrize("family", [*families.PACKABLE, "gpt_oss"])
+def test_answers_are_proved_to_see_their_prompt(family):
+    assert prove_packability(families.build(family)).sees_prompts
+
+
+@pytest.mark.parametrize("objective", ["cpo", "reward"])
+def test_such_a_class_trains_as_with_each_prompt_in_a_row_of_its_own(objective, tmp_path):
+    given, model = preferences.rows(4), with_masks_of_positions("falcon", 300)
+    found, expected = (
+        preferences.one_step(
+            tmp_path / str(padded), given, objective, {}, copy.deepcopy(model), padded=padded, max_seq_length=1024,
+        )[0]
+        for padded in (False, True)
+    )  # fmt: skip
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def twins(family, how):

@@ -3,7 +3,8 @@
 A twin is a model of the same class and configuration, with smaller sizes, in fp32 on the CPU, all parameters random. The hidden
 states of each document packed among others, and the gradient of its embeddings, must be those of the document alone, in any
 order of the documents. A model with recurrence, convolutions or ALiBi fails this, and so does one whose attention does not
-get the document bounds. The same twin shows whether ``read_head`` reads the head correctly.
+get the document bounds. The same twin shows whether answers attend to a prompt that they share, which a class does not let
+them that makes masks of positions by itself, and whether ``read_head`` reads the head correctly.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.batch import IGNORED, Batch
+from chronicals.batch import IGNORED, Batch, SharedKeys
 from chronicals.models.head import UnknownHead, read_head
 from chronicals.models.presentation import PresentedModel
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
@@ -23,6 +24,9 @@ from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, 
 logger = logging.getLogger(__name__)
 
 DOCUMENT_LENGTHS = (7, 1, 12, 5)
+PROMPT, ANSWERS = 2, (0, 3)
+"""Of these documents."""
+
 TOLERANCE = 1e-4
 """Relative to the largest value; fp32 rounding gives 1e-6, a leak from a neighbour 1e-1."""
 
@@ -36,12 +40,14 @@ class Packability:
         head_proved: ``read_head`` gives the model's own logits.
         reason: why ``packed`` is False.
         causal: no hidden state depends on later tokens.
+        sees_prompts: packed answers attend to a prompt that they share.
     """
 
     packed: bool
     head_proved: bool
     reason: str = ""
     causal: bool = True
+    sees_prompts: bool = False
 
 
 _PROVED: dict[tuple[type, str], Packability] = {}
@@ -100,7 +106,36 @@ def _prove(cls: Any, config: Any) -> Packability:
                     return Packability(False, head_proved, f"packed documents change each other's {name} ({worst:.1e})")
     except Exception as error:  # likewise: a class without document bounds fails in its own way
         return Packability(False, head_proved, f"it does not take document bounds ({type(error).__name__}: {error})")
-    return Packability(True, head_proved)
+    return Packability(True, head_proved, sees_prompts=_answers_see_prompts(twin))
+
+
+def _answers_see_prompts(twin: Any) -> bool:
+    """Whether states and gradients of answers behind one prompt are those of each behind a prompt of its own."""
+    prompt, *answers = (_documents(twin)[n] for n in (PROMPT, *ANSWERS))
+    batch = _sharing(prompt, answers)
+    whole = [twin.get_decoder()(input_ids=torch.cat([prompt, x])[None], use_cache=False).last_hidden_state[0] for x in answers]
+    alone = torch.cat([*(states[len(prompt) :] for states in whole), whole[0][: len(prompt)]])
+    with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
+        shared = presented.hidden_states(batch)
+    gradients = (_embedding_gradient(twin, states) for states in (alone, shared))
+    return _distance(alone, shared) <= TOLERANCE and _distance(*gradients) <= TOLERANCE
+
+
+def _sharing(prompt: Tensor, answers: list[Tensor]) -> Batch:
+    """Answers, and behind them the prompt that they share."""
+    ids, lengths = torch.cat([*answers, prompt]), [*(len(answer) for answer in answers), len(prompt)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    own = [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths)]
+    index = torch.cat([*(torch.cat([own[-1], tokens]) for tokens in own[:-1]), own[-1]])
+    ends = torch.tensor([0, *(len(prompt) + length for length in lengths[:-1]), len(prompt)]).cumsum(0)
+    places = torch.full((len(answers) + 1, len(ids)), -1)
+    for number, tokens in enumerate(own[:-1]):
+        places[number + 1, own[-1]] = ends[number] + torch.arange(len(prompt))
+        places[0, tokens] = ends[number] + len(prompt) + torch.arange(len(tokens))
+    places[0, own[-1]] = ends[-2] + torch.arange(len(prompt))
+    positions = torch.cat([*(len(prompt) + torch.arange(len(answer)) for answer in answers), torch.arange(len(prompt))])
+    keys = SharedKeys(index, ends.to(torch.int32), places, int(ends.diff().max()))
+    return Batch(ids, torch.full_like(ids, IGNORED), positions, starts.to(torch.int32), max(lengths), keys=keys)
 
 
 def _documents(twin: Any) -> list[Tensor]:

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def present(
-    model: Any, fused_head: bool = True, flash: bool = True, pack_width: int | None = None
-) -> PresentedModel:  # fmt: skip
+    model: Any, fused_head: bool = True, flash: bool = True, pack_width: int | None = None, shared_prompts: bool = False
+) -> PresentedModel:
     """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
 
     Args:
@@ -24,6 +24,7 @@ def present(
         fused_head: False always takes the model's own logits.
         flash: False attends by no backend of FlashAttention.
         pack_width: tokens of a pack, of which a Batch has several; None for Batches of one.
+        shared_prompts: whether Batches have answers that share a prompt.
 
     Raises:
         ValueError: the model sees the tokens that it is to predict.
@@ -44,6 +45,8 @@ def present(
     elif fused_head:
         logger.warning("the head of %s could not be proved: its own logits are used", type(model).__name__)
     reason = proof.reason or _attention_dropout(model.config.get_text_config())
+    if not reason and shared_prompts and not proof.sees_prompts:
+        reason = "its answers do not attend to a prompt that they share"
     if reason:
         logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, reason)
     packed = not reason

@@ -96,6 +96,11 @@ class Objective(ABC):
         self.frozen: dict[str, PresentedModel] = {}
 
     @classmethod
+    def shares_prompts(cls) -> bool:
+        """Whether answers to one prompt come in an item, with the prompt in a pack once."""
+        return not set(cls.row_kinds) <= set(TRAINED)
+
+    @classmethod
     def load(
         cls, saved: SavedModel, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
         watch: Watch | None = None,

@@ -163,7 +163,9 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     device = input_device(model)
     bring_frozen(objective, model, tokenizer, config)
     check_frozen_positions(objective, store.longest)
-    presented = present(model, config.use_fused_kernels, config.use_flash_attention)
+    presented = present(
+        model, config.use_fused_kernels, config.use_flash_attention, shared_prompts=objective.shares_prompts()
+    )
     with presented.attending_documents(), frozen_attending(objective):
         score = evaluate(presented, objective, stream, Precision("fp32", device))
     if not math.isfinite(score.loss):

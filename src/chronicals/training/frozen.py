@@ -33,14 +33,16 @@ def made_ready(objective: Objective, models: Mapping[str, Any], model: Any, conf
     for name, brought in models.items():
         brought.requires_grad_(False).eval().to(input_device(model))
         brought.config.use_cache = False
-        objective.frozen[name] = _ready(brought, config)
+        objective.frozen[name] = _ready(brought, config, objective.shares_prompts())
         size = sum(parameter.nbytes for parameter in brought.parameters()) / 2**30
         logger.info("%s: %s, frozen, %.2f GiB on %s", name, type(brought).__name__, size, input_device(model))
 
 
-def _ready(model: Any, config: ChronicalsConfig) -> PresentedModel:
+def _ready(model: Any, config: ChronicalsConfig, shared_prompts: bool) -> PresentedModel:
     """Presented, and on a card with kernels, as the model that is trained: adapters of the frozen model stay as they are."""
-    presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
+    presented = present(
+        model, config.use_fused_kernels, config.use_flash_attention, config.max_seq_length, shared_prompts
+    )
     if config.use_fused_kernels and input_device(model).type == "cuda":
         patch_parts(presented.model, whole_layers=why_not_fused(config, presented) is None)
         fuse_weights(model)

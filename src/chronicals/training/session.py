@@ -113,7 +113,9 @@ def prepare(
     objective.prepare(model, tokenizer, config)
     heads = prepare_routers(model, objective.router)
     attach_adapters(model, config, None if resumed is None else resumed / MODEL, heads)
-    presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
+    presented = present(
+        model, config.use_fused_kernels, config.use_flash_attention, config.max_seq_length, objective.shares_prompts()
+    )
     add_router_terms(presented, objective.router)
     check_context(presented, objective, config, ranks)
     decisions = _decide(presented, config, ranks)
