@@ -61,6 +61,7 @@ PLANTED = {
     "pictures_or_sound": chat({"role": "user", "content": [{"type": "image", "image": "cat.png"}]}, ASSISTANT),
     "columns_recognised": {"question": "what?", "answer": "that"},
     "plain_completion": {"prompt": "what?", "completion": "that"},
+    "repeated_prompt": {"prompt": "what is two?", "completion": "what is two? two"},
     "unusable_kind": {"prompt": "what?", "chosen": "this", "rejected": "that"},
     "empty_conversation": chat(),
     "unknown_role": chat(USER, {"role": "narrator", "content": "he said"}),
@@ -124,6 +125,7 @@ OBJECTIVES = {
 ALONG = {
     "cut_stop": {"cut_row"}, "masked_by_cut": {"cut_row", "cut_stop"}, "single_token": {"masked_row"},
     "columns_recognised": {"plain_completion"}, "unread_field": {"plain_completion"},
+    "repeated_prompt": {"plain_completion"},
     "masked_stop": set(), "trained_padding": set(),
     "columns_recognised/dpo": {"plain_completion"}, "cut_stop/dpo": {"cut_row"}, "cut_stop/kto": {"cut_row"},
     "masked_by_cut/dpo": {"cut_row"}, "masked_by_cut/kto": {"cut_row"},

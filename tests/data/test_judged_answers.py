@@ -36,7 +36,7 @@ def texts(store):
 JUDGED = {"prompt": "what is 2?", "completion": " two", "label": True}
 
 
-@pytest.mark.parametrize("label", [None, "yes", 2, float("nan"), "", "2", "1.0", "true false"])
+@pytest.mark.parametrize("label", [None, "yes", 2, float("nan"), "", "2", "1.5", "true false"])
 def test_a_label_that_is_missing_or_wrong_is_told(label, tmp_path):
     rows = [JUDGED, {**JUDGED, "label": label}, {**JUDGED, "completion": " a", "label": 0.0}]
     report = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path).report
@@ -44,7 +44,7 @@ def test_a_label_that_is_missing_or_wrong_is_told(label, tmp_path):
     assert finding.rows == [2] and f"label={label!r}: must be true for a good answer or false" in finding.example
 
 
-@pytest.mark.parametrize(("good", "bad"), [("true", "false"), ("TRUE", " False "), ("1", "0"), (" 1\t", "0 ")])
+@pytest.mark.parametrize(("good", "bad"), [("true", "false"), ("TRUE", " False "), ("1", "0"), (" 1\t", "0 "), ("1.0", "0.0")])
 def test_labels_of_a_table_are_texts(good, bad, tmp_path):
     with open(tmp_path / "judged.csv", "w", newline="") as file:
         csv.writer(file).writerows([JUDGED, ["what is 2?", " two", good], ["what is 3?", " a number", bad]])

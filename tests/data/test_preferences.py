@@ -147,6 +147,15 @@ TWO, NUMBER = assistant("two"), assistant("a number")
 PARTS = {"role": "user", "content": [{"type": "text", "text": "what is 2?"}]}
 
 
+def call(*given, content=None):
+    """Of a tool; what it is given is written as JSON text by some."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in given]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+WRONG = {"role": "tool", "content": "an error"}
+
+
 def sides(*before):
     """Both answers behind what a row of conversations has before them."""
     return {"chosen": [*before, TWO], "rejected": [*before, NUMBER]}
@@ -175,6 +184,18 @@ def sides(*before):
             [user("what is 2?\n")], [[TWO], [NUMBER]],
         ),
         ({"chosen": [user("what is 2? "), TWO], "rejected": [ASKED[2], NUMBER]}, [user("what is 2? ")], [[TWO], [NUMBER]]),
+        (
+            {"prompt": [ASKED[2], call({"x": 1}), WRONG], "chosen": [call({"x": 2}), WRONG, TWO], "rejected": [NUMBER]},
+            [ASKED[2], call({"x": 1}), WRONG], [[call({"x": 2}), WRONG, TWO], [NUMBER]],
+        ),
+        (
+            {"prompt": [ASKED[2], call({"x": 1}), WRONG], **sides(call('{"x":1}', content=""), WRONG)},
+            [ASKED[2], call('{"x":1}', content=""), WRONG], [[TWO], [NUMBER]],
+        ),
+        (
+            {"prompt": "2?", "history": np.array([["hello", "good day"]], object), **sides()},
+            [*ASKED[:2], user("2?")], [[TWO], [NUMBER]],
+        ),
     ],
 )  # fmt: skip
 def test_a_prompt_that_answers_repeat_stands_once(row, prompt, completions):

@@ -17,6 +17,7 @@ from chronicals.data.rows import (
     kind_of,
     normalise,
     refuse_media,
+    refuse_printed_messages,
     texts_of,
     unread_fields,
     with_conversations,
@@ -76,12 +77,20 @@ def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
 def test_a_text_that_is_a_conversation_is_read_as_one(said):
     assert conversation_or_text(json.dumps(said)) == said
     assert conversation_or_text(f"\n {json.dumps(said, indent=1)}\n") == said
+    assert conversation_or_text(json.dumps(said[0])) == said[:1]
+
+
+@pytest.mark.parametrize("printed", [MESSAGES, MESSAGES[0], {"from": "gpt", "value": "it's"}])
+def test_messages_as_python_prints_them_are_refused(printed):
+    with pytest.raises(DataError, match="^row 1: chosen holds messages as Python prints them; write JSON"):
+        refuse_printed_messages({"prompt": "{'a': 1}", "chosen": str(printed)}, "row 1")
+    refuse_printed_messages({"completion": "{'role': admin}", "response": "{'content': 'a'}"}, "row 1")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "what is 2?", "[", "[{", "[]", "[1, 2]", '["user"]', "[[]]", "{}", json.dumps(MESSAGES[0]), '[{"role": "user"}]',
+        "", "what is 2?", "[", "[{", "[]", "[1, 2]", '["user"]', "[[]]", "{}", '[{"role": "user"}]',
         '[{"content": "a"}]', '[{"name": "a", "value": 3}]', json.dumps([*MESSAGES, 3]), json.dumps([*MESSAGES, {}]),
         json.dumps(MESSAGES) + " is JSON", "so " + json.dumps(MESSAGES), json.dumps(json.dumps(MESSAGES)),
         '[{"role": "user", "content": ' + "9" * 5000 + "}]", '[{"a": ' * 10**5, "\xa0" + json.dumps(MESSAGES),

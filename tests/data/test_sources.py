@@ -415,6 +415,10 @@ def test_what_is_mapped_tells_the_kind(tmp_path):
     assert mapped == {"prompt": "c", "completion": "d", "summary": "b", "tools": None}
     (prompt,) = records(DataSource(path, columns={"prompt": "asked"}))
     assert prompt["prompt"] == "c" and prompt["label"] is True and prompt["messages"] == row["messages"]
+    (pair,) = records(DataSource(path, columns={"chosen": "summary", "rejected": "said"}))
+    assert pair == {"chosen": "b", "rejected": "d", **{name: row[name] for name in ("messages", "label", "asked", "tools")}}
+    (ranked,) = records(DataSource(path, columns={"responses": "summary", "scores": "said", "chosen": "asked"}))
+    assert "chosen" in ranked and ranked["messages"] == row["messages"]
     (other,) = records(DataSource(path, columns={"tools": "asked"}))
     assert other["messages"] == row["messages"] and other["tools"] == "c"
 

@@ -52,6 +52,9 @@ from chronicals.data.unusable_rows import refuse, refuse_halves
 CHUNK_ROWS, CHUNK_LETTERS = 512, 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
 
+SEVERAL = 3
+"""Words of a prompt from which on an answer that begins with it repeats it, and is no greeting that is returned."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -310,6 +313,8 @@ class ChunkEncoder:
             self._check_answers(normal, where, counted)
             if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
                 counted.note("plain_completion", where)
+            if kind == "completion" and _repeats(normal.record):
+                counted.note("repeated_prompt", where)
         return normal
 
     def _completion(self, record: Record, where: str, counted: _RowReport) -> tuple[str, Record]:
@@ -389,6 +394,12 @@ class ChunkEncoder:
             report.note("identical_answers", item[0].row)
             return []
         return fitted
+
+
+def _repeats(record: Record) -> bool:
+    """Whether the completion, a text, begins with the prompt, of several words; a greeting may well be greeted back."""
+    prompt, completion = record["prompt"], record["completion"]
+    return isinstance(prompt, str) and len(prompt.split()) >= SEVERAL and str(completion).startswith(prompt)
 
 
 def _has_target(tokens: TokenArrays | DataError) -> bool:

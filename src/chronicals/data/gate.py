@@ -61,14 +61,22 @@ RULES = {
     ),
     "plain_completion": Rule(
         "prompts and completions without the chat template that this tokenizer has, unlike what a chat with the model sends",
-        "set completions_as_chat=True to render them as a user's and an assistant's message, unless plain text is meant",
+        "set completions_as_chat=True to render them as a user's and an assistant's message, unless plain text is meant, or "
+        "texts hold turns of their own ('Human:', 'Assistant:'), which belong in messages",
         1,
+    ),
+    "repeated_prompt": Rule(
+        "answers that begin with the whole prompt, which is trained once more there",
+        "leave it out of the answers, unless that is meant", 1,
     ),
     "unusable_kind": Rule("rows this objective cannot train on", "choose their objective, or map their columns", 0),
     "empty_conversation": Rule("conversations without a message", "delete them", 0),
     "unknown_role": Rule("messages of an unknown role", "use system, developer, user, assistant or tool", 0),
     "empty_answer": Rule("empty answers, which teach to say nothing", "delete them or fill them in", 0),
-    "no_assistant_turn": Rule("conversations without an assistant's turn", "delete them, or use objective='pretraining'", 0.5),
+    "no_assistant_turn": Rule(
+        "conversations without an assistant's turn",
+        "let them end with the assistant, or delete them; where all is trained, use objective='pretraining'", 0.5,
+    ),
     "consecutive_answers": Rule("two assistant's turns in a row", "join them, unless this is meant", 1),
     "late_system_message": Rule("system messages in the middle of a conversation", "put them first", 1),
     "template_refuses": Rule("conversations the chat template refuses", "mend them, or use another template", 0),

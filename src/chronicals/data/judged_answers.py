@@ -20,7 +20,7 @@ JUDGED = "unpaired preference"
 ANSWER = ("completion", "response", "output", "answer", *CONVERSATIONS)
 """Names of the answer; of a conversation it is the last message, if it is not in a field of its own."""
 
-JUDGEMENTS = {"true": True, "1": True, "false": False, "0": False}
+JUDGEMENTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Labels as the texts that a table has."""
 
 EARLIER = 32
@@ -41,7 +41,10 @@ def judgement(record: Record, where: str) -> int:
     label = record.get("label")
     said = JUDGEMENTS.get(label.strip().lower()) if isinstance(label, str) else label
     if not isinstance(said, (bool, np.bool_, numbers.Real)) or said not in (0, 1):
-        raise DataError(f"{where}: label={label!r}: must be true for a good answer or false for a bad one", "unusable_label")
+        named = "; where columns are named, name it too: columns={'label': 'label'}" if label is None else ""
+        raise DataError(
+            f"{where}: label={label!r}: must be true for a good answer or false for a bad one{named}", "unusable_label"
+        )
     return int(said == 1)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
 from chronicals.data.gate import DataError
 from chronicals.data.records import Record
-from chronicals.data.rows import PAIRS, SPEAKERS, asked_of, conversation_in, is_object
+from chronicals.data.rows import PAIRS, SPEAKERS, asked_of, conversation_in, is_object, parsed_json
 
 CONVERSATIONS = ("messages", "conversations")
 """Fields of a conversation, which is a prompt where its answers stand elsewhere."""
@@ -88,14 +89,29 @@ def words_of(message: Any) -> Any:
     if not is_object(message):
         return message
     said = message.get("content") if message.get("content") is not None else message.get("value")
+    if said is None:
+        return ""
     if isinstance(said, list) and all(is_object(part) and isinstance(part.get("text"), str) for part in said):
         said = "".join(part["text"] for part in said)
     return said.strip() if isinstance(said, str) else said
 
 
 def said_in(messages: list[Any]) -> list[Any]:
-    """Messages in a form that is the same where the same is said, whatever the dialect."""
-    return [(role_of(message), words_of(message)) for message in messages]
+    """Messages in a form that is the same where the same is said and called, whatever the dialect."""
+    return [(role_of(message), words_of(message), calls_of(message)) for message in messages]
+
+
+def calls_of(message: Any) -> list[Any]:
+    """The tools that a message calls, with what, in one form of the two that there are."""
+    found = []
+    for call in (as_list(message.get("tool_calls")) if is_object(message) else None) or ():
+        called = call.get("function", call) if is_object(call) else call
+        if is_object(called):
+            given = called.get("arguments")
+            read = parsed_json(given) if isinstance(given, str) else None
+            called = called.get("name"), json.dumps(given if read is None else read, sort_keys=True, default=str)
+        found.append(called)
+    return found
 
 
 def _is_filled(value: Any) -> bool:

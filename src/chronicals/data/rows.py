@@ -82,11 +82,13 @@ EXPECTED = {
 WRITTEN = ("prompt", "completion", "response", "chosen", "rejected")
 """Fields that hold texts, or messages, which some write as JSON text."""
 
-OPENING = re.compile(r"[ \t\n\r]*\[[ \t\n\r]*\{")
-"""What a list of objects begins with."""
+OPENING = re.compile(r"[ \t\n\r]*(?:\[[ \t\n\r]*)?\{")
+"""What an object begins with, or a list of them."""
 
-PRINTED = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
-"""How Python prints a list of messages."""
+PRINTED = re.compile(
+    r"\s*(?:\[\s*\{\s*'(?:role|from|content|value)'\s*:|\{\s*'(?:role|from)'\s*:\s*'\w+'\s*,\s*'(?:content|value)'\s*:)"
+)
+"""How Python prints a message, or a list of them."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIRST = ("system", "developer")
@@ -215,18 +217,24 @@ def with_conversations(record: Record) -> Record:
 
 
 def conversation_or_text(text: str) -> list[Any] | str:
-    """The messages that a JSON text is, or the text itself."""
-    found = json_list(text) if OPENING.match(text) else None
-    return found if found and all(map(_is_spoken, found)) else text
+    """The messages that a JSON text is, one by itself as a list of one, or the text itself."""
+    found = parsed_json(text) if OPENING.match(text) else None
+    found = [found] if isinstance(found, dict) else found
+    return found if isinstance(found, list) and found and all(map(_is_spoken, found)) else text
 
 
 def json_list(text: str) -> list[Any] | None:
     """The list that a JSON text is; None of any other text."""
+    found = parsed_json(text)
+    return found if isinstance(found, list) else None
+
+
+def parsed_json(text: str) -> Any:
+    """What a JSON text is; None of any other text."""
     try:
-        found = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) else None
 
 
 def _is_spoken(message: Any) -> bool:
@@ -284,7 +292,7 @@ def _is_filled(value: Any) -> bool:
 
 def _after_system(record: Record, messages: list[Message], where: str) -> list[Message]:
     """The row's own ``system``, then its messages, unless they begin with one."""
-    if not record.get("system") or messages[0]["role"] in FIRST:
+    if not _is_filled(record.get("system")) or messages[0]["role"] in FIRST:
         return messages
     return [{"role": "system", "content": _text(record["system"], "system", where)}, *messages]
 
@@ -348,7 +356,8 @@ def conversation_oddities(messages: Sequence[Message]) -> list[str]:
 def _from_instruction(record: Record, where: str) -> list[Message]:
     """Taori et al. (2023), Alpaca: instruction, input, output; LLaMA-Factory adds system and history."""
     answer = "output" if record.get("output") is not None else "response"
-    system = [{"role": "system", "content": _text(record["system"], "system", where)}] if record.get("system") else []
+    there = _is_filled(record.get("system"))
+    system = [{"role": "system", "content": _text(record["system"], "system", where)}] if there else []
     said = {"role": "assistant", "content": _text(record[answer], answer, where)}
     return [*system, *asked_of(record, where), said]
 
@@ -359,8 +368,8 @@ def asked_of(record: Record, where: str) -> list[Message]:
     Raises:
         DataError: a field is of the wrong type.
     """
-    asked = [_text(record[name], name, where) for name in ("instruction", "input") if record.get(name)]
-    history = _parsed(record.get("history") or [], "history", where)
+    asked = [_text(record[name], name, where) for name in ("instruction", "input") if _is_filled(record.get(name))]
+    history = _parsed(_plain(record["history"]), "history", where) if _is_filled(record.get("history")) else []
     if not isinstance(history, Sequence) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in history):
         raise DataError(f"{where}: history must be a list of [question, answer]", "wrong_type")
     turns = [

@@ -148,11 +148,10 @@ def _rows(part: DataSource) -> Iterator[Unparsed]:
 
 def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
     """The record with ``columns`` under our names; those that were not named stay as they are, but for fields that would
-    tell another kind of row than the named ones do. A prompt alone tells none: its answers have their names."""
+    tell another kind of row than the named ones do."""
     if not isinstance(record, Mapping):
         return record
-    decided = any(fields <= columns.keys() for kind, fields in KINDS if kind != "prompt")
-    gone = {*columns.values(), *(TELLING if decided else ())}
+    gone = {*columns.values(), *_of_another_kind(columns)}
     renamed = {name: value for name, value in record.items() if name not in gone}
     for ours, theirs in columns.items():
         value: Any = record
@@ -167,6 +166,16 @@ def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | Ba
             value = value[name]
         renamed[ours] = value
     return renamed
+
+
+def _of_another_kind(named: Mapping[str, str]) -> frozenset[str]:
+    """Fields that would tell another kind of row than our names ``named`` do. A prompt alone tells none: its answers have their
+    names; answers that are compared leave theirs to the prompt."""
+    if {"responses", "scores"} <= named.keys():
+        return frozenset({"chosen", "rejected"})
+    if {"chosen", "rejected"} <= named.keys():
+        return frozenset()
+    return TELLING if any(fields <= named.keys() for kind, fields in KINDS if kind != "prompt") else frozenset()
 
 
 def _read(part: DataSource) -> Iterator[Unparsed]:
