@@ -284,6 +284,25 @@ def test_a_run_that_goes_on_remembers_its_start(base, tmp_path):
     assert SavedModel.find(tmp_path / "run").about["reference"] == record
 
 
+def test_a_run_that_goes_on_in_another_folder_has_the_reference_of_before(base, tmp_path, caplog):
+    changes = {"lr_scheduler": "constant", "save_steps": 2}
+    train_from(base, tmp_path, max_steps=2, **changes)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    record = json.loads((tmp_path / "run" / "reference.json").read_text())
+
+    def go_on(start, folder, checkpoint):
+        config = runs.config(tmp_path / folder, **changes_of(**changes))
+        model, config = load_to_train(SavedModel.find(start), config, ranks())
+        ChronicalsTrainer(model, tiny.tokenizer(), config).train(rows(16), resume=checkpoint)
+        return json.loads((tmp_path / folder / "run" / "reference.json").read_text())
+
+    with pytest.raises(CheckpointError, match="the run's reference policy is the model that it began with, and this is another"):
+        go_on(tmp_path / "run", "other", checkpoint)
+    assert go_on(base, "there", checkpoint) == record and "is not compared" not in caplog.text
+    alone = shutil.copytree(checkpoint, tmp_path / "alone" / "checkpoints" / checkpoint.name)
+    assert go_on(base, "again", alone) == record and "there is no reference.json beside" in caplog.text
+
+
 def test_adapters_go_on_over_the_base_that_they_began_on_alone(base, tmp_path):
     """Whose files may lie elsewhere now."""
     changes = {"lr_scheduler": "constant", "save_steps": 2, **LORA}

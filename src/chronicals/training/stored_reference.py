@@ -83,20 +83,26 @@ class StoredReference:
             self.facts["last_weights"] = _last_weights_of_reference(session)
             self.facts["held_as"] = _held_as(session)
 
-    def keep(self, output_dir: Path, resumed: bool) -> None:
-        """Write to the run's folder what its reference is, or compare what a run that goes on wrote there.
+    def keep(self, output_dir: Path, resumed: Path | None) -> None:
+        """Write to the run's folder what its reference is, or compare what a run that goes on wrote.
+
+        Args:
+            resumed: the checkpoint that the run goes on from, in this folder or in that of the run before.
 
         Raises:
             CheckpointError: it goes on from another model, or beside another reference, than it began with.
         """
         if self.record is not None:
-            self.record = self.session.ranks.writer_does(lambda: self._keep(output_dir / KEPT, resumed), CheckpointError)
+            self.record = self.session.ranks.writer_does(lambda: self._keep(output_dir, resumed), CheckpointError)
 
-    def _keep(self, file: Path, resumed: bool) -> Record | None:
+    def _keep(self, output_dir: Path, resumed: Path | None) -> Record | None:
         """What the run remembers."""
-        if not resumed or not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({**self.facts, "reference": self.record}))
+        files = [] if resumed is None else [folder / KEPT for folder in (output_dir, resumed.parent.parent)]
+        file = next(filter(Path.exists, files), None)
+        if file is None:
+            if resumed is not None:
+                logger.warning("reference: there is no %s beside %s, so it is not compared with that of before", KEPT, resumed)
+            _write_to(output_dir, {**self.facts, "reference": self.record})
             return self.record
         kept = json.loads(file.read_text())
         found: Record | None = kept.get("reference", self.record)
@@ -110,6 +116,8 @@ class StoredReference:
                 f"{file}: the run's reference policy is the model that it began with, and this is another one; resume with the "
                 "model that the run began with, and beside the same reference_model if one was named"
             )
+        if file.parent != output_dir:
+            _write_to(output_dir, kept)
         return found
 
     def beside(self, store: TokenStore) -> TokenStore:
@@ -173,6 +181,11 @@ class StoredReference:
         for column in (store.id_starts, store.lengths):
             digest.update(np.ascontiguousarray(column).tobytes())
         return store.path.with_name(f"{digest.hexdigest()[:32]}.{REFERENCE}.safetensors")
+
+
+def _write_to(output_dir: Path, kept: dict[str, Any]) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / KEPT).write_text(json.dumps(kept))
 
 
 def _last_weights_of_reference(session: Session) -> str:

@@ -183,7 +183,7 @@ class ChronicalsTrainer:
         config, model = self.config, self.model
         limited = partial(self._watch.limited, "computing the reference, before the first step")
         reference = StoredReference(session, partial(self._stream, epochs=1, shuffle=False), limited)
-        reference.keep(self.output_dir, resumed is not None)
+        reference.keep(self.output_dir, resumed)
         train_store = reference.beside(train_store)
         eval_store = None if eval_store is None else reference.beside(eval_store)
         keep_anchor(session, train_store, self.output_dir, resumed)
