@@ -37,6 +37,9 @@ def test_there_and_back(tmp_path, names):
     other.save_pretrained(tmp_path / "theirs")
     again = load_adapter(llama(), tmp_path / "theirs").eval()
     assert torch.equal(logits(again, ids), expected)
+    save_adapter(again, tmp_path / "again")
+    files = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "again"))
+    assert len({frozenset(file) for file in files}) == 1
     assert close(train_on(again, ids), train_on(other, ids), 1e-4)
 
 

@@ -3,6 +3,7 @@
 import errno
 import html
 import importlib.metadata
+import json
 import re
 from types import SimpleNamespace
 
@@ -46,6 +47,20 @@ def test_answers_before_and_after(tmp_path):
     asked = [prompt for prompt in rows if "what is" in prompt or "<|im_start|>" in prompt]
     assert len(asked) == 2 and all(before != after for before, after in (rows[prompt] for prompt in asked))
     assert "the answer to" in rows[asked[0]][1]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_answers_that_are_compared_are_asked_for_by_their_whole_prompt(objective, tmp_path):
+    """Once for each row, whether the prompt is long enough to be shared or not."""
+    import preferences
+
+    rows = (preferences.judged_rows if objective == "kto" else preferences.rows)(12)
+    runs.train(tmp_path, rows=rows, objective=objective, report_samples=20, max_steps=1, max_seq_length=256)
+    read = tiny.tokenizer().decode
+    asked = [read(one["prompt"]) for one in json.loads((tmp_path / "run" / "samples.json").read_text())]
+    template = tiny.tokenizer().apply_chat_template
+    assert asked and set(asked) <= {template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows}
+    assert len(asked) == len(set(asked))
 
 
 def test_prompts_for_which_no_time_is_left_have_no_answer(tmp_path, monkeypatch):

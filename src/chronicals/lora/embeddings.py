@@ -178,8 +178,12 @@ def rows_of(model: Any, stored: Weights) -> int:
 
 
 @torch.no_grad()
-def take_embeddings(model: Any, stored: Weights) -> None:
-    """Copy stored weights into the model, after resizing its embedding and head to their rows."""
+def take_embeddings(model: Any, stored: Weights, whole: Collection[str]) -> None:
+    """Copy stored weights into the model, after resizing its embedding and head to their rows.
+
+    Args:
+        whole: paths of ``modules_to_save``, which are saved again in any case.
+    """
     if not stored:
         return
     if (rows := rows_of(model, stored)) != embedding_table(model).shape[0]:
@@ -188,5 +192,5 @@ def take_embeddings(model: Any, stored: Weights) -> None:
     layers = {**_layers(model), **others}
     for (path, name), tensor in stored.items():
         layers[path].get_parameter(name).copy_(tensor)
-    if any(path not in others for path, _ in stored):
+    if any(path not in others and path not in whole for path, _ in stored):
         setattr(model, STORED, True)

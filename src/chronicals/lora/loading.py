@@ -75,7 +75,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
             del tensors[name]
     stored = _taken(folder, tensors, shapes)
     stored |= {path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()}
-    take_embeddings(model, embeddings)
+    take_embeddings(model, embeddings, whole)
     if not attached:
         apply_lora(model, config.fitted([target.named for target in targets]))
     with torch.no_grad():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.data import TokenStore
+from chronicals.data.store import SIDE
 from chronicals.generation import Trained, generate
 from chronicals.models import input_device
 from chronicals.training.report import Sample
@@ -81,12 +82,16 @@ class Samples:
 
 
 def _prompts(store: TokenStore, count: int) -> list[list[int]]:
-    """Token ids up to the first that is trained; of a text, which is trained whole, its beginning."""
+    """Token ids up to the first that is trained, of the first of several answers; of a text, which is trained whole, its
+    beginning."""
     prompts: list[list[int]] = []
+    sides = store.columns.get(SIDE)
     for number in range(min(len(store), LOOKED_AT)):
-        ids, trained = store.document(number)
+        if sides is not None and sides[number] != 0:
+            continue
+        ids, trained = store.whole_document(number)
         begin = int(trained.argmax()) if trained.any() else len(ids)
-        begin = begin if begin > 1 else min(OF_A_TEXT, len(ids) - 1)
+        begin = begin if begin > 1 or sides is not None else min(OF_A_TEXT, len(ids) - 1)
         if 0 < begin <= LONGEST_PROMPT and len(prompts) < count:
             prompts.append(ids[:begin].tolist())
     return prompts
