@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from chronicals.batch import IGNORED, Batch
-from chronicals.models import in_trained_documents, present
+from chronicals.models import present, times_trained
 from chronicals.models.router_loss import RouterLoss
 
 SIZES = {
@@ -84,8 +84,8 @@ def test_it_is_what_the_class_adds(kind):
 def test_tokens_of_documents_without_a_target_do_not_count():
     batch = packs([(7, 12), (5,)])
     batch.targets[:7] = IGNORED
-    assert in_trained_documents(batch).tolist() == [7 <= t < 19 or 24 <= t < 29 for t in range(2 * WIDTH)]
-    assert not in_trained_documents(packs([(), ()])).any()
+    assert times_trained(batch).tolist() == [7 <= t < 19 or 24 <= t < 29 for t in range(2 * WIDTH)]
+    assert not times_trained(packs([(), ()])).any()
 
 
 def test_a_pack_without_documents_adds_nothing():

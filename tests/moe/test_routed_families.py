@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import families
 from chronicals.batch import IGNORED
 from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
-from chronicals.models import PresentedModel, in_trained_documents, quantise_layers
+from chronicals.models import PresentedModel, quantise_layers, times_trained
 from chronicals.models.routed_experts import called_for_experts
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.router_settings import RouterSettings
@@ -56,7 +56,7 @@ def routers_watched(model):
 
 def in_plain_torch(seen, batch, count, sigmoid):
     """Losses and metrics of one pack, in fp64."""
-    counted = in_trained_documents(batch)
+    counted = times_trained(batch) > 0
     bounds = batch.cu_seqlens.tolist()
     pairs = [t for a, b in zip(bounds, bounds[1:]) for t in range(a, b - 1) if counted[t]]
     found = {name: [] for name in (*LOSSES, "busiest", "idle", "entropy")}
@@ -142,7 +142,7 @@ def test_rows_that_are_lost_are_seen(kind, patched):
     if patched:
         patch_parts(model, whole_layers=True)
     layer, count = mixture_layers(model)[-1], routing_of(model).experts
-    counted, lost = in_trained_documents(batch), []
+    counted, lost = times_trained(batch) > 0, []
 
     def with_a_capacity(_, args):
         hidden, chosen, weights = args

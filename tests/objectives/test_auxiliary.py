@@ -5,9 +5,11 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import preferences
 import runs
 import tiny
 from chronicals.config import ConfigurationError
+from chronicals.data import shared_prompts
 from chronicals.models import RouterLoss, present
 from chronicals.objectives import NextToken, Term
 from chronicals.verification import verify
@@ -64,6 +66,33 @@ def test_verify_sets_it_beside_the_class_itself(adapters, tmp_path, monkeypatch)
     assert found.passed, found.failures
     monkeypatch.setattr(RouterLoss, "term", lambda *_: Term(torch.zeros(()), 0.0))
     assert not verify(mixtral(), tiny.tokenizer(), config, tiny.chat_rows()).passed
+
+
+@pytest.mark.parametrize("objective", ["orpo", "kto"])
+def test_answers_that_share_a_prompt_are_set_beside_the_class_itself(objective, tmp_path):
+    """Which sees the prompt once for each of them; of judged answers the row's own is trained alone."""
+    given = preferences.judged_rows(24) if objective == "kto" else preferences.rows(24)
+    config = runs.config(tmp_path, objective=objective, max_seq_length=256, learning_rate=1e-3)
+    found = verify(mixtral(), tiny.tokenizer(), config, given)
+    assert found.passed, found.failures
+
+
+@pytest.mark.parametrize("how", ["packed", "padded"])
+def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, monkeypatch):
+    """But for that of neighbours, which an answer's first token and the prompt's last one are not where they lie apart."""
+    given = preferences.rows(6)
+    settings = {"router": {"z": 0.1}, "max_seq_length": 1024}
+
+    def step(folder):
+        found = preferences.one_step(tmp_path / folder, given, "orpo", {}, mixtral(), padded=how == "padded", **settings)
+        return {name: torch.as_tensor(value) for part in found for name, value in part.items()}
+
+    shared = step("shared")
+    monkeypatch.setattr(shared_prompts, "SHORTEST", 10**9)
+    apart = step("apart")
+    assert shared.keys() == apart.keys() and {"router_loss", "router/z"} <= shared.keys()
+    for name, value in apart.items():
+        torch.testing.assert_close(shared[name], value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("fused_head", [True, False])

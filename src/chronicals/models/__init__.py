@@ -32,7 +32,7 @@ from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation
 from chronicals.models.presenting import present
 from chronicals.models.reward_model import is_reward_model
-from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
+from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, times_trained
 from chronicals.models.terms import Term, Terms
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
 
@@ -62,7 +62,6 @@ __all__ = [
     "has_4bit_layers",
     "has_packed_layers",
     "in_evaluation",
-    "in_trained_documents",
     "input_device",
     "is_reward_model",
     "is_within",
@@ -84,6 +83,7 @@ __all__ = [
     "saved_form",
     "score_of",
     "speaks_of_experts",
+    "times_trained",
     "unfused_kind",
     "why_neighbours_matter",
     "within_adapters",

@@ -297,7 +297,7 @@ class PaddedRows:
 
     Attributes:
         inputs: arguments of the model.
-        kept: int64, the documents' own tokens among those of the rows, flat.
+        kept: int64, the documents' own tokens among those of the rows, and of each prompt one copy, flat.
         places: int64, where each of these stands in the Batch.
     """
 
@@ -314,6 +314,7 @@ class PaddedRows:
         if batch.keys is not None:
             ends = batch.keys.cu_seqlens.tolist()
             rows = [batch.keys.index[ends[n] : ends[n + 1]] for n in spans or [0]]
+        own = [row if first else some for row, some, first in zip(rows, own, _first_of_their_prompts(rows, own))]
         lengths = torch.tensor([len(row) for row in rows], device=device)
         columns = torch.arange(int(lengths.max()), device=device)
         mask = (columns < lengths[:, None]).long()
@@ -321,3 +322,9 @@ class PaddedRows:
         kept = ((columns >= before[:, None]) & (mask > 0)).flatten().nonzero().squeeze(1)
         ids = pad_sequence([batch.input_ids[row] for row in rows], batch_first=True)
         return cls({"input_ids": ids, "attention_mask": mask, "use_cache": False}, kept, torch.cat(own))
+
+
+def _first_of_their_prompts(rows: list[Tensor], own: list[Tensor]) -> list[bool]:
+    """Whether no row before has the prompt that stands before a row's own tokens."""
+    prompts = [int(row[0]) if len(row) > len(some) else None for row, some in zip(rows, own)]
+    return [prompt is not None and prompt not in prompts[:number] for number, prompt in enumerate(prompts)]

@@ -6,7 +6,8 @@ f_e is how often a token of a layer is sent to expert e of E, p_e the mean of th
 over all layers and over the tokens of a batch. The class adds the loss times its own coefficient to the cross-entropy.
 
 Here every pack is such a batch, and the loss of a step is the mean over its packs, so it depends neither on ``batch_size`` and
-accumulation nor on the number of processes. Tokens of documents without a target, such as padding, do not count.
+accumulation nor on the number of processes. Tokens of documents without a target, such as padding, do not count; those of a
+prompt that several answers share count once for each.
 
 Shapes: L layers, T tokens, P packs of W tokens, E experts.
 """
@@ -25,6 +26,9 @@ from chronicals.models.terms import Term
 
 ROUTER_LOSS = "router_loss"
 """Name of the auxiliary term."""
+
+COUNTED = "counted"
+"""Segment of a Batch by which an objective says which of the documents count that have a target; by default all."""
 
 SWITCH = "output_router_logits"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -50,14 +54,14 @@ class RouterLoss:
             logits: ``[T, E]`` of each layer.
             width: tokens of a pack; None for a Batch of one pack.
         """
-        return Term(self.sum_over_packs(logits, in_trained_documents(batch), width or len(batch)), self.coefficient, "packs")
+        return Term(self.sum_over_packs(logits, times_trained(batch), width or len(batch)), self.coefficient, "packs")
 
     def sum_over_packs(self, logits: Sequence[Tensor], counted: Tensor, width: int) -> Tensor:
         """The sum of the losses of all packs, fp32, without the coefficient. A pack without tokens that count adds zero.
 
         Args:
             logits: ``[T, E]`` of each layer.
-            counted: bool ``[T]``, the tokens that count.
+            counted: ``[T]``, how many times each token counts.
             width: W.
         """
         counted_PW = counted.view(-1, width).float()
@@ -71,13 +75,22 @@ class RouterLoss:
         return logits[0].shape[-1] * (f_PE / rows_P1 * (p_PE / rows_P1)).sum()
 
 
-def in_trained_documents(batch: Batch) -> Tensor:
-    """bool ``[T]``: whether a token's document has a target."""
-    tokens = torch.arange(len(batch), dtype=torch.int32, device=batch.cu_seqlens.device)
-    document = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True)
-    targets = torch.zeros(len(batch.cu_seqlens), dtype=torch.int32, device=tokens.device)
-    targets = targets.index_add(0, document, (batch.targets != IGNORED).int())
-    return targets[document] > 0
+def times_trained(batch: Batch) -> Tensor:
+    """fp32 ``[T]``: in how many documents that count a token stands, its own and those of answers to a prompt it is part of."""
+    bounds = batch.cu_seqlens
+    document = _document_of(torch.arange(len(batch), device=bounds.device), bounds)
+    targets = torch.zeros(len(bounds), dtype=torch.int32, device=bounds.device)
+    counts = targets.index_add(0, document, (batch.targets != IGNORED).int()) > 0
+    if COUNTED in batch.segments:
+        counts[:-1] &= batch.segments[COUNTED]
+    if batch.keys is None:
+        return counts[document].float()
+    places = batch.keys.places
+    return ((places >= 0) & counts[_document_of(places.clamp(min=0), batch.keys.cu_seqlens)]).sum(0).float()
+
+
+def _document_of(places: Tensor, bounds: Tensor) -> Tensor:
+    return torch.searchsorted(bounds[1:], places.to(bounds.dtype), right=True)
 
 
 def asks_for_router_loss(model: Any) -> bool:

@@ -15,9 +15,10 @@ S_t the experts that really got the token, however the router chose them, sg(·)
                  of z′ predicted of z, Q = softmax(z′/T), S the k largest of z
     anchor       KL(P_t ‖ P°_t), P° of the router as the run began, on the same token; 0 then, and with a gradient in P
 
-balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and locality over tokens that have
-a token before them in their document; then all are means over layers, and lookahead over distances. Where DeepSeek-V3 counts
-the k largest scores of a sequence, f counts the experts that a pack's tokens got, by correction biases and groups, too.
+balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and locality over tokens that
+have a token before them in their document (of an answer behind a shared prompt, among its own tokens); then all are means
+over layers, and lookahead over distances. Where DeepSeek-V3 counts the k largest scores of a sequence, f counts the experts
+that a pack's tokens got, by correction biases and groups, too.
 
 Functions of P take log s ``[T, E]``, of which P is the softmax.
 
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.models import in_trained_documents
+from chronicals.models import times_trained
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Tokens:
     """Which tokens of a Batch count, and in which packs.
 
     Attributes:
-        counted: bool ``[T]``: those of documents with a target.
+        counted: fp32 ``[T]``: how many times each does: by its documents with a target (``times_trained``).
         document: int64 ``[T]``: the number of a token's document.
         width: W.
     """
@@ -58,22 +59,22 @@ class Tokens:
         """
         places = torch.arange(len(batch), dtype=torch.int32, device=batch.cu_seqlens.device)
         document = torch.searchsorted(batch.cu_seqlens[1:], places, right=True)
-        return cls(in_trained_documents(batch), document, width or len(batch))
+        return cls(times_trained(batch), document, width or len(batch))
 
     def before(self, distance: int) -> Tensor:
-        """bool ``[T - distance]``: whether token t counts and token t + distance is of the same document."""
+        """fp32 ``[T - distance]``: how many times token t counts, where token t + distance is of the same document; else 0."""
         same = self.document[distance:] == self.document[: len(self.document) - distance]
-        return self.counted[: len(self.counted) - distance] & same
+        return self.counted[: len(self.counted) - distance] * same
 
     def means(self, values: Tensor, there: Tensor) -> Tensor:
-        """``[..., P]``: the mean of a pack's ``values`` where they are ``there``; of packs without any, 0.
+        """``[..., P]``: the mean of a pack's ``values``, each as many times as it is ``there``; of packs without any, 0.
 
         Args:
             values: ``[..., n]``, of the first n tokens.
-            there: bool ``[n]``.
+            there: fp32 ``[n]``.
         """
         missing = len(self.counted) - len(there)
-        values, there = (F.pad(x, (0, missing)) for x in (torch.where(there, values, 0.0), there))
+        values, there = (F.pad(x, (0, missing)) for x in (torch.where(there > 0, values, 0.0) * there, there))
         sums, counts = (x.unflatten(-1, (-1, self.width)).sum(-1) for x in (values, there.to(values.dtype)))
         return sums / counts.clamp(min=1.0)
 
@@ -84,7 +85,7 @@ class Tokens:
     @property
     def packs(self) -> Tensor:
         """How many packs have a token that counts; a scalar in fp32."""
-        return self.counted.view(-1, self.width).any(1).sum().float()
+        return (self.counted > 0).view(-1, self.width).any(1).sum().float()
 
 
 def wide(logits: Tensor) -> Tensor:

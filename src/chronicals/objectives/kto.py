@@ -22,6 +22,7 @@ from chronicals.batch import Batch
 from chronicals.data.judged_answers import JUDGED
 from chronicals.data.store import LABEL, SIDE
 from chronicals.models import PresentedModel, Term, Terms
+from chronicals.models.router_loss import COUNTED
 from chronicals.objectives.definitions import document_of, log_ratio
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
@@ -69,7 +70,8 @@ class KTO(WithReference):
         sums = document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)
         mismatched = batch.segments[SIDE] == MISMATCHED
         total = torch.where(mismatched, sums - reference, 0.0).sum()
-        batch = replace(batch, segments={**batch.segments, REFERENCE: reference})
+        own = batch.segments[SIDE] == OWN  # alone are trained, routers too
+        batch = replace(batch, segments={**batch.segments, REFERENCE: reference, COUNTED: own})
         return batch, {KL: Term(total, 0.0, OTHERS)}
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:

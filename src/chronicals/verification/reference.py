@@ -56,6 +56,11 @@ class MaskedDocument(NamedTuple):
 Item = list[MaskedDocument]
 
 
+def is_mismatched(document: MaskedDocument) -> bool:
+    """Whether it is the answer to another prompt beside a judged one."""
+    return document.side == 1 and document.label >= 0
+
+
 def count_targets(document: MaskedDocument) -> int:
     """Its tokens that are trained; the first is predicted by none."""
     return int(document.trained[1:].sum())
@@ -66,7 +71,7 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
     items = [item for pack in packs for item in pack]
     firsts = [next(document for document in item if document.side == 0) for item in items]
     targets, good = sum(count_targets(document) for item in items for document in item), sum(d.label == 1 for d in firsts)
-    mismatched = sum(document.side == 1 and document.label >= 0 for item in items for document in item)
+    mismatched = sum(is_mismatched(document) for item in items for document in item)
     return {
         "targets": targets, "weight": targets, "first_targets": sum(count_targets(document) for document in firsts),
         "items": len(items), "good_items": good, "bad_items": len(items) - good, "packs": len(packs),
@@ -241,7 +246,8 @@ class PlainArm:
         """Backward of the mean over the packs of what the class itself adds for its routers, and its value."""
         value = 0.0
         for pack in packs:
-            counted = [document for item in pack for document in item if count_targets(document)]
+            own = (document for item in pack for document in item if not is_mismatched(document))
+            counted = [document for document in own if count_targets(document)]
             if counted:
                 ids, mask, _ = self._rows(counted)
                 with self._products():
