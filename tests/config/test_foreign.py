@@ -5,8 +5,20 @@ import dataclasses
 import pytest
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
-from chronicals.config.foreign import INSTEAD, NOT_SHOWN, NOWHERE, OURS, RENAMED, TURNED_OFF, suggestion
+from chronicals.config.foreign import (
+    INSTEAD,
+    NOT_SHOWN,
+    NOWHERE,
+    OBJECTIVES,
+    OURS,
+    RENAMED,
+    SETTING,
+    SETTINGS,
+    TURNED_OFF,
+    suggestion,
+)
 from chronicals.lora import LoRAConfig
+from chronicals.objectives import registry
 
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]
 
@@ -43,6 +55,12 @@ MEANT = {
     "half": (True, "use mixed_precision='fp16'"),
     "completion_only_loss": (False, "use objective='pretraining', which trains every token"),
     "learnin_rate": (1, "did you mean 'learning_rate'?"),
+    "rl": ("dpo", "use objective='dpo'"),
+    "stage": ("rm", "use objective='reward'"),
+    "pref_beta": (0.2, "use beta in the section of the objective: dpo={'beta': 0.2}"),
+    "ref_model": ("m", "use reference_model in the section of the objective: dpo={'reference_model': 'm'}"),
+    "max_prompt_length": (64, "use max_seq_length, which bounds prompt and answer together"),
+    "sync_ref_model": (True, "leave it out: the reference stays what the run began with"),
 }
 
 
@@ -57,7 +75,8 @@ def test_a_recipe_answers_with_our_name(name):
 def test_what_is_suggested_is_accepted():
     for name, (value, meant) in MEANT.items():
         if meant.startswith("use ") and name in OURS:
-            fields = {"model": "m", "data": "d", meant.removeprefix("use ").partition("=")[0]: value}
+            ours = meant.removeprefix("use ").partition("=")[0]
+            fields = {"model": "m", "data": "d", ours: OBJECTIVES.get(value, value) if ours == "objective" else value}
             assert Recipe(**fields)
 
 
@@ -72,6 +91,11 @@ def test_the_table_is_of_fields_there_are_and_names_there_are_not():
     assert len(theirs) == len(set(theirs)) == sum(len(names.split()) for names in RENAMED.values()) + len({*INSTEAD, *NOWHERE})
     assert not set(theirs) & set(FIELDS)
     assert set(TURNED_OFF) <= set(INSTEAD)
+    assert set(OBJECTIVES.values()) <= set(registry.OBJECTIVES) and not set(OBJECTIVES) & set(registry.OBJECTIVES)
+    for name in SETTINGS:
+        section, _, setting = name.partition(".")
+        assert setting in {field.name for field in dataclasses.fields(registry.OBJECTIVES[section].Settings)}
+    assert not set(SETTING) & {*theirs, *FIELDS}
     named = " ".join([*INSTEAD.values(), *TURNED_OFF.values()]).replace("=", " ").replace(",", " ").replace(";", " ").split()
     assert {word for word in named if "_" in word} <= set(FIELDS)
 
@@ -91,6 +115,24 @@ def test_the_table_is_of_fields_there_are_and_names_there_are_not():
 def test_the_adapters_configuration_answers_in_its_own_names(name, value, meant):
     with pytest.raises(ConfigurationError, match=f"^{name}: no such field; {meant}"):
         LoRAConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "setting, meant",
+    [
+        ("loss_type", "use loss$"), ("bta", r"did you mean 'beta'\?"), ("max_length", "use max_seq_length"),
+        ("rpo_alpha", "leave it out: cross-entropy beside DPO"), ("zzzz", "there are 'reference', "),
+    ],
+)  # fmt: skip
+def test_the_section_of_an_objective_answers_with_its_settings(setting, meant):
+    with pytest.raises(ConfigurationError, match=f"no such setting; {meant}"):
+        registry.build_objective(ChronicalsConfig(objective="dpo", dpo={setting: 1}))
+
+
+@pytest.mark.parametrize("name, meant", [("DPO", "dpo"), ("rm", "reward"), ("gkd", "distill"), ("dop", "dpo")])
+def test_an_objective_by_another_name(name, meant):
+    with pytest.raises(ConfigurationError, match=rf"^objective='{name}': no such objective; did you mean '{meant}'\?"):
+        registry.build_objective(ChronicalsConfig(objective=name))
 
 
 def test_a_name_like_nothing():

@@ -58,7 +58,7 @@ RENAMED: dict[str, str] = {
     "max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm clip_grad grad_clip max_norm",
     "activation_offload": "activation_offloading enable_activation_offloading",
     "use_fp8": "fp8",
-    "objective": "stage",
+    "objective": "stage rl",
     "train_on_roles": "roles_to_train",
     "max_documents": "max_packed_sequences",
     "validation_split": "val_set_size val_size test_size eval_split",
@@ -78,7 +78,35 @@ RENAMED: dict[str, str] = {
 }  # fmt: skip
 """Ours, and what others call it, the value being the same."""
 
+SETTINGS: dict[str, str] = {
+    "dpo.beta": "beta pref_beta rl_beta dpo_beta",
+    "dpo.loss": "loss_type pref_loss dpo_loss_type",
+    "dpo.label_smoothing": "label_smoothing dpo_label_smoothing",
+    "dpo.reference_model": "reference_model ref_model ref_model_name_or_path ref_model_path",
+    "ipo.tau": "tau",
+    "simpo.gamma": "simpo_gamma gamma",
+    "cpo.alpha": "cpo_alpha",
+    "orpo.beta": "orpo_alpha orpo_beta",
+    "kto.desirable_weight": "desirable_weight kto_desirable_weight kto_chosen_weight",
+    "kto.undesirable_weight": "undesirable_weight kto_undesirable_weight kto_rejected_weight",
+    "reward.center_coefficient": "center_rewards_coefficient center_coefficient",
+    "distill.teacher": "teacher teacher_model teacher_model_name_or_path",
+    "distill.temperature": "temperature kd_temperature",
+    "distill.alpha": "kd_alpha",
+}
+"""Settings of an objective, in a section of its name, and what others call them."""
+
+OBJECTIVES: dict[str, str] = {
+    "rm": "reward", "reward_model": "reward", "gkd": "distill", "kd": "distill", "pt": "pretraining", "pretrain": "pretraining",
+}  # fmt: skip
+"""Objectives by the names that others have for them."""
+
 INSTEAD: dict[str, str] = {
+    "precompute_ref_log_probs": "reference='stored' in the section of the objective: dpo={'reference': 'stored'}",
+    "reference_free": "objective='simpo' (or cpo, or orpo), which has no reference",
+    "kd_trainer": "objective='distill'",
+    "max_prompt_length": "max_seq_length, which bounds prompt and answer together",
+    "max_completion_length": "max_seq_length, which bounds prompt and answer together",
     "bf16": "mixed_precision='bf16'",
     "fp16": "mixed_precision='fp16'",
     "fp32": "mixed_precision='fp32'",
@@ -134,6 +162,16 @@ TURNED_OFF: dict[str, str] = {
 """Of these, what to write in the place of false where the default here is otherwise; others are left out."""
 
 NOWHERE: dict[str, str] = {
+    "sync_ref_model": "the reference stays what the run began with",
+    "ref_model_sync_steps": "the reference stays what the run began with",
+    "ref_model_mixup_alpha": "the reference stays what the run began with",
+    "rpo_alpha": "cross-entropy beside DPO is not part of this version; the objectives cpo and orpo have it",
+    "pref_ftx": "cross-entropy beside DPO is not part of this version; the objectives cpo and orpo have it",
+    "ld_alpha": "it is not part of this version",
+    "use_weighting": "it is not part of this version",
+    "loss_weights": "sums of several losses are not part of this version",
+    "lmbda": "answers of the student are not generated during training in this version",
+    "seq_kd": "answers of the teacher are not generated during training in this version",
     "logging_steps": "every step is a line of metrics.jsonl",
     "logging_strategy": "every step is a line of metrics.jsonl",
     "log_every_n_steps": "every step is a line of metrics.jsonl",
@@ -157,6 +195,11 @@ NOWHERE: dict[str, str] = {
 
 OURS = {theirs: ours for ours, names in RENAMED.items() for theirs in names.split()}
 
+SETTING = {theirs: ours for ours, names in SETTINGS.items() for theirs in names.split()}
+
+ALIKE, SHORT = (0.6, 0.75), 5
+"""``difflib``'s ratio of a name that is taken for a misspelt one: of a name of so few letters, and of a longer one."""
+
 NOT_SHOWN = object()
 """In the place of a value that is not known."""
 
@@ -172,6 +215,8 @@ def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
     ours = OURS.get(name) or (name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None)
     if ours is not None and ours not in fields:
         ours = ours.removeprefix("lora_")
+    if ours == "objective" and isinstance(value, str):
+        value = OBJECTIVES.get(value.lower(), value)
     if ours in fields:
         return f"use {ours}" if value is NOT_SHOWN else f"use {ours}={value!r}"
     if OURS.get(name) in ("model", "data", "validation_data"):
@@ -184,8 +229,26 @@ def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
         return f"use {INSTEAD[name]}"
     if name in NOWHERE:
         return f"leave it out: {NOWHERE[name]}"
-    near = difflib.get_close_matches(name, fields, n=1)
+    if name in SETTING and "objective" in fields:
+        section, _, setting = SETTING[name].partition(".")
+        shown = "..." if value is NOT_SHOWN else repr(value)
+        return f"use {setting} in the section of the objective: {section}={{{setting!r}: {shown}}}"
+    return _near(name, fields)
+
+
+def _near(name: str, fields: Collection[str]) -> str | None:
+    near = difflib.get_close_matches(name, fields, n=1, cutoff=ALIKE[len(name) > SHORT])
     return f"did you mean {near[0]!r}?" if near else None
+
+
+def setting_called(name: str, known: Collection[str]) -> str | None:
+    """What to do about a setting that the section of an objective does not have; None where nothing is like it."""
+    ours = SETTING.get(name, "").partition(".")[2]
+    if ours in known:
+        return f"use {ours}"
+    if name in INSTEAD or name in NOWHERE or name in OURS:
+        return suggestion(name, NOT_SHOWN, {OURS[name]} if name in OURS else ())
+    return _near(name, known)
 
 
 def no_such_field(name: str, value: Any, fields: Collection[str]) -> str:

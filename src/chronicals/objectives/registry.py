@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pydantic
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.foreign import no_such_field
+from chronicals.config.foreign import OBJECTIVES as called_elsewhere
+from chronicals.config.foreign import no_such_field, setting_called
 from chronicals.data.rows import TRAINED
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
@@ -42,7 +43,8 @@ def build_objective(config: ChronicalsConfig) -> Objective:
     """
     name = config.objective
     if name not in OBJECTIVES:
-        near = difflib.get_close_matches(name, OBJECTIVES, n=1)
+        called = called_elsewhere.get(name.lower(), name.lower())
+        near = [called] if called in OBJECTIVES else difflib.get_close_matches(name, OBJECTIVES, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(OBJECTIVES)}"
         raise ConfigurationError(f"objective={name!r}: no such objective{meant}")
     for section, given in config.sections.items():
@@ -106,9 +108,8 @@ def _explained(section: str, settings: type, error: pydantic.ValidationError) ->
         if detail["type"] == "missing":
             lines.append(f"{section}: {field} is required, and was not given; set {section}={{{field!r}: '...'}}")
         elif detail["type"] == "unexpected_keyword_argument":
-            near = difflib.get_close_matches(field, known, n=1)
             there = f"there are {', '.join(map(repr, known))}" if known else "it has none"
-            lines.append(f"{given}: no such setting; {f'did you mean {near[0]!r}?' if near else there}")
+            lines.append(f"{given}: no such setting; {setting_called(field, known) or there}")
         else:
             lines.append(f"{given}: {detail['msg']}")
     return "; ".join(lines)
