@@ -20,6 +20,9 @@ def place(tmp_path_factory):
     for name, seed in {"base": 0, "other": 5}.items():
         tiny.llama(seed).save_pretrained(folder / name)
         tiny.tokenizer().save_pretrained(folder / name)
+    tiny.llama(9).save_pretrained(folder / "teacher")
+    tiny.tokenizer().save_pretrained(folder / "teacher")
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(8)))
     for name, count in {"pairs": 12, "held-out": 6}.items():
         rows = preferences.rows(count, seed=count)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -75,3 +78,33 @@ def test_what_is_no_run_needs_a_reference_and_other_objectives_take_none(within)
     asked = "evaluate", "base", "--data", "held-out.jsonl", "--objective", "simpo", "--reference-model", "other"
     code, _, err = within(*asked)
     assert code == 1 and "--reference-model other: --objective simpo compares with no reference policy; leave it out" in err
+
+
+def test_a_student_is_compared_with_the_teacher_that_is_named(place, within):
+    """Where that of its run was moved, or the model had none."""
+    code, _, err = within(
+        "train", "--model", "base", "--data", "texts.jsonl", "--objective", "distill", "--teacher", "teacher", "--output-dir",
+        "taught", *SHORT,
+    )  # fmt: skip
+    assert code == 0, err
+    asked = "--data", "texts.jsonl"
+    before = json.loads(within("evaluate", "taught", *asked)[1])
+    (place / "teacher").rename(place / "there")
+    code, _, err = within("evaluate", "taught", *asked)
+    assert code == 1 and "there is no such folder here" in err
+    assert json.loads(within("evaluate", "taught", *asked, "--teacher", "there")[1]) == pytest.approx(before)
+    code, out, err = within("evaluate", "base", *asked, "--objective", "distill", "--teacher", "base")
+    assert code == 0 and json.loads(out)["loss"] == pytest.approx(0.0, abs=1e-6), err
+    code, _, err = within("evaluate", "base", *asked, "--teacher", "there")
+    assert code == 1 and "--teacher there: --objective sft has none; leave it out" in err
+
+
+def test_a_run_and_its_adapter_are_planned_for_by_their_base(place, within):
+    code, _, err = within(
+        "train", "--model", "base", "--data", "texts.jsonl", "--use-lora", "--output-dir", "adapted", *SHORT
+    )
+    assert code == 0, err
+    asked = "plan", "--data", "texts.jsonl", "--gpus", "2", "--json", "--use-lora", "--model"
+    assert json.loads(within(*asked, "adapted")[1]) == json.loads(within(*asked, "base")[1])
+    code, _, err = within("plan", "--gpus", "2", "--model", "adapted")
+    assert code == 1 and "--model adapted: an adapter, which is counted as one of --use-lora" in err

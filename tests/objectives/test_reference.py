@@ -128,6 +128,9 @@ def test_a_plan_refuses_adapters_that_there_are_not(tmp_path):
     with pytest.raises(ConfigurationError, match="dpo.reference='adapters_off': there are no adapters to switch off"):
         build_objective(config).unplanned_costs(config)
     assert "adapters off" in build_objective(config).unplanned_costs(config.replace(use_lora=True))
+    judged = runs.config(tmp_path, objective="kto", use_lora=True)
+    costs = build_objective(judged).unplanned_costs(judged)
+    assert "adapters off; for its divergence the policy's, a forward pass more of each micro-batch" in costs
 
 
 def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, monkeypatch):

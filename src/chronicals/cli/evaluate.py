@@ -19,6 +19,9 @@ def evaluate(
     reference_model: Annotated[
         str | None, typer.Option(help="Reference policy of dpo, ipo and kto (default: that of the run), a folder or hub name")
     ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="Teacher of distill (default: that of the run), a folder or hub name")
+    ] = None,
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
     objective: Annotated[
@@ -50,6 +53,7 @@ def evaluate(
     from rich.table import Table
 
     from chronicals.config import ConfigurationError, Recipe
+    from chronicals.config.sections import merged
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import load_trained
@@ -72,8 +76,15 @@ def evaluate(
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.data_config}
     if objective not in (None, fields.get("objective")):
         fields.pop("sections", None)  # settings of the objective that it was trained by
-        if objective == "distill":
-            raise ConfigurationError("objective='distill': the model was not trained beside a teacher; leave objective out")
+        if objective == "distill" and teacher is None:
+            raise ConfigurationError(
+                "objective='distill': the model was not trained beside a teacher; give one (--teacher), or leave objective out"
+            )
+    if teacher is not None:
+        measured = objective or fields.get("objective", "sft")
+        if measured != "distill":
+            raise ConfigurationError(f"teacher={teacher!r}: objective={measured!r} has none; leave it out")
+        fields["sections"] = merged(fields.get("sections", {}), {"distill": {"teacher": teacher}})
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     config = with_reference(recipe.config(), about.get("reference"), reference_model)

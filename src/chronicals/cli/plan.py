@@ -11,6 +11,7 @@ from chronicals.cli.options import with_recipe_flags
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
+    from chronicals.config import Recipe
     from chronicals.planning import Machines, Plan
 
 GIGA = 1e9
@@ -51,7 +52,7 @@ def plan(
     config = given.config()
     uncounted = build_objective(config).unplanned_costs(config)
     machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
-    model = load_without_weights(given.model, given.trust_remote_code)
+    model = load_without_weights(_base_of(given), given.trust_remote_code)
     if config.quantization == "nf4":
         quantise_layers(model)
     attach_adapters(model, config, None)
@@ -60,6 +61,24 @@ def plan(
         print(to_json([one.to_dict() for one in found], indent=2))  # noqa: T201
     else:
         _show(found, machines, uncounted)
+
+
+def _base_of(given: Recipe) -> str | Path:
+    """Where the model is that ``given`` names, or that its adapter is over: adapters are counted as new ones."""
+    from chronicals.config import ConfigurationError
+    from chronicals.saving import SavedModel
+
+    saved = SavedModel.find(given.model, given.base_model)
+    if not saved.adapted:
+        return saved.place
+    if saved.base is None:
+        raise ConfigurationError(f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}")
+    if not given.use_lora:
+        raise ConfigurationError(
+            f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set that, and lora_rank and "
+            "lora_target_modules as the adapter has them"
+        )
+    return saved.base
 
 
 def _counts(text: str) -> list[int]:

@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from chronicals.batch import Batch
+from chronicals.config import ChronicalsConfig
 from chronicals.data.judged_answers import JUDGED
 from chronicals.data.store import LABEL, SIDE
 from chronicals.models import PresentedModel, Term, Terms
@@ -64,6 +65,10 @@ class KTO(WithReference):
         beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
         desirable_weight: float = Field(default=1.0, gt=0, description="Weight of good answers")
         undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad answers")
+
+    def unplanned_costs(self, config: ChronicalsConfig) -> str:
+        own = "for its divergence the policy's, a forward pass more of each micro-batch"
+        return f"{super().unplanned_costs(config)}; {own}"
 
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
         reference = self.reference_sums(model, batch)
