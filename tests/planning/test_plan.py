@@ -391,7 +391,10 @@ def test_cards_that_cannot_share_packs_are_refused(tmp_path):
         (["--objective", "distill", "--teacher", "big", "--distill.stored-tokens", "8"], "the teacher big, which reads all"),
         (["--objective", "dpo", "--dpo.reference-model", "a[x]"], "the reference model a[x]: its weights on every card, and"),
         (["--objective", "ipo", "--use-lora"], "the reference policy: a forward pass more of each micro-batch, with"),
-        (["--objective", "kto", "--no-use-lora"], "the reference policy: a forward pass over all data before the first step; for its divergence"),
+        (
+            ["--objective", "kto", "--no-use-lora"],
+            "the reference policy: a forward pass over all data before the first step; for its divergence",
+        ),
         (["--objective", "simpo"], None),
         ([], None),
     ],

@@ -578,7 +578,8 @@ def other_classes():
     shape = tiny.llama().config
     sizes = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 300}
     yield transformers.LlamaModel(shape), "LlamaModel has no head that predicts tokens; load it with AutoModelForCausalLM"
-    yield transformers.LlamaForSequenceClassification(shape), "LlamaForSequenceClassification has no head"
+    scored = "LlamaForSequenceClassification has no head that .*; load it with chronicals.models.load_scored, to train its score"
+    yield transformers.LlamaForSequenceClassification(shape), scored
     yield transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "has an encoder beside its decoder"
 
 

@@ -43,7 +43,9 @@ class Rule(NamedTuple):
 
 RULES = {
     "unparsable_line": Rule("lines that do not parse", "mend or delete them", 0),
-    "missing_field": Rule("rows without a field they need", "fill it in, or name the columns with 'columns'", 0),
+    "missing_field": Rule(
+        "rows without a field they need", "fill it in, or name the columns with 'columns' (in memory: rename them)", 0
+    ),
     "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
     "unread_field": Rule(
         "plain completions with a system message, tools or a history, which are left out",

@@ -55,7 +55,9 @@ def check_class(model: Any) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder beside its decoder; only causal language models are trained here")
     if model.get_output_embeddings() is None:
-        raise ValueError(f"{name} has no head that predicts tokens; load it with AutoModelForCausalLM")
+        scored = name.endswith("ForSequenceClassification")
+        how = "chronicals.models.load_scored, to train its score further" if scored else "AutoModelForCausalLM"
+        raise ValueError(f"{name} has no head that predicts tokens; load it with {how}")
 
 
 def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
