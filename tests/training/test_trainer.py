@@ -578,7 +578,7 @@ def other_classes():
     shape = tiny.llama().config
     sizes = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 300}
     yield transformers.LlamaModel(shape), "LlamaModel has no head that predicts tokens; load it with AutoModelForCausalLM"
-    scored = "LlamaForSequenceClassification has no head that .*; load it with chronicals.models.load_scored, to train its score"
+    scored = "LlamaForSequenceClassification has no head .*; load it with chronicals.models.load_scored, to train its score"
     yield transformers.LlamaForSequenceClassification(shape), scored
     yield transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "has an encoder beside its decoder"
 
