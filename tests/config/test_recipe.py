@@ -102,6 +102,11 @@ def test_a_section_without_a_line_is_empty_and_one_without_names_is_refused(tmp_
             Recipe.given(file=file)
 
 
+def test_a_path_in_a_section_is_a_text(tmp_path):
+    given = Recipe(**GIVEN, objective="dpo", dpo={"reference_model": tmp_path})
+    assert given.sections == {"dpo": {"reference_model": str(tmp_path)}}
+
+
 def test_yaml_round_trip(tmp_path):
     recipe = Recipe(**GIVEN, learning_rate=1e-5, lora_target_modules=["q_proj"], trust_remote_code=True)
     recipe.to_yaml(tmp_path / "recipe.yaml")

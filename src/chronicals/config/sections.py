@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from chronicals.config.errors import ConfigurationError
@@ -26,13 +28,13 @@ def lasting_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """``fields`` with each mapping that stands under the name of no field moved into ``sections``.
+    """``fields`` with each mapping that stands under the name of no field moved into ``sections``, paths as texts.
 
     Raises:
         ConfigurationError: under the name of the run's objective there is something else.
     """
     elsewhere = {*known, *OURS, *INSTEAD, *NOWHERE}
-    found = {name: value for name, value in fields.items() if isinstance(value, Mapping) and name not in elsewhere}
+    found = {name: _texts(value) for name, value in fields.items() if isinstance(value, Mapping) and name not in elsewhere}
     own = fields.get("objective")
     if isinstance(own, str) and own in fields.keys() - found.keys() - elsewhere:
         if fields[own] is not None:
@@ -45,6 +47,10 @@ def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
         return dict(fields)
     rest = {name: value for name, value in fields.items() if name not in found}
     return {**rest, SECTIONS: merged(rest.get(SECTIONS, {}), found)}
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: os.fspath(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
 def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
