@@ -40,3 +40,11 @@ def test_what_has_no_single_size_is_zero():
 def test_it_is_read_before_torch_is_there():
     program = "import sys, chronicals.model_shape, chronicals.cli.beforehand; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+def test_a_size_that_differs_by_layer_is_none():
+    """Of Gemma 4, whose layers with full attention have wider heads."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 32}
+    shape = ModelShape.of(transformers.Gemma4TextConfig(**sizes))
+    assert (shape.layers, shape.width, shape.heads, shape.head_dim) == (6, 64, 4, 16)

@@ -52,5 +52,8 @@ class ModelShape:
 
 
 def _number(config: Any, name: str) -> int:
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    try:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    except RuntimeError:  # what transformers raises where it is another one in other layers
+        return 0
     return value if isinstance(value, int) else 0

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import transformers
 
 import families
 import runs
@@ -15,6 +16,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.loader import Memory
 from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
 from chronicals.lora.embedding_layer import LoRAEmbedding
+from chronicals.models import present
 from chronicals.optimizers import SCHEDULES, learning_rate_factor
 from chronicals.patching import patch_model
 from chronicals.training.callbacks import read_metrics
@@ -105,6 +107,20 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
         unused = row.norm_ratio == row.deviation == 0.0  # an expert that no token was sent to has no gradient in any arm
         as_plain = row.plain > 0.1 or row.deviation <= 1.1 * row.plain  # a token that rounding sends to another expert
         assert row.cosine > 0.99 or as_plain or unused, row
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+def test_a_model_whose_heads_are_wider_in_some_layers_passes(tmp_path, seed):
+    """Gemma 4's language model, whose configuration answers what differs by layer with an error."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 300, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0}
+    config = transformers.Gemma4TextConfig(
+        **sizes, **heads, hidden_size_per_layer_input=0, pad_token_id=0, bos_token_id=None, eos_token_id=None
+    )
+    model = transformers.Gemma4ForCausalLM(config)
+    assert present(model, shared_prompts=True).packed
+    found = verify(model, tiny.tokenizer(), runs.config(tmp_path, seed=seed), tiny.chat_rows())
+    assert found.passed, found.failures
 
 
 def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, monkeypatch):
