@@ -45,8 +45,6 @@ def build(family, seed):
     torch.manual_seed(seed)
     if family not in EXPERTS:
         return families.build(family, random=False, vocab_size=300, max_position_embeddings=512)
-    import transformers
-
     sizes = {**families.SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512}
     config = getattr(transformers, f"{family}Config")(**{**sizes, "num_experts_per_tok": 2, **EXPERTS[family]})
     return getattr(transformers, f"{family}ForCausalLM")(config)
