@@ -97,9 +97,8 @@ class StoredReference:
 
     def _keep(self, output_dir: Path, resumed: Path | None) -> Record | None:
         """What the run remembers."""
-        files = [] if resumed is None else [folder / KEPT for folder in (output_dir, resumed.parent.parent)]
-        file = next(filter(Path.exists, files), None)
-        if file is None:
+        file = None if resumed is None else resumed.parent.parent / KEPT
+        if file is None or not file.exists():
             if resumed is not None:
                 logger.warning("reference: there is no %s beside %s, so it is not compared with that of before", KEPT, resumed)
             _write_to(output_dir, {**self.facts, "reference": self.record})
