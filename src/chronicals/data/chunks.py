@@ -399,7 +399,8 @@ class ChunkEncoder:
 def _repeats(record: Record) -> bool:
     """Whether the completion, a text, begins with the prompt, of several words; a greeting may well be greeted back."""
     prompt, completion = record["prompt"], record["completion"]
-    return isinstance(prompt, str) and len(prompt.split()) >= SEVERAL and str(completion).startswith(prompt)
+    both = isinstance(prompt, str) and isinstance(completion, str)
+    return both and completion.startswith(prompt) and len(prompt.split(None, SEVERAL)) >= SEVERAL
 
 
 def _has_target(tokens: TokenArrays | DataError) -> bool:
