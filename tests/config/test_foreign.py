@@ -9,7 +9,7 @@ from chronicals.config.foreign import (
     INSTEAD,
     NOT_SHOWN,
     NOWHERE,
-    OBJECTIVES,
+    OBJECTIVE_NAMES,
     OURS,
     RENAMED,
     SETTING,
@@ -76,7 +76,7 @@ def test_what_is_suggested_is_accepted():
     for name, (value, meant) in MEANT.items():
         if meant.startswith("use ") and name in OURS:
             ours = meant.removeprefix("use ").partition("=")[0]
-            fields = {"model": "m", "data": "d", ours: OBJECTIVES.get(value, value) if ours == "objective" else value}
+            fields = {"model": "m", "data": "d", ours: OBJECTIVE_NAMES.get(value, value) if ours == "objective" else value}
             assert Recipe(**fields)
 
 
@@ -91,7 +91,7 @@ def test_the_table_is_of_fields_there_are_and_names_there_are_not():
     assert len(theirs) == len(set(theirs)) == sum(len(names.split()) for names in RENAMED.values()) + len({*INSTEAD, *NOWHERE})
     assert not set(theirs) & set(FIELDS)
     assert set(TURNED_OFF) <= set(INSTEAD)
-    assert set(OBJECTIVES.values()) <= set(registry.OBJECTIVES) and not set(OBJECTIVES) & set(registry.OBJECTIVES)
+    assert set(OBJECTIVE_NAMES.values()) <= set(registry.OBJECTIVES) and not set(OBJECTIVE_NAMES) & set(registry.OBJECTIVES)
     for name in SETTINGS:
         section, _, setting = name.partition(".")
         assert setting in {field.name for field in dataclasses.fields(registry.OBJECTIVES[section].Settings)}

@@ -96,7 +96,7 @@ SETTINGS: dict[str, str] = {
 }
 """Settings of an objective, in a section of its name, and what others call them."""
 
-OBJECTIVES: dict[str, str] = {
+OBJECTIVE_NAMES: dict[str, str] = {
     "rm": "reward", "reward_model": "reward", "gkd": "distill", "kd": "distill", "pt": "pretraining", "pretrain": "pretraining",
 }  # fmt: skip
 """Objectives by the names that others have for them."""
@@ -197,8 +197,8 @@ OURS = {theirs: ours for ours, names in RENAMED.items() for theirs in names.spli
 
 SETTING = {theirs: ours for ours, names in SETTINGS.items() for theirs in names.split()}
 
-ALIKE, SHORT = (0.6, 0.75), 5
-"""``difflib``'s ratio of a name that is taken for a misspelt one: of a name of so few letters, and of a longer one."""
+SHORT = 5
+"""Letters of a name of which another one in a few is a misspelling still."""
 
 NOT_SHOWN = object()
 """In the place of a value that is not known."""
@@ -216,7 +216,7 @@ def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
     if ours is not None and ours not in fields:
         ours = ours.removeprefix("lora_")
     if ours == "objective" and isinstance(value, str):
-        value = OBJECTIVES.get(value.lower(), value)
+        value = OBJECTIVE_NAMES.get(value.lower(), value)
     if ours in fields:
         return f"use {ours}" if value is NOT_SHOWN else f"use {ours}={value!r}"
     if OURS.get(name) in ("model", "data", "validation_data"):
@@ -237,7 +237,7 @@ def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
 
 
 def _near(name: str, fields: Collection[str]) -> str | None:
-    near = difflib.get_close_matches(name, fields, n=1, cutoff=ALIKE[len(name) > SHORT])
+    near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6 if len(name) <= SHORT else 0.75)
     return f"did you mean {near[0]!r}?" if near else None
 
 

@@ -111,7 +111,8 @@ def _prove(cls: Any, config: Any) -> Packability:
 
 def _answers_see_prompts(twin: Any) -> bool:
     """Whether states and gradients of answers behind one prompt are those of each behind a prompt of its own."""
-    prompt, *answers = (_documents(twin)[n] for n in (PROMPT, *ANSWERS))
+    documents = _documents(twin)
+    prompt, answers = documents[PROMPT], [documents[n] for n in ANSWERS]
     batch = _sharing(prompt, answers)
     whole = [twin.get_decoder()(input_ids=torch.cat([prompt, x])[None], use_cache=False).last_hidden_state[0] for x in answers]
     alone = torch.cat([*(states[len(prompt) :] for states in whole), whole[0][: len(prompt)]])

@@ -78,7 +78,7 @@ class RouterLoss:
 def times_trained(batch: Batch) -> Tensor:
     """fp32 ``[T]``: in how many documents that count a token stands, its own and those of answers to a prompt it is part of."""
     bounds = batch.cu_seqlens
-    document = _document_of(torch.arange(len(batch), device=bounds.device), bounds)
+    document = document_of(torch.arange(len(batch), device=bounds.device), bounds)
     targets = torch.zeros(len(bounds), dtype=torch.int32, device=bounds.device)
     counts = targets.index_add(0, document, (batch.targets != IGNORED).int()) > 0
     if COUNTED in batch.segments:
@@ -86,10 +86,11 @@ def times_trained(batch: Batch) -> Tensor:
     if batch.keys is None:
         return counts[document].float()
     places = batch.keys.places
-    return ((places >= 0) & counts[_document_of(places.clamp(min=0), batch.keys.cu_seqlens)]).sum(0).float()
+    return ((places >= 0) & counts[document_of(places.clamp(min=0), batch.keys.cu_seqlens)]).sum(0).float()
 
 
-def _document_of(places: Tensor, bounds: Tensor) -> Tensor:
+def document_of(places: Tensor, bounds: Tensor) -> Tensor:
+    """int64 like ``places``: the number of the document in which each place stands, by their ``bounds`` ``[N + 1]``."""
     return torch.searchsorted(bounds[1:], places.to(bounds.dtype), right=True)
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.models import times_trained
+from chronicals.models.router_loss import document_of
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,8 @@ class Tokens:
         """Args:
         width: tokens of a pack; None for a Batch of one.
         """
-        places = torch.arange(len(batch), dtype=torch.int32, device=batch.cu_seqlens.device)
-        document = torch.searchsorted(batch.cu_seqlens[1:], places, right=True)
-        return cls(times_trained(batch), document, width or len(batch))
+        places = torch.arange(len(batch), device=batch.cu_seqlens.device)
+        return cls(times_trained(batch), document_of(places, batch.cu_seqlens), width or len(batch))
 
     def before(self, distance: int) -> Tensor:
         """fp32 ``[T - distance]``: how many times token t counts, where token t + distance is of the same document; else 0."""

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import pydantic
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.foreign import OBJECTIVES as called_elsewhere
-from chronicals.config.foreign import no_such_field, setting_called
+from chronicals.config.foreign import OBJECTIVE_NAMES, no_such_field, setting_called
 from chronicals.data.rows import TRAINED
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
@@ -43,7 +42,7 @@ def build_objective(config: ChronicalsConfig) -> Objective:
     """
     name = config.objective
     if name not in OBJECTIVES:
-        called = called_elsewhere.get(name.lower(), name.lower())
+        called = OBJECTIVE_NAMES.get(name.lower(), name.lower())
         near = [called] if called in OBJECTIVES else difflib.get_close_matches(name, OBJECTIVES, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(OBJECTIVES)}"
         raise ConfigurationError(f"objective={name!r}: no such objective{meant}")
