@@ -287,16 +287,16 @@ def test_the_losses_of_the_reference_are_the_papers():
     assert float(orpo) == pytest.approx(0.5 - 0.1 * float((odds[0] / odds[1]).log().sigmoid().log()), rel=1e-5)
 
 
-def test_rows_are_scored_alone_whatever_they_are_padded_with():
+def test_rows_are_scored_alone_whatever_they_are_padded_with(device):
     import tiny
 
-    model = tiny.llama().eval()
+    model = tiny.llama().eval().to(device)
     pairs = [Pair([5, 6, 7], [8, 9], [10, 11, 12, 13]), Pair([20], [21, 22, 23], [24])]
     together = pair_reference.scores_of(model, pairs, prompt_is_trained=True)
     for number, pair in enumerate(pairs):
         alone = pair_reference.scores_of(model, [pair], prompt_is_trained=True)
         for name in ("chosen", "rejected", "chosen_tokens", "trained"):
             assert getattr(together, name)[number].item() == pytest.approx(getattr(alone, name)[0].item(), rel=1e-5)
-        log_p = model(torch.tensor([pair.rows[0]])).logits[0].log_softmax(-1)
+        log_p = model(torch.tensor([pair.rows[0]], device=device)).logits[0].log_softmax(-1)
         of_answer = sum(log_p[len(pair.prompt) - 1 + at, token] for at, token in enumerate(pair.chosen))
         assert alone.chosen.item() == pytest.approx(of_answer.item(), rel=1e-5)

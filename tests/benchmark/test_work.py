@@ -239,8 +239,8 @@ def test_packed_rows_whose_documents_see_each_other_are_not_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])
-def test_a_real_model_changes_its_attention_and_keeps_packed_documents_apart(mode):
-    model = tiny.llama()
+def test_a_real_model_changes_its_attention_and_keeps_packed_documents_apart(mode, device):
+    model = tiny.llama().to(device)
     model.config.use_cache = False
     if mode == "lora":
         import peft

@@ -110,7 +110,8 @@ def test_in_vllm_experts_round_their_inputs_too(tmp_path):
     model = compressed_tensors._in_torch(given, found, FP8(), names, in_vllm=True)
     experts = model.model.layers[1].mlp.experts
     x = torch.randn(5, 128)
-    got = experts(x, torch.tensor([[3]] * 5), torch.ones(5, 1))
+    on = experts.down_proj.device
+    got = experts(x.to(on), torch.tensor([[3]] * 5, device=on), torch.ones(5, 1, device=on)).cpu()
     gate, up, down = (FP8().read(found, f"model.layers.1.mlp.experts.3.{role}_proj.weight") for role in ("gate", "up", "down"))
     rounded = FP8().as_taken(x)
     inner = FP8().as_taken(torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T))

@@ -231,19 +231,39 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_planted_faults_are_found(name, device):
-    wrong = mutant(module, *MUTATIONS[name])
+OF_BOXES = {
+    "one weight for all, by the copy engine": (
+        "w_box.load([expert, block * COLUMNS, step])",
+        "w_box.load([0, block * COLUMNS, step])",
+    ),
+}
+"""Faults in the tiles that Hopper's copy engine loads, where rows are multiples of 16 bytes."""
+
+
+def assert_found(fault, depth, device):
+    wrong = mutant(module, *fault)
     to = to_low_tiles(37, 2, 4, device)
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
-    x, w, u, up, bias = (
-        torch.randn(*shape, device=device).to(kind) for shape in ((37, 40), (4, 24, 40), (74, 8), (4, 24, 8), (4, 24))
-    )
+    shapes = ((37, depth), (4, 24, depth), (74, 8), (4, 24, 8), (4, 24))
+    x, w, u, up, bias = (torch.randn(*shape, device=device).to(kind) for shape in shapes)
     results = [
         (of.grouped_product(x, w, to, True, bias, of.Adapted(u, up)), of.grouped_weight_gradient(u, x, to, SECOND, 0.5))
         for of in (module, wrong)
     ]
     assert any(not torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in zip(*results))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_faults_are_found(name, device):
+    assert_found(MUTATIONS[name], 36, device)  # rows of 72 bytes in bf16, which pointers load on every card
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_BOXES)
+def test_planted_faults_of_boxes_are_found(name, device):
+    if not module.has_boxes(device):
+        pytest.skip("this card has no copy engine for tiles")
+    assert_found(OF_BOXES[name], 40, device)
 
 
 def test_rows_of_another_expert_do_not_count(device):

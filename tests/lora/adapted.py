@@ -32,7 +32,8 @@ def tokens() -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids).logits
+    """Return the model's logits in host memory; a model that was trained may lie on a card."""
+    return model(input_ids=ids.to(model.get_input_embeddings().weight.device)).logits.cpu()
 
 
 @torch.no_grad()
@@ -47,6 +48,7 @@ def train_on(model: Any, ids: torch.Tensor, steps: int = 3) -> torch.Tensor:
     """Logits after a few steps of torch's AdamW over whatever is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    ids = ids.to(trained[0].device)
     for _ in range(steps):
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
@@ -55,9 +57,11 @@ def train_on(model: Any, ids: torch.Tensor, steps: int = 3) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    expected = expected.to(got.device)
     return bool((got - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def changed(got: torch.Tensor, bare: torch.Tensor) -> bool:
     """By far more than rounding."""
+    bare = bare.to(got.device)
     return bool((got - bare).abs().max() > 0.02 * bare.abs().max())

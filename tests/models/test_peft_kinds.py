@@ -56,7 +56,8 @@ def shaken(model):
 
 @torch.no_grad()
 def logits(model, ids):
-    return model.eval()(input_ids=ids).logits.float()
+    device = model.get_input_embeddings().weight.device
+    return model.eval()(input_ids=ids.to(device)).logits.float().cpu()
 
 
 def test_the_table_is_of_those_that_are_tested():

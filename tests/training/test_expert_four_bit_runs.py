@@ -163,7 +163,7 @@ def test_experts_of_another_kind_stay_and_are_named(tmp_path, caplog):
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, name, parameters, caplog):
-    """And that over experts that were quantised in memory, bit by bit."""
+    """And that over experts that were quantised in memory: bit by bit, on a card up to the order of sums."""
     place = base(tmp_path, name)
     given = {"lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj,o_proj", "max_steps": 4}
     given |= {"lora_target_parameters": parameters, "trackers": [], "save_steps": None}
@@ -177,7 +177,12 @@ def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, name, 
     runs.train(tmp_path / "plain", model=plain, use_lora=True, **given)
     runs.train(tmp_path / "sixteen", model=load_model(place, torch.float32), use_lora=True, **given)
     ours, later, expected, other = (runs.trajectory(tmp_path / kind) for kind in ("ours", "later", "plain", "sixteen"))
-    assert ours == later
+    if torch.cuda.is_available():
+        # The grouped products of a card add up in another order for tensors that lie otherwise in memory.
+        for (_, *one), (_, *two) in zip(ours, later, strict=True):
+            assert one == pytest.approx(two, rel=1e-5)
+    else:
+        assert ours == later
     for (step, *one), (_, *two) in zip(ours, expected, strict=True):
         assert one == pytest.approx(two, rel=1e-5 if step == 1 else 2e-4), step
     assert abs(ours[0][1] - other[0][1]) > 20 * abs(ours[0][1] - expected[0][1]), "4 bits make a difference"

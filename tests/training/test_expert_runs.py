@@ -24,6 +24,8 @@ def trained(folder, name, monkeypatch, patched, **fields):
         model = families.mixture(name, vocab_size=300, max_position_embeddings=512)
         if patched:
             patch_parts(model, whole_layers=True)
+        else:
+            fields = {**fields, "use_fused_kernels": False}  # a run patches by itself on a card
         runs.train(folder, model=model, trackers=[], save_steps=None, max_steps=3, **fields)
     return runs.trajectory(folder), len(calls)
 
