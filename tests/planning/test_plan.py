@@ -14,8 +14,7 @@ from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh, shard_embedding, shard_frozen
 from chronicals.lora import apply_lora
 from chronicals.lora.config import LoRAConfig
-from chronicals.memory import decoder_layers
-from chronicals.memory.recompute import RESERVE
+from chronicals.memory import RESERVE, decoder_layers
 from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
 from chronicals.planning.plan import _flops_a_token
@@ -268,7 +267,7 @@ def test_what_is_asked_for_is_recomputed(memory, again, kept, tmp_path):
     made = plan(large(), config, 1, Machines(memory=GB))
     _, needed = needed_memory.expected_memory(config, large(), 1, 1, True, total=GB)
     assert made.recomputed == again and not made.fits
-    assert made.held == needed.fixed + 4 * needed.kept[kept]
+    assert made.held == needed.needed(kept) > needed.fixed + 3 * needed.kept[kept]
 
 
 def test_what_does_not_fit_is_said(tmp_path):

@@ -346,16 +346,16 @@ def test_divided_weights_are_refused_before_anything_is_read(tmp_path, monkeypat
 
 
 def test_the_log_says_it_and_the_estimate_counts_4_bits(tmp_path):
-    from chronicals.memory import estimate
+    from chronicals.memory import StepShape, WeightBytes, estimate
 
     config = runs.config(tmp_path, quantization="nf4")
     model = mixture("qwen3_moe", **FITTING)
-    sixteen = estimate(model, 64, False, 2, 2, 12, 16)
+    sixteen = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     quantise_layers(model)
     model.requires_grad_(False)
     made = decide(config, present(model, False, False, pack_width=128))["quantization"]
     assert made.runs and "the experts of 2 layers" in made.reason
-    four = estimate(model, 64, False, 2, 2, 12, 16)
+    four = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     kinds = {Linear4bit: lambda m: m.in_features * m.out_features, Experts4bit: lambda m: m.values}
     layers = [m for m in model.modules() if type(m) in kinds]
     values = sum(kinds[type(m)](m) for m in layers)

@@ -232,16 +232,16 @@ def test_a_base_in_4_bits_is_not_trained_whole(tmp_path):
 
 
 def test_the_log_says_it_and_the_estimate_counts_4_bits(tmp_path):
-    from chronicals.memory import estimate
+    from chronicals.memory import StepShape, WeightBytes, estimate
 
     config = runs.config(tmp_path, quantization="nf4")
     model = tiny.llama()
-    sixteen = estimate(model, 64, False, 2, 2, 12, 16)
+    sixteen = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     quantise_layers(model)
     model.requires_grad_(False)
     made = decide(config, present(model, False, False, pack_width=128))["quantization"]
     assert made.runs and "14 linear layers" in made.reason
-    four = estimate(model, 64, False, 2, 2, 12, 16)
+    four = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     values = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
     packed = sum(m.packed.bytes for m in model.modules() if isinstance(m, Linear4bit))
     others = 2 * sum(p.numel() for p in model.parameters() if p.is_floating_point())

@@ -13,7 +13,7 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.export.merge import merge
 from chronicals.generation import load_trained
-from chronicals.memory import estimate
+from chronicals.memory import StepShape, WeightBytes, estimate
 from chronicals.models import count_values, load_model
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import fingerprint
@@ -135,7 +135,7 @@ def test_values_and_bytes_are_counted(tmp_path):
     values = sum(layer.out_features * layer.in_features for layer in in_blocks(packed))
     for model in (packed, plain):
         model.requires_grad_(False)
-    ours, whole = (estimate(model, 64, False, 2, 2, 12, 16).fixed for model in (packed, plain))
+    ours, whole = (estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12)).fixed for model in (packed, plain))
     assert ours == whole - 2 * values + sum(layer.packed.bytes for layer in in_blocks(packed)) + values // 2 * 2
 
 

@@ -11,7 +11,7 @@ import runs
 import tiny
 import two_processes
 from chronicals.config import ConfigurationError
-from chronicals.memory.recompute import RESERVE
+from chronicals.memory import RESERVE
 from chronicals.models import present
 from chronicals.training import decisions, needed_memory
 from chronicals.training.decisions import Decision, _reduce_in_backward, decide
@@ -93,7 +93,7 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(room, memory, runs
     own = needed_memory.estimate
     monkeypatch.setattr(needed_memory, "estimate", estimate)
     monkeypatch.setattr(decisions, "_graphs", lambda *given: (not given[4], "as told"))
-    config = runs.config(tmp_path, batch_size=1, max_seq_length=8, logits_chunk_size=8, memory=memory)
+    config = runs.config(tmp_path, batch_size=1, max_seq_length=8, logits_chunk_size=8, memory=memory, check_memory=False)
     made = decide(config, present(model, True, True, pack_width=8), ranks=2)
     assert made["reduce_in_backward"].runs == runs_in_backward == (not made["use_cuda_graphs"].runs)
     assert len(estimates) == (2 if runs_in_backward else 1)

@@ -257,6 +257,9 @@ class ChronicalsConfig:
     logits_chunk_size: Positive = Field(
         default=4352, description="Rows of logits that exist at a time in the loss; fewer take less memory and more time"
     )
+    check_memory: bool = Field(
+        default=True, description="End the run before its first step where it is expected to hold more than the card has"
+    )
     mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
     use_fp8: bool = Field(
         default=False,

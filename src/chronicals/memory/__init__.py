@@ -2,17 +2,23 @@
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.memory.offload import ActivationOffload
-from chronicals.memory.recompute import (
+from chronicals.memory.peak import (
     CHEAP,
     LAYERS,
     NOTHING,
+    RESERVE,
     Estimate,
+    StepShape,
+    WeightBytes,
+    card_memory,
+    estimate,
+)
+from chronicals.memory.recompute import (
     decoder_layers,
     disable_gradient_checkpointing,
     draws_numbers,
     enable_gradient_checkpointing,
     enters_again,
-    estimate,
     recomputes,
     runs_again,
 )
@@ -22,8 +28,12 @@ __all__ = [
     "CHEAP",
     "LAYERS",
     "NOTHING",
+    "RESERVE",
     "ActivationOffload",
     "Estimate",
+    "StepShape",
+    "WeightBytes",
+    "card_memory",
     "decoder_layers",
     "disable_gradient_checkpointing",
     "draws_numbers",

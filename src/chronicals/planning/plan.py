@@ -30,11 +30,12 @@ from typing import Any
 from torch import nn
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
+from chronicals.memory import LAYERS, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.training.needed_memory import (
+    asked_recomputation,
     choose_sharding,
     expected_memory,
     gathered_bytes,
@@ -200,13 +201,8 @@ def _staying(
 
 def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:
     """As asked, else as the trainer chooses: what every layer recomputes, and how many of the first are recomputed whole."""
-    asked = config.memory_policies
-    if "recompute_layers" in asked:
-        return LAYERS, 0
-    if "recompute_elementwise" in asked:
-        return CHEAP, 0
-    chooses = config.memory is None and config.use_gradient_checkpointing
-    return needed.choice() if chooses else (NOTHING, 0)
+    asked = asked_recomputation(config)
+    return needed.choice() if asked is None else (asked, 0)
 
 
 def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:

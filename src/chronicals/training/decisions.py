@@ -34,8 +34,10 @@ from chronicals.patching.forms import signature
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
 from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.training.memory_check import refuse_what_cannot_fit
 from chronicals.training.needed_memory import (
     expected_memory,
+    fixed_recomputation,
     gathered_bytes,
     has_tiles,
     layers_that_stay,
@@ -129,7 +131,8 @@ def decide(
     sharding = _sharding(config, model, ranks, here)
     if divided := sharding.how == WEIGHTS:
         config = config.fitted(sharding_ranks=sharding.among)
-    frees, needed = expected_memory(config, model, ranks, context, whole, in_fp8)
+    pads_attended = backend == "flash-attn-4"  # it leaves room for an adapter's columns behind what it returns
+    frees, needed = expected_memory(config, model, ranks, context, whole, in_fp8, None, pads_attended)
     sharding = _kept_whole(config, model, ranks, here, sharding, needed)
     graphs, why_not_graphs = _graphs(config, presented, backend, context, frees, divided)
     possible: dict[str, tuple[bool, str]] = {
@@ -154,6 +157,12 @@ def decide(
     if stay := smallest(layers_that_stay(needed, recomputed.how, recomputed.layers, size) if size else 0):
         sharding = _with_layers_that_stay(sharding, stay, size)
         recomputed = _recomputation(config, needed.beside(stay * size), why_not, presented)  # the same, for these bytes fit
+
+    def estimated(length: int) -> Estimate:
+        shorter = config.fitted(max_seq_length=length)
+        return expected_memory(shorter, model, ranks, context, whole, in_fp8, None, pads_attended)[1]
+
+    refuse_what_cannot_fit(config, needed.beside(stay * size), fixed_recomputation(config, model), estimated, ranks)
     made += [recomputed, _offload(config, on_card)]
     made += [_tiles(config, model, context), _frozen_weights(config)]
     made += [
@@ -294,14 +303,13 @@ def _recomputation(
                 "that to us (model.gradient_checkpointing_disable()), or pass use_reentrant=False"
             )
         return Decision(field, True, "the model's own, which stays as it is")
-    beside = " (as if nothing moved to host memory)" if "offload_activations" in asked else ""
     cheap, again = needed.choice()
     if again and not getattr(model, "supports_gradient_checkpointing", False):
-        reason = f"{needed.words()}{beside}: {type(model).__name__} cannot recompute its layers"
+        reason = f"{needed.words()}: {type(model).__name__} cannot recompute its layers"
         return Decision(field, False, reason, matters=True)
     if again and not decoder_layers(model):
-        return Decision(field, True, f"{needed.words()}{beside}: all are, this class has no list of layers", layers=None)
-    return Decision(field, bool(again) or cheap != NOTHING, needed.words() + beside, cheap, again)
+        return Decision(field, True, f"{needed.words()}: all are, this class has no list of layers", layers=None)
+    return Decision(field, bool(again) or cheap != NOTHING, needed.words(), cheap, again)
 
 
 def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:

@@ -12,9 +12,22 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh, divided_among, on_each_machine, why_embedding_stays_whole
-from chronicals.lora import has_magnitudes
-from chronicals.memory import Estimate, decoder_layers, estimate, makes_tiles
-from chronicals.memory.recompute import RESERVE
+from chronicals.lora import adapters, has_magnitudes
+from chronicals.memory import (
+    CHEAP,
+    LAYERS,
+    NOTHING,
+    RESERVE,
+    Estimate,
+    StepShape,
+    WeightBytes,
+    card_memory,
+    decoder_layers,
+    estimate,
+    makes_tiles,
+    recomputes,
+)
+from chronicals.memory.tiling import TILE
 from chronicals.models import embedding_table, input_device
 from chronicals.optimizers import buffer_bytes, moment_bytes, states_in_host_memory
 from chronicals.quantization import FP8, Dense, FP8InHost
@@ -31,7 +44,7 @@ from chronicals.training.weight_sharding import (
 
 def expected_memory(
     config: ChronicalsConfig, model: Any, ranks: int, context: int, whole: bool,
-    in_fp8: Callable[[int, int], bool] | None = None, total: int | None = None,
+    in_fp8: Callable[[int, int], bool] | None = None, total: int | None = None, pads_attended: bool = False,
 ) -> tuple[bool, Estimate]:  # fmt: skip
     """What each of so many processes holds, and whether it sums gradients in the backward pass to free them: as asked, or where
     all of them would not fit.
@@ -39,8 +52,9 @@ def expected_memory(
     Args:
         model: with adapters, if any; may be on the meta device.
         whole: whether decoder layers run fused.
-        in_fp8: as for ``estimate``.
+        in_fp8: as for ``StepShape``.
         total: bytes of a card; by default those of the model's device.
+        pads_attended: attention leaves room for an adapter's columns behind what it returns.
     """
     sharded, tokens = ranks > 1 and config.sharding != "none", config.batch_size * config.max_seq_length // context
     if sharded and config.sharding == WEIGHTS:
@@ -54,10 +68,8 @@ def expected_memory(
     def estimated(frees: bool) -> Estimate:
         narrow, frozen, trained, gradient = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
         kept = gradient * _keeps_gradients(config, divided=False)
-        found = estimate(
-            model, tokens, whole, narrow, frozen, trained + kept, config.logits_chunk_size, in_fp8, has_magnitudes(model),
-            gradient - kept,
-        )  # fmt: skip
+        step = step_shape(config, model, tokens, whole, narrow, in_fp8, pads_attended)
+        found = estimate(model, step, WeightBytes(frozen, trained + kept, gradient - kept))
         return found if total is None else replace(found, total=total)
 
     frees = "reduce_in_backward" in config.memory_policies and sharded and context == 1
@@ -87,10 +99,8 @@ def _with_weights_divided(
     else:
         trained, gradient = 4 + (states + 8) / among, 4.0
     kept = gradient * _keeps_gradients(config, divided=full)
-    found = estimate(
-        model, tokens, whole, product, frozen, trained + kept, config.logits_chunk_size, None, has_magnitudes(model),
-        gradient - kept,
-    )  # fmt: skip
+    step = step_shape(config, model, tokens, whole, product)
+    found = estimate(model, step, WeightBytes(frozen, trained + kept, gradient - kept))
     layers = decoder_layers(model)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if full:
@@ -100,6 +110,51 @@ def _with_weights_divided(
         extra, summed = _beside_frozen_shares(model, product, among), 0
     stays = summed * _keeps_gradients(config, divided=full)
     return replace(found, fixed=found.fixed + extra + stays, total=total, gradients=found.gradients + summed - stays)
+
+
+def step_shape(
+    config: ChronicalsConfig,
+    model: Any,
+    tokens: int,
+    fused: bool,
+    element: int,
+    in_fp8: Callable[[int, int], bool] | None = None,
+    pads_attended: bool = False,
+) -> StepShape:
+    """Return how a step of so many tokens computes, by what is asked for; see ``StepShape`` and ``expected_memory``."""
+    adapted = any(path.endswith("o_proj") for path, _ in adapters(model))
+    return StepShape(
+        tokens=tokens,
+        fused=fused,
+        element=element,
+        logit_rows=config.logits_chunk_size,
+        in_fp8=in_fp8,
+        magnitudes=has_magnitudes(model),
+        copies_attended=fused and adapted and not pads_attended,
+        tile=TILE if "tiled_mlp" in config.memory_policies and makes_tiles(tokens) else 0,
+        offloads="offload_activations" in config.memory_policies,
+    )
+
+
+def asked_recomputation(config: ChronicalsConfig) -> str | None:
+    """Return what every layer recomputes where the configuration says so; None where the memory decides."""
+    if "recompute_layers" in config.memory_policies:
+        return LAYERS
+    if "recompute_elementwise" in config.memory_policies:
+        return CHEAP
+    if config.memory is not None or not config.use_gradient_checkpointing:
+        return NOTHING
+    return None
+
+
+def fixed_recomputation(config: ChronicalsConfig, model: Any) -> str | None:
+    """Return what every layer recomputes whatever the memory; None where the memory decides."""
+    asked = asked_recomputation(config)
+    if asked is None and recomputes(model):
+        return LAYERS
+    if asked is None and not getattr(model, "supports_gradient_checkpointing", False):
+        return NOTHING
+    return asked
 
 
 def layers_that_stay(needed: Estimate, policy: str, again: int | None, size: int) -> int:
@@ -140,8 +195,7 @@ def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
 
 def _memory_of(model: Any) -> int:
     """Bytes of the card that a model runs on, though its weights may be elsewhere as yet; 0 without one."""
-    device = input_device(model)
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return card_memory(input_device(model))
 
 
 def frozen_bytes(module: Any, product: int) -> int:
@@ -205,7 +259,7 @@ def smallest_card(ranks: Mesh) -> int:
     device = ranks.device
     if device.type != "cuda":
         return 0
-    return min(ranks.gather_values(torch.cuda.get_device_properties(device).total_memory))
+    return min(ranks.gather_values(card_memory(device)))
 
 
 def sharing_of(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None, here: int | None = None) -> int:

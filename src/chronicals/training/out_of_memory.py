@@ -22,8 +22,18 @@ def saying_what_helps(config: ChronicalsConfig, device: torch.device, ranks: int
     try:
         yield
     except torch.OutOfMemoryError as error:
-        ways = "; or ".join(_words(fields, price) for fields, price in what_helps(config, ranks))
+        ways = "; or ".join(ways_to_take_less(config, ranks))
         raise TrainingError(f"out of memory on {device}{_held(device)}. Less is taken by {ways}") from error
+
+
+def ways_to_take_less(config: ChronicalsConfig, ranks: int = 1, shorter_rows: bool = True) -> list[str]:
+    """Return the remedies of ``what_helps`` in words.
+
+    Args:
+        shorter_rows: with the last of them, a shorter ``max_seq_length``.
+    """
+    remedies = what_helps(config, ranks)
+    return [_words(fields, price) for fields, price in remedies if shorter_rows or "max_seq_length" not in fields]
 
 
 def what_helps(config: ChronicalsConfig, ranks: int = 1) -> Iterator[tuple[dict[str, Any], str]]:

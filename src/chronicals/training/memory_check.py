@@ -1,0 +1,69 @@
+"""Refusal, before the first step, of a run that its card cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.memory import Estimate
+from chronicals.training.out_of_memory import ways_to_take_less
+
+FILLED = 0.95
+"""Fraction of a card's memory that tensors can fill: between the allocator's blocks some is always left over."""
+
+STEP = 256
+"""Tokens to which the longest length that fits is rounded down."""
+
+GIB = 2**30
+
+
+def refuse_what_cannot_fit(
+    config: ChronicalsConfig,
+    needed: Estimate,
+    policy: str | None,
+    estimated: Callable[[int], Estimate],
+    ranks: int = 1,
+) -> None:
+    """Raise ConfigurationError where the run is expected to hold more than its card has.
+
+    Args:
+        needed: of the run as it is set.
+        policy: what every layer recomputes; None where the estimate chooses.
+        estimated: of a ``max_seq_length``, the estimate of the run with it.
+        ranks: how many processes train together.
+    """
+    if not config.check_memory or _fits(needed, policy):
+        return
+    held = _held(needed, policy)
+    length = longest_that_fits(config.max_seq_length, lambda length: _fits(estimated(length), policy))
+    shorter = f"the longest max_seq_length that fits as the run is set is {length:,}"
+    if length == 0:
+        shorter = f"weights and states alone take {needed.fixed / GIB:.1f} GiB, so no shorter max_seq_length helps"
+    ways = "; or ".join(ways_to_take_less(config, ranks, shorter_rows=False))
+    raise ConfigurationError(
+        f"max_seq_length={config.max_seq_length}: a step would hold about {held / GIB:.1f} GiB, and of the card's "
+        f"{needed.total / GIB:.1f} GiB tensors fill at most {FILLED * needed.total / GIB:.1f}: "
+        f"{(held - FILLED * needed.total) / GIB:.1f} GiB are short; {shorter}."
+        + (f" Less is taken by {ways}." if ways else "")
+        + " To start it all the same, set check_memory=False"
+    )
+
+
+def longest_that_fits(asked: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest multiple of ``STEP`` below ``asked`` that ``fits``, by bisection; 0 where none does."""
+    below, above = 0, -(-asked // STEP)
+    while above - below > 1:
+        middle = (below + above) // 2
+        if fits(middle * STEP):
+            below = middle
+        else:
+            above = middle
+    return below * STEP
+
+
+def _held(needed: Estimate, policy: str | None) -> int:
+    return needed.needed(*(needed.choice() if policy is None else (policy, 0)))
+
+
+def _fits(needed: Estimate, policy: str | None) -> bool:
+    return not needed.total or _held(needed, policy) <= FILLED * needed.total
