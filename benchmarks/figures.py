@@ -567,10 +567,29 @@ def over(values: list[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def long_documents() -> list[str]:
+    """Peak memory of steps on one long document beside what the run expected."""
+    measured = json.loads((RESULTS / "long-documents-h200.json").read_text())
+    lines = [
+        f"Layers of the Llama-3.1-8B shape in NF4 with adapters of rank 32, one document a step ({measured['card']}, torch "
+        f"{measured['torch']}, transformers {measured['transformers']}, `{measured['commit']}`).",
+        "",
+        "| tokens | layers | memory | expected | held | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in measured["rows"]:
+        fields = {**row["fields"], "memory": ", ".join(row["fields"].get("memory", ["as the run decides"]))}
+        chunk = f", logits_chunk_size={fields['logits_chunk_size']}" if "logits_chunk_size" in fields else ""
+        off = row["expected_gib"] / row["held_gib"] - 1
+        sizes = f"{row['expected_gib']:.1f} GiB | {row['held_gib']:.1f} GiB | {off:+.1%}"
+        lines.append(f"| {row['length']:,} | {row['layers']} | {fields['memory']}{chunk} | {sizes} |")
+    return lines
+
+
 def figures() -> str:
     """What stands in docs/measured.md: everything."""
     sections = {
-        "## Preference": preferences(), "## Memory": frontiers(), "## FP8": proofs(),
+        "## Preference": preferences(), "## Memory": frontiers(), "## Long documents": long_documents(), "## FP8": proofs(),
         "## Patched models of transformers": patched_step(),
         "## Kernels": [*kernels(), *low_bits(), *experts()], "## Objectives": objectives(), "## Export": exports(),
         "## Several cards": several_cards(), "## Saving": saves(), "## Data": data(),

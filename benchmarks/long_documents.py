@@ -28,7 +28,8 @@ import transformers
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.data.tokenizer_training import train_tokenizer
-from chronicals.training.session import logger as session_log
+from chronicals.training import Callback
+from chronicals.training.memory_check import logger as memory_log
 
 GIB = 2**30
 
@@ -67,8 +68,17 @@ class Expected:
 
     @property
     def bytes(self) -> float | None:
-        found = re.search(r"estimated ([\d.]+) of", " ".join(self.lines))
+        found = re.search(r"at most ([\d.]+) GiB expected", " ".join(self.lines))
         return float(found.group(1)) * GIB if found else None
+
+
+class PeakOfSteps(Callback):
+    """Forget what was held while the model was made and quantised."""
+
+    def run_began(self, run: Any) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def build_model(shape: str, layers: int, longest: int) -> Any:
@@ -136,16 +146,14 @@ def measure(model: Any, tokenizer: Any, length: int, fields: dict[str, Any], fol
         **fields,
     )  # fmt: skip
     expected = Expected()
-    session_log.addFilter(expected)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = {"length": length, "fields": {k: v for k, v in fields.items()}}
+    memory_log.addFilter(expected)
+    found: dict[str, Any] = {"length": length, "layers": len(model.model.layers), "fields": fields}
     before = torch.cuda.memory_allocated()
     if where:
         torch.cuda.memory._record_memory_history(max_entries=400_000, context="alloc", stacks="python")
     started = time.monotonic()
     try:
-        result = ChronicalsTrainer(model, tokenizer, config).train(rows)
+        result = ChronicalsTrainer(model, tokenizer, config, callbacks=[PeakOfSteps()]).train(rows)
         found |= {"loss": result.loss, "steps": result.steps}
     except Exception as error:  # recorded, and the next row is measured
         found["error"] = f"{type(error).__name__}: {error}"[:600]
@@ -156,10 +164,9 @@ def measure(model: Any, tokenizer: Any, length: int, fields: dict[str, Any], fol
     if where:
         found["live"] = live_at_peak(torch.cuda.memory._snapshot(), before)[:40]
         torch.cuda.memory._record_memory_history(enabled=None)
-    session_log.removeFilter(expected)
+    memory_log.removeFilter(expected)
     if expected.bytes is not None:
         found["expected_gib"] = expected.bytes / GIB
-    found["said"] = expected.lines
     metrics = folder / "run" / "metrics.jsonl"
     if metrics.exists():
         found["metrics"] = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -180,7 +187,7 @@ def main() -> None:
     tokenizer = train_tokenizer(["the quick brown fox takes the long way home"] * 20, vocab_size=300)
     done: dict[str, Any] = {
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__,
-        "transformers": transformers.__version__, "commit": given.commit, "layers": given.layers, "rows": [],
+        "transformers": transformers.__version__, "commit": given.commit, "rows": [],
     }  # fmt: skip
     for length in lengths:
         for name in given.policies.split(","):

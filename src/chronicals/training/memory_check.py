@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.memory import Estimate
 from chronicals.training.out_of_memory import ways_to_take_less
+
+logger = logging.getLogger(__name__)
 
 FILLED = 0.95
 """Fraction of a card's memory that tensors can fill: between the allocator's blocks some is always left over."""
@@ -32,9 +35,12 @@ def refuse_what_cannot_fit(
         estimated: of a ``max_seq_length``, the estimate of the run with it.
         ranks: how many processes train together.
     """
-    if not config.check_memory or _fits(needed, policy):
+    if not needed.total:
         return
     held = _held(needed, policy)
+    logger.info("memory: at most %.1f GiB expected, of %.1f on the card", held / GIB, needed.total / GIB)
+    if not config.check_memory or _fits(needed, policy):
+        return
     length = longest_that_fits(config.max_seq_length, lambda length: _fits(estimated(length), policy))
     shorter = f"the longest max_seq_length that fits as the run is set is {length:,}"
     if length == 0:
@@ -66,4 +72,4 @@ def _held(needed: Estimate, policy: str | None) -> int:
 
 
 def _fits(needed: Estimate, policy: str | None) -> bool:
-    return not needed.total or _held(needed, policy) <= FILLED * needed.total
+    return _held(needed, policy) <= FILLED * needed.total
