@@ -9,29 +9,47 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from chronicals.config import ChronicalsConfig as ChronicalsConfig
+    from chronicals.export import export as export
+    from chronicals.generation import answer as generate  # noqa: F401
+    from chronicals.generation import load_trained as load_trained
     from chronicals.lora import LoRAConfig as LoRAConfig
     from chronicals.lora import apply_lora as apply_lora
+    from chronicals.models import load_model as load_model
     from chronicals.patching import PatchReport as PatchReport
     from chronicals.patching import patch_model as patch_model
     from chronicals.patching import unpatch_model as unpatch_model
+    from chronicals.training import Callback as Callback
     from chronicals.training import ChronicalsTrainer as ChronicalsTrainer
+    from chronicals.training import TrainingResult as TrainingResult
+    from chronicals.training.evaluation import evaluate_data as evaluate  # noqa: F401
 
 _HOME = {
-    "ChronicalsConfig": "chronicals.config",
-    "ChronicalsTrainer": "chronicals.training",
-    "LoRAConfig": "chronicals.lora",
-    "PatchReport": "chronicals.patching",
-    "apply_lora": "chronicals.lora",
-    "patch_model": "chronicals.patching",
-    "unpatch_model": "chronicals.patching",
+    "Callback": "chronicals.training:Callback",
+    "ChronicalsConfig": "chronicals.config:ChronicalsConfig",
+    "ChronicalsTrainer": "chronicals.training:ChronicalsTrainer",
+    "LoRAConfig": "chronicals.lora:LoRAConfig",
+    "PatchReport": "chronicals.patching:PatchReport",
+    "TrainingResult": "chronicals.training:TrainingResult",
+    "apply_lora": "chronicals.lora:apply_lora",
+    "evaluate": "chronicals.training.evaluation:evaluate_data",
+    "export": "chronicals.export:",
+    "generate": "chronicals.generation:answer",
+    "load_model": "chronicals.models:load_model",
+    "load_trained": "chronicals.generation:load_trained",
+    "patch_model": "chronicals.patching:patch_model",
+    "unpatch_model": "chronicals.patching:unpatch_model",
 }
+"""Module and attribute of each public name. ``export`` is the package of that name, which can be called."""
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'chronicals' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(import_module(_HOME[name]), name)
+    module, _, attribute = _HOME[name].partition(":")
+    home = import_module(module)
+    return getattr(home, attribute) if attribute else home
 
 
 def __dir__() -> list[str]:

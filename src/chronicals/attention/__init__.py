@@ -11,3 +11,7 @@ __all__ = [
     "BACKENDS", "FLASH", "attend_split", "attention_reference", "choose_backend", "document_attention", "gather_keys",
     "why_not_divided",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,3 +3,7 @@
 from chronicals.cli.app import main
 
 __all__ = ["main"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -20,3 +20,7 @@ __all__ = [
     "explain",
     "preset",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -77,7 +78,17 @@ def configuration(cls: T) -> T:
         self.check()
 
     cls.__init__ = __init__  # type: ignore[misc]
+    cls.__doc__ = _with_fields(cls)
     return cls
+
+
+def _with_fields(cls: type) -> str:
+    """Return the docstring of a configuration with a line for each field, which ``help`` shows."""
+    lines = [inspect.getdoc(cls) or cls.__name__, "", "Attributes:"]
+    for name, field in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]
+        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+        lines.append(f"    {name} ({default}): {field.description}")
+    return "\n".join(lines)
 
 
 LONGEST_TIMEOUT = 604_800.0

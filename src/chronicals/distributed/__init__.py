@@ -92,3 +92,7 @@ __all__ = [
     "whole_parts",
     "why_embedding_stays_whole",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,11 @@
-"""What a trained model becomes for others."""
+"""Writing a trained model for others: merged, as GGUF, in FP8 or 4 bits.
+
+The package can be called: ``chronicals.export(folder, "gguf-q8_0")`` is ``chronicals.export.export(folder, "gguf-q8_0")``.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from chronicals.export.export import FORMATS, Exported, ExportError, export
 from chronicals.export.merge import Merged, MergeError, merge
@@ -18,3 +25,17 @@ __all__ = [
     "export",
     "merge",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _CallablePackage(ModuleType):
+    """Let ``chronicals.export`` be both this package and the function that scripts look for under that name."""
+
+    def __call__(self, *args: Any, **options: Any) -> list[Exported]:
+        return export(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -39,3 +39,7 @@ __all__ = [
     "linear_distillation",
     "token_log_probability",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

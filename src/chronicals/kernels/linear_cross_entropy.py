@@ -261,9 +261,17 @@ def linear_cross_entropy(
 
 
 def fused_cross_entropy(
-    hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, chunk_size: int = 4096, reduction: str = "mean"
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    targets: Tensor | None = None,
+    chunk_size: int = 4096,
+    reduction: str = "mean",
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Cross-entropy of ``hidden @ lm_head_weight.T`` without whole logits.
+
+    Older scripts pass logits ``[..., V]``, targets and ``vocab_size=V`` instead: ``fused_cross_entropy(logits, targets,
+    vocab_size=V)`` is the same loss of logits that are there already.
 
     Args:
         hidden: ``[..., D]``.
@@ -272,6 +280,7 @@ def fused_cross_entropy(
         chunk_size: no more rows of logits than these exist at a time.
         reduction: ``mean`` over the targets that count, ``sum``, or ``none`` (float32 of the shape of ``targets``, 0
             where ignored).
+        vocab_size: V, where the first two arguments are logits and targets.
 
     Returns:
         float32, ready for ``backward``. The mean over no target at all is an error in training and NaN here, with no gradient.
@@ -281,6 +290,12 @@ def fused_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
+    if vocab_size is not None:
+        if targets is not None:
+            raise ValueError("vocab_size: is given beside logits and targets alone; leave it out with hidden states and a head")
+        return _cross_entropy_of_logits(hidden, lm_head_weight, vocab_size, reduction)
+    if targets is None:
+        raise ValueError("targets: missing; give hidden states, the head's weight and targets, or logits, targets, vocab_size")
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} must have the shape of hidden {tuple(hidden.shape)} but its last")
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -288,6 +303,18 @@ def fused_cross_entropy(
         return -token_log_probability(rows, lm_head_weight, flat, chunk_size=chunk_size)[0].view(targets.shape)
     total = linear_cross_entropy(rows, lm_head_weight, flat, chunk_size=chunk_size)
     return total if reduction == "sum" else mean_of(total, flat)
+
+
+def _cross_entropy_of_logits(logits: Tensor, targets: Tensor, vocab_size: int, reduction: str) -> Tensor:
+    if logits.shape[-1] != vocab_size:
+        raise ValueError(f"vocab_size={vocab_size}: the logits {tuple(logits.shape)} have {logits.shape[-1]} in a row")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets {tuple(targets.shape)} must have the shape of logits {tuple(logits.shape)} but its last")
+    rows = logits.reshape(-1, vocab_size).float()
+    losses = torch.nn.functional.cross_entropy(rows, targets.reshape(-1), reduction="none", ignore_index=IGNORED)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() if reduction == "sum" else mean_of(losses.sum(), targets)
 
 
 def mean_of(total: Tensor, targets: Tensor) -> Tensor:

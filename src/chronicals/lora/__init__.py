@@ -6,11 +6,13 @@ from chronicals.lora.config import LoRAConfig
 from chronicals.lora.experts import report_frozen_experts, stacked_weights
 from chronicals.lora.layers import LoRALinear, adapters, adapters_are_fresh, has_magnitudes, why_base_is_gone, without_adapters
 from chronicals.lora.loading import load_adapter
+from chronicals.lora.lora_presets import LORA_PRESETS, lora_preset
 from chronicals.lora.model_methods import merge_and_unload
 from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
 from chronicals.lora.several import adapter_names, add_adapter, add_weighted_adapter, delete_adapter, set_adapter
 
 __all__ = [
+    "LORA_PRESETS",
     "AdapterLayer",
     "LoRAConfig",
     "LoRALinear",
@@ -25,6 +27,7 @@ __all__ = [
     "delete_adapter",
     "has_magnitudes",
     "load_adapter",
+    "lora_preset",
     "merge_and_unload",
     "name_base_by_absolute_path",
     "report_frozen_experts",
@@ -34,3 +37,7 @@ __all__ = [
     "why_base_is_gone",
     "without_adapters",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

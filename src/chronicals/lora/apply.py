@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,10 +19,13 @@ from chronicals.lora.targets import Target, ends, ends_in, layer_number, matches
 from chronicals.lora.tokens import attach_tokens, plan_tokens
 from chronicals.models import score_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 
-def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None = None) -> Any:
+def apply_lora(model: PreTrainedModel, config: LoRAConfig, start: Mapping[str, Start] | None = None) -> PreTrainedModel:
     """Attach an adapter to each targeted linear layer, embedding and parameter, in place; everything else is frozen.
 
     Args:

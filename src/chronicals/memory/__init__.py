@@ -45,3 +45,7 @@ __all__ = [
     "runs_again",
     "tiled",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -88,3 +88,7 @@ __all__ = [
     "why_neighbours_matter",
     "within_adapters",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,9 @@ from chronicals.models.gguf_tokenizer import tokenizer_of
 from chronicals.models.reward_model import is_reward_model, why_no_language_model
 from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.towers import read_processors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """The dtype of the weights by ``mixed_precision``; for fp16 they are fp32, since fp16 would lose small updates."""
@@ -82,7 +85,7 @@ def _where(name: str | Path) -> str:
 def load_model(
     name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
     watch: Watch | None = None,
-) -> Any:  # fmt: skip
+) -> PreTrainedModel:  # fmt: skip
     """A causal language model, or one of images and text, from a folder, a hub name or a GGUF file, in host memory.
 
     Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``). Weights in FP8 with scales of blocks, as DeepSeek

@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'chronicals.moe' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(import_module(f"chronicals.moe.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -16,3 +16,7 @@ __all__ = [
     "OBJECTIVES", "Count", "NextToken", "Objective", "ScoredDocument", "Term", "Terms", "build_objective",
     "default_learning_rate", "divide", "register", "settings", "shown",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -20,3 +20,7 @@ __all__ = [
     "moments_in_8_bits",
     "states_in_host_memory",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -31,3 +31,7 @@ __all__ = [
     "unpatch_model",
     "untile_mlps",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

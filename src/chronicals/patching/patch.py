@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,6 +18,10 @@ from chronicals.patching.plan import PatchPlan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.tiled_mlps import forget_policies
 from chronicals.quantization import Experts4bit
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 EXPERTS = "experts keep their own products"
 ON_RANKS = "its experts are on several ranks, or fewer than its configuration says"
@@ -35,7 +39,7 @@ class Whole:
         return self
 
 
-def patch_model(model: Any, outputs_at_padding: bool = True) -> PatchReport:
+def patch_model(model: PreTrainedModel | PeftModel, outputs_at_padding: bool = True) -> PatchReport:
     """Replace what can be proved equal by kernels; parameters keep names, shapes and identity, the configuration its values.
 
     Args:

@@ -4,3 +4,7 @@ from chronicals.planning.plan import Machines, Plan, plan
 from chronicals.planning.traffic import Traffic, traffic
 
 __all__ = ["Machines", "Plan", "Traffic", "plan", "traffic"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -50,3 +50,7 @@ __all__ = [
     "write_optimizer",
     "write_pieces",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,5 +1,6 @@
 """The loop, its step, checkpoints, callbacks and the report."""
 
+from chronicals.config import ChronicalsConfig
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.training.callbacks import Callback
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
@@ -11,6 +12,7 @@ from chronicals.training.trainer import ChronicalsTrainer
 __all__ = [
     "Callback",
     "CheckpointError",
+    "ChronicalsConfig",
     "ChronicalsTrainer",
     "Evaluation",
     "Interrupted",
@@ -20,3 +22,7 @@ __all__ = [
     "enable_gradient_checkpointing",
     "evaluate",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
 from chronicals.training.step import asked_before, asks_before, counts_of, nothing, values_before
 from chronicals.training.stored_predictions import with_predictions
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,9 @@ class _Passes:
         self.told()
 
 
-def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsConfig) -> Evaluation:
+def evaluate_data(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Source, config: ChronicalsConfig
+) -> Evaluation:
     """Score data with a model as it is, through the path of training.
 
     An objective with a reference policy takes ``reference_model`` of its settings; with ``reference="adapters_off"`` it is what

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
@@ -51,6 +51,10 @@ from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
 from chronicals.training.weight_sharding import WEIGHTS
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +72,13 @@ class ChronicalsTrainer:
             names the field.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig | None = None, callbacks: Sequence[Callback] = ()):
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ChronicalsConfig | None = None,
+        callbacks: Sequence[Callback] = (),
+    ):
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
         self.ranks = Mesh.current()
         self.output_dir = self.config.output_dir

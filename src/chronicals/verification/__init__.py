@@ -5,3 +5,7 @@ from chronicals.verification.self_test import SelfTest, self_test
 from chronicals.verification.verify import Verification, verify
 
 __all__ = ["SelfTest", "Verification", "inspect_machine", "missing_extras", "self_test", "untested_versions", "verify"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,7 +6,7 @@ large, or two roundings of the dtype if that is larger.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
 import torch
@@ -74,15 +74,31 @@ class SelfTest:
         return asdict(self)
 
 
-def self_test() -> list[SelfTest]:
-    """Test everything that would run here."""
+def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
+    """Compare what would run here with its definition.
+
+    Args:
+        only: names of kernels that are compared with an operation, such as ``rmsnorm``; by default everything is tested.
+
+    Raises:
+        ValueError: there is no kernel of such a name.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     drawn = _Drawn.of(device)
     gate, width = drawn.gate, WIDTH
     kernels = "triton" if runs_triton(gate) else "torch"
     runs_as = {"attention": choose_backend(device, DTYPE, head_dim=16)}
     cases = [*_elementwise(drawn), *_of_heads(drawn), *_rotations(drawn), *_attention(drawn)]
-    compared = [_compare(name, runs_as.get(name, kernels), ours, plain, inputs) for name, ours, plain, inputs in cases]
+    names = {name for name, *_ in cases}
+    if only is not None and not set(only) <= names:
+        raise ValueError(f"only={sorted(only)}: there are {', '.join(sorted(names))}")
+    compared = [
+        _compare(name, runs_as.get(name, kernels), ours, plain, inputs)
+        for name, ours, plain, inputs in cases
+        if only is None or name in only
+    ]
+    if only is not None:
+        return compared
     if not lacks_fp8(device):
         inputs = gate, drawn.random(width, width) * 0.1
         compared.append(_compare("fp8_linear", kernels, fp8_linear, rounded_linear, inputs, fp8_linear_reference))
