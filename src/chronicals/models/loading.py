@@ -20,6 +20,7 @@ from chronicals.models.gguf_config import config_of
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import File, gguf_of
 from chronicals.models.gguf_tokenizer import tokenizer_of
+from chronicals.models.hub_names import check_exists
 from chronicals.models.reward_model import is_reward_model, why_no_language_model
 from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.towers import read_processors
@@ -66,6 +67,10 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def _load(auto_class: Any, what: str, name: str | Path, trust_remote_code: bool) -> Any:
+    try:
+        check_exists(str(name))
+    except ValueError as error:
+        raise ValueError(f"model={str(name)!r}: {error}") from None
     try:
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
