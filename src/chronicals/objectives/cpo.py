@@ -7,12 +7,14 @@ L_NLL is the mean cross-entropy of the chosen answers' tokens: over all tokens o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from chronicals.models import Term, Terms
 from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.dpo import dpo_losses
-from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, nll_of_chosen, reward_metrics
+from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, binary_entropy, nll_of_chosen, reward_metrics
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import ScoredDocument, settings
 
@@ -28,6 +30,13 @@ class CPO(PairObjective):
         beta: float = Field(default=0.1, gt=0, description="Factor on the difference of the log-probabilities")
         alpha: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy of the chosen answers")
         label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round")
+
+    def lowest_loss(self) -> float:
+        return binary_entropy(self.settings.label_smoothing)
+
+    def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
+        """The cross-entropy is flat nowhere."""
+        return None if self.settings.alpha else super().why_no_gradient(values)
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         given = self.settings

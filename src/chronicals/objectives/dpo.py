@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chronicals.models import Term, Terms
 from chronicals.objectives.definitions import log_ratio, minus_log_sigmoid
-from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
+from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, binary_entropy, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import ScoredDocument, settings
@@ -61,6 +61,13 @@ class DPO(PairObjective, WithReference):
         def __post_init__(self) -> None:
             if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
                 raise ValueError(f"loss={self.loss!r} has no label_smoothing; leave it out, or take 'sigmoid' or 'robust'")
+
+    def lowest_loss(self) -> float | None:
+        """The hinge is flat beyond its margin; the robust loss with a smoothing falls for ever."""
+        share = self.settings.label_smoothing
+        if self.settings.loss == "robust" and share:
+            return None
+        return binary_entropy(share)
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         given, (chosen, rejected) = self.settings, pairs.log_ratios()

@@ -36,6 +36,9 @@ OWN, MISMATCHED = 0, 1
 GOOD, BAD, OTHERS = "good_items", "bad_items", "mismatched_items"
 """The counts of a step's good and bad answers, and of those beside which one to another prompt stands."""
 
+FLAT_BEYOND = 16.0
+"""Size of beta (r - z) beyond which the sigmoid's derivative is at most 1e-7, and 0 on one side in fp32."""
+
 KL = "kl"
 """z, a segment of every Batch of a step."""
 
@@ -102,6 +105,14 @@ class KTO(WithReference):
             **metrics,
             **scores.auxiliary,
         }
+
+    def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
+        """The loss of an answer is flat far from z on either side."""
+        beta = self.settings.beta
+        rewards = [values[name] for name in ("rewards/chosen", "rewards/rejected") if name in values]
+        if all(abs(reward - beta * values["kl"]) > FLAT_BEYOND for reward in rewards):
+            return "every answer is so far from the reference that the sigmoid of its gain is flat"
+        return None
 
     def finish_metrics(self, values: Mapping[str, Value], counts: Mapping[str, Count]) -> dict[str, Value]:
         """Without means over the good or the bad answers where there are none; with their margin where there are both."""

@@ -9,6 +9,8 @@ L_SFT is the mean cross-entropy of the chosen answers' tokens: over all tokens o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -43,6 +45,9 @@ class ORPO(PairObjective):
     @settings
     class Settings:
         beta: float = Field(default=0.1, gt=0, description="λ: weight of the odds ratio beside the cross-entropy")
+
+    def why_no_gradient(self, values: Mapping[str, float]) -> None:
+        """The cross-entropy is flat nowhere."""
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         beta, (chosen, rejected) = self.settings.beta, pairs.mean_log_p()

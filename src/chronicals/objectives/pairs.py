@@ -9,6 +9,7 @@ An objective's own file has its loss, a pure function of such sums, and its sett
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.definitions import document_of
 from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
 from chronicals.objectives.reference import WithReference
-from chronicals.objectives.terms import Objective, ScoredDocument
+from chronicals.objectives.terms import SATURATED, Objective, ScoredDocument
 
 CHOSEN, REJECTED = 0, 1
 """Sides."""
@@ -118,6 +119,14 @@ class PairObjective(Objective):
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         return self.pair_definition(document_of(item, 0), document_of(item, 1))
 
+    def lowest_loss(self) -> float | None:
+        """The value that the loss of a pair has, or comes near, where it is flat; None where it is flat nowhere."""
+        return 0.0
+
+    def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
+        lowest = self.lowest_loss()
+        return None if lowest is None else why_flat(values["loss"], lowest)
+
     @abstractmethod
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
         """What a pair adds to the loss, by the formula (``definitions.py``), and what that is divided by."""
@@ -125,6 +134,20 @@ class PairObjective(Objective):
     @abstractmethod
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         """The loss under ``name``, with what else is minimised, and ``reward_metrics``."""
+
+
+def why_flat(loss: float, lowest: float = 0.0) -> str | None:
+    """The reason why the mean loss of a step's pairs has no gradient; None where it is above the value at which it is flat."""
+    if loss - lowest > SATURATED:
+        return None
+    return f"the loss of every pair is at its lowest value, {lowest:.4g}"
+
+
+def binary_entropy(share: float) -> float:
+    """− ε log ε − (1 − ε) log(1 − ε): the lowest value of − (1 − ε) log σ(h) − ε log σ(−h), where σ(h) = 1 − ε."""
+    if not share:
+        return 0.0
+    return -share * math.log(share) - (1 - share) * math.log1p(-share)
 
 
 def nll_of_chosen(pairs: Pairs, coefficient: float) -> dict[str, Term]:

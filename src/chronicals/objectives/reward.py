@@ -24,7 +24,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import stop_token_ids
 from chronicals.models import PresentedModel, Term, Terms, attach_score, embedding_table, score_of
 from chronicals.models.four_bits import Watch
-from chronicals.objectives.pairs import CHOSEN, PER_PAIR, REJECTED, Pairs, pairs_of, reward_metrics
+from chronicals.objectives.pairs import CHOSEN, PER_PAIR, REJECTED, Pairs, pairs_of, reward_metrics, why_flat
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import Objective, ScoredDocument, settings
 from chronicals.saving import SavedModel
@@ -87,6 +87,9 @@ class Reward(Objective):
         states, auxiliary = model.states(batch)
         pairs = pairs_of(document_scores(model, states, batch), batch, None)
         return {**self.terms(pairs), **auxiliary}
+
+    def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
+        return why_flat(values["loss"])
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         """By the sigmoid itself."""

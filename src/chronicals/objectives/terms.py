@@ -28,6 +28,10 @@ Value = TypeVar("Value", Tensor, float)
 CHUNK = 4352
 """Rows of logits that exist at a time, unless told otherwise."""
 
+SATURATED = 1e-6
+"""Distance of a step's loss from its lowest value, below which its gradient may be too small for a number in 16 bits or for the
+square of one in 32 bits."""
+
 FINITE = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 settings = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=FINITE)
 """Decorator of the dataclass ``Settings`` of an objective; its fields have defaults and limits, and numbers are finite."""
@@ -167,6 +171,21 @@ class Objective(ABC):
             counts: of the step, on the host; or of the data.
         """
         return dict(values)
+
+    def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
+        """Why the loss has no gradient at these values, though everything is trained as it should be.
+
+        It is asked about a step whose gradient is exactly zero. An objective whose loss is flat somewhere, such as a hinge
+        beyond its margin, gives the reason, and the step counts as a step. By default such a gradient is a fault, and ends
+        the run.
+
+        Args:
+            values: ``loss`` and the metrics of the step by name, as they are shown.
+
+        Returns:
+            The reason in words, for the log; None where the loss has a gradient there.
+        """
+        return None
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:

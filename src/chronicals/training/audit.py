@@ -143,10 +143,12 @@ class FirstStepAudit:
             names[id(p)]: (weight, side) for weight in stacked_weights(model) for p, side in weight.trained if id(p) in names
         }
         self.learning: dict[str, list[int]] = {}
+        self.reached = False
 
     def see_gradients(self) -> None:
         """Those that are there now; may be called for each."""
         for name, p in self.attached.items():
+            self.reached |= p.grad is not None
             if p.grad is not None and any(counts := self._nonzero(name, local(p.grad))):
                 self.with_gradient[name] = p
                 if len(counts) > 1:
@@ -180,13 +182,17 @@ class FirstStepAudit:
                 found.append(ExpertsWithout(name, numbers, len(counts), tuple(sorted(with_tokens.intersection(numbers)))))
         return tuple(found)
 
-    def close(self, applied: bool) -> Coverage | None:
-        """The coverage, logged and checked; None where the step was not applied.
+    def close(self, applied: bool, flat: bool = False) -> Coverage | None:
+        """The coverage, logged and checked; None where the step was not applied, or tells nothing.
+
+        Args:
+            flat: whether the loss has no gradient at the values of this step, so that none says what is trained. That the
+                backward pass reached a trained weight is checked all the same.
 
         Raises:
             TrainingError: nothing is trained.
         """
-        if not applied:
+        if not applied or (flat and self.reached):
             return None
         coverage = self.coverage()
         logger.info("%s", coverage)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from chronicals.data.steps import Steps
 from chronicals.distributed import RankWatch
@@ -15,7 +17,7 @@ from chronicals.training.audit import FirstStepAudit
 from chronicals.training.callbacks import Callback, Callbacks
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
-from chronicals.training.guard import check_step
+from chronicals.training.guard import check_step, check_weights
 from chronicals.training.metrics import Moment, PendingMetrics
 from chronicals.training.resume import how_to_resume
 from chronicals.training.run import Run
@@ -67,8 +69,9 @@ class Loop:
                 scalars = session.train_once(step, audit.see_gradients if audit else None)
             run.step, run.position = run.step + 1, step.state
             if audit:
-                run.coverage = audit.close(bool(scalars["applied"]))
-                audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)  # the step was skipped
+                run.coverage = audit.close(bool(scalars["applied"]), flat=self._is_flat(scalars))
+                # of a step that was skipped, or whose loss is flat, there is none
+                audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)
             self.saved.prepare(run, session.optimizer)
             if pending:
                 self._deliver(pending)
@@ -89,6 +92,11 @@ class Loop:
         self.saved.finish()
         self._tell_what_is_saved()
         self.callbacks.raise_anywhere()
+
+    def _is_flat(self, scalars: Mapping[str, Tensor]) -> bool:
+        """Whether a step has no gradient, and the objective says why; waits for the device."""
+        values = {name: float(value) for name, value in scalars.items()}
+        return values["grad_norm"] == 0.0 and self.session.objective.why_no_gradient(values) is not None
 
     def _due(self) -> set[str]:
         """What is to be done after this step; its metrics are waited for first."""
@@ -112,6 +120,7 @@ class Loop:
         better = "evaluate" in due and self._evaluate()
         asked, enough = self._is_stopped(), self._gains_no_more()
         if "save" in due or (better and self.saved.keeps_best) or enough or (asked and self.stop.save):
+            check_weights(run, self.session.parameters, self.session.ranks)
             self.saved.save(run, self.session.optimizer, self.session.precision, self.steps, self.about())
         if asked:
             self.saved.finish()
@@ -141,7 +150,7 @@ class Loop:
         with self.watch.step(self.run.step):
             metrics = pending.arrive(self.watch.passed)
         self._told |= pending.told
-        check_step(self.run, metrics, self.config)
+        check_step(self.run, metrics, self.config, self.session.objective)
         self._tell(lambda callback: callback.step_done(metrics))
         self.run.last_loss = metrics.loss
 

@@ -10,7 +10,10 @@ from typing import Any, Literal
 from chronicals.training.audit import Coverage
 from chronicals.training.evaluation import Evaluation
 
-KEPT = ("step", "position", "applied", "skipped_in_a_row", "best_loss", "best_step", "evaluations_without_gain", "last_loss")
+KEPT = (
+    "step", "position", "applied", "without_gradient", "skipped_in_a_row", "best_loss", "best_step", "evaluations_without_gain",
+    "last_loss",
+)  # fmt: skip
 """Attributes of a run that a checkpoint keeps, beside the evaluations; in JSON NaN and infinity are null."""
 
 EVALUATIONS = ("evaluation", "best_evaluation")
@@ -31,7 +34,8 @@ class Run:
         output_dir: where it is written.
         step: steps done.
         position: state of the run's ``Steps``, not read here; None at the beginning.
-        applied: steps that changed the weights.
+        applied: steps whose gradient was applied to the weights.
+        without_gradient: steps in which the loss was flat, which the objective has explained.
         trainable_share: of all parameters.
         best_loss, evaluations_without_gain: the lowest held-out loss, and evaluations since then; for early stopping.
         best_step, best_evaluation: the step after which it was measured, and the whole evaluation; None before any.
@@ -48,6 +52,7 @@ class Run:
     step: int = 0
     position: Any = None
     applied: int = 0
+    without_gradient: int = 0
     trainable_share: float = 0.0
     best_loss: float = float("inf")
     best_step: int | None = None
@@ -68,7 +73,8 @@ class Run:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         unknown = {"best_step": None, "best_evaluation": None}
-        earlier = {"applied": state["step"], "skipped_in_a_row": 0, **unknown}  # not in checkpoints of 0.1.0's first versions
+        # not in checkpoints of 0.1.0's first versions
+        earlier = {"applied": state["step"], "without_gradient": 0, "skipped_in_a_row": 0, **unknown}
         kept = {**earlier, **state}
         for name in KEPT:
             setattr(self, name, NO_NUMBER.get(name) if kept[name] is None else kept[name])

@@ -22,6 +22,7 @@ from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
+from chronicals.training.errors import TrainingError
 from chronicals.training.precision import Precision
 
 
@@ -210,6 +211,11 @@ def micro_step(
     """Gradients of one forward pass, added to those there are; ``loss`` and what the objective shows, as of ``divide``."""
     with precision.autocast():
         scalars = model.as_forward(lambda: divide(objective(model, batch), counts))
+    if not scalars["loss"].requires_grad:
+        raise TrainingError(
+            "nothing is trained: the loss does not depend on any weight that is trained. Adapters must be attached to layers "
+            "that the model uses, and no objective may detach its terms"
+        )
     (scalars["loss"] * precision.scale).backward()
     return {name: value.detach() for name, value in scalars.items()}
 
