@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,8 @@ def train(
     compile_data_functions()
     if verbose:
         logging.getLogger("chronicals").setLevel(logging.DEBUG)
+    if resume:
+        _put_back_earlier_run(flags)
     plan = Recipe.given(preset, recipe, resume_from or resume, **flags)
     config = plan.config()
     if not check:
@@ -69,12 +72,10 @@ def train(
     from chronicals.objectives import OBJECTIVES, build_objective
     from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
-    from chronicals.training.errors import CheckpointError
     from chronicals.training.loading import load_to_train
-    from chronicals.training.resume import holds_a_run, sole_writer
 
     build_objective(config)  # its settings are wrong before anything is loaded, or not at all
-    ranks, holds_run = Mesh.current(), holds_a_run(config.output_dir)
+    ranks = Mesh.current()
     console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.writer)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
@@ -82,14 +83,9 @@ def train(
         _check_data(plan, config, saved, tokenizer, ranks, resume_from or resume, console)
         return
     model, config = load_to_train(saved, config, ranks, plan.trust_remote_code)
-
-    def keep_recipe() -> None:
-        if not holds_run:
-            with sole_writer(config.output_dir):
-                plan.write_to(config.output_dir)
-
-    ranks.writer_does(keep_recipe, CheckpointError)
-    result = ChronicalsTrainer(model, tokenizer, config).train(*plan.sources, resume=resume_from or resume)
+    trainer = ChronicalsTrainer(model, tokenizer, config)
+    trainer.write_recipe = plan.write_to
+    result = trainer.train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:
         console.print(f"[bold]held out[/] {result.evaluation.to_dict()}")
@@ -98,6 +94,18 @@ def train(
     console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
     if OBJECTIVES[config.objective].generates:
         console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")
+
+
+def _put_back_earlier_run(flags: Mapping[str, Any]) -> None:
+    """Where the process that was to replace a run was killed too early, that run is what there is to go on with."""
+    from chronicals.config import ChronicalsConfig
+
+    folder = Path(flags.get("output_dir", ChronicalsConfig().output_dir)).expanduser()
+    if any((folder / name).exists() for name in (".earlier-run", ".moving-run")):
+        from chronicals.training.resume import sole_writer
+
+        with sole_writer(folder):
+            pass
 
 
 def _check_data(

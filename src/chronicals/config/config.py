@@ -332,6 +332,11 @@ class ChronicalsConfig:
         default=2, description="Prompts that the report shows answers to, before and after training, where that takes seconds"
     )
     output_dir: OwnPath = Field(default=Path("chronicals-output"), description="Where the run is written")
+    overwrite: bool = Field(
+        default=False,
+        description="Replace the run that is in output_dir, once the new one has its first checkpoint; only files of runs are "
+        "replaced",
+    )
     cache_dir: OwnPath | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
     sharding: Literal["none", "optimizer", "weights"] = Field(

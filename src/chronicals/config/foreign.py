@@ -21,6 +21,7 @@ OPTIMIZER = (
 RENAMED: dict[str, str] = {
     "learning_rate": "lr peak_lr max_lr",
     "num_epochs": "epochs num_train_epochs num_train_epoch n_epochs max_epochs total_epochs",
+    "overwrite": "overwrite_output_dir",
     "max_steps": "steps num_steps train_steps max_train_steps total_steps max_iters num_iterations",
     "batch_size": "bs micro_batch micro_batch_size per_device_train_batch_size per_device_batch_size train_batch_size "
     "per_gpu_train_batch_size device_batch_size local_batch_size per_device_eval_batch_size eval_batch_size",

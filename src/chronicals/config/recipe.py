@@ -106,6 +106,7 @@ class Recipe(ChronicalsConfig):
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{KEPT}.{os.getpid()}"
         kept = {name: _lasting(getattr(self, name)) for name in PATHS & self.explicit}
+        kept |= {"overwrite": False} if self.overwrite else {}  # the run that goes on is the one to keep
         self.replace(**kept, **lasting_sections(self.sections)).to_yaml(aside)
         os.replace(aside, folder / KEPT)
 

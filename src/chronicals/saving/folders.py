@@ -30,7 +30,7 @@ READERS = 8
 """Files that are synced and hashed at a time."""
 
 
-def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(target: Path, fill: Callable[[Path], None], ready: Callable[[], None] | None = None) -> None:
     """Write a folder so that it appears whole or not at all.
 
     The caller holds the lock of the run: a temporary folder with a name of this kind was left by a process that was killed, and
@@ -39,6 +39,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     Args:
         target: the folder; what is there is replaced.
         fill: writes the files into the temporary folder that it is given.
+        ready: called when the folder is whole, before it gets its name.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing of the new folder stays, nothing else is touched.
@@ -50,6 +51,8 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         aside.mkdir()
         fill(aside)
         _write_manifest(aside)
+        if ready is not None:
+            ready()
         _rename(aside, target)
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)

@@ -128,7 +128,7 @@ def _tensor(state: Tensor | Piece) -> Tensor:
 def save_checkpoint(
     output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None,
     ranks: Mesh | None = None, beside: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
-    write_divided: Callable[..., None] | None = None,
+    write_divided: Callable[..., None] | None = None, ready: Callable[[], None] | None = None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
     where ``keep`` is 1, and beside it the newest.
@@ -140,6 +140,7 @@ def save_checkpoint(
         beside: called with the folder, which is written within; other ranks' files come by it.
         write_divided: writes the model, out of the files of all ranks, where no rank has it whole; called with the folder and
             what was trained.
+        ready: of ``write_folder``.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
 
@@ -154,7 +155,7 @@ def save_checkpoint(
         if write_divided is not None:
             write_divided(aside, about=about)
 
-    write_folder(folder, fill)
+    write_folder(folder, fill, ready)
     earlier = [other for other in checkpoints(output_dir) if other.name < folder.name]
     kept = [other for other in earlier if best is not None and other.name == name_of(best)]
     others = [other for other in earlier if other not in kept]

@@ -6,13 +6,15 @@ The first rank chooses for all: only its ``output_dir`` counts, on other machine
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.saving import MANIFEST
 from chronicals.training import checkpoint
+from chronicals.training.earlier_run import put_back
 from chronicals.training.errors import CheckpointError
 from chronicals.training.lock import FolderInUse, locked
 
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def sole_writer(output_dir: Path) -> Iterator[None]:
-    """Within: no other run writes to ``output_dir``, which is made if it is missing, and is no more if nothing was written.
+    """Within: no other run writes to ``output_dir``, which is made if it is missing, and is no more if nothing was written. An
+    earlier run that a killed one was to replace is put back first.
 
     Raises:
         CheckpointError: another run does.
@@ -32,6 +35,7 @@ def sole_writer(output_dir: Path) -> Iterator[None]:
                 held.callback(_remove_if_empty, output_dir)
             output_dir.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(output_dir))
+            put_back(output_dir)
         except FolderInUse:
             raise CheckpointError(
                 f"output_dir={str(output_dir)!r}: another run is writing there; wait until it ends, or choose another "
@@ -64,36 +68,54 @@ def how_to_resume(output_dir: Path) -> str:
     return f"go on with train(..., resume=True) and output_dir={str(output_dir)!r}"
 
 
-def checkpoint_to_resume(output_dir: Path, resume: bool | str | Path, ranks: Mesh) -> Path | None:
+def checkpoint_to_resume(
+    output_dir: Path, resume: bool | str | Path, ranks: Mesh, overwrite: bool = False
+) -> Path | None:  # fmt: skip
     """The checkpoint that a run goes on from; None if it begins at step 0.
 
     Args:
         resume: False for a new run; True for the newest whole checkpoint in ``output_dir``, if there is one; or the folder of
             a checkpoint, or of a run, whose newest it is.
+        overwrite: what is in ``output_dir`` may be replaced by a run that begins there.
 
     Raises:
+        ConfigurationError: the run to go on with is the one to replace.
         CheckpointError: what is in ``output_dir`` would be overwritten, or the checkpoint that was named cannot be used.
     """
+    if overwrite and (resume is True or _is_within(resume, output_dir)):
+        raise ConfigurationError(
+            f"overwrite=True replaces the run in output_dir={str(output_dir)!r}, with which resume goes on; leave out one of "
+            "the two"
+        )
+    refuse = _allow if overwrite else _refuse_to_overwrite
 
     def choose() -> str | None:
         if isinstance(resume, bool):
             if not resume:
-                _refuse_to_overwrite(output_dir)
+                refuse(output_dir)
                 return None
             found = _newest(output_dir)
         else:
-            found = _named(Path(resume).expanduser(), output_dir)
+            found = _named(Path(resume).expanduser(), output_dir, refuse)
         return None if found is None else str(found)
 
     chosen = ranks.writer_does(choose, CheckpointError)
     return None if chosen is None else Path(chosen)
 
 
+def _is_within(resume: bool | str | Path, output_dir: Path) -> bool:
+    return not isinstance(resume, bool) and Path(resume).expanduser().resolve().is_relative_to(output_dir.resolve())
+
+
+def _allow(output_dir: Path) -> None:
+    """In the place of ``_refuse_to_overwrite``."""
+
+
 def _refuse_to_overwrite(output_dir: Path) -> None:
     if found := checkpoint.checkpoints(output_dir):
         raise CheckpointError(
-            f"output_dir={str(output_dir)!r} holds a run ({found[0].name}): {how_to_resume(output_dir)}, or choose another "
-            "output_dir"
+            f"output_dir={str(output_dir)!r} holds a run ({found[0].name}): {how_to_resume(output_dir)}, replace it with "
+            "overwrite=True, or choose another output_dir"
         )
     _refuse_to_replace_a_model(output_dir)
 
@@ -102,7 +124,7 @@ def _refuse_to_replace_a_model(output_dir: Path) -> None:
     if (output_dir / checkpoint.MODEL).exists():
         raise CheckpointError(
             f"output_dir={str(output_dir)!r} holds {checkpoint.MODEL}/, which a run that begins anew would replace, and no "
-            "whole checkpoint to go on from; move it, or choose another output_dir"
+            "whole checkpoint to go on from; move it, replace it with overwrite=True, or choose another output_dir"
         )
 
 
@@ -114,7 +136,7 @@ def _newest(output_dir: Path) -> Path | None:
     return found
 
 
-def _named(folder: Path, output_dir: Path) -> Path:
+def _named(folder: Path, output_dir: Path, refuse: Callable[[Path], None]) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder to go on from")
     if (folder / MANIFEST).exists() or (folder / checkpoint.STATE).exists():
@@ -126,7 +148,7 @@ def _named(folder: Path, output_dir: Path) -> Path:
     else:
         raise CheckpointError(f"{folder}: is no checkpoint to go on from, and no run with a whole one")
     if chosen.resolve().parent != (output_dir / checkpoint.CHECKPOINTS).resolve():
-        _refuse_to_overwrite(output_dir)
+        refuse(output_dir)
         return chosen
     later = [other for other in checkpoint.checkpoints(output_dir) if other.name > chosen.name]
     if whole := [other.name for other in later if checkpoint.check_checkpoint(other) is None]:

@@ -27,6 +27,7 @@ from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, save_beside, save_model, text_files
 from chronicals.training import checkpoint
 from chronicals.training.divided_model import DividedModel
+from chronicals.training.earlier_run import EarlierRun
 from chronicals.training.errors import CheckpointError
 from chronicals.training.length import PROCESSES
 from chronicals.training.precision import Precision
@@ -40,19 +41,28 @@ ORDERED_BY = (
 """Fields of the configuration that decide in which order documents come."""
 
 
+OF_A_START = {"overwrite"}
+"""Fields that concern the moment when a run begins, and nothing later."""
+
+
 class RunCheckpoints:
     """Of a run of ``model`` in ``config.output_dir``.
 
     Args:
         keeps_best: whether the checkpoint of the step with the lowest held-out loss stays.
+        earlier: the run in the folder that makes way for the first checkpoint, on the first rank; None where there is none.
 
     Attributes:
         written: steps and folders of checkpoints that are whole and were not told yet, on the first rank.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh, keeps_best: bool):
+    def __init__(
+        self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh, keeps_best: bool,
+        earlier: EarlierRun | None = None,
+    ):  # fmt: skip
         self.model, self.tokenizer, self.config, self.ranks = model, tokenizer, config, ranks
         self.keeps_best = keeps_best
+        self._earlier = earlier
         self._staging = Staging(next(parameter.device for parameter in model.parameters() if parameter.requires_grad))
         self._prepared = False
         self._background = Background(self._staging.device)
@@ -150,7 +160,8 @@ class RunCheckpoints:
     def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
         """Where the model came from and fields of the configuration that are not as before, and how each is told."""
         now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
-        changed = [name for name in now.keys() & before.keys() if now[name] != before[name]]
+        names = (now.keys() & before.keys()) - OF_A_START
+        changed = [name for name in names if now[name] != before[name]]
         return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
 
     def _send_weights(self) -> None:
@@ -266,15 +277,20 @@ class RunCheckpoints:
         write_divided = None
         if self._divided is not None and files is not None:
             write_divided = partial(self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files)
+        earlier, ready = self._earlier, None
+        if earlier is not None and earlier.kept:
+            ready = partial(earlier.give_way_to, checkpoint.name_of(step))
         try:
             folder = checkpoint.save_checkpoint(
                 self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best,
-                self.ranks, nullcontext if files is None else files.collecting, write_divided,
+                self.ranks, nullcontext if files is None else files.collecting, write_divided, ready,
             )  # fmt: skip
         except BaseException:
             if files is not None:
                 files.give_up()
             raise
+        if earlier is not None and earlier.kept:
+            earlier.discard()
         self.written.append((step, folder))
 
     def _deliver(self, files: RankFiles, state: checkpoint.State) -> None:

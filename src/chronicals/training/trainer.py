@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,9 @@ from chronicals.training.adapters import with_token_ids
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
 from chronicals.training.context import check_dealt, sharing_packs
-from chronicals.training.errors import TrainingError
+from chronicals.training.disk import check_disk, disk_use
+from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
+from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.finish import about_data, finish
 from chronicals.training.frozen import check_frozen_positions
 from chronicals.training.guard import check_that_something_was_applied
@@ -39,7 +41,7 @@ from chronicals.training.preparation import (
     open_stores,
     teach_generation_to_stop,
 )
-from chronicals.training.resume import checkpoint_to_resume, claimed
+from chronicals.training.resume import checkpoint_to_resume, claimed, holds_a_run
 from chronicals.training.routers import keep_anchor
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
@@ -67,6 +69,9 @@ class ChronicalsTrainer:
         config: everything else; ``ChronicalsConfig()`` if None.
         callbacks: further callbacks; those for files and progress, and the trackers, are there anyway.
 
+    Attributes:
+        write_recipe: writes into the folder of a new run what it was started with; None where nothing says it.
+
     Raises:
         ValueError: it is another kind of model, or the configuration cannot be honoured with it on this machine; the message
             names the field.
@@ -91,6 +96,8 @@ class ChronicalsTrainer:
         self._users_callbacks = bool(callbacks)
         self._stop = Stop()
         self._session: Session | None = None
+        self._earlier: EarlierRun | None = None
+        self.write_recipe: Callable[[Path], None] | None = None
 
     def release_graphs(self) -> None:
         """Give back the memory of CUDA graphs, as a callback may ask between steps; the next ones run as usual and are captured
@@ -134,7 +141,9 @@ class ChronicalsTrainer:
                 prove_alike(self.ranks, shared_settings(self.config))
                 self.ranks = sharing_packs(self.ranks, self.config, self.model)
                 with claimed(self.output_dir, self.ranks):
-                    return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
+                    resumed = checkpoint_to_resume(self.output_dir, resume, self.ranks, self.config.overwrite)
+                    with self._in_its_folder() as self._earlier:
+                        return self._train(train_dataset, eval_dataset, resumed)
         finally:
             self._session = None
             if self.tokenizer.pad_token != padding:  # a reward model was saved with another one
@@ -176,6 +185,24 @@ class ChronicalsTrainer:
         return result
 
     @contextmanager
+    def _in_its_folder(self) -> Iterator[EarlierRun | None]:
+        """Within: the folder takes the files of this run. Gives the run that is to be replaced, on the first rank."""
+        folder, earlier = self.output_dir, None
+
+        def make_room() -> None:
+            nonlocal earlier
+            there = holds_a_run(folder)
+            if self.config.overwrite and there:
+                check_replaceable(folder, self.model, self.config)
+                earlier = held.enter_context(replacing(folder))
+            if self.write_recipe is not None and (earlier is not None or not there):
+                self.write_recipe(folder)
+
+        with ExitStack() as held:
+            self.ranks.writer_does(make_room, CheckpointError)
+            yield earlier
+
+    @contextmanager
     def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
         """Within: the batch of the configuration is fitted to the data."""
         asked = self.config
@@ -204,9 +231,13 @@ class ChronicalsTrainer:
                 f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the run: the peak would never be "
                 "reached"
             )
-        saved = RunCheckpoints(model, self.tokenizer, config, self.ranks, eval_store is not None and config.keep != "last")
+        keeps_best = eval_store is not None and config.keep != "last"
+        saved = RunCheckpoints(model, self.tokenizer, config, self.ranks, keeps_best, self._earlier)
         if resumed is not None:
             saved.restore(resumed, run, session.optimizer, session.precision, stream)
+        if run.step < run.total_steps:
+            use = disk_use(model, config, run, keeps_best)
+            self.ranks.writer_does(lambda: check_disk(use, config), CheckpointError)
         self._prove_that_ranks_are_alike(run, stream, eval_store)
         if resumed is None:
             self.ranks.writer_does(samples.keep, OSError)

@@ -1,0 +1,96 @@
+"""Whether the disk holds what a run will write, seen before its first step."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from chronicals.config import ChronicalsConfig
+from chronicals.distributed import is_divided
+from chronicals.lora import adapters
+from chronicals.training.checkpoint import checkpoints
+from chronicals.training.errors import CheckpointError
+from chronicals.training.needed_memory import state_bytes
+from chronicals.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Bytes that a run writes.
+
+    Attributes:
+        model: the weights of the trained model, or its adapter.
+        checkpoint: of one, with the model in it.
+        at_a_time: checkpoints that are there at once: those that are kept, and one that is being written.
+    """
+
+    model: int
+    checkpoint: int
+    at_a_time: int
+
+    @property
+    def largest(self) -> int:
+        """Of all that is there at once."""
+        return self.at_a_time * self.checkpoint + self.model
+
+
+def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -> DiskUse:
+    """What a run will write from where it stands.
+
+    Args:
+        keeps_best: whether the checkpoint with the lowest held-out loss stays beside the newest.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adapted = next(adapters(model), None) is not None or hasattr(model, "get_base_model")
+    saved = _bytes(trained) if adapted else _bytes(list(model.parameters()))
+    states = state_bytes(config, model, trained)
+    if any(is_divided(parameter) for parameter in trained):
+        states += 2 * sum(parameter.numel() for parameter in trained)  # whole fp32 weights, not the lower halves of masters
+    kept = max(config.save_total_limit, 2 if keeps_best else 1)
+    at_a_time = min(_saves(config, run, keeps_best) + len(checkpoints(run.output_dir)), kept + 1)
+    return DiskUse(saved, saved + states, at_a_time)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _saves(config: ChronicalsConfig, run: Run, keeps_best: bool) -> int:
+    """The most checkpoints that the rest of the run writes."""
+    left = run.total_steps - run.step
+    saves = -(-left // config.save_steps) if config.save_steps else 1
+    if keeps_best and config.eval_steps:
+        saves += left // config.eval_steps
+    return saves
+
+
+def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
+    """Warn where the disk may become full; the folder of the run must exist.
+
+    Raises:
+        CheckpointError: the first checkpoint does not fit on it.
+    """
+    folder = config.output_dir
+    free = shutil.disk_usage(folder).free
+    if use.checkpoint > free:
+        raise CheckpointError(
+            f"output_dir={str(folder)!r}: its disk is full before the first checkpoint is there: one takes "
+            f"{_size(use.checkpoint)}, and {_size(free)} are free; free some, or choose another output_dir"
+        )
+    there = len(checkpoints(folder)) * use.checkpoint
+    if use.largest > free + there:
+        fewer = f"lower save_total_limit={config.save_total_limit}, " if config.save_total_limit > 1 else ""
+        logger.warning(
+            "output_dir=%r: %d checkpoints at a time and the model take %s, and its disk has %s free; %sfree some, or choose "
+            "another output_dir", str(folder), use.at_a_time, _size(use.largest), _size(free + there), fewer,
+        )  # fmt: skip
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 30 else f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,187 @@
+"""The run that a new one replaces in its folder, kept until the new one has its first checkpoint (``overwrite``).
+
+- As the new run begins, files whose names it uses too (metrics, report, recipe, ...) move to ``.earlier-run``. Checkpoints and
+  the model stay where they are.
+- When its first checkpoint is written, before that gets its name, they move there, too. Once it has its name, the folder is
+  removed.
+- A run that ends in between, in any way, is followed by ``put_back``: at its own end, or, where the process was killed, when
+  the next one claims the folder.
+
+Every step is one rename. ``.moving-run`` is the folder's name while files move in or out: then nothing of a new run is there.
+``.discarded-run`` is its name while it is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data.own_files import RUN
+from chronicals.models import within_adapters
+from chronicals.moe.anchor import FILE as ANCHOR
+from chronicals.saving import MANIFEST, remove
+from chronicals.training import stored_reference
+from chronicals.training.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
+from chronicals.training.errors import CheckpointError
+from chronicals.training.lock import LOCK_FILE
+
+logger = logging.getLogger(__name__)
+
+EARLIER, MOVING, DISCARDED = ".earlier-run", ".moving-run", ".discarded-run"
+
+REPLACED_BY = "replaced-by"
+"""File in ``.earlier-run``: the name of the checkpoint in whose favour all of the earlier run was moved."""
+
+BESIDE = (RUN | {stored_reference.KEPT, ANCHOR}) - {CHECKPOINTS, MODEL}
+"""Names of what a run writes beside its checkpoints and its model."""
+
+LEFT = re.compile(rf"\.(replaced-)?\.?({MODEL}|resume\.yaml|step-\d+)\.\d+|.*\.aside|{re.escape(LOCK_FILE)}")
+"""Names of files and folders that a killed run may leave beside the others, and of the lock."""
+
+
+class EarlierRun:
+    """The run that was found in ``output_dir``, which the caller has locked."""
+
+    def __init__(self, output_dir: Path):
+        self.output_dir = output_dir
+        self.kept = True
+
+    def begin(self) -> None:
+        """Make room for the files of a new run."""
+        moving = self.output_dir / MOVING
+        moving.mkdir()
+        for name in BESIDE:
+            _move(self.output_dir / name, moving / name)
+        os.rename(moving, self.output_dir / EARLIER)
+
+    def give_way_to(self, name: str) -> None:
+        """Move its checkpoints and its model aside, as the checkpoint of this name is about to appear."""
+        aside = self.output_dir / EARLIER
+        (aside / CHECKPOINTS).mkdir(exist_ok=True)
+        for folder in checkpoints(self.output_dir):
+            _move(folder, aside / CHECKPOINTS / folder.name)
+        _move(self.output_dir / MODEL, aside / MODEL)
+        (aside / REPLACED_BY).write_text(name)
+
+    def discard(self) -> None:
+        """Remove it, as the new run has a checkpoint."""
+        self.kept = False
+        _discard(self.output_dir)
+        logger.info("the run that was in %s before is replaced", self.output_dir)
+
+
+@contextmanager
+def replacing(output_dir: Path) -> Iterator[EarlierRun]:
+    """Within: a new run writes to ``output_dir``, which holds an earlier one. Where it ends without a checkpoint, the earlier
+    one is there again as it was.
+
+    Raises:
+        CheckpointError: the earlier run cannot be moved.
+    """
+    earlier = EarlierRun(output_dir)
+    try:
+        earlier.begin()
+    except OSError as error:
+        put_back(output_dir)
+        raise CheckpointError(f"output_dir={str(output_dir)!r}: the run there cannot be replaced: {error}") from error
+    try:
+        yield earlier
+    finally:
+        if earlier.kept:
+            put_back(output_dir)
+
+
+def put_back(output_dir: Path) -> None:
+    """Give an earlier run its place again where the new one has no checkpoint; does nothing where there is none."""
+    earlier, moving = output_dir / EARLIER, output_dir / MOVING
+    remove(output_dir / DISCARDED)
+    if earlier.exists():
+        replaced_by = earlier / REPLACED_BY
+        if replaced_by.exists() and (output_dir / CHECKPOINTS / replaced_by.read_text()).exists():
+            _discard(output_dir)
+            return
+        for name in BESIDE:
+            remove(output_dir / name)
+        replaced_by.unlink(missing_ok=True)
+        os.rename(earlier, moving)
+    if moving.exists():
+        for folder in sorted((moving / CHECKPOINTS).glob("*")):
+            _move(folder, output_dir / CHECKPOINTS / folder.name)
+        for name in (*BESIDE, MODEL):
+            _move(moving / name, output_dir / name)
+        remove(moving)
+        logger.warning("%s holds the earlier run again: the one that was to replace it had no checkpoint yet", output_dir)
+
+
+def _discard(output_dir: Path) -> None:
+    os.rename(output_dir / EARLIER, output_dir / DISCARDED)
+    remove(output_dir / DISCARDED)
+
+
+def _move(source: Path, target: Path) -> None:
+    if os.path.lexists(source):
+        os.rename(source, target)
+
+
+def check_replaceable(output_dir: Path, model: Any, config: ChronicalsConfig) -> None:
+    """See that everything in the folder was written by a run, and that the new run does not need it.
+
+    Raises:
+        CheckpointError: it is not so; the message names the file.
+    """
+    said = f"output_dir={str(output_dir)!r} cannot be replaced (overwrite=True)"
+    if (foreign := next(foreign_files(output_dir), None)) is not None:
+        raise CheckpointError(f"{said}: no run wrote {str(foreign)!r}; move it, or choose another output_dir")
+    for name in _read_by(model, config):
+        if Path(name).exists() and Path(name).resolve().is_relative_to(output_dir.resolve()):
+            raise CheckpointError(
+                f"{said}: the new run itself reads {name!r}; copy that out of the folder, or choose another output_dir"
+            )
+
+
+def _read_by(model: Any, config: ChronicalsConfig) -> Iterator[str]:
+    """Places that a run reads from, and whoever uses what it leaves: of its model, and of models in its settings."""
+    yield str(getattr(within_adapters(model).config, "_name_or_path", "") or model.config._name_or_path)
+    for settings in config.sections.values():
+        yield from (value for value in settings.values() if isinstance(value, str))
+
+
+def foreign_files(output_dir: Path) -> Iterator[Path]:
+    """Files and folders in the folder of a run that no run wrote there."""
+    for path in sorted(output_dir.iterdir()):
+        if path.name == MODEL:
+            yield from _beside_manifest(path)
+        elif path.name == CHECKPOINTS:
+            yield from _beside_checkpoints(path)
+        elif path.name == "tensorboard":
+            yield from (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("events.out."))
+        elif path.name not in BESIDE and not LEFT.fullmatch(path.name):
+            yield path
+
+
+def _beside_checkpoints(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if STEP.fullmatch(path.name):
+            yield from _beside_manifest(path)
+        elif not LEFT.fullmatch(path.name):
+            yield path
+
+
+def _beside_manifest(folder: Path) -> Iterator[Path]:
+    """The files of a folder that its manifest does not name; the folder itself where it has none."""
+    try:
+        described = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        yield folder
+        return
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if not path.is_dir() and name != MANIFEST and name not in described:
+            yield path
