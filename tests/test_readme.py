@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     loss, _, folder = capsys.readouterr().out.strip().splitlines()[-1].partition(" ")
     assert 0 < float(loss) < 7
     assert (tmp_path / folder / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_no_command_trains_where_an_earlier_one_did(page):
+    """Of a block that is pasted command by command, the second run into a folder would be refused."""
+    for block in re.findall(r"```\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        commands = [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("chronicals train ")]
+        trains = [words for words in commands if not {"--check", "--overwrite", "--resume"} & set(words)]
+        folders = [words[words.index("--output-dir") + 1] if "--output-dir" in words else "" for words in trains]
+        assert len(folders) == len(set(folders)), block
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])

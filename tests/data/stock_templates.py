@@ -124,10 +124,10 @@ def spans(mask):
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def differences(name, row):
+def differences(name, row, **options):
     """How the twin's mask of a row differs from ours, a phrase each; TemplateError where ours refuses the row."""
     tokenizer = with_template(shipped(name))
-    encoder = Tokenizer(tokenizer)
+    encoder = Tokenizer(tokenizer, **options)
     ids, trained = encoder.encode(row, "row 1")
     theirs = tokenizer.apply_chat_template(
         encoder.template.form(row["messages"], "row 1"), tools=row.get("tools"), chat_template=twin(name),

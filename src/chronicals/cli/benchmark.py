@@ -135,7 +135,7 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     from chronicals.benchmark.work import OWN, SIZES
     from chronicals.config import ConfigurationError, Recipe
 
-    for name in (*OWN, "lr_scheduler", "warmup_steps", "validation_data"):
+    for name in (*OWN, "lr_scheduler", "warmup_steps", "warmup_ratio", "validation_data"):
         if name in flags:
             raise ConfigurationError(
                 f"{name}={flags[name]!r}: a benchmark decides it itself (--steps are measured); leave it out"

@@ -54,6 +54,9 @@ def show(
     completions_as_chat: Annotated[
         bool | None, typer.Option("--completions-as-chat", help="Render prompts and completions by the chat template")
     ] = None,
+    train_after_stop: Annotated[
+        bool | None, typer.Option("--train-after-stop", help="Train what the template writes behind a stop token, too")
+    ] = None,
     overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
     packing_strategy: Annotated[
         str | None, typer.Option(help="best-fit (unless said otherwise), first-fit or in-order")
@@ -80,8 +83,8 @@ def show(
     flags: dict[str, Any] = {
         "model": model, "columns": columns, "chat_template": chat_template, "max_seq_length": max_seq_length,
         "objective": objective, "train_on": train_on, "train_on_turns": train_on_turns, "train_on_roles": train_on_roles,
-        "completions_as_chat": completions_as_chat, "overlong": overlong, "packing_strategy": packing_strategy,
-        "max_documents": max_documents, "trust_remote_code": trust_remote_code,
+        "completions_as_chat": completions_as_chat, "train_after_stop": train_after_stop, "overlong": overlong,
+        "packing_strategy": packing_strategy, "max_documents": max_documents, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     is_recipe = Path(file).suffix in (".yaml", ".yml")

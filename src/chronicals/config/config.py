@@ -146,13 +146,17 @@ class _EachOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+EITHER = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
+"""Pairs of fields of which a run has one."""
+
+
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` under ``others``, which win, setting by setting in sections: where these say how long the run is, it is not
-    said in both ways."""
+    """``fields`` under ``others``, which win, setting by setting in sections: what can be said in one of two ways (``EITHER``)
+    is not said in both."""
     kept = dict(fields)
     if SECTIONS in kept and SECTIONS in others:
         others = {**others, SECTIONS: merged(kept[SECTIONS], others[SECTIONS])}
-    for name, other in (("max_steps", "num_epochs"), ("num_epochs", "max_steps")):
+    for name, other in (*EITHER, *((other, name) for name, other in EITHER)):
         if others.get(name) not in (None, AUTO):
             kept.pop(other, None)
     return {**kept, **others}
@@ -181,6 +185,9 @@ class ChronicalsConfig:
     max_steps: Positive | None = Field(default=None, description="Optimizer steps, instead of num_epochs")
     num_epochs: Positive | None = Field(default=None, description="Passes over the data (default: one, without max_steps)")
     warmup_steps: int = Field(default=100, ge=0, description="Steps of rising learning rate (default: at most a tenth)")
+    warmup_ratio: Share | None = Field(
+        default=None, description="Share of the run's steps with a rising learning rate, instead of warmup_steps"
+    )
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine", description="Learning rate after the warm-up; wsd is warm-up, stable, decay"
     )
@@ -294,11 +301,18 @@ class ChronicalsConfig:
         default=["assistant"], description="Whose messages of a conversation are trained"
     )
     train_on_turns: Turns = Field(default="all", description="All messages of those roles, or the last of a conversation")
+    train_after_stop: bool = Field(
+        default=False,
+        description="Train what a chat template writes behind the stop token of an answer, too, as TRL does: a newline, which "
+        "is never generated",
+    )
     completions_as_chat: bool = Field(
         default=False, description="Render rows of prompt and completion by the chat template, as a question and its answer"
     )
     packing_strategy: Literal["best-fit", "first-fit", "in-order"] = Field(
-        default="best-fit", description="best-fit and first-fit take the longest documents first; in-order keeps their order"
+        default="best-fit",
+        description="best-fit and first-fit take the longest documents first, and packs are shuffled; in-order keeps the order "
+        "of the data, within a step and from step to step",
     )
     max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
     validation_split: Share = Field(default=0.0, description="Share of the rows held out, instead of data of their own")
@@ -384,6 +398,11 @@ class ChronicalsConfig:
         """What concerns more than one field."""
         if self.max_steps is not None and self.num_epochs is not None:
             raise ConfigurationError(f"num_epochs={self.num_epochs} and max_steps={self.max_steps}: give one of the two")
+        if "warmup_steps" in self.explicit and self.warmup_ratio is not None:
+            raise ConfigurationError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: each says how long the learning rate "
+                "rises; give one of the two"
+            )
         if "warmup_steps" in self.explicit and self.max_steps is not None and self.warmup_steps > self.max_steps:
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak would never be reached"

@@ -30,6 +30,7 @@ RENAMED: dict[str, str] = {
     "max_seq_length": "max_length max_seq_len max_sequence_length seq_len seq_length sequence_len sequence_length cutoff_len "
     "block_size context_length context_len model_max_length",
     "warmup_steps": "warmup num_warmup_steps lr_warmup_steps warmup_iters",
+    "warmup_ratio": "warmup_proportion warmup_fraction",
     "lr_scheduler": "lr_scheduler_type scheduler lr_schedule lr_scheduler_name lr_decay_style",
     "min_lr_ratio": "cosine_min_lr_ratio min_lr_rate",
     "use_flash_attention": "flash_attention flash_attention_2 flash_attn use_flash_attention_2",
@@ -79,6 +80,12 @@ RENAMED: dict[str, str] = {
 }  # fmt: skip
 """Ours, and what others call it, the value being the same."""
 
+BESIDE: dict[str, str] = {
+    "lora_plus_ratio": "LoRA+ is on by default: A learns at learning_rate, B at lora_plus_ratio times that (A 2.0e-4, B 3.2e-3 "
+    "by default); use_lora_plus=False for one rate",
+}
+"""What else to say where one of our fields is meant."""
+
 SETTINGS: dict[str, str] = {
     "dpo.beta": "beta pref_beta rl_beta dpo_beta",
     "dpo.loss": "loss_type pref_loss dpo_loss_type",
@@ -119,8 +126,6 @@ INSTEAD: dict[str, str] = {
     "truncation_mode": "overlong, which is 'cut', 'split' or 'drop'",
     "excess_length_strategy": "overlong, which is 'cut', 'split' or 'drop'",
     "tf32": "mixed_precision='bf16', or 'fp32', which uses no TF32",
-    "warmup_ratio": "warmup_steps, a number of steps (default: at most a tenth of them)",
-    "warmup_proportion": "warmup_steps, a number of steps (default: at most a tenth of them)",
     "min_lr": "min_lr_ratio, the final learning rate as a share of the peak",
     "lr_scheduler_kwargs": "min_lr_ratio and wsd_decay_ratio",
     "optim": OPTIMIZER,
@@ -189,6 +194,7 @@ NOWHERE: dict[str, str] = {
     "push_to_hub": "the trained model is in the folder of the run, for huggingface-cli to upload",
     "hub_model_id": "the trained model is in the folder of the run, for huggingface-cli to upload",
     "neftune_noise_alpha": "NEFTune is not part of this version",
+    "loraplus_lr_embedding": "adapters of embeddings learn at learning_rate, as A does",
     "bias": "biases are frozen beside adapters",
     "task_type": "models here are causal language models",
 }
@@ -219,7 +225,8 @@ def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
     if ours == "objective" and isinstance(value, str):
         value = OBJECTIVE_NAMES.get(value.lower(), value)
     if ours in fields:
-        return f"use {ours}" if value is NOT_SHOWN else f"use {ours}={value!r}"
+        use = f"use {ours}" if value is NOT_SHOWN else f"use {ours}={value!r}"
+        return f"{use}; {BESIDE[ours]}" if ours in BESIDE else use
     if OURS.get(name) in ("model", "data", "validation_data"):
         return "model and data are arguments: ChronicalsTrainer(model, tokenizer, config).train(train_dataset, eval_dataset)"
     if value is False and name in TURNED_OFF:

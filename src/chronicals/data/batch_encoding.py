@@ -258,7 +258,7 @@ class BatchEncoder:
             span = None if row is None else self._answer(chat, number, row, where)
             if span is None:
                 return None
-            trained[span[0] : span[1]] = 1
+            trained[span[0] : self.encoder.end_of_answer(chat.conversation, number, ids, span[1])] = 1
         return trained
 
     def _answer(self, chat: RenderedChat, number: int, row: Row, where: str) -> tuple[int, int] | None:

@@ -39,7 +39,7 @@ from chronicals.data.dealing import Dealing, Share
 from chronicals.data.documents import MISMATCHED, UNJUDGED
 from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan
-from chronicals.data.parts import SPLIT, plan_parts
+from chronicals.data.parts import IN_ORDER, SPLIT, plan_parts
 from chronicals.data.prefetch import prefetch
 from chronicals.data.prompt_keys import shared_keys
 from chronicals.data.shared_prompts import SHARED
@@ -96,7 +96,7 @@ class BatchStream:
         padding_token_id: the token that filler documents are made of.
         epochs: passes after which only empty packs follow; None never ends.
         rank, ranks: this process and how many there are.
-        shuffle: False keeps the plan's order (evaluation).
+        shuffle: False keeps the plan's order (evaluation), as ``packing_strategy="in-order"`` always does.
         pin: build into pinned memory, for copies that do not wait.
         plan: ``plan_of(store, config)`` where it was made before.
         context: the ranks to which each micro-batch is dealt; ``rank`` is then the same of all of them.
@@ -118,7 +118,8 @@ class BatchStream:
         plan: PackPlan | None = None,
         context: Context | None = None,
     ):
-        self.store, self.epochs, self.shuffle, self.pin = store, epochs, shuffle, pin
+        self.in_order = config.packing_strategy == IN_ORDER
+        self.store, self.epochs, self.shuffle, self.pin = store, epochs, shuffle and not self.in_order, pin
         self.width, self.batch_size = config.max_seq_length, config.batch_size
         self.accumulation, self.rank, self.ranks = config.gradient_accumulation_steps, rank, ranks
         self.seed = config.seed
@@ -269,7 +270,10 @@ class BatchStream:
         return order
 
     def _balanced(self, packs: np.ndarray) -> np.ndarray:
-        """``[accumulation, ranks, batch_size]``: the packs of a step, micro-batches and ranks balanced by cost."""
+        """``[accumulation, ranks, batch_size]``: the packs of a step, micro-batches and ranks balanced by cost, or as they come
+        where documents keep their order."""
+        if self.in_order:
+            return packs.reshape(self.accumulation, self.ranks, self.batch_size)
         return packs[balance(self._sums[packs, COST], self.accumulation, self.ranks, self.batch_size)]
 
     def _counts(self, packs: np.ndarray) -> Counts:

@@ -5,8 +5,8 @@
   sufficient room: O(n) for n documents plus a short scan each.
 - ``first-fit``: longest documents first, each into the first pack that still holds it (first-fit decreasing). A tree of
   the most room in each half of the packs finds it: O(n log n).
-- ``in-order``: documents as they come, a new pack where the next one does not fit (next-fit). Nothing is sorted: what
-  stands together in the data stays together.
+- ``in-order``: documents as they come, a new pack where the next one does not fit (next-fit). Nothing is sorted, and packs are
+  not shuffled: what stands together in the data stays together, and steps take it in its order.
 
 Plans run in numba without the GIL.
 """

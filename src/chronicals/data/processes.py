@@ -159,6 +159,7 @@ class TokenizingProcesses:
             "overlong": self.encoder.overlong, "train_on": tokenizer.train_on,
             "train_on_roles": sorted(tokenizer.train_on_roles), "train_on_turns": tokenizer.train_on_turns,
             "completions_as_chat": tokenizer.completions_as_chat, "kinds": sorted(tokenizer.kinds),
+            "train_after_stop": tokenizer.train_after_stop,
         }  # fmt: skip
         (folder / HOW).write_text(json.dumps(how))
 

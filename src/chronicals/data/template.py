@@ -46,6 +46,8 @@ class Tokenizer:
         train_on_turns: ``all`` of those messages, or the ``last`` of each conversation.
         completions_as_chat: rows of prompt and completion go through the chat template, as a question and its answer.
         kinds: of rows that the objective takes; a ``preference`` becomes an item of two documents.
+        train_after_stop: what the template writes behind the stop token of a trained answer is trained, too: white space, and
+            behind the last message everything.
 
     A message's own ``train`` (true or false) wins over both.
 
@@ -61,6 +63,7 @@ class Tokenizer:
         train_on_turns: Turns = "all",
         completions_as_chat: bool = False,
         kinds: Collection[str] = TRAINED,
+        train_after_stop: bool = False,
     ):
         if not train_on_roles or not set(train_on_roles) <= set(get_args(Role)):
             raise ConfigurationError(f"train_on_roles={list(train_on_roles)}: name at least one of {', '.join(get_args(Role))}")
@@ -74,13 +77,15 @@ class Tokenizer:
         self.train_on_turns = train_on_turns
         self.completions_as_chat = completions_as_chat
         self.kinds = frozenset(kinds)
+        self.train_after_stop = train_after_stop
+        self._white: dict[int, bool] = {}
         self.template = ChatTemplate(tokenizer)
 
     @classmethod
     def configured(cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = TRAINED) -> Tokenizer:
         """As a run's configuration has it."""
         trained = config.trained_tokens, config.train_on_roles, config.train_on_turns
-        return cls(tokenizer, *trained, config.completions_as_chat, kinds)
+        return cls(tokenizer, *trained, config.completions_as_chat, kinds, config.train_after_stop)
 
     def encode(self, record: Record, where: str) -> Tokens:
         """Token ids of a row and the mask of what is trained.
@@ -113,6 +118,7 @@ class Tokenizer:
             vocabulary = json.dumps([sorted(inner.get_vocab().items()), type(inner).__qualname__, inner(PROBE)["input_ids"]])
         trained: list[Any] = [NAMES[self.train_on], sorted(self.train_on_roles), self.train_on_turns]
         trained += [True] if self.completions_as_chat else []  # without it the tokens, and so the name, are those of before
+        trained += ["after stop"] if self.train_after_stop else []
         trained += [] if self.kinds == frozenset(TRAINED) else [sorted(self.kinds)]
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
@@ -150,8 +156,27 @@ class Tokenizer:
         trained = [False] * len(ids)
         for number in conversation.trained:
             start, end = trained_span(self.template, conversation, number, ids, where)
+            if conversation.messages[number]["role"] == "assistant":
+                end = self.end_of_answer(conversation, number, ids, end)
             trained[start:end] = [True] * (end - start)
         return ids, trained
+
+    def end_of_answer(self, conversation: Conversation, number: int, ids: Sequence[int], end: int) -> int:
+        """Where what is trained of an answer ends in ``ids``, which its stop token closes just before ``end``."""
+        if not self.train_after_stop:
+            return end
+        if number + 1 == len(conversation.messages):
+            return len(ids)
+        while end < len(ids) and self._is_white(int(ids[end])):
+            end += 1
+        return end
+
+    def _is_white(self, token: int) -> bool:
+        """Whether a token is white space and nothing else."""
+        if token not in self._white:
+            is_text = token not in self.tokenizer.added_tokens_decoder
+            self._white[token] = is_text and not self.template.decode([token]).strip()
+        return self._white[token]
 
     # --- everything else -----------------------------------------------------------------------------------------
 

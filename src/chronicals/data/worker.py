@@ -39,7 +39,7 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
 
     inner = getattr(transformers, how["class"]).from_pretrained(folder)
     trained = how["train_on"], how["train_on_roles"], how["train_on_turns"]
-    return Tokenizer(inner, *trained, how["completions_as_chat"], how["kinds"])
+    return Tokenizer(inner, *trained, how["completions_as_chat"], how["kinds"], how["train_after_stop"])
 
 
 def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:

@@ -25,8 +25,8 @@ from chronicals.training.run_checkpoints import RunCheckpoints
 logger = logging.getLogger(__name__)
 
 TAUGHT = (
-    "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length",
-    "overlong", "gate",
+    "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "train_after_stop", "completions_as_chat",
+    "max_seq_length", "overlong", "gate",
 )  # fmt: skip
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 

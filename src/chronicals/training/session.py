@@ -84,6 +84,11 @@ from chronicals.training.weight_sharding import (
 
 logger = logging.getLogger(__name__)
 
+HIGHEST_RATE_OF_B = 1.6e-2
+"""Highest learning rate of B at which LoRA+ trained: in benchmarks/results/lora-plus.json held-out loss falls until A learns at
+1e-3 and B at 1.6e-2 (5.98, from 6.00 at a tenth of that); with 4.8e-2 gradients explode, and it ends at 6.25. Adapters of
+rank 16 and alpha 32."""
+
 CHECKPOINTED = "_chronicals_checkpointed"
 """Attribute of a decoder whose layers an earlier run recomputed, which a later one may not need."""
 
@@ -130,6 +135,8 @@ def prepare(
         check_whole(model, config)
         ranks.same_weights(model.parameters())
     optimizer = build_optimizer(model, config, ranks if decisions["sharding"].runs else None)
+    if ranks.writer:
+        say_learning_rates(config, optimizer)
     precision = Precision(config.mixed_precision, input_device(model))
     shards_whole = isinstance(optimizer, ShardedAdamW) and isinstance(optimizer.shards, WeightShards)
     if not shards_whole:  # which are fp32, and gathered to where products find them
@@ -403,6 +410,28 @@ def build_optimizer(model: Any, config: ChronicalsConfig, ranks: Mesh | None = N
     for group in optimizer.param_groups:
         group["peak"] = group["lr"]
     return optimizer
+
+
+def say_learning_rates(config: ChronicalsConfig, optimizer: FusedAdamW) -> None:
+    """Log both rates where B learns faster than A, with a warning where B's is beyond those that were seen to train."""
+    slow = config.learning_rate
+    fast = max(group["peak"] for group in optimizer.param_groups)
+    if fast <= slow:
+        return
+    logger.info("learning rates: A %s, B %s (LoRA+; use_lora_plus=False for one rate)", as_rate(slow), as_rate(fast))
+    if fast > HIGHEST_RATE_OF_B * (1 + 1e-6):
+        logger.warning(
+            "B learns at %s, and above %s LoRA+ was seen not to train (docs/training.md): set learning_rate=%s or lower, or "
+            "use_lora_plus=False", as_rate(fast), as_rate(HIGHEST_RATE_OF_B),
+            as_rate(HIGHEST_RATE_OF_B / config.lora_plus_ratio),
+        )  # fmt: skip
+
+
+def as_rate(value: float) -> str:
+    """A learning rate as people write it: ``2.0e-4``."""
+    digits, _, exponent = f"{value:.2e}".partition("e")
+    digits = digits.removesuffix("0")
+    return f"{digits}e{int(exponent)}"
 
 
 def _run_in_fp8(model: Any, tokens: int) -> None:

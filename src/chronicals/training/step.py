@@ -7,6 +7,7 @@ handed in: ``EagerStep`` launches every kernel, ``UpdatesInBackward`` (in_backwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -246,11 +247,18 @@ def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
+def warmup_of(config: ChronicalsConfig, total_steps: int) -> int:
+    """Steps in which the learning rate rises, of a run of so many; a share is rounded up, as in transformers."""
+    if config.warmup_ratio is not None:
+        return math.ceil(round(config.warmup_ratio * total_steps, 6))  # 0.07 * 100 is 7.000000000000001
+    if "warmup_steps" in config.explicit:
+        return config.warmup_steps
+    return min(config.warmup_steps, total_steps // 10)
+
+
 def rate_factor(config: ChronicalsConfig, number: int, total_steps: int) -> float:
     """Of the peak, what the schedule gives step ``number``, from 0, of a run of so many."""
-    warmup = config.warmup_steps
-    if "warmup_steps" not in config.explicit:
-        warmup = min(warmup, total_steps // 10)
+    warmup = warmup_of(config, total_steps)
     return learning_rate_factor(config.lr_scheduler, number, total_steps, warmup, config.min_lr_ratio, config.wsd_decay_ratio)
 
 

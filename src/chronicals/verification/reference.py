@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -401,6 +402,8 @@ def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
     constant always, it stays.
     """
     warmup = config.warmup_steps if "warmup_steps" in config.explicit else min(config.warmup_steps, steps // 10)
+    if config.warmup_ratio is not None:
+        warmup = -int(-Fraction(str(config.warmup_ratio)) * steps // 1)
     rates = [(step + 1) / warmup for step in range(min(warmup, steps))]
     falling: float = steps - warmup
     if config.lr_scheduler == "wsd":
