@@ -53,9 +53,9 @@ A message's own `"train": true` or `"train": false` wins over both. `train_on_tu
 earlier answers otherwise than the last (without their thoughts, say). A message that is not the assistant's is trained with
 the special token that follows its content, and refused where none does.
 
-`train_after_stop: true` trains the white space behind the stop token of an answer (in ChatML a newline), and all that the template
-writes behind the last answer, as TRL and the marked twins below do (differences 1 and 2). It is never generated, so nothing is lost
-without it; for losses that are to equal TRL's it is needed.
+`train_after_stop: true` trains the white space behind the stop token of an answer (in ChatML a newline), and all that the
+template writes behind the last answer, as TRL and the marked twins below do (differences 1 and 2). It is never generated, so
+nothing is lost without it; for losses that are to equal TRL's it is needed.
 
 Some templates take contents only as lists of parts, and some the arguments of a call only as text; they get them in that form.
 A template that writes the date (`strftime_now`) writes the day on which the tokens were made. Stored tokens are used again on

@@ -78,11 +78,9 @@ def test_stores_have_names_of_their_own():
 
 def test_a_run_has_it(tmp_path):
     """Each answer of a preference has a target more, and whoever evaluates the model counts it, too."""
-    stores = [
-        build_store(rows(12), Tokenizer.configured(tiny.tokenizer(), runs.config(tmp_path, train_after_stop=after), ["preference"]),
-                    128, tmp_path / str(after))
-        for after in (False, True)
-    ]  # fmt: skip
+    configs = [runs.config(tmp_path, train_after_stop=after) for after in (False, True)]
+    encoders = [Tokenizer.configured(tiny.tokenizer(), config, ["preference"]) for config in configs]
+    stores = [build_store(rows(12), encoder, 128, tmp_path / encoder.fingerprint()) for encoder in encoders]
     answers = stores[0].targets > 0
     assert np.array_equal(stores[1].targets[answers], stores[0].targets[answers] + 1)
     assert "train_after_stop" in TAUGHT
