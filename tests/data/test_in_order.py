@@ -34,6 +34,7 @@ def trained(store, state=None, count=None, ranks=1, **changes):
     """Numbers of the documents of each step, as its micro-batches and ranks take them; and the state after it."""
     config = ChronicalsConfig(**{**SETTINGS, **changes})
     streams = [BatchStream(store, config, epochs=2, rank=rank, ranks=ranks) for rank in range(ranks)]
+    count = streams[0].left(state) if count is None else count
     for together in zip(*(stream.steps(state, count) for stream in streams), strict=True):
         batches = [batch for micro in zip(*(step.batches for step in together), strict=True) for batch in micro]
         yield [number for batch in batches for number in numbers(batch)], together[0].state

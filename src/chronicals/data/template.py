@@ -161,7 +161,9 @@ class Tokenizer:
             trained[start:end] = [True] * (end - start)
         return ids, trained
 
-    def end_of_answer(self, conversation: Conversation, number: int, ids: Sequence[int], end: int) -> int:
+    def end_of_answer(
+        self, conversation: Conversation, number: int, ids: Sequence[int] | np.ndarray, end: int
+    ) -> int:  # fmt: skip
         """Where what is trained of an answer ends in ``ids``, which its stop token closes just before ``end``."""
         if not self.train_after_stop:
             return end
