@@ -108,17 +108,17 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
-@pytest.mark.parametrize("width, packed", [(64, True), (192, False)])
-def test_a_model_whose_heads_are_wider_in_some_layers_passes(tmp_path, seed, width, packed):
-    """Gemma 4's language model, whose configuration answers what differs by layer with an error; no twin of it can be made
-    smaller than it is."""
+@pytest.mark.parametrize("width", [64, 192])
+def test_a_model_whose_heads_are_wider_in_some_layers_passes(tmp_path, seed, width):
+    """Gemma 4's language model, whose configuration answers what differs by layer with an error; of the wider one the twin has
+    smaller sizes."""
     sizes = {"hidden_size": width, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 300, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0}
     config = transformers.Gemma4TextConfig(
         **sizes, **heads, hidden_size_per_layer_input=0, pad_token_id=0, bos_token_id=None, eos_token_id=None
     )
     model = transformers.Gemma4ForCausalLM(config)
-    assert present(model, shared_prompts=True).packed == packed
+    assert present(model, shared_prompts=True).packed
     found = verify(model, tiny.tokenizer(), runs.config(tmp_path, seed=seed), tiny.chat_rows())
     assert found.passed, found.failures
 

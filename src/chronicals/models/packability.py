@@ -57,7 +57,7 @@ def prove_packability(model: Any) -> Packability:
     """Build the twin of ``model`` (whose own tensors are not touched) and compare; cached."""
     try:
         config = twin_config(model.config)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # of a configuration that differs by layer the last
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return Packability(False, False, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
     if key not in _PROVED:

@@ -7,11 +7,14 @@ random: a norm weight of one or a bias of zero would hide an operation that leav
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from chronicals.models.twin_layers import cut_layers, settable
 
 SMALL = {
     "vocab_size": 97,
@@ -66,29 +69,31 @@ FIRST_TOKEN = len(IDS)
 LARGEST = 50_000_000
 """Most parameters of a twin; a larger one has size fields that ``SMALL`` does not know."""
 
-MAX_LAYERS = 8
-"""Layers of a twin without ``layer_types``: enough for one period of hybrids whose layer type depends on the layer's index."""
-
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 
 
 def twin_config(config: Any) -> Any:
-    """The configuration with few layers (of every type it has) and small sizes.
+    """The configuration with few layers (of every kind that it has) and small sizes.
 
     Raises:
-        AttributeError, TypeError, ValueError: the configuration refuses the small sizes.
+        AttributeError, TypeError, ValueError, RuntimeError: the configuration refuses the small sizes.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    overrides = _take_overrides(text)
     if not any(isinstance(getattr(text, name, None), int) and getattr(text, name) <= SMALL_ENOUGH for name in WIDTHS):
+        usual = {name: getattr(text, name, None) for fields in overrides.values() for name in fields}
         _smaller(text)
+        overrides = {index: _smaller_fields(text, fields, usual) for index, fields in overrides.items()}
     rope = getattr(text, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
         rope["original_max_position_embeddings"] = LATE
     for name, value in IDS.items():
         if getattr(text, name, None) is not None:
             setattr(text, name, value)
-    _fewer_layers(text)
+    overrides = cut_layers(text, overrides)
+    if overrides:
+        text.per_layer_config = overrides
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)
         if part is not None and part is not text:
@@ -99,17 +104,44 @@ def twin_config(config: Any) -> Any:
     return config
 
 
+def _take_overrides(text: Any) -> dict[int, dict[str, Any]]:
+    """Take out of a configuration which fields are different in which layer; it answers their names with an error while it has
+    them."""
+    if not getattr(text, "is_heterogeneous", False):
+        return {}
+    overrides = {int(index): fields for index, fields in text.to_dict()["per_layer_config"].items()}
+    text.per_layer_config = None
+    return overrides
+
+
+def _smaller_fields(text: Any, fields: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a layer that is different, in the ratio that their values have to the ``usual`` ones of the model."""
+    return {name: _in_ratio(getattr(text, name, None), value, usual[name]) for name, value in fields.items()}
+
+
+def _in_ratio(small: Any, value: Any, usual: Any) -> Any:
+    """Return ``small`` times the power of two that is nearest to ``value / usual``; ``value`` where these are no sizes."""
+    sizes = [number for number in (small, value, usual) if isinstance(number, int) and not isinstance(number, bool)]
+    if len(sizes) < 3 or min(sizes) < 1 or small == usual:
+        return value
+    steps = round(math.log2(value / usual))
+    return max(1, small << steps if steps >= 0 else small >> -steps)
+
+
 def _smaller(text: Any) -> None:
     grouped = getattr(text, "num_key_value_heads", None) not in (None, getattr(text, "num_attention_heads", None))
     for name, value in SMALL.items():
-        if isinstance(getattr(text, name, None), int) and _settable(text, name):
+        given = getattr(text, name, None)
+        if isinstance(given, int) and settable(text, name):
             setattr(text, name, value)
-    if isinstance(getattr(text, "num_key_value_heads", None), int) and _settable(text, "num_key_value_heads"):
+        elif isinstance(given, list) and given and all(isinstance(size, int) for size in given):  # a size a layer
+            setattr(text, name, [_in_ratio(value, size, given[0]) for size in given])
+    if isinstance(getattr(text, "num_key_value_heads", None), int) and settable(text, "num_key_value_heads"):
         text.num_key_value_heads = 2 if grouped else 4
     if hasattr(text, "qk_rope_head_dim"):  # latent attention: its rotary table is as wide as what it rotates
-        if isinstance(getattr(text, "head_dim", None), int) and _settable(text, "head_dim"):
+        if isinstance(getattr(text, "head_dim", None), int) and settable(text, "head_dim"):
             text.head_dim = text.qk_rope_head_dim
-    elif getattr(text, "head_dim", 0) is None and _settable(text, "head_dim"):
+    elif getattr(text, "head_dim", 0) is None and settable(text, "head_dim"):
         text.head_dim = text.hidden_size // text.num_attention_heads
     rope = getattr(text, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("mrope_section"):  # time, height and width share the pairs of a head
@@ -121,29 +153,8 @@ def _smaller(text: Any) -> None:
 def _shallow(part: Any) -> None:
     """Give a vision or audio tower few layers; it keeps its widths, which fit the text model's."""
     for name in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
-        if isinstance(getattr(part, name, None), int) and _settable(part, name):
+        if isinstance(getattr(part, name, None), int) and settable(part, name):
             setattr(part, name, min(getattr(part, name), 2))
-
-
-def _settable(text: Any, name: str) -> bool:
-    """False for a property that is computed from other fields."""
-    owner = getattr(type(text), text.attribute_map.get(name, name), None)
-    return not isinstance(owner, property) or owner.fset is not None
-
-
-def _fewer_layers(text: Any) -> None:
-    types = getattr(text, "layer_types", None)
-    name = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if hasattr(text, name)), None)
-    if name is None:
-        return
-    count = getattr(text, name)
-    if types and isinstance(types, list) and _settable(text, "layer_types"):
-        kept = [types.index(layer_type) for layer_type in dict.fromkeys(types)]
-        kept = sorted(kept + [i for i in range(len(types)) if i not in kept][: max(0, 2 - len(kept))])
-        setattr(text, name, len(kept))
-        text.layer_types = [types[i] for i in kept]
-    else:
-        setattr(text, name, min(count, MAX_LAYERS))
 
 
 def build_twin(cls: Any, config: Any) -> Any:

@@ -89,7 +89,7 @@ def plan_for(model: Any) -> PatchPlan:
     """The plan for the class and configuration of ``model``; its tensors are not touched. Cached."""
     try:
         config = twin_config(model.config)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return _from_shells(model, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
     if key not in _PLANS or not _PLANS[key].is_of_today():
