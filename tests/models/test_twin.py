@@ -15,7 +15,7 @@ WIDE = {"hidden_size": 256}
 """A width from which a twin has smaller sizes than its model."""
 
 DEEP = {
-    "gemma3n": ("Gemma3nText", {"num_hidden_layers": 10, "num_kv_shared_layers": 3, "intermediate_size": 512, "laurel_rank": 8}),
+    "gemma3n": ("Gemma3nText", {"num_hidden_layers": 10, "num_kv_shared_layers": 3, "intermediate_size": 512}),
     "gemma4": ("Gemma4Text", {"num_hidden_layers": 18, "num_kv_shared_layers": 6, "use_double_wide_mlp": True}),
     "gemma4, one head": ("Gemma4Text", {**WIDE, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "deepseek_v3": ("DeepseekV3", {"num_hidden_layers": 20, "first_k_dense_replace": 11, "n_routed_experts": 8}),
@@ -109,7 +109,8 @@ def test_every_field_that_speaks_of_layers_is_known():
         if layers is None:
             continue
         lists = {field for field, value in vars(text).items() if isinstance(value, list | tuple) and len(value) > 4}
-        unknown |= {(name, field) for field in lists - {*layers.per_layer, *layers.indices, *twin_layers.NO_LAYERS, "architectures"}}
+        lists -= {*layers.per_layer, *layers.indices, *twin_layers.NO_LAYERS, "architectures"}
+        unknown |= {(name, field) for field in lists}
         twin_layers.cut_layers(text, {})
         count = twin_layers.Layers.of(text, {}).count
         wrong |= {(name, field) for field in layers.per_layer if len(getattr(text, field)) != count}
