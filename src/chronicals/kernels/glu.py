@@ -26,6 +26,7 @@ from chronicals.kernels.launch import (
     differentiable_once,
     in_rows,
     next_power_of_2,
+    own_tensor,
     runs_triton,
     tl,
     triton,
@@ -180,10 +181,10 @@ class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         rows = in_rows(gate), in_rows(up)
-        ctx.save_for_backward(*rows)
+        ctx.save_for_backward(*map(own_tensor, rows))
         ctx.activation = activation
         y, _ = _forward(*rows, activation, 0, False)
-        return y.view(gate.shape)
+        return own_tensor(y, gate.shape)
 
     @staticmethod
     @differentiable_once
@@ -200,7 +201,8 @@ class _GLUOfBoth(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(both)
         ctx.options, ctx.amax = (activation, gradient_padding, gradient_amax is not None), gradient_amax
-        return with_amax(amax, *_forward(*both.chunk(2, -1), activation, padding, amax is not None))
+        y, cell = _forward(*both.chunk(2, -1), activation, padding, amax is not None)
+        return with_amax(amax, own_tensor(y), cell)
 
     @staticmethod
     @differentiable_once

@@ -127,6 +127,15 @@ def in_rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
+def own_tensor(y: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return ``y``, in ``shape`` if one is given, over the same memory and with the same version, but as no view.
+
+    For what an autograd Function returns and saves: torch refuses to let what follows write into a view that was made within a
+    Function, as some models do with what a norm returns, and into its base.
+    """
+    return (y if shape is None or y.shape == shape else y.view(shape)).detach()
+
+
 def with_padding(like: Tensor, shape: Sequence[int], padding: int, dtype: torch.dtype | None = None) -> Tensor:
     """Empty ``[rows, width]`` whose rows have ``padding`` columns behind them, for what adapters add to a product."""
     rows, width = shape

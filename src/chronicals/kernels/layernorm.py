@@ -23,6 +23,7 @@ from chronicals.kernels.launch import (
     in_rows,
     multiprocessors,
     next_power_of_2,
+    own_tensor,
     runs_triton,
     tl,
     triton,
@@ -159,9 +160,9 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         rows, (w, b) = in_rows(x), (None if t is None else t.contiguous() for t in (weight, bias))
         y, mean, rstd = _forward(rows, w, b, eps)
-        ctx.save_for_backward(rows, w, mean, rstd)
+        ctx.save_for_backward(own_tensor(rows), w, mean, rstd)
         ctx.types = [None if t is None else t.dtype for t in (weight, bias)]
-        return y.view(x.shape)
+        return own_tensor(y, x.shape)
 
     @staticmethod
     @differentiable_once

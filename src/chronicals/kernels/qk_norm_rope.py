@@ -27,6 +27,7 @@ from chronicals.kernels.launch import (
     differentiable_once,
     multiprocessors,
     next_power_of_2,
+    own_tensor,
     runs_triton,
     tl,
     triton,
@@ -377,9 +378,10 @@ class _MergedQKNormRope(torch.autograd.Function):
         weights = q_weight.contiguous(), k_weight.contiguous()
         of_both = (x.transpose(0, 1)[None] for x in (q, k))
         q_out, k_out, *rstd = _forward(*of_both, *weights, cos[None], sin[None], eps, offset, interleaved)
-        ctx.save_for_backward(q, k, *weights, cos, sin, *rstd)
+        ctx.save_for_backward(own_tensor(q), own_tensor(k), *weights, cos, sin, *rstd)
         ctx.options, ctx.amax = (offset, interleaved, padding), amax
-        return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1), v.detach()
+        of_q, of_k = (x.squeeze(0).transpose(0, 1) for x in (q_out, k_out))
+        return own_tensor(of_q), own_tensor(of_k), own_tensor(v)
 
     @staticmethod
     @differentiable_once

@@ -27,6 +27,7 @@ from chronicals.kernels.launch import (
     in_rows,
     multiprocessors,
     next_power_of_2,
+    own_tensor,
     runs_triton,
     tl,
     triton,
@@ -200,12 +201,12 @@ class _RMSNorm(torch.autograd.Function):
         of_residual = None if residual is None else in_rows(residual)
         y, rstd, total, cell = _forward(rows, of_residual, weight, eps, offset, paddings[0], amax is not None)
         total = rows if residual is None else total
-        ctx.save_for_backward(total, weight, rstd)
+        ctx.save_for_backward(own_tensor(total), weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
         ctx.padding, ctx.amax = paddings[1], amaxes[1]
         ctx.set_materialize_grads(False)
-        y = with_amax(amax, y.view(x.shape) if x.ndim != 2 else y, cell)
-        return (y, x if residual is None else total.view(x.shape)) if forks else y
+        y = with_amax(amax, own_tensor(y, x.shape), cell)
+        return (y, x if residual is None else own_tensor(total, x.shape)) if forks else y
 
     @staticmethod
     @differentiable_once

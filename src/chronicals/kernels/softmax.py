@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import WIDEST, Tile, differentiable_once, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import (
+    WIDEST,
+    Tile,
+    differentiable_once,
+    in_rows,
+    next_power_of_2,
+    own_tensor,
+    runs_triton,
+    tl,
+    triton,
+)
 from chronicals.kernels.operators import operator
 
 
@@ -142,7 +152,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = _forward(in_rows(x))
         ctx.save_for_backward(y)
-        return y.view(x.shape)
+        return own_tensor(y, x.shape)
 
     @staticmethod
     @differentiable_once
