@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md: what ``patch_model`` replaces in every architecture of transformers' causal-LM mapping.
+"""Writes docs/coverage.md: what is replaced in every architecture of transformers' causal-LM mapping, and which take packs.
 
 ``python benchmarks/patch_coverage.py [--out docs/coverage.md]``; some minutes on a CPU.
 """
@@ -13,13 +13,22 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from patching.architectures import ROLES, Line, architectures, cover  # noqa: E402  the tests' own table
+from patching.architectures import ROLES, Line, architectures, cover, prove_packs  # noqa: E402  the tests' own table
+
+WITHOUT_TWIN = (
+    "No small copy (twin) of their default configuration can be built and run, so that nothing is proved of them. They train in "
+    "padded rows, not in packs, with whole logits, not with a fused loss, and with their own attention; norms, MLPs and experts "
+    "are replaced where each can be proved by itself. The first lines of a run's log say so."
+)
 
 
 def row(line: Line) -> str:
     marks = [{True: "yes", False: "no", None: "-"}[line.roles[role]] for role in ROLES]
-    left = "; ".join(f"{part}: {reason}" for part, reason in line.left.items())
+    packed = line.packs is not None and line.packs.packed
+    reasons = dict(line.left) if packed or line.packs is None else {**line.left, "packs": line.packs.reason}
+    left = "; ".join(f"{part}: {' '.join(reason.split())}" for part, reason in reasons.items()).replace("|", "\\|")
     generation = {True: "equal", False: "**differs**", None: "n/a"}[line.generation]
+    marks.append("yes" if packed else "no")
     return f"| {line.name} | {' | '.join(marks)} | {'equal' if line.equal else '**differs**'} | {generation} | {left} |"
 
 
@@ -28,25 +37,30 @@ def page(lines: list[Line]) -> str:
     whole, failed = sum(line.whole for line in built), sum(not line.equal for line in built)
     fused = [line.roles["experts"] for line in built if line.roles["experts"] is not None]
     untouched = sum(not any(line.roles.values()) for line in built)
+    packed = sum(line.packs is not None and line.packs.packed for line in built)
     return "\n".join(
         [
             "# Coverage of `patch_model`",
             "",
             f"Written by `benchmarks/patch_coverage.py` with transformers {importlib.metadata.version('transformers')}. Every "
             "architecture of the causal-LM mapping that can be built from a tiny configuration on a CPU, with random weights: "
-            "the loss and every gradient in fp32 and greedy generation, with and without the patch.",
+            "the loss and every gradient in fp32 and greedy generation, with and without the patch. Documents of those that take "
+            "packs are trained end to end; the others are trained in padded rows, for the reason that stands last in the row.",
             "",
-            f"- {len(lines)} architectures, {len(built)} built",
+            f"- {len(lines)} architectures, {len(built)} with a twin; {len(lines) - len(built)} [without](#without-a-twin)",
+            f"- {packed} take packs",
             f"- {whole} with all parts replaced (norms, gated MLP or experts, rotary embedding, attention, loss)",
             f"- {len(fused)} with experts, {sum(fused)} of them replaced; `-` where there are none, or no other MLP",
             f"- {len(built) - whole - untouched} with some parts replaced, {untouched} unchanged",
             f"- {failed} changed by the patch",
             "",
-            f"| architecture | {' | '.join(ROLES)} | loss and gradients | generation | not replaced, why |",
-            f"|---|{'---|' * len(ROLES)}---|---|---|",
+            f"| architecture | {' | '.join(ROLES)} | packs | loss and gradients | generation | not replaced, why |",
+            f"|---|{'---|' * len(ROLES)}---|---|---|---|",
             *map(row, built),
             "",
-            "## Not built from a tiny configuration",
+            "## Without a twin",
+            "",
+            WITHOUT_TWIN,
             "",
             *(f"- {line.name}: {line.reason}" for line in lines if line.reason),
             "",
@@ -61,6 +75,8 @@ def main() -> None:
     lines = []
     for name in architectures():
         lines.append(cover(name))
+        if not lines[-1].reason:
+            lines[-1].packs = prove_packs(name)
         print(name, lines[-1].reason or ("equal" if lines[-1].equal else "DIFFERS"), flush=True)
     arguments.out.write_text(page(lines))
 

@@ -7,6 +7,7 @@ from chronicals.models import present, prove_packability, why_neighbours_matter
 from chronicals.models.packability import DOCUMENT_LENGTHS, twin_config
 from chronicals.patching.plan import plan_for
 from families import PACKABLE, PADDED, build, configuration, minimax_m3, randomise
+from patching.architectures import architectures
 
 
 @pytest.mark.parametrize("family", [*PACKABLE, "gpt_oss"])
@@ -36,6 +37,26 @@ def test_sparse_attention_is_refused(sizes):
     assert model.config.index_block_size * model.config.index_topk_blocks > 2000
     proof = prove_packability(model)
     assert not proof.packed and "MiniMaxM3VLAttention attends with a mask of its own" in proof.reason
+
+
+@pytest.mark.parametrize(
+    "name, attention, part",
+    [
+        ("DeepseekV32", "DeepseekV32Attention", "DeepseekV32Indexer"),
+        ("DeepseekV4", "DeepseekV4Attention", "DeepseekV4HCACompressor"),
+        ("GlmMoeDsa", "GlmMoeDsaAttention", "GlmMoeDsaIndexer"),
+        ("AXK2", "AXK2Attention", "AXK2Indexer"),
+    ],
+)
+def test_attention_that_chooses_its_keys_is_refused_by_name(name, attention, part):
+    if name not in architectures():
+        pytest.skip(f"this transformers has no {name}")
+    config, mapping = architectures()[name]
+    with torch.device("meta"):
+        model = mapping[config](config(num_hidden_layers=4, vocab_size=61))
+    proof = prove_packability(model)
+    assert not proof.packed and proof.head_proved and proof.has_twin
+    assert proof.reason.startswith(f"{attention} ") and part in proof.reason
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])
@@ -254,5 +275,9 @@ def test_a_class_that_cannot_be_made_small_is_taken_padded(caplog):
 
     cls = subclass(__init__=__init__)
     model = cls(configuration("llama", num_hidden_layers=9))
-    assert "a small twin could not be run (RuntimeError: only 9 layers will do)" in prove_packability(model).reason
-    assert not present(model).packed and "only 9 layers will do" in caplog.text
+    reason = "a small twin could not be run (RuntimeError: only 9 layers will do)"
+    assert reason in prove_packability(model).reason
+    presented = present(model)
+    assert not presented.packed and presented.head is None
+    assert len(caplog.records) == 1 and f"nothing could be proved of the class, as {reason}" in caplog.text
+    assert all(cost in caplog.text for cost in ("padded rows", "whole logits", "its own attention"))

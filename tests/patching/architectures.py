@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from chronicals import PatchReport, patch_model
+from chronicals.models import Packability, packability
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.patching.experts import BY
 from chronicals.patching.patch import EXPERTS
@@ -43,6 +44,7 @@ class Line:
         exact: the first in fp64, where a rounding that turns a ReLU around is not seen.
         generation: whether greedy generation gave the same tokens; None where the class cannot generate unpatched.
         roles: whether something is replaced; None where the model has no experts, or has them in place of MLPs.
+        packs: what its twin showed of packed documents.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Line:
     exact: float = 0.0
     generation: bool | None = None
     roles: dict[str, bool | None] = field(default_factory=dict)
+    packs: Packability | None = None
 
     @property
     def equal(self) -> bool:
@@ -93,8 +96,7 @@ def at_most(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-def built(name: str):
-    """A small random model in training mode, its loss and gradients, and those in fp64."""
+def class_and_configuration(name: str):
     config, mapping = architectures()[name]
     cls = mapping[config]
     cls = cls[0] if isinstance(cls, tuple) else cls
@@ -102,7 +104,12 @@ def built(name: str):
     for field_name, value in UNSET.items():
         if getattr(given, field_name, value) is None:
             setattr(given, field_name, value)
-    model = build_twin(cls, twin_config(given)).train()
+    return cls, twin_config(given)
+
+
+def built(name: str):
+    """A small random model in training mode, its loss and gradients, and those in fp64."""
+    model = build_twin(*class_and_configuration(name)).train()
     expected = run(model)
     if not math.isfinite(expected[0]) or not agree(expected, run(model)):
         raise ValueError("its loss is not finite, or not the same twice")
@@ -120,6 +127,12 @@ def generated(model) -> torch.Tensor | None:
             return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     except Exception:  # unpatched, a class that cannot generate says so in its own way
         return None
+
+
+def prove_packs(name: str) -> Packability:
+    """What the twin of an architecture shows of packed documents."""
+    with plain_surroundings():
+        return packability._prove(*class_and_configuration(name))
 
 
 def cover(name: str) -> Line:

@@ -41,6 +41,7 @@ class Packability:
         reason: why ``packed`` is False.
         causal: no hidden state depends on later tokens.
         sees_prompts: packed answers attend to a prompt that they share.
+        has_twin: there is a twin; without one nothing of the class is proved.
     """
 
     packed: bool
@@ -48,6 +49,7 @@ class Packability:
     reason: str = ""
     causal: bool = True
     sees_prompts: bool = False
+    has_twin: bool = True
 
 
 _PROVED: dict[tuple[type, str], Packability] = {}
@@ -58,7 +60,7 @@ def prove_packability(model: Any) -> Packability:
     try:
         config = twin_config(model.config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        return Packability(False, False, f"its configuration cannot be made small ({error})")
+        return Packability(False, False, f"its configuration cannot be made small ({error})", has_twin=False)
     key = (type(model), config.to_json_string(use_diff=False))
     if key not in _PROVED:
         with plain_surroundings():
@@ -94,7 +96,7 @@ def _prove(cls: Any, config: Any) -> Packability:
         twin = build_twin(cls, config)
         alone = _documents_alone(twin)
     except Exception as error:  # any class of transformers may object to its sizes in its own way
-        return Packability(False, False, f"a small twin could not be run ({type(error).__name__}: {error})")
+        return Packability(False, False, f"a small twin could not be run ({type(error).__name__}: {error})", has_twin=False)
     head_proved = _head_is_understood(twin)
     if not _is_causal(twin):
         return Packability(False, head_proved, "its hidden states depend on later tokens", causal=False)
@@ -106,7 +108,25 @@ def _prove(cls: Any, config: Any) -> Packability:
                     return Packability(False, head_proved, f"packed documents change each other's {name} ({worst:.1e})")
         return Packability(True, head_proved, sees_prompts=_answers_see_prompts(twin))
     except Exception as error:  # likewise: a class without document bounds fails in its own way
-        return Packability(False, head_proved, f"it does not take document bounds ({type(error).__name__}: {error})")
+        reason = _chosen_keys(twin) or "it does not take document bounds"
+        return Packability(False, head_proved, f"{reason} ({type(error).__name__}: {error})")
+
+
+CHOOSERS = {
+    "indexer": "chooses the keys that a query attends to",
+    "compressor": "attends to keys that it makes of several tokens",
+}
+"""Modules of an attention beside its projections, and what they do over a whole row of tokens and its mask."""
+
+
+def _chosen_keys(twin: Any) -> str:
+    """That and where the attention has other keys than one a token, which bounds of documents do not divide; else empty."""
+    for module in twin.modules():
+        for name, does in CHOOSERS.items():
+            if isinstance(getattr(module, name, None), torch.nn.Module) and "Attention" in type(module).__name__:
+                part = type(getattr(module, name)).__name__
+                return f"{type(module).__name__} {does} ({part}) over a whole row and its mask, without document bounds"
+    return ""
 
 
 def _answers_see_prompts(twin: Any) -> bool:

@@ -13,6 +13,11 @@ from chronicals.models.router_proof import proved_router_loss
 
 logger = logging.getLogger(__name__)
 
+WITHOUT_TWIN = (
+    "%s trains in padded rows, not in packs, with whole logits, not with a fused loss, and with its own attention, which is "
+    "slower and takes more memory: nothing could be proved of the class, as %s"
+)
+
 
 def present(
     model: Any, fused_head: bool = True, flash: bool = True, pack_width: int | None = None, shared_prompts: bool = False
@@ -31,6 +36,9 @@ def present(
     """
     model = within_adapters(model)
     proof = prove_packability(model)
+    if not proof.has_twin:
+        logger.warning(WITHOUT_TWIN, type(model).__name__, proof.reason)
+        return PresentedModel(model, False, False, proved_router_loss(model, False), flash, pack_width)
     if not proof.causal:
         raise ValueError(
             f"{type(model).__name__} sees the tokens that it is to predict: its states change with later ones; let it attend "

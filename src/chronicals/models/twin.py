@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,8 +52,34 @@ SMALL = {
     "index_topk_blocks": 1,
     "index_local_blocks": 1,
     "index_kpool": 2,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "decoder_vocab_size": 97,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
 }
 """Sizes of the twin, for the fields that a configuration has."""
+
+COMPUTED: dict[str, Callable[[Any], int]] = {
+    "attention_hidden_size": lambda text: 2 * text.hidden_size,
+    "attention_head_dim": lambda text: 2 * text.hidden_size // text.num_attention_heads,
+    "embedding_dim": lambda text: text.hidden_size,
+    "kv_channels": lambda text: text.hidden_size // text.num_attention_heads,
+    "mamba_d_head": lambda text: text.mamba_expand * text.hidden_size // text.mamba_n_heads,
+    "mamba_d_ssm": lambda text: text.mamba_expand * text.hidden_size,
+    "mamba_headdim": lambda text: text.mamba_expand * text.hidden_size // text.n_mamba_heads,
+    "num_query_groups": lambda text: text.num_attention_heads,
+    "qk_head_dim": lambda text: text.qk_nope_head_dim + text.qk_rope_head_dim,
+}
+"""Sizes that a configuration computes from others when it is made, and that must fit them."""
 
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 SMALL_ENOUGH = 128
@@ -143,6 +169,12 @@ def _smaller(text: Any) -> None:
             text.head_dim = text.qk_rope_head_dim
     elif getattr(text, "head_dim", 0) is None and settable(text, "head_dim"):
         text.head_dim = text.hidden_size // text.num_attention_heads
+    if isinstance(getattr(text, "expand", None), int) and isinstance(getattr(text, "num_heads", None), int):  # Mamba 2
+        text.head_dim = text.expand * text.hidden_size // text.num_heads
+        text.n_groups = math.gcd(text.n_groups, text.num_heads)
+    for name, compute in COMPUTED.items():
+        if isinstance(getattr(text, name, None), int) and settable(text, name):
+            setattr(text, name, compute(text))
     rope = getattr(text, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("mrope_section"):  # time, height and width share the pairs of a head
         pairs = (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) // 2
