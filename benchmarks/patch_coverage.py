@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 from patching.architectures import ROLES, Line, architectures, cover, prove_packs  # noqa: E402  the tests' own table
 
 WITHOUT_TWIN = (
-    "No small copy (twin) of their default configuration can be built and run, so that nothing is proved of them. They train in "
-    "padded rows, not in packs, with whole logits, not with a fused loss, and with their own attention; norms, MLPs and experts "
-    "are replaced where each can be proved by itself. The first lines of a run's log say so."
+    "No small copy (twin) of their default configuration can be built and run, so that nothing is proved of them. They train "
+    "in padded rows, not in packs, with whole logits, not with a fused loss, and with their own attention; norms, MLPs and "
+    "experts are replaced where each can be proved by itself. The first lines of a run's log say so."
 )
 
 
@@ -44,8 +44,8 @@ def page(lines: list[Line]) -> str:
             "",
             f"Written by `benchmarks/patch_coverage.py` with transformers {importlib.metadata.version('transformers')}. Every "
             "architecture of the causal-LM mapping that can be built from a tiny configuration on a CPU, with random weights: "
-            "the loss and every gradient in fp32 and greedy generation, with and without the patch. Documents of those that take "
-            "packs are trained end to end; the others are trained in padded rows, for the reason that stands last in the row.",
+            "the loss and every gradient in fp32 and greedy generation, with and without the patch. Documents of those that "
+            "take packs are trained end to end; the others are trained in padded rows, for the reason that stands last.",
             "",
             f"- {len(lines)} architectures, {len(built)} with a twin; {len(lines) - len(built)} [without](#without-a-twin)",
             f"- {packed} take packs",
