@@ -28,7 +28,7 @@ def row(line: Line) -> str:
     reasons = dict(line.left) if packed or line.packs is None else {**line.left, "packs": line.packs.reason}
     left = "; ".join(f"{part}: {' '.join(reason.split())}" for part, reason in reasons.items()).replace("|", "\\|")
     generation = {True: "equal", False: "**differs**", None: "n/a"}[line.generation]
-    marks.append("yes" if packed else "no")
+    marks.append("one by one" if packed and line.packs.one_by_one else "yes" if packed else "no")
     return f"| {line.name} | {' | '.join(marks)} | {'equal' if line.equal else '**differs**'} | {generation} | {left} |"
 
 
@@ -48,7 +48,8 @@ def page(lines: list[Line]) -> str:
             "take packs are trained end to end; the others are trained in padded rows, for the reason that stands last.",
             "",
             f"- {len(lines)} architectures, {len(built)} with a twin; {len(lines) - len(built)} [without](#without-a-twin)",
-            f"- {packed} take packs",
+            f"- {packed} take packs; `one by one` where attention runs on one document after the other, as it chooses keys or "
+            "makes them of several tokens by a part of its own, which bounds of documents do not reach",
             f"- {whole} with all parts replaced (norms, gated MLP or experts, rotary embedding, attention, loss)",
             f"- {len(fused)} with experts, {sum(fused)} of them replaced; `-` where there are none, or no other MLP",
             f"- {len(built) - whole - untouched} with some parts replaced, {untouched} unchanged",

@@ -6,8 +6,7 @@ import torch
 from chronicals.models import present, prove_packability, why_neighbours_matter
 from chronicals.models.packability import DOCUMENT_LENGTHS, twin_config
 from chronicals.patching.plan import plan_for
-from families import PACKABLE, PADDED, build, configuration, minimax_m3, randomise
-from patching.architectures import architectures
+from families import PACKABLE, PADDED, build, configuration, randomise
 
 
 @pytest.mark.parametrize("family", [*PACKABLE, "gpt_oss"])
@@ -28,35 +27,6 @@ def test_recurrent_convolutional_and_alibi_families_are_refused(family):
     proof = prove_packability(build(family))
     assert not proof.packed and proof.head_proved
     assert "packed documents change each other's hidden states" in proof.reason
-
-
-@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 256, "head_dim": 64}])
-def test_sparse_attention_is_refused(sizes):
-    """Its class makes the mask of blocks by itself, whose blocks are shorter than the twin's rows, whatever the model's are."""
-    model = minimax_m3(**sizes)
-    assert model.config.index_block_size * model.config.index_topk_blocks > 2000
-    proof = prove_packability(model)
-    assert not proof.packed and "MiniMaxM3VLAttention attends with a mask of its own" in proof.reason
-
-
-@pytest.mark.parametrize(
-    "name, attention, part",
-    [
-        ("DeepseekV32", "DeepseekV32Attention", "DeepseekV32Indexer"),
-        ("DeepseekV4", "DeepseekV4Attention", "DeepseekV4HCACompressor"),
-        ("GlmMoeDsa", "GlmMoeDsaAttention", "GlmMoeDsaIndexer"),
-        ("AXK2", "AXK2Attention", "AXK2Indexer"),
-    ],
-)
-def test_attention_that_chooses_its_keys_is_refused_by_name(name, attention, part):
-    if name not in architectures():
-        pytest.skip(f"this transformers has no {name}")
-    config, mapping = architectures()[name]
-    with torch.device("meta"):
-        model = mapping[config](config(num_hidden_layers=4, vocab_size=61))
-    proof = prove_packability(model)
-    assert not proof.packed and proof.head_proved and proof.has_twin
-    assert proof.reason.startswith(f"{attention} ") and part in proof.reason
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])

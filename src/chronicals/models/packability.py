@@ -18,6 +18,7 @@ from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch, SharedKeys
 from chronicals.models.head import UnknownHead, read_head
+from chronicals.models.one_by_one import own_choice
 from chronicals.models.presentation import PresentedModel
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 
@@ -42,6 +43,7 @@ class Packability:
         causal: no hidden state depends on later tokens.
         sees_prompts: packed answers attend to a prompt that they share.
         has_twin: there is a twin; without one nothing of the class is proved.
+        one_by_one: they stay apart where attention runs on one document after the other.
     """
 
     packed: bool
@@ -50,6 +52,7 @@ class Packability:
     causal: bool = True
     sees_prompts: bool = False
     has_twin: bool = True
+    one_by_one: bool = False
 
 
 _PROVED: dict[tuple[type, str], Packability] = {}
@@ -101,31 +104,29 @@ def _prove(cls: Any, config: Any) -> Packability:
     if not _is_causal(twin):
         return Packability(False, head_proved, "its hidden states depend on later tokens", causal=False)
     try:
-        for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
-            for name, expected, got in zip(("hidden states", "gradients"), alone, _documents_packed(twin, order)):
-                worst = max(_distance(a, b) for a, b in zip(expected, got))
-                if not worst <= TOLERANCE:
-                    return Packability(False, head_proved, f"packed documents change each other's {name} ({worst:.1e})")
-        return Packability(True, head_proved, sees_prompts=_answers_see_prompts(twin))
+        leak = _leak(twin, alone)
+        return Packability(not leak, head_proved, leak, sees_prompts=not leak and _answers_see_prompts(twin))
     except Exception as error:  # likewise: a class without document bounds fails in its own way
-        reason = _chosen_keys(twin) or "it does not take document bounds"
-        return Packability(False, head_proved, f"{reason} ({type(error).__name__}: {error})")
+        why_not = f"({type(error).__name__}: {error})"
+    choice = own_choice(twin)
+    if not choice:
+        return Packability(False, head_proved, f"it does not take document bounds {why_not}")
+    reason = f"{choice} over a whole row and its mask, without document bounds"
+    try:
+        leak = _leak(twin, alone, one_by_one=True)
+    except Exception as error:  # likewise: its attention takes or returns something else
+        return Packability(False, head_proved, f"{reason} {why_not}, nor on one document after the other ({error})")
+    return Packability(not leak, head_proved, leak and f"{reason}; {leak}", one_by_one=not leak)
 
 
-CHOOSERS = {
-    "indexer": "chooses the keys that a query attends to",
-    "compressor": "attends to keys that it makes of several tokens",
-}
-"""Modules of an attention beside its projections, and what they do over a whole row of tokens and its mask."""
-
-
-def _chosen_keys(twin: Any) -> str:
-    """That and where the attention has other keys than one a token, which bounds of documents do not divide; else empty."""
-    for module in twin.modules():
-        for name, does in CHOOSERS.items():
-            if isinstance(getattr(module, name, None), torch.nn.Module) and "Attention" in type(module).__name__:
-                part = type(getattr(module, name)).__name__
-                return f"{type(module).__name__} {does} ({part}) over a whole row and its mask, without document bounds"
+def _leak(twin: Any, alone: tuple[list[Tensor], list[Tensor]], one_by_one: bool = False) -> str:
+    """What packed documents change of each other, in one order or another; empty if nothing."""
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        packed = _documents_packed(twin, order, one_by_one)
+        for name, expected, got in zip(("hidden states", "gradients"), alone, packed):
+            worst = max(_distance(a, b) for a, b in zip(expected, got))
+            if not worst <= TOLERANCE:
+                return f"packed documents change each other's {name} ({worst:.1e})"
     return ""
 
 
@@ -170,14 +171,15 @@ def _documents_alone(twin: Any) -> tuple[list[Tensor], list[Tensor]]:
     return [state.detach() for state in states], [_embedding_gradient(twin, torch.cat(states))]
 
 
-def _documents_packed(twin: Any, order: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+def _documents_packed(twin: Any, order: tuple[int, ...], one_by_one: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     documents = [_documents(twin)[n] for n in order]
     ids = torch.cat(documents)
     lengths = [len(document) for document in documents]
     bounds = torch.tensor([0, *lengths, 0]).cumsum(0).to(torch.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])
     batch = Batch(ids, torch.full_like(ids, IGNORED), positions, bounds, max(lengths))
-    with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
+    given = PresentedModel(twin, packed=True, head_is_read=False, one_by_one=one_by_one)
+    with given.attending_documents() as presented:
         flat = presented.hidden_states(batch)
     pieces = dict(zip(order, flat.split(lengths)))
     states = [pieces[n] for n in range(len(order))]

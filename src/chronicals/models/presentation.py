@@ -19,10 +19,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from chronicals.attention import attend_split, document_attention, gather_keys
 from chronicals.batch import Batch, SharedKeys, SplitDocuments
-from chronicals.models import attention_seam
+from chronicals.models import attention_seam, one_by_one
 from chronicals.models.additions import Addition, Computed
 from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, read_head
+from chronicals.models.one_by_one import DOCUMENTS
 from chronicals.models.routed_experts import receiving
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
 from chronicals.models.terms import Terms
@@ -123,6 +124,7 @@ class PresentedModel:
         pack_width: tokens of a pack, each of which has a router loss of its own; None where a Batch is one pack.
         additions: what else is minimised beside any objective's terms.
         experts: the modules that layers call for their experts, where it is recorded what these receive.
+        one_by_one: packs, but attention takes no bounds and runs on one document after the other.
     """
 
     model: Any
@@ -133,6 +135,7 @@ class PresentedModel:
     pack_width: int | None = None
     additions: tuple[Addition, ...] = ()
     experts: tuple[nn.Module, ...] = ()
+    one_by_one: bool = False
 
     @property
     def records_routers(self) -> bool:
@@ -196,8 +199,13 @@ class PresentedModel:
         """What ``module`` gives: its output of that name, and what else is asked for: a row a token."""
         if batch.split is not None and not self.packed:
             raise ValueError(f"{type(self.model).__name__} takes padded rows, which cannot be split (context_parallel)")
+        if self.one_by_one and (batch.split is not None or batch.keys is not None):
+            name = type(self.model).__name__
+            raise ValueError(f"{name} attends to one document after the other, which may be neither split nor share a prompt")
         padded = None if self.packed else PaddedRows.of(batch)
         inputs = packed_arguments(batch) if padded is None else padded.inputs
+        if self.one_by_one:
+            inputs[DOCUMENTS] = documents_of(batch)
         if self.packed and not self.flash:
             inputs["flash"] = False  # goes to the attention with the bounds
         if routers:
@@ -231,11 +239,11 @@ class PresentedModel:
         if not self.packed:
             yield self
             return
-        _attend_documents(self.model)
+        self._attend_documents()
         try:
             yield self
         finally:
-            attention_seam.remove(self.model, SEAM)
+            self._attend_as_before()
 
     @contextmanager
     def attending_as_before(self) -> Iterator[None]:
@@ -243,11 +251,23 @@ class PresentedModel:
         if not self.packed:
             yield
             return
-        attention_seam.remove(self.model, SEAM)
+        self._attend_as_before()
         try:
             yield
         finally:
+            self._attend_documents()
+
+    def _attend_documents(self) -> None:
+        if self.one_by_one:
+            one_by_one.install(self.model)
+        else:
             _attend_documents(self.model)
+
+    def _attend_as_before(self) -> None:
+        if self.one_by_one:
+            one_by_one.remove(self.model)
+        else:
+            attention_seam.remove(self.model, SEAM)
 
 
 def _attend_documents(model: Any) -> None:
@@ -289,6 +309,12 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
     if batch.split is not None:
         found["split_documents"] = batch.split
     return found if keys is None else {**found, "shared_keys": keys}
+
+
+def documents_of(batch: Batch) -> list[tuple[int, int]]:
+    """Start and end of each document that has tokens."""
+    bounds = batch.cu_seqlens.tolist()
+    return [(start, end) for start, end in zip(bounds, bounds[1:]) if end > start]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from chronicals.models.head import UnknownHead, read_head
+from chronicals.models.one_by_one import why_not_one_by_one
 from chronicals.models.packability import prove_packability
 from chronicals.models.peft_kinds import within_adapters
 from chronicals.models.presentation import PresentedModel
@@ -53,12 +54,18 @@ def present(
     elif fused_head:
         logger.warning("the head of %s could not be proved: its own logits are used", type(model).__name__)
     reason = proof.reason or _attention_dropout(model.config.get_text_config())
+    if not reason and proof.one_by_one:
+        reason = why_not_one_by_one(model)
     if not reason and shared_prompts and not proof.sees_prompts:
         reason = "its answers do not attend to a prompt that they share"
     if reason:
         logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, reason)
     packed = not reason
-    return PresentedModel(model, packed, head_is_read, proved_router_loss(model, packed), flash, pack_width)
+    one_by_one = packed and proof.one_by_one
+    if one_by_one:
+        logger.info("%s takes packs, in which attention runs on one document after the other", type(model).__name__)
+    router_loss = proved_router_loss(model, packed, one_by_one)
+    return PresentedModel(model, packed, head_is_read, router_loss, flash, pack_width, one_by_one=one_by_one)
 
 
 def _attention_dropout(config: Any) -> str:

@@ -25,23 +25,24 @@ LENGTHS, FILLER = (7, 12), 5
 TOLERANCE = 1e-4
 """Relative; the loss is a sum in fp32."""
 
-_PROVED: dict[tuple[type, str, bool], str | None] = {}
+_PROVED: dict[tuple[type, str, bool, bool], str | None] = {}
 
 
-def proved_router_loss(model: Any, packed: bool) -> RouterLoss | None:
+def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> RouterLoss | None:
     """The router loss to train; None if none is asked for, the class adds none, or it is another one, which a warning names.
 
     Args:
         packed: whether the model takes packed documents.
+        one_by_one: whether its attention runs on one of them after the other.
     """
     if not asks_for_router_loss(model):
         return None
     try:
         config = twin_config(model.config)
-        key = (type(model), config.to_json_string(use_diff=False), packed)
+        key = (type(model), config.to_json_string(use_diff=False), packed, one_by_one)
         if key not in _PROVED:
             with plain_surroundings():
-                _PROVED[key] = _difference(build_twin(type(model), config), packed)
+                _PROVED[key] = _difference(build_twin(type(model), config), packed, one_by_one)
         reason = _PROVED[key]
     except Exception as error:  # any class of transformers may object in its own way
         reason = f"a small twin could not be run ({type(error).__name__}: {error})"
@@ -55,7 +56,7 @@ def proved_router_loss(model: Any, packed: bool) -> RouterLoss | None:
     return None
 
 
-def _difference(twin: Any, packed: bool) -> str | None:
+def _difference(twin: Any, packed: bool, one_by_one: bool) -> str | None:
     """How the class's loss differs from ours: None if it does not, empty if the class adds none."""
     for name in COEFFICIENTS:
         for owner in (twin, twin.config.get_text_config()):
@@ -66,7 +67,7 @@ def _difference(twin: Any, packed: bool) -> str | None:
         added = _added_by_the_class(twin, batch)
         if not added.any():
             return ""
-        presented = PresentedModel(twin, packed, head_is_read=False)
+        presented = PresentedModel(twin, packed, head_is_read=False, one_by_one=one_by_one)
         with presented.attending_documents():
             router_logits = presented.router_logits(batch)
         if not router_logits:

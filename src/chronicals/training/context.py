@@ -112,6 +112,8 @@ def _why_not(presented: PresentedModel, width: int, context: Context) -> str | N
     name, shape = type(presented.model).__name__, ModelShape.of(presented.model.config)
     if not presented.packed:
         return f"{name} takes documents as padded rows"
+    if presented.one_by_one:
+        return f"{name} attends to one document after the other"
     if skips_layers(presented.model):
         return f"{name} skips layers at random, each process others"
     if presented.records_routers:

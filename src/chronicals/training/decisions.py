@@ -122,7 +122,7 @@ def decide(
     head_dim = ModelShape.of(model.config).head_dim or 128  # where there is no single one
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     backend = choose_backend(device, product_type, head_dim, softcap=softcap, flash=config.use_flash_attention)
-    flash = presented.packed and backend in FLASH
+    flash = presented.packed and not presented.one_by_one and backend in FLASH
     on_card = device.type == "cuda"
     why_not = why_not_fused(config, presented)
     fused = why_not is None
@@ -144,7 +144,7 @@ def decide(
             presented.packed, "documents do not affect each other" if presented.packed else "documents become padded rows"
         ),
         "use_torch_compile": _compilation(
-            model, on_card and presented.packed, fused, presented.records_routers, context, divided, config.use_fp8
+            presented, on_card and presented.packed, fused, context, divided, config.use_fp8
         ),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
@@ -179,12 +179,15 @@ GATHERED = "weights are gathered for each layer"
 
 BY_HOSTS = "weights are gathered for each layer by gloo, which works on the host"
 
+ONE_BY_ONE = "attention runs on one document after the other"
+
 SHARED = "processes that share packs exchange heads within each layer"
 
 
 def _compilation(
-    model: Any, on_card: bool, fused: bool, router_loss: bool, context: int, divided: bool, in_fp8: bool
-) -> tuple[bool, str]:  # fmt: skip
+    presented: PresentedModel, on_card: bool, fused: bool, context: int, divided: bool, in_fp8: bool
+) -> tuple[bool, str]:
+    model = presented.model
     obstacles = {
         SHARED: context > 1,
         GATHERED: divided,
@@ -192,7 +195,8 @@ def _compilation(
         "weights in FP8 are kept between calls": in_fp8,
         "only packs on a card are compiled for": not on_card,
         f"{type(model).__name__} has no list of layers": not decoder_layers(model),
-        "its layers' router logits are recorded for the losses of routers": router_loss,
+        ONE_BY_ONE: presented.one_by_one,
+        "its layers' router logits are recorded for the losses of routers": presented.records_routers,
         "adapters run through PEFT's own modules": unfused_kind(model) is not None,
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
@@ -207,6 +211,7 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
         "use_torch_compile=True": lambda: config.use_torch_compile and "use_torch_compile" in config.explicit,
         "mixed_precision=fp16": lambda: config.mixed_precision == "fp16",
         "documents become padded rows": lambda: not presented.packed,
+        ONE_BY_ONE: lambda: presented.one_by_one,
         f"{type(presented.model).__name__} has none that were proved": lambda: not plan_for(presented.model).layers,
     }
     return next((reason for reason, there in obstacles.items() if there()), None)
@@ -227,6 +232,7 @@ def _graphs(
         "not on a card": input_device(presented.model).type != "cuda",
         BY_HOSTS: divided and dist.is_initialized() and dist.get_backend() != "nccl",
         "documents become padded rows": not presented.packed,
+        ONE_BY_ONE: presented.one_by_one,
         "the model's own logits are used": not presented.head_is_read,
         f"attention by {backend} asks the host": backend not in FLASH,
         "fp16 runs under autocast": config.mixed_precision == "fp16",
