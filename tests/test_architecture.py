@@ -22,6 +22,7 @@ FLOORS = [
 ]
 LEAVES = [
     "data", "config", "batch", "model_shape", "standard_json", "deferred_imports", "beforehand", "lifeline", "auto_classes",
+    "versions",
 ]  # fmt: skip
 """All may use these; each may use those after it."""
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
-from chronicals.lora import LoRAConfig
+from chronicals.lora import LoRAConfig, expert_products
 from chronicals.lora.expert_products import expert_inputs, grouped_product
 from chronicals.lora.parameter_layer import LoRAParameter
 
@@ -96,7 +96,9 @@ def left_to_its_class(layer, change):
     return expert_inputs(change(layer), {"down_proj": 0}, (hidden, chosen, shares), {}) is None
 
 
-def test_what_is_more_than_its_flags_is_left_to_its_class():
+def test_what_is_more_than_its_flags_is_left_to_its_class(monkeypatch):
+    monkeypatch.setattr(expert_products, "transformers_before", lambda version: False)
+
     def several_ranks(layer):
         layer._is_expert_parallel = True
         return layer

@@ -9,7 +9,7 @@ from torch import nn
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora import LoRAConfig, apply_lora, expert_products
 from chronicals.models.twin import build_twin, plain_surroundings, twin_config
 from chronicals.patching import experts, patch_parts
 from chronicals.patching.experts import BY, recognise_experts
@@ -185,21 +185,26 @@ def test_numbers_of_a_unit_are_read_from_the_instance():
     assert (gate_of(layer).limit, gate_of(layer).alpha, gate_of(layer).interleaved) == (0.2, 1.1, True)
 
 
-@pytest.mark.parametrize("says_so", [True, False], ids=["newer", "older"])
-def test_experts_of_a_rank_are_left_to_the_class(says_so, monkeypatch):
-    """Newer versions of transformers say so; in older ones fewer are there than the configuration says."""
+def first_four(model):
+    """The first layer of experts, of which four are left."""
+    layer = layers_of(model)[0]
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(layer, name, nn.Parameter(getattr(layer, name)[:4].detach()))
+    layer.num_experts = 4
+    vars(layer).pop("_is_expert_parallel", None)
+    return layer
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
+def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
+    """Newer versions of transformers say so of the experts; older ones that the model is divided."""
 
     def divided(model):
-        layer = layers_of(model)[0]
-        for name in ("gate_up_proj", "down_proj"):
-            setattr(layer, name, nn.Parameter(getattr(layer, name)[:4].detach()))
-        layer.num_experts = 4
-        if says_so:
-            layer._is_expert_parallel = True
-        else:
-            vars(layer).pop("_is_expert_parallel", None)
+        layer = first_four(model)
+        setattr(layer, "_is_expert_parallel" if newer else "_is_hooked", True)
         return layer
 
+    monkeypatch.setattr(expert_products, "transformers_before", lambda version: not newer)
     model, other = build("Qwen3Moe", num_experts=8), build("Qwen3Moe", num_experts=8)
     patch_model(model)
     monkeypatch.setattr(experts, "_compute", lambda *given: pytest.fail("they are computed"))
@@ -208,6 +213,14 @@ def test_experts_of_a_rank_are_left_to_the_class(says_so, monkeypatch):
     report = patch_model(other)
     assert report.counts()[BY] == 1
     assert [entry.path for entry in report.left if entry.reason == ON_RANKS] == ["model.layers.0.mlp.experts"]
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
+def test_a_pruned_layer_is_of_no_rank(newer, monkeypatch):
+    monkeypatch.setattr(expert_products, "transformers_before", lambda version: not newer)
+    model = build("Qwen3Moe", num_experts=8)
+    first_four(model)
+    assert patch_model(model).counts()[BY] == len(layers_of(model))
 
 
 def test_older_versions_describe_experts_with_fewer_words():

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.model_shape import EXPERTS
+from chronicals.versions import EXPERTS_SAY_PARALLEL, transformers_before
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 """What ``use_experts_implementation`` says of a class: how its experts are computed from its parameters. Newer ones also say
@@ -76,13 +77,19 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def is_parallel(layer: Any) -> bool:
-    """Whether its experts are on several ranks. Newer versions say so; in older ones fewer are here than its configuration has,
-    as they also are where some of a layer were pruned."""
-    if hasattr(layer, "_is_expert_parallel"):
-        return bool(layer._is_expert_parallel)
+    """Whether its experts are on several ranks.
+
+    Where no version of transformers says so of experts, it is a layer of a model that is divided over ranks
+    (``_is_hooked``) and has fewer experts than its configuration, as a layer that was pruned has, too.
+    """
+    if not transformers_before(EXPERTS_SAY_PARALLEL):
+        return bool(getattr(layer, "_is_expert_parallel", False))
+    if not getattr(layer, "_is_hooked", False):
+        return False
+    there = min(len(layer.down_proj), getattr(layer, "num_experts", len(layer.down_proj)))  # the first may be a DTensor
     numbers = (getattr(getattr(layer, "config", None), name, None) for name in EXPERTS)
-    configured = next((number for number in numbers if isinstance(number, int)), len(layer.down_proj))
-    return len(layer.down_proj) != configured
+    configured = next((number for number in numbers if isinstance(number, int)), there)
+    return there != configured
 
 
 def takes_factors(layer: Any) -> bool:
