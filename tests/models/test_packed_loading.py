@@ -11,7 +11,7 @@ from torch import nn
 
 import generic_bitsandbytes  # noqa: F401
 import tiny
-from chronicals.models import load_model
+from chronicals.models import load_model, packed_loading
 from chronicals.quantization import Linear4bit, nf4
 
 SKIPPED = ["lm_head", "model.layers.1.mlp", "o_proj"]
@@ -66,6 +66,13 @@ def test_the_model_is_theirs(tmp_path, kind, monkeypatch):
     assert getattr(ours, "hf_quantizer", None) is None and ours.config.quantization_config["load_in_4bit"]
 
 
+def test_what_describes_a_weight_is_not_taken_for_the_weight():
+    """Older versions of transformers take the first pattern that is part of a tensor's name."""
+    (conversion,) = packed_loading._Quantizer.get_weight_conversions(None)
+    patterns = conversion.source_patterns
+    assert len(patterns) > 1 and not any(early in late for n, late in enumerate(patterns) for early in patterns[:n])
+
+
 @pytest.mark.parametrize("kind", ["nested", "plain", "fp4"])
 def test_the_files_are_written_again_byte_for_byte(tmp_path, kind):
     packed(tmp_path, **KINDS[kind])
@@ -91,6 +98,16 @@ def test_another_dtype_is_that_of_what_is_dense(tmp_path):
     layer = ours.model.layers[0].mlp.down_proj
     assert layer.dtype == torch.float32 and layer.absmax.dtype == torch.uint8 and layer.absmax2.dtype == torch.float32
     assert ours.config.dtype == torch.float32
+
+
+def test_tensors_that_are_renamed_while_read_get_that_dtype_too(tmp_path):
+    """Of a file without the prefix of the language model, as its base class writes one."""
+    packed(tmp_path, dtype=torch.bfloat16)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    ours = load_model(tmp_path / "packed", torch.float32)
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32, torch.uint8}
 
 
 def test_bitsandbytes_is_not_needed(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, build_glob_alternation
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from chronicals.quantization import Linear4bit, Packed
 from chronicals.quantization.bitsandbytes_format import ENTRIES, read_weight
+from chronicals.versions import QUANTIZER_SAYS_DTYPE, transformers_before
 
 METHOD = "chronicals_4bit"
 """Name of the quantizer in transformers' registry."""
@@ -35,7 +36,8 @@ def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         described: the checkpoint's own, of bitsandbytes.
     """
-    return {"quant_method": METHOD, "skipped": described.get("llm_int8_skip_modules")}
+    storage = described.get("bnb_4bit_quant_storage") or "uint8"
+    return {"quant_method": METHOD, "skipped": described.get("llm_int8_skip_modules"), "storage": storage}
 
 
 def settle(model: Any, described: Mapping[str, Any]) -> None:
@@ -53,12 +55,18 @@ class _Place(nn.Module):
         packed: what was read, once it is there.
     """
 
-    def __init__(self, linear: Any):
+    def __init__(self, linear: Any, stored: torch.dtype = torch.uint8):
+        """
+        Args:
+            stored: dtype of the codes in the file.
+        """
         super().__init__()
         conv = isinstance(linear, Conv1D)
         self.shape: tuple[int, int] = (linear.nf, linear.nx) if conv else (linear.out_features, linear.in_features)
         size = -(-self.shape[0] * self.shape[1] // 2)
-        self.weight = nn.Parameter(torch.empty((size, 1), dtype=torch.uint8, device="meta"), requires_grad=False)
+        # Older versions cast what they read to the dtype of the parameter; newer ones ask the quantizer.
+        dtype = stored if transformers_before(QUANTIZER_SAYS_DTYPE) else torch.uint8
+        self.weight = nn.Parameter(torch.empty((size, 1), dtype=dtype, device="meta"), requires_grad=False)
         self.bias = linear.bias
         self.packed: Packed | None = None
 
@@ -99,15 +107,23 @@ def _is_ours(conversion: Any) -> bool:
 
 @register_quantization_config(METHOD)
 class _Config(QuantizationConfigMixin):
-    def __init__(self, skipped: list[str] | None = None, **_: Any):
-        self.quant_method, self.skipped = METHOD, skipped
+    def __init__(self, skipped: list[str] | None = None, storage: str = "uint8", **_: Any):
+        self.quant_method = METHOD
+        self.skipped = skipped
+        self.storage = storage
 
 
 @register_quantizer(METHOD)
 class _Quantizer(HfQuantizer):
-    """Of layers that are quantized already, so that it never quantizes."""
+    """Of layers that are quantized already, so that it never quantizes.
+
+    Attributes:
+        dtype: that is asked for.
+        dtypes: of the dense parameters by name, before they are loaded.
+    """
 
     dtype: torch.dtype
+    dtypes: dict[str, torch.dtype]
 
     def is_serializable(self) -> bool:
         return True
@@ -118,13 +134,16 @@ class _Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, dtype: torch.dtype = torch.float32, **_: Any) -> None:
         self.dtype = dtype
+        self.dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         kept = self.get_modules_to_not_convert(model, self.quantization_config.skipped, model._keep_in_fp32_modules)
         for path, layer in list(model.named_modules()):
             if (type(layer) is nn.Linear or isinstance(layer, Conv1D)) and should_convert_module(path, kept):
-                model.set_submodule(path, _Place(layer))
+                self.dtypes.pop(f"{path}.weight", None)
+                model.set_submodule(path, _Place(layer, getattr(torch, self.quantization_config.storage, torch.uint8)))
 
     def get_weight_conversions(self) -> list[Any]:
-        return [WeightConverter(["weight", *(f"weight.{entry}" for entry in ENTRIES)], "weight", [_Take()])]
+        stored = [f"weight.{entry}" for entry in ENTRIES]
+        return [WeightConverter([*stored, "weight"], "weight", [_Take()])]  # in older versions the first that matches wins
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """None for the tensors of a place: only what is stored dense is cast."""
@@ -137,3 +156,14 @@ class _Quantizer(HfQuantizer):
         for path, place in list(model.named_modules()):
             if isinstance(place, _Place) and place.packed is not None:
                 model.set_submodule(path, Linear4bit(place.packed.to(self.dtype), place.bias).train(place.training))
+        if transformers_before(QUANTIZER_SAYS_DTYPE):
+            self._cast_renamed(model)
+
+    def _cast_renamed(self, model: Any) -> None:
+        """Cast dense parameters that older versions left in the dtype of the file, to what they are without a quantizer."""
+        in_fp32 = list(model._get_dtype_plan(self.dtype))
+        pattern = build_glob_alternation(in_fp32)[0] if in_fp32 else None
+        for name, parameter in model.named_parameters():
+            if name in self.dtypes:
+                kept = pattern is not None and pattern.search(name)
+                parameter.data = parameter.data.to(torch.float32 if kept else self.dtypes[name])
