@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
+from chronicals.moe.cache import CACHE
 from chronicals.moe.latent_attention import LatentAttention
 from mixtures import WINDOW, in_fp64, mixture, token_ids
 
@@ -35,8 +36,8 @@ def stepwise(model, ids, chunk=1, cache=None, **given):
     """Logits of all tokens, so many at a time."""
     found = []
     for part in ids.split(chunk, 1):
-        out = model(part, cache=cache, use_cache=True, **given)
-        cache = out.cache
+        out = model(part, **{CACHE: cache}, use_cache=True, **given)
+        cache = out[CACHE]
         found.append(out.logits)
     return torch.cat(found, 1)
 
@@ -196,13 +197,13 @@ def test_absorbed_products_are_the_expanded_ones(q_lora_rank, queries, seed, mon
 def test_decoding_makes_no_keys_of_earlier_tokens(seed, monkeypatch):
     """The cache holds the latent and one rotary key of a token, and a step reads nothing wider."""
     model, ids = mixture(seed), token_ids(1, LENGTH)
-    cache = model(ids, use_cache=True).cache
+    cache = model(ids, use_cache=True)[CACHE]
     config, layer = model.config, cache.layers[0]
     assert layer.keys.shape == (1, 1, LENGTH, config.kv_lora_rank)
     assert layer.values.shape == (1, 1, LENGTH, config.qk_rope_head_dim)
     assert cache.layers[1].keys.shape[2] == WINDOW - 1
     monkeypatch.setattr(model.model.layers[0].self_attn.kv_b_proj, "forward", None)  # calling it fails
-    model(ids[:, -1:], cache=cache, use_cache=True)
+    model(ids[:, -1:], **{CACHE: cache}, use_cache=True)
 
 
 def test_absorbed_products_see_an_adapter(seed):

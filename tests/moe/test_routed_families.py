@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import families
+from chronicals import versions
 from chronicals.batch import IGNORED
 from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
-from chronicals.models import PresentedModel, quantise_layers, times_trained
+from chronicals.models import PresentedModel, quantise_layers, router_logits, times_trained
 from chronicals.models.routed_experts import called_for_experts
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.router_settings import RouterSettings
@@ -126,6 +127,23 @@ def test_what_experts_got_is_what_their_router_chose(kind):
         assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
 
 
+@pytest.mark.parametrize("kind", MADE)
+def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind, monkeypatch):
+    """As DeepSeek's and GLM's do not under older versions of transformers; nothing of it stays."""
+    model, batch = build(kind), documents()
+    apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    monkeypatch.setattr(router_logits, "transformers_before", lambda version: True)
+    monkeypatch.setattr(type(model.get_decoder()), "_can_record_outputs", {})
+    presented = PresentedModel(model, packed=True, head_is_read=False)
+    routers = router_logits.unrecorded_routers(model)
+    hooks = [len(router._forward_hooks) for router in routers]
+    with presented.attending_documents(), routers_watched(model) as seen, router_logits.reading_logits(routers) as read:
+        presented.hidden_states(batch)
+    assert len(read) == len(seen) == len(mixture_layers(model))
+    assert all(torch.equal(got, logits) for got, (logits, *_) in zip(read, seen))
+    assert [len(router._forward_hooks) for router in routers] == hooks
+
+
 def test_adapters_take_part_in_products_where_it_is_recorded(monkeypatch):
     model, calls, keep = build("Qwen3Moe"), [], expert_products.adapted_experts
     apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
@@ -197,3 +215,6 @@ def test_models_without_router_logits_are_named(monkeypatch):
     with pytest.raises(ValueError, match=r"router\.z=0\.1: OlmoeForCausalLM does not give the logits of its routers"):
         check_routers(model, RouterSettings(z=0.1))
     check_routers(model, RouterSettings(metrics=True))
+    monkeypatch.setattr(versions, "transformers_before", lambda version: True)
+    with pytest.raises(ValueError, match=r"transformers \d.* is installed, and from 5\.19 on all classes of it record them"):
+        check_routers(model, RouterSettings(z=0.1))

@@ -24,6 +24,7 @@ from chronicals.models.hub_names import check_exists
 from chronicals.models.reward_model import is_reward_model, why_no_language_model
 from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.towers import read_processors
+from chronicals.versions import check_versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +62,7 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoConfig
 
+    check_versions()
     if (file := gguf_of(name)) is not None:
         return config_of(File(file))
     return _load(AutoConfig, "configuration", name, trust_remote_code)
@@ -104,7 +106,9 @@ def load_model(
 
     Raises:
         ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
+        VersionError: torch or transformers is older than the lowest version that chronicals runs with.
     """
+    check_versions()
     if (file := gguf_of(name)) is not None:
         return _of_gguf(file, name, dtype, quantization)
     try:

@@ -25,6 +25,7 @@ from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, read_head
 from chronicals.models.one_by_one import DOCUMENTS
 from chronicals.models.routed_experts import receiving
+from chronicals.models.router_logits import reading_logits, router_logits_of, unrecorded_routers
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
 from chronicals.models.terms import Terms
 
@@ -41,7 +42,7 @@ LOOKAHEAD = "output_lookahead"
 """Argument by which a model also predicts the choices of its routers."""
 
 CACHES = ("cache", "past_key_values")
-"""What transformers calls the keys and values of earlier tokens: from 5.24 on, and before."""
+"""What transformers calls the keys and values of earlier tokens: newer versions, and older ones."""
 
 
 def _documents_only(
@@ -212,7 +213,8 @@ class PresentedModel:
             inputs[SWITCH] = True
         if lookahead:
             inputs[LOOKAHEAD] = True
-        with receiving(self.experts if routers else ()) as received:
+        unrecorded = unrecorded_routers(self.model) if routers else ()
+        with receiving(self.experts if routers else ()) as received, reading_logits(unrecorded) as read:
             out = module(**inputs)
 
         def flat(x: Tensor, beside: int = 1) -> Tensor:
@@ -222,7 +224,7 @@ class PresentedModel:
             rows = x.flatten(0, -1 - beside)[padded.kept]
             return rows.new_zeros(len(batch), *rows.shape[1:]).index_put((padded.places,), rows)
 
-        found = (out.get("router_logits") or ()) if routers else ()
+        found = router_logits_of(out, read) if routers else ()
         ahead = out.lookahead if lookahead else None
         layers, tokens = (None, None) if ahead is None else (ahead.get("layers"), ahead.get("tokens"))
         return Computed(

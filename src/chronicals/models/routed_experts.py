@@ -49,6 +49,15 @@ def without_adapters(path: str) -> str:
     return path.partition(WRAPPED)[0]
 
 
+def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.Module] | None:
+    """The router of a block: the path and the module of the first weight ``[E, D]``; None where there is none."""
+    for path, module in block.named_modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.shape == (experts, width):
+            return path, module
+    return None
+
+
 def called_for_experts(model: Any) -> tuple[nn.Module, ...]:
     """What the layers call for their experts: the modules that hold them, or the adapters around these, which look for hooks on
     what they wrap."""

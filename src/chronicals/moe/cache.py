@@ -7,14 +7,14 @@ static and offloaded ones), which count all tokens seen, so positions go on beyo
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
-CACHE = "cache" if "cache" in {field.name for field in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
-"""The name of arguments and outputs: ``cache`` from 5.24 on."""
+from chronicals.versions import cache_name
+
+CACHE = cache_name()
+"""The name of arguments and outputs."""
 
 
 def the_cache(config: Any, cache: Cache | None, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:

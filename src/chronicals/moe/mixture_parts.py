@@ -6,14 +6,13 @@ module beside it, or beside the adapters around it, with a weight ``[E, D]``, at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from chronicals.memory import decoder_layers
-from chronicals.models.routed_experts import count_of, is_experts, without_adapters
+from chronicals.models.routed_experts import count_of, is_experts, router_within, without_adapters
 
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 """What classes call the correction of scores, in a router or beside it."""
@@ -63,7 +62,7 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
         count = count_of(experts)
         block = without_adapters(path).rpartition(".")[0]
         around = layer.get_submodule(block)
-        router = next(_routers(around, count, width), None)
+        _, router = router_within(around, count, width) or ("", None)
         attention = next((module for module in layer.modules() if "Attention" in type(module).__name__), None)
         if router is None or attention is None:
             raise ValueError(f"layer {number} of {name}: its {'router' if router is None else 'attention'} is not found")
@@ -71,13 +70,6 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
     if not found:
         raise ValueError(f"{name} has no layer with routed experts; give a mixture-of-experts model")
     return found
-
-
-def _routers(block: nn.Module, experts: int, width: int) -> Iterator[nn.Module]:
-    for module in block.modules():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is not None and weight.shape == (experts, width):
-            yield module
 
 
 def _correction(block: nn.Module, experts: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from chronicals.models import PresentedModel, check_positions, embedding_table, 
 from chronicals.models.routed_experts import chosen_experts
 from chronicals.moe.mixture_parts import MixtureLayer, mixture_layers
 from chronicals.moe.router_losses import Tokens
+from chronicals.versions import remedy_for_routers
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,10 @@ def _recorded(model: PresentedModel, layers: list[MixtureLayer], batch: Batch, f
     kept = Tokens.of(batch, None).counted.nonzero()[:, 0]
     logits = [_rows(x) for x in computed.router_logits]
     if len(logits) != len(layers):
-        raise ValueError(f"{type(model.model).__name__} gives the logits of {len(logits)} routers and has {len(layers)}")
+        name = type(model.model).__name__
+        raise ValueError(
+            f"{name} gives the logits of {len(logits)} routers and has {len(layers)}{remedy_for_routers()}"
+        )
     found = Recorded(
         batch.input_ids[kept],
         _bounds(batch, kept),

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from chronicals.models import asks_for_router_loss
 from chronicals.models.lookahead_heads import HEADS, lookahead_heads
 from chronicals.models.routed_experts import chosen_experts, count_of, routed_experts, without_adapters
+from chronicals.models.router_logits import reading_logits, router_logits_of, unrecorded_routers
 from chronicals.models.router_loss import SWITCH
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.router_losses import SCORES
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import Routing
+from chronicals.versions import remedy_for_routers
 
 K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 """What configurations call the experts of a token."""
@@ -56,8 +58,8 @@ def check_routers(model: Any, settings: RouterSettings) -> None:
     for loss, weight in settings.weights.items():
         if not routing.logits:
             raise ValueError(
-                f"router.{loss}={weight}: {name} does not give the logits of its routers; leave it out (router.metrics shows "
-                "the load of its experts)"
+                f"router.{loss}={weight}: {name} does not give the logits of its routers{remedy_for_routers()}; leave it out "
+                "(router.metrics shows the load of its experts)"
             )
         if loss in OF_SCORES and routing.scores is None:
             raise ValueError(
@@ -118,14 +120,15 @@ def _prove(twin: Any) -> Proof | str:
 
     hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in experts.values()]
     ids = torch.randint(FIRST_TOKEN, twin.get_input_embeddings().weight.shape[0], (1, LENGTH))
-    out = twin.get_decoder()(input_ids=ids, use_cache=False, output_router_logits=True)
+    with reading_logits(unrecorded_routers(twin)) as read:
+        out = twin.get_decoder()(input_ids=ids, use_cache=False, output_router_logits=True)
     for hook in hooks:
         hook.remove()
     if len(seen) != len(experts):
         return f"calls the experts of {len(seen)} layers and has those of {len(experts)}"
     if any(chosen.shape != (LENGTH, experts_per_token(twin)) for chosen, _ in seen):
         return "gives tokens another number of experts than its configuration says"
-    logits = [scores.view(-1, scores.shape[-1]) for scores in out.get("router_logits") or ()]
+    logits = [scores.view(-1, scores.shape[-1]) for scores in router_logits_of(out, read)]
     if [len(scores) for scores in logits] != [LENGTH] * len(seen):
         return None, False
     same = (name for name in SCORES if all(_weighs_by(name, *layer) for layer in zip(logits, *zip(*seen))))
