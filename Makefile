@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SHARED := -n 2 --dist worksteal
+LOWEST := .venv-lowest
 
-.PHONY: install quickstart test test-all test-gpu lint clean
+.PHONY: install quickstart test test-all test-lowest test-gpu lint clean
 
 install: $(VENV)/.installed
 
@@ -27,8 +28,16 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest $(SHARED)
 
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest $(SHARED) -m "not long" --sample
+
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
+	touch $@
+
 test-gpu: install
 	$(BIN)/python tests/run_on_card.py
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(LOWEST) build dist

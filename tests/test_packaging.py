@@ -22,8 +22,8 @@ def requirements():
     return [requirement for text in lists for requirement in map(Requirement, text)]
 
 
-def pins():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def pins(file="constraints.txt"):
+    lines = (ROOT / file).read_text().splitlines()
     return {name.lower(): version for name, _, version in (line.partition("==") for line in lines if not line.startswith("#"))}
 
 

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from chronicals.auto_classes import install as _register_models
+from chronicals.versions import check_versions as _check_versions
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,8 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'chronicals' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    if name != "ChronicalsConfig":
+        _check_versions()  # before anything of transformers is imported that an older one lacks
     module, _, attribute = _HOME[name].partition(":")
     home = import_module(module)
     return getattr(home, attribute) if attribute else home

@@ -14,6 +14,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from chronicals.versions import check_versions
+
 DEFERRED = {"sklearn.metrics": "roc_curve", "scipy.optimize": "linear_sum_assignment"}
 """By module, the function that transformers imports from it."""
 
@@ -48,6 +50,8 @@ def deferring() -> Iterator[None]:
             if sys.modules.get(module) is stand_in:
                 del sys.modules[module]
 
+
+check_versions()  # an older transformers lacks what is imported of it further on
 
 with deferring():
     import transformers.generation.utils

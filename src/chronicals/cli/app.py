@@ -27,6 +27,7 @@ from chronicals.cli.quickstart import quickstart
 from chronicals.cli.train import train
 from chronicals.cli.verify import verify
 from chronicals.cli.wording import LogFormatter, in_users_form
+from chronicals.versions import VersionError
 
 WIDE = 120
 """Terminal columns that a help table needs to show all flags whole; with fewer, and in a pipe, help is plain lines."""
@@ -76,20 +77,28 @@ def main() -> None:
     _quieten()
     try:
         app()
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, OSError, VersionError) as error:
+        _print_error(error)
+        sys.exit(1)
+    except RuntimeError as error:
         from torch import OutOfMemoryError
 
         from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 
-        if not isinstance(error, (ValueError, CheckpointError, Interrupted, TrainingError, OSError, OutOfMemoryError)):
+        if not isinstance(error, (CheckpointError, Interrupted, TrainingError, OutOfMemoryError)):
             raise
-        stopped = isinstance(error, Interrupted)
-        sys.last_value = error  # as of one that nobody caught: other processes are told
-        word = "" if stopped else "[bold red]error[/] "
-        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True, quiet=stopped and not first).print(
-            f"{word}{escape(in_users_form(_words(error)))}"
-        )
-        sys.exit(130 if stopped else 1)
+        interrupted = isinstance(error, Interrupted)
+        _print_error(error, "" if interrupted else ERROR, quiet=interrupted and not first)
+        sys.exit(130 if interrupted else 1)
+
+
+ERROR = "[bold red]error[/] "
+
+
+def _print_error(error: Exception, before: str = ERROR, quiet: bool = False) -> None:
+    sys.last_value = error  # as of one that nobody caught: other processes are told
+    console = Console(stderr=True, emoji=False, highlight=False, soft_wrap=True, quiet=quiet)
+    console.print(f"{before}{escape(in_users_form(_words(error)))}")
 
 
 def _words(error: Exception) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from chronicals.standard_json import to_json
+
+if TYPE_CHECKING:
+    from chronicals.verification import SelfTest
 
 
 def doctor(
@@ -16,17 +19,19 @@ def doctor(
     """What this machine has and what will run on it.
 
     It prints card, versions, the chosen attention and kernels, optional packages that are missing with the command that
-    installs them, and a self-test of each kernel. The last line is the verdict; exit code 1 if a kernel differs from its
-    definition. Attach `chronicals doctor --json` to a bug report.
+    installs them, and a self-test of each kernel, which is left out where a package is too old for anything to run. The last
+    line is the verdict; exit code 1 if a kernel differs from its definition. Attach `chronicals doctor --json` to a bug report.
     """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from chronicals.verification import inspect_machine, missing_extras, self_test, untested_versions
+    from chronicals.verification import inspect_machine, missing_extras, untested_versions
+    from chronicals.versions import why_too_old
 
     machine, extras, untested = inspect_machine(), missing_extras(), untested_versions()
-    results = self_test() if test else []
+    too_old = why_too_old()
+    results = _tested() if test and too_old is None else []
     failed = [result for result in results if not result.passed]
     if as_json:
         kernels = [result.to_dict() for result in results]
@@ -46,9 +51,17 @@ def doctor(
             console.print(f"[dim]optional[/] {escape(lacking)}", soft_wrap=True)
         for words in untested:
             console.print(f"[yellow]untested[/] {escape(words)}", soft_wrap=True)
-        if failed:
+        if too_old is not None:
+            console.print(f"[bold red]too old[/] {escape(too_old)}", soft_wrap=True)
+        elif failed:
             console.print(f"[bold red]failed[/] {len(failed)} of {len(results)} kernels differ from their definitions")
         else:
             console.print(f"[bold green]passed[/] {f'{len(results)} kernels' if test else 'without a self-test'}")
     if failed:
         raise typer.Exit(1)
+
+
+def _tested() -> list[SelfTest]:
+    from chronicals.verification import self_test
+
+    return self_test()

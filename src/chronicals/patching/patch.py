@@ -18,6 +18,7 @@ from chronicals.patching.plan import PatchPlan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.tiled_mlps import forget_policies
 from chronicals.quantization import Experts4bit
+from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -54,6 +55,7 @@ def patch_model(model: PreTrainedModel | PeftModel, outputs_at_padding: bool = T
     Raises:
         ValueError: ``model`` is not a model of transformers, or wrapped or compiled already, or was patched with another
             value of ``outputs_at_padding``.
+        VersionError: torch, transformers or PEFT is older than the lowest version that chronicals runs with.
     """
     return _patch(model, seams=True, outputs_at_padding=outputs_at_padding)
 
@@ -69,6 +71,7 @@ def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
 
 def _patch(model: Any, seams: bool, whole_layers: bool = False, outputs_at_padding: bool = True) -> PatchReport:
     target = _inside(model)
+    check_versions_for(model)
     plan, report = plan_for(target), vars(target).get("_chronicals_report")
     if not isinstance(report, PatchReport):
         report = target._chronicals_report = PatchReport(type(target).__name__)

@@ -52,6 +52,7 @@ from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
 from chronicals.training.weight_sharding import WEIGHTS
+from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -75,6 +76,7 @@ class ChronicalsTrainer:
     Raises:
         ValueError: it is another kind of model, or the configuration cannot be honoured with it on this machine; the message
             names the field.
+        VersionError: torch, transformers or PEFT is older than the lowest version that chronicals runs with.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ChronicalsTrainer:
         config: ChronicalsConfig | None = None,
         callbacks: Sequence[Callback] = (),
     ):
+        check_versions_for(model)
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
         self.ranks = Mesh.current()
         self.output_dir = self.config.output_dir

@@ -1,11 +1,22 @@
 """This run against fp32; whether the kernels compute what they should on this machine, and what it has."""
 
+from typing import Any
+
 from chronicals.verification.machine import inspect_machine, missing_extras, untested_versions
-from chronicals.verification.self_test import SelfTest, self_test
-from chronicals.verification.verify import Verification, verify
+from chronicals.versions import check_versions, why_too_old
+
+if why_too_old() is None:  # else only what the doctor says of the machine is there
+    from chronicals.verification.self_test import SelfTest, self_test
+    from chronicals.verification.verify import Verification, verify
 
 __all__ = ["SelfTest", "Verification", "inspect_machine", "missing_extras", "self_test", "untested_versions", "verify"]
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def __getattr__(name: str) -> Any:
+    """Say which package is too old where that is why ``name`` is not there."""
+    check_versions()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
