@@ -1,9 +1,9 @@
 """A mistyped model is told at once: the hub is asked once, and not at all for what can be no name there."""
 
+import importlib.util
 import re
 import time
 
-import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
@@ -12,6 +12,10 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 import tiny
 from chronicals.models import load_config, load_tokenizer
 from chronicals.models.hub_names import check_exists
+
+
+httpx = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
+"""What this version of the hub's client sends its requests by."""
 
 
 def answers(monkeypatch, error):

@@ -34,7 +34,8 @@ def test_a_damaged_file_of_weights_is_named_with_the_remedy(tmp_path, damage):
 def test_a_folder_that_is_there_is_not_said_to_be_missing(tmp_path):
     with pytest.raises(ValueError, match=f"^model='{tmp_path}': no configuration could be loaded: "):
         load_config(tmp_path)
-    with pytest.raises(ValueError, match=f"^model='{tmp_path}/x': there is no such folder here, and no hub name has such a form"):
+    message = f"model='{tmp_path}/x': there is no such folder here, and no hub name has such a form"
+    with pytest.raises(ValueError, match=f"^{message}"):
         load_config(tmp_path / "x")
 
 
