@@ -1,8 +1,10 @@
-"""Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card, visibly.
+"""Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card, visibly, and those marked
+llama_cpp without llama-cpp-python.
 
 Where several processes share the tests (``pytest -n``), all have the seed of the first, and of the cores one each.
 """
 
+import importlib.metadata
 import os
 import random
 import sys
@@ -36,7 +38,16 @@ def pytest_configure_node(node):
 
 def pytest_report_header(config):
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none (tests marked gpu are skipped)"
-    return [f"seed: {config.run_seed} (repeat with --seed)", f"card: {card}"]
+    reader = llama_cpp_version() or "none (tests marked llama_cpp are skipped; exports are proved without it)"
+    return [f"seed: {config.run_seed} (repeat with --seed)", f"card: {card}", f"llama.cpp: {reader}"]
+
+
+def llama_cpp_version():
+    """Version of llama-cpp-python, or None where it is not installed."""
+    try:
+        return importlib.metadata.version("llama-cpp-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,9 +57,16 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        skip(items, "gpu", "needs a CUDA device")
+    if llama_cpp_version() is None:
+        skip(items, "llama_cpp", "needs llama-cpp-python")
+
+
+def skip(items, marker, reason):
+    """Skip the tests that have a marker, with a reason that pytest's summary shows."""
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish(session):

@@ -1,15 +1,11 @@
 """GGUF files of tiny models, written by our export."""
 
-import importlib.util
-
 import pytest
 
 import tiny
 from chronicals.export import gguf
 from chronicals.export.source import Source
 from chronicals.saving import SavedModel
-
-needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
 
 
 def write(folder, model, kind="q8_0", tokenizer=None):

@@ -26,6 +26,7 @@ from chronicals.export import (
     Proof,
     export,
     gguf,
+    gguf_file,
     nf4,
     ollama,
     source,
@@ -114,13 +115,33 @@ def test_an_adapter_by_itself(run, tmp_path):
     assert config["chat_template"] == tiny.tokenizer().chat_template
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_rslora": True, "learning_rate": 5e-4}, {"lora_rank_pattern": {"q_proj": 2}}])
+SCALES = [{}, {"use_rslora": True, "learning_rate": 5e-4}, {"lora_rank_pattern": {"q_proj": 2}}]
+
+
+@pytest.mark.parametrize("changes", SCALES)
 def test_an_adapter_as_gguf(changes, base, tmp_path):
-    """B times A with its scale, whatever makes it; llama.cpp over the base where it is there."""
+    """B times A with its scale, whatever makes it."""
     (exported,) = export(adapted(tmp_path, base, **changes), "gguf-adapter")
-    found = results(exported)
-    assert found["what is added"].value < 1e-6
-    assert ("logits beside the trained model's" in found) == (importlib.util.find_spec("llama_cpp") is not None)
+    assert results(exported)["what is added"].value < 1e-6
+
+
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("changes", SCALES)
+def test_llama_cpp_adds_an_adapter_to_its_base(changes, base, tmp_path):
+    (exported,) = export(adapted(tmp_path, base, **changes), "gguf-adapter")
+    assert results(exported)["logits beside the trained model's"].client == "llama.cpp"
+
+
+def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
+    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i + half; of q and k alone."""
+    folder = adapted(tmp_path, base, lora_target_modules=["q_proj", "k_proj", "v_proj"])
+    (exported,) = export(folder, "gguf-adapter")
+    file, trained = gguf_file.File(exported.path), load_file(folder / "model" / "adapter_model.safetensors")
+    for name in ("q", "k", "v"):
+        (b,) = [tensor for key, tensor in trained.items() if f"layers.1.self_attn.{name}_proj.lora_B" in key]
+        ours, theirs = (x.view(-1, 16, b.shape[1]) for x in (b, file.read(f"blk.1.attn_{name}.weight.lora_b")))
+        expected = ours if name == "v" else torch.stack([ours[:, :8], ours[:, 8:]], dim=2).flatten(1, 2)
+        torch.testing.assert_close(theirs, expected)
 
 
 def test_adapters_that_gguf_has_no_place_for(base, tmp_path):

@@ -1,6 +1,5 @@
 """GGUF files: every family, type and tokenizer as the model has them, and as llama.cpp reads them where it is installed."""
 
-import importlib.util
 import json
 import random
 from dataclasses import replace
@@ -8,18 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import gguf_models
 import tiny
-from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer
+from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer, llama_cpp
 from chronicals.export.source import PROBES, Source
 from chronicals.models import gguf_families, gguf_tensors, load_model
 from chronicals.saving import SavedModel
-
-READ_BY_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
-needs_llama_cpp = pytest.mark.skipif(not READ_BY_LLAMA_CPP, reason="needs llama-cpp-python")
 
 
 def saved(folder, model, tokenizer=None):
@@ -43,13 +39,23 @@ def written(folder, kind="f32"):
 
 
 @pytest.mark.parametrize("name", gguf_models.MODELS)
-def test_every_family_is_proved(name, tmp_path):
-    """By the reader always, by llama.cpp where it is there: its logits are torch's to fp32's roundings."""
+def test_every_family_is_proved(name, tmp_path, monkeypatch):
+    """By the reader of files alone, which says that llama.cpp was not asked."""
+    monkeypatch.setattr(llama_cpp, "is_there", lambda: False)
     (exported,) = export(saved(tmp_path, gguf_models.build(name)), "gguf-f32")
     compared = {check.name: check for check in exported.proof.checks}
     assert compared["weights in F32"].value <= 1e-6 and compared["every weight is there"].passed
-    assert ("logits beside torch with the file's weights" in compared) == READ_BY_LLAMA_CPP
+    assert compared["ids and logits"].passed is None
     assert exported.path.exists() and not list(exported.path.parent.glob(".export-*"))
+
+
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("name", gguf_models.MODELS)
+def test_llama_cpp_computes_every_family(name, tmp_path):
+    """Its logits are torch's to fp32's roundings, or else the file is not kept."""
+    (exported,) = export(saved(tmp_path, gguf_models.build(name)), "gguf-f32")
+    compared = {check.name: check for check in exported.proof.checks}
+    assert compared["logits beside torch with the file's weights"].client == "llama.cpp"
 
 
 @pytest.mark.sample(3)
@@ -63,14 +69,92 @@ def test_what_is_read_back_is_the_model(name, tmp_path):
         assert torch.allclose(found[tensor_name], given.tensors[tensor_name].read(), atol=1e-6), tensor_name
 
 
-def test_rows_of_queries_are_reordered_as_llama_cpp_rotates(tmp_path):
-    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i + half."""
-    given, file, _ = written(saved(tmp_path, gguf_models.build("llama")))
-    for name, heads in (("q", 4), ("k", 2)):
-        ours = given.tensors[f"model.layers.1.self_attn.{name}_proj.weight"].read().view(heads, 16, 64)
-        theirs = file.read(f"blk.1.attn_{name}.weight").view(heads, 16, 64)
-        for i in range(8):
-            assert torch.equal(theirs[:, 2 * i], ours[:, i]) and torch.equal(theirs[:, 2 * i + 1], ours[:, i + 8])
+TURNED_BY_NEIGHBOURS = ("llama", "mistral", "mixtral", "smollm3", "granite")
+"""Families whose heads llama.cpp rotates by neighbouring elements, by the conversions of its own script."""
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", [name for name in gguf_models.MODELS if "phi3" not in name])
+def test_rows_of_queries_are_reordered_as_llama_cpp_rotates(name, tmp_path):
+    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i + half: of weights and biases of q
+    and k, and of nothing else."""
+    model = gguf_models.build(name)
+    given, file, _ = written(saved(tmp_path, model))
+    dim = getattr(model.config, "head_dim", None) or 64 // 4
+    own = {key: stored.read() for key, stored in given.tensors.items() if "layers.1.self_attn." in key and "_proj." in key}
+    assert len(own) >= 4 + 4 * (name == "llama with biases")
+    for key, ours in own.items():
+        role, kind = key.split(".")[-2:]
+        theirs = file.read(f"blk.1.attn_{IN_ATTENTION[role]}.{kind}")
+        if role in ("q_proj", "k_proj") and name.split(",")[0].split(" ")[0] in TURNED_BY_NEIGHBOURS:
+            heads = ours.unflatten(0, (-1, dim))
+            ours = torch.stack([heads[:, : dim // 2], heads[:, dim // 2 :]], dim=2).reshape(ours.shape)
+        assert torch.equal(theirs, ours), key
+
+
+IN_ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "output"}
+
+
+def test_heads_are_described_as_the_model_has_them(tmp_path):
+    """By llama.cpp's names of the settings."""
+    _, file, _ = written(saved(tmp_path, gguf_models.build("llama 3")))
+    expected = {
+        "block_count": 2,
+        "context_length": 256,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "vocab_size": 310,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 24,
+        "attention.value_length": 24,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_count": 24,
+        "rope.freq_base": 1e4,
+    }
+    for key, value in expected.items():
+        assert file.value(f"llama.{key}") == pytest.approx(value), key
+    assert file.value("general.file_type") == 0
+
+
+OF_FAMILIES = {
+    "granite": {"embedding_scale": 2.0, "residual_scale": 0.6, "attention.scale": 0.2, "logit_scale": 3.0},
+    "gemma2": {"attention.sliding_window": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "mixtral": {"expert_count": 4, "expert_used_count": 2, "feed_forward_length": 96},
+    "qwen2_moe": {
+        "expert_count": 6,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+        "expert_shared_feed_forward_length": 48,
+    },
+    "llama, linear": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    "llama, yarn": {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+    },
+    "gpt_oss": {
+        "attention.sliding_window": 16,
+        "expert_feed_forward_length": 96,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+    },
+    "phi3, longrope": {
+        "rope.scaling.original_context_length": 256,
+        "rope.scaling.attn_factor": (1 + np.log(2) / np.log(256)) ** 0.5,
+    },
+}
+"""Settings of models of ``gguf_models.MODELS``, by llama.cpp's names of them."""
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_settings_of_a_family_have_its_names_of_them(name, tmp_path):
+    _, file, _ = written(saved(tmp_path, gguf_models.build(name)))
+    architecture = file.value("general.architecture")
+    for key, value in OF_FAMILIES[name].items():
+        found = file.value(f"{architecture}.{key}")
+        assert found == (value if isinstance(value, str) else pytest.approx(value)), key
 
 
 def test_norms_of_gemma_have_what_they_add(tmp_path):
@@ -95,6 +179,10 @@ def test_experts_of_gpt_oss_are_taken_apart(tmp_path):
     assert torch.equal(file.read("blk.1.ffn_up_exps.weight"), both[:, :, 1::2].transpose(1, 2))
     bias = given.tensors["model.layers.1.mlp.experts.gate_up_proj_bias"].read()
     assert torch.equal(file.read("blk.1.ffn_up_exps.bias"), bias[:, 1::2])
+    down = given.tensors["model.layers.1.mlp.experts.down_proj"].read()
+    assert torch.equal(file.read("blk.1.ffn_down_exps.weight"), down.transpose(1, 2))
+    sinks = given.tensors["model.layers.1.self_attn.sinks"].read()
+    assert torch.equal(file.read("blk.1.attn_sinks.weight"), sinks)
 
 
 def test_frequencies_of_llama_3_are_divided(tmp_path):
@@ -158,6 +246,28 @@ def test_every_type(kind, tmp_path):
     assert types == dict(sorted(expected.items()))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in gguf_file.TYPES if kind.startswith(("q4", "q5"))])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_has_more_bits_than_the_rest(tied, kind, tmp_path):
+    """Where it is the embedding, too."""
+    model = gguf_models.build("qwen2", tie_word_embeddings=tied)
+    _, file, _ = written(saved(tmp_path, model), kind)
+    kinds = {name: file.type_of(name) for name in file.tensors}
+    assert kinds["token_embd.weight"] == ("Q8_0" if tied else gguf_file.TYPES[kind])
+    assert tied or kinds["output.weight"] == "Q8_0"
+    assert kinds["blk.1.attn_q.weight"] == kinds["blk.1.ffn_down.weight"] == gguf_file.TYPES[kind]
+
+
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("kind", ["q4_k_m", "q5_k_s"])
+def test_a_tied_head_has_more_bits_in_what_llama_cpp_quantises(kind, tmp_path):
+    given = source(saved(tmp_path, gguf_models.build("qwen2", **WIDE, tie_word_embeddings=True)))
+    gguf.write(given, tmp_path / "model.gguf", kind)
+    file = gguf_file.File(tmp_path / "model.gguf")
+    assert file.type_of("token_embd.weight") in ("Q6_K", "Q8_0")
+    assert file.type_of("blk.1.attn_q.weight") == kind[:4].upper()
+
+
 def test_rows_that_are_no_whole_blocks_are_16_bit(tmp_path):
     (exported,) = export(saved(tmp_path, gguf_models.build("llama", hidden_size=80, head_dim=20)), "gguf-q8_0")
     assert exported.proof.about["types"] == {"F16": 14, "F32": 5, "Q8_0": 2}
@@ -172,7 +282,7 @@ def test_weights_in_16_bits_are_read(tmp_path):
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", gguf_file.BY_LLAMA_CPP)
 def test_types_that_llama_cpp_quantises(kind, tmp_path):
@@ -185,11 +295,9 @@ def test_types_that_llama_cpp_quantises(kind, tmp_path):
     assert [path.name for path in exported.path.parent.iterdir() if "whole" in path.name] == []
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 def test_importance_moves_the_error_to_where_it_matters_less(tmp_path):
     """With all importance in some columns of a weight, those are nearer to what they were."""
-    from chronicals.export import llama_cpp
-
     given = source(saved(tmp_path, gguf_models.build("llama", **WIDE)))
     gguf.write(given, tmp_path / "whole.gguf", "f32")
     weights = {"blk.0.attn_q.weight": np.where(np.arange(256) % 32 < 4, 1.0, 1e-4).astype(np.float32)}
@@ -249,7 +357,7 @@ def test_importance_of_experts_is_of_the_tokens_that_each_was_given(name, tmp_pa
 OF_EXPERTS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 @pytest.mark.parametrize("kind", ["q4_k_m", "q2_k", "iq2_xs"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_are_quantised_with_their_importance(name, kind, tmp_path):
@@ -261,12 +369,10 @@ def test_experts_are_quantised_with_their_importance(name, kind, tmp_path):
     assert not exported.proof.failed
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 def test_importance_in_another_order_of_experts_is_found(tmp_path):
     """Each expert has all its importance in columns of its own, which are then nearer to what they were; in another order they
     are not."""
-    from chronicals.export import llama_cpp
-
     given = source(saved(tmp_path, gguf_models.build("mixtral", **OF_EXPERTS)))
     gguf.write(given, tmp_path / "whole.gguf", "f32")
     name, own = "blk.0.ffn_up_exps.weight", np.arange(256)[None] % 16 // 2 == np.arange(4)[:, None]
@@ -286,8 +392,8 @@ def test_few_bits_need_rows(tmp_path):
         export(saved(tmp_path, gguf_models.build("llama", **WIDE)), "gguf-iq2_xs")
 
 
-@pytest.mark.skipif(READ_BY_LLAMA_CPP, reason="llama-cpp-python is here")
-def test_llama_cpps_types_need_llama_cpp(tmp_path):
+def test_llama_cpps_types_need_llama_cpp(tmp_path, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "is_there", lambda: False)
     with pytest.raises(
         ValueError, match="gguf-q4_k_m: weights are quantised by llama.cpp itself, .* pip install llama-cpp-python"
     ):
@@ -332,15 +438,27 @@ def by_name():
     return found
 
 
-@pytest.mark.parametrize("name", [*dict.fromkeys(gguf_tokenizer.BY_EXPRESSIONS.values()), "dbrx"])
-def test_byte_level_tokenizers_by_how_they_split(name, tmp_path):
+SPLITS = [*dict.fromkeys(gguf_tokenizer.BY_EXPRESSIONS.values()), "dbrx"]
+
+
+def splitting(name):
+    """A tokenizer that llama.cpp knows by this name of its way to split texts."""
     pre = by_name()["llama-bpe" if name == "dbrx" else name]
-    tokenizer = trained(pre, ignore_merges=name == "llama-bpe")
+    return trained(pre, ignore_merges=name == "llama-bpe")
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_byte_level_tokenizers_by_how_they_split(name):
+    tokenizer = splitting(name)
     found = gguf_tokenizer.vocabulary_of(tokenizer, 420, [0])
     assert (found.model, found.pre) == ("gpt2", name)
     assert found.tokens[len(tokenizer) :] == [f"[PAD{n}]" for n in range(len(tokenizer), 420)]
-    if READ_BY_LLAMA_CPP:
-        export(saved(tmp_path, gguf_models.build("llama", vocab_size=420), tokenizer), "gguf-f32")  # proves ids
+
+
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("name", SPLITS)
+def test_llama_cpp_splits_texts_as_the_tokenizer_does(name, tmp_path):
+    export(saved(tmp_path, gguf_models.build("llama", vocab_size=420), splitting(name)), "gguf-f32")  # proves ids
 
 
 def from_characters(size=400):
@@ -363,13 +481,44 @@ def from_characters(size=400):
     )
 
 
-def test_a_tokenizer_over_characters_with_bytes_for_the_rest(tmp_path):
+def test_a_tokenizer_over_characters_with_bytes_for_the_rest():
     tokenizer = from_characters()
     found = gguf_tokenizer.vocabulary_of(tokenizer, len(tokenizer), [2])
     assert (found.model, found.pre, found.space_prefix) == ("llama", "default", True)
     assert found.types[:4] == [2, 3, 3, 6] and found.scores[5] == -5.0
-    if READ_BY_LLAMA_CPP:
-        export(saved(tmp_path, gguf_models.build("llama", vocab_size=len(tokenizer)), tokenizer), "gguf-f32")
+
+
+@pytest.mark.llama_cpp
+def test_llama_cpp_reads_a_tokenizer_over_characters(tmp_path):
+    tokenizer = from_characters()
+    export(saved(tmp_path, gguf_models.build("llama", vocab_size=len(tokenizer)), tokenizer), "gguf-f32")  # proves ids
+
+
+def around(tokenizer, begin, end):
+    """The tokenizer with a token in front of each text, one behind it, both, or none."""
+    pieces = [*["<|turn|>"] * begin, "$A", *["<|end|>"] * end]
+    special = [("<|turn|>", 1), ("<|end|>", 0)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
+    tokenizer.bos_token = "<|turn|>"
+    return tokenizer
+
+
+@pytest.mark.parametrize(("begin", "end"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_tokens_around_a_text_are_those_of_the_tokenizer(begin, end, tmp_path):
+    """In ids, and in what the file says of each."""
+    tokenizer = around(splitting("qwen2"), begin, end)
+    ids = tokenizer("it is")["input_ids"]
+    assert (ids[0] == 1, ids[-1] == 0) == (begin, end)
+    _, file, _ = written(saved(tmp_path, gguf_models.build("llama", vocab_size=420), tokenizer))
+    named = [file.value(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")]
+    assert named == [begin, end]
+
+
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("begin", [True, False])
+def test_llama_cpp_begins_texts_as_the_tokenizer_does(begin, tmp_path):
+    tokenizer = around(splitting("qwen2"), begin, False)
+    export(saved(tmp_path, gguf_models.build("llama", vocab_size=420), tokenizer), "gguf-f32")  # proves ids
 
 
 def test_tokens_that_were_added_keep_their_kinds(tmp_path):
@@ -430,6 +579,9 @@ FAULTS = {
     "template edited": (lambda m: edited(m, template=lambda v: v.template + " "), "chat template"),
     "eos missing": (lambda m: edited(m, special=lambda v: {"bos": 0}), "special tokens"),
     "begin doubled": (lambda m: edited(m, adds_bos=lambda v: True), "begins texts with BOS"),
+    "end added": (lambda m: edited(m, adds_eos=lambda v: True), "ends texts with EOS"),
+    "another kind": (lambda m: edited(m, model=lambda v: "llama"), "kind of tokenizer"),
+    "another splitting": (lambda m: edited(m, pre=lambda v: "llama-bpe"), "splitting of texts"),
     "stale tokenizer": (lambda m: edited(m, tokens=lambda v: [*v.tokens[:-20], *v.tokens[-10:], *v.tokens[-20:-10]]), "tokens"),
     "merges lost": (lambda m: edited(m, merges=lambda v: v.merges[:-1]), "merges"),
     "unused tokens are words": (lambda m: edited(m, types=lambda v: [1] * len(v.types)), "types of tokens"),
@@ -498,7 +650,7 @@ def test_a_head_beside_a_tied_embedding_is_found(tmp_path, monkeypatch):
     assert "nothing else is there" in failed(saved(tmp_path, gguf_models.build("qwen2")))
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 @pytest.mark.parametrize("name", ["q and k not reordered", "norm without its offset", "scaling of positions lost"])
 def test_faults_in_both_directions_are_found_by_llama_cpp(name, tmp_path, monkeypatch):
     of, change = {
@@ -514,7 +666,7 @@ def test_faults_in_both_directions_are_found_by_llama_cpp(name, tmp_path, monkey
     assert "logits beside torch with the file's weights, llama.cpp: FAILED" in failed(saved(tmp_path, model))
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 def test_llama_cpp_goes_on_from_a_document_as_the_model_does(tmp_path):
     """Greedy tokens of a file in fp32."""
     from chronicals.export.llama_cpp import LlamaCpp

@@ -15,7 +15,7 @@ from chronicals.models import gguf_loading, gguf_tensors, load_model, load_token
 from chronicals.saving import save_model, text_files
 from mutants import mutant
 
-pytestmark = gguf_files.needs_llama_cpp
+pytestmark = pytest.mark.llama_cpp
 LOGITS = "logits beside the trained model's"
 
 

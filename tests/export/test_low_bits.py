@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -202,6 +203,22 @@ def test_nf4_is_what_bitsandbytes_reads(name, tmp_path):
     assert set(experts) <= {torch.bfloat16} and bool(experts) == (name in ("mixtral", "qwen2_moe", "gpt_oss"))
     share = found["ratio of the weights that are in 4 bits"].value
     assert (share < 0.5) == bool(experts)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "llama with biases", "qwen2_moe"])
+def test_only_linear_layers_of_decoder_layers_are_in_nf4(name, tmp_path):
+    """By their names; embeddings, a head, tied or not, norms, biases and routers are in 16 bits."""
+    from chronicals.export import nf4
+
+    given = source.Source(SavedModel.find(saved(tmp_path / "model", name)), tmp_path / "model")
+    nf4.write(given, tmp_path / "ours")
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    linear = re.compile(r"model\.layers\.\d+\.(self_attn|mlp(\.shared_expert)?)\.\w+_proj\.weight")
+    expected = {key for key in given.tensors if linear.fullmatch(key)}
+    assert expected and {key.removesuffix(".absmax") for key in stored if key.endswith(".absmax")} == expected
+    others = {key: stored[key].dtype for key in given.tensors.keys() - expected}
+    assert set(others.values()) == {torch.bfloat16} and "model.embed_tokens.weight" in others
+    assert ("lm_head.weight" in others) == (not given.config.tie_word_embeddings)
 
 
 def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):

@@ -1,6 +1,5 @@
 """Unigram vocabularies in GGUF: llama.cpp's ids are the tokenizer's, whatever it does with blanks, or it is refused."""
 
-import importlib.util
 import json
 import struct
 from dataclasses import replace
@@ -11,11 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 import gguf_models
 import tiny
-from chronicals.export import NotExpressible, NotProved, export, gguf_file, gguf_tokenizer
+from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer
+from chronicals.export.llama_cpp import LlamaCpp
 from chronicals.export.source import PROBES
-
-READ_BY_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
-needs_llama_cpp = pytest.mark.skipif(not READ_BY_LLAMA_CPP, reason="needs llama-cpp-python")
 
 CHARACTERS = {"\n": " ", "\t": " ", "ï": "i", "é": "e", "£": "GBP", "…": "...", "à": "a", "\r\n": " ", "\x07": ""}
 """Some that a map changes."""
@@ -108,7 +105,7 @@ TEXTS = (*PROBES, "  é…\t\tx\r\n", " twice  and  more ", "漢字漢 字 ▁ c
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_llama_cpp_gives_the_same_ids(way, tmp_path):
+def test_a_unigram_vocabulary_is_written_as_it_is(way, tmp_path):
     tokenizer, (steps, _) = unigram(*WAYS[way]), WAYS[way]
     (exported,) = export(saved(tmp_path, tokenizer), "gguf-f32")
     checks = {check.name: check.passed for check in exported.proof.checks}
@@ -118,18 +115,22 @@ def test_llama_cpp_gives_the_same_ids(way, tmp_path):
     assert (file.value("tokenizer.ggml.precompiled_charsmap") is None) == (MAP not in steps)
     assert file.value("tokenizer.ggml.remove_extra_whitespaces") == (SEVERAL in steps or ONE in steps)
     assert file.value("tokenizer.ggml.add_space_prefix") == (not way.startswith("no prefix"))
-    assert ("ids of a conversation" in checks) == READ_BY_LLAMA_CPP
-    if READ_BY_LLAMA_CPP:
-        from chronicals.export.llama_cpp import LlamaCpp
-
-        client = LlamaCpp(exported.path, vocabulary_only=True)
-        for text in TEXTS:
-            assert client.ids(text, special=False) == tokenizer(text)["input_ids"], text
-        for text in ("<|turn|>it is<|turn|>  we are\n<|turn|>", "and</s> twice"):
-            assert client.ids(text) == tokenizer(text)["input_ids"], text
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("way", WAYS)
+def test_llama_cpp_gives_the_same_ids(way, tmp_path):
+    tokenizer = unigram(*WAYS[way])
+    (exported,) = export(saved(tmp_path, tokenizer), "gguf-f32")
+    assert {check.name: check.passed for check in exported.proof.checks}["ids of a conversation"]
+    client = LlamaCpp(exported.path, vocabulary_only=True)
+    for text in TEXTS:
+        assert client.ids(text, special=False) == tokenizer(text)["input_ids"], text
+    for text in ("<|turn|>it is<|turn|>  we are\n<|turn|>", "and</s> twice"):
+        assert client.ids(text) == tokenizer(text)["input_ids"], text
+
+
+@pytest.mark.llama_cpp
 def test_a_blank_in_front_of_blanks_alone_is_found(tmp_path):
     """With a map that makes blanks of the ends of lines, which are alone between the turns of a conversation."""
     tokenizer = unigram([MAP, ESCAPE, BEFORE_BLANKS], metaspace())
@@ -182,16 +183,17 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_a_unigram_vocabulary_are_found(name, tmp_path, monkeypatch):
-    """Where it is written; and by llama.cpp alone, where it is made."""
-    right, make = gguf_file._add_vocabulary, gguf_tokenizer.vocabulary_of
-    folder = saved(tmp_path, unigram(*WAYS["as transformers makes them"]))
-    with monkeypatch.context() as planted:
-        planted.setattr(gguf_file, "_add_vocabulary", lambda writer, v: right(writer, FAULTS[name](v)))
-        with pytest.raises(NotProved, match=f"{name}, gguf: FAILED"):
-            export(folder, "gguf-f32")
-    if READ_BY_LLAMA_CPP:
-        from chronicals.export import gguf
+    """Where it is written, though it was made rightly."""
+    right = gguf_file._add_vocabulary
+    monkeypatch.setattr(gguf_file, "_add_vocabulary", lambda writer, v: right(writer, FAULTS[name](v)))
+    with pytest.raises(NotProved, match=f"{name}, gguf: FAILED"):
+        export(saved(tmp_path, unigram(*WAYS["as transformers makes them"])), "gguf-f32")
 
-        monkeypatch.setattr(gguf, "vocabulary_of", lambda *given: FAULTS[name](make(*given)))
-        with pytest.raises(NotProved, match="ids of .*, llama.cpp: FAILED"):
-            export(folder, "gguf-f32")
+
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_unigram_vocabulary_that_is_made_wrongly_is_found_by_llama_cpp(name, tmp_path, monkeypatch):
+    make = gguf_tokenizer.vocabulary_of
+    monkeypatch.setattr(gguf, "vocabulary_of", lambda *given: FAULTS[name](make(*given)))
+    with pytest.raises(NotProved, match="ids of .*, llama.cpp: FAILED"):
+        export(saved(tmp_path, unigram(*WAYS["as transformers makes them"])), "gguf-f32")

@@ -1,6 +1,5 @@
 """Models of images and text in every format: the language part, what reads images, and what shows that they are the model."""
 
-import importlib.util
 import json
 from dataclasses import replace
 
@@ -20,8 +19,6 @@ from chronicals.models import load_model
 from chronicals.models.gguf_tensors import Piece
 from chronicals.training import ChronicalsTrainer
 
-READ_BY_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
-needs_llama_cpp = pytest.mark.skipif(not READ_BY_LLAMA_CPP, reason="needs llama-cpp-python")
 every_family = pytest.mark.parametrize("name", vision_models.MODELS)
 
 MEAN, STD = [0.3, 0.4, 0.5], [0.2, 0.25, 0.3]
@@ -54,17 +51,23 @@ def checks(exported):
 
 @every_family
 def test_the_language_part_and_what_reads_images_are_proved(name, tmp_path):
-    """By the reader always; by llama.cpp, where it is there, to what its tables of GELU round."""
+    """By the reader of files."""
     language, eyes = export(saved(tmp_path / "model", name), "gguf-f32", tmp_path / "out")
     assert [language.format, eyes.format] == ["gguf-f32", "mmproj-f32"]
     assert [path.name for path in sorted((tmp_path / "out").glob("*.gguf"))] == ["mmproj-model-f32.gguf", "model-f32.gguf"]
     assert language.serve.endswith(f"model-f32.gguf --mmproj {eyes.path}")
     found = checks(eyes)
     assert found["weights in F32"].value <= 1e-6 and found["every tensor is there"].passed
-    assert (found["embeddings of an image"].value is not None) == READ_BY_LLAMA_CPP
-    if READ_BY_LLAMA_CPP:
-        assert found["embeddings of an image"].value <= 1e-3
-        assert found["logits behind an image"].passed and checks(language)["logits beside torch with the file's weights"].passed
+
+
+@pytest.mark.llama_cpp
+@every_family
+def test_llama_cpp_reads_an_image_as_the_model_does(name, tmp_path):
+    """To what its tables of GELU round."""
+    language, eyes = export(saved(tmp_path, name), "gguf-f32")
+    found = checks(eyes)
+    assert found["embeddings of an image"].value <= 1e-3
+    assert found["logits behind an image"].passed and checks(language)["logits beside torch with the file's weights"].passed
 
 
 @pytest.mark.sample(2)
@@ -259,7 +262,7 @@ WRONG = {
 }
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 @pytest.mark.parametrize("fault", WRONG)
 def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(fault, tmp_path, monkeypatch):
     name, change = WRONG[fault]
@@ -268,7 +271,7 @@ def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(fault, t
     refused(tmp_path, name, SEEN)
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(name, tmp_path, monkeypatch):
     """Queries taken for keys; a norm without its one: back and forth they are right."""
@@ -289,7 +292,7 @@ def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(name, tm
     refused(tmp_path, name, SEEN)
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 def test_a_vocabulary_without_the_tokens_around_images_is_refused(tmp_path):
     """With which llama.cpp would end the process at the first image."""
     folder = saved(tmp_path, "smolvlm")
@@ -400,7 +403,12 @@ def test_adapters_by_themselves(adapted, tmp_path):
     peft, ours = export(adapted / "run", ["adapter", "gguf-adapter"], tmp_path)
     assert (peft.path / "preprocessor_config.json").exists() and checks(peft)["logits beside the trained model's"].passed
     assert checks(ours)["what is added"].passed
-    assert ("logits beside the trained model's" in checks(ours)) == READ_BY_LLAMA_CPP
+
+
+@pytest.mark.llama_cpp
+def test_llama_cpp_adds_an_adapter_to_the_language_part(adapted, tmp_path):
+    (exported,) = export(adapted / "run", "gguf-adapter", tmp_path)
+    assert checks(exported)["logits beside the trained model's"].client == "llama.cpp"
 
 
 @pytest.mark.sample(3)
@@ -433,7 +441,7 @@ def test_a_run_of_adapters_becomes_both_files(adapted, tmp_path):
     assert eyes.format == "mmproj-f16" and checks(language)["merged weights beside the trained model"].passed
 
 
-@needs_llama_cpp
+@pytest.mark.llama_cpp
 def test_importance_is_measured_in_the_language_part(tmp_path):
     folder = saved(tmp_path, "gemma3", hidden_size=256, intermediate_size=256)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))

@@ -53,10 +53,10 @@ def test_what_gguf_quantised_is_near(kind, device):
     assert (out - given).norm() / given.norm() < {"Q8_0": 0.011, "Q4_0": 0.172}[kind]
 
 
+@pytest.mark.llama_cpp
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 def test_what_llama_cpp_quantised_is_near(kind, device):
     """Through ggml's own quantiser of a row."""
-    pytest.importorskip("llama_cpp")
     given = torch.randn(9, 768)
     packed = by_ggml(given, kind)
     out = dequantize_gguf(packed.to(device), torch.empty(9, 768, device=device), kind).cpu()

@@ -70,7 +70,7 @@ def gguf_models_as_computed(model):
     return again, notes
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", pytest.param("q4_k_m", marks=gguf_files.needs_llama_cpp)])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", pytest.param("q4_k_m", marks=pytest.mark.llama_cpp)])
 def test_layers_have_the_blocks_of_the_file(kind, tmp_path):
     """Byte for byte; rows of q and k in the model's order, which is whole rows moved."""
     path = gguf_files.write(tmp_path, gguf_files.wide(), kind)

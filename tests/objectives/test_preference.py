@@ -14,6 +14,7 @@ from chronicals.lora.layers import linear_adapters
 from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
+from chronicals.objectives.pairs import Pairs, reward_metrics
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
 from preferences import assert_close, gradients_of, judged_rows, one_step, rows, store_of
@@ -313,6 +314,19 @@ def test_a_head_that_is_not_read_gives_the_same(tmp_path):
     )
     assert plain[0] == pytest.approx(fused[0], rel=1e-5, abs=1e-6)
     assert_close(plain[1], fused[1], 1e-4)
+
+
+# --- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_that_are_equal_are_no_right_choice():
+    """As of a model that has not learned yet; an entry without an item counts nothing."""
+    chosen, rejected = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 5.0, 0.0])
+    there, tokens = torch.tensor([True, True, True, False]), torch.ones(4)
+    found = reward_metrics(Pairs(chosen, rejected, tokens, tokens, there), chosen, rejected)
+    sums = {name.removeprefix("rewards/"): float(term.sum) for name, term in found.items()}
+    assert sums == {"chosen": 6.0, "rejected": 7.0, "margins": -1.0, "accuracies": 1.0}
+    assert {(term.coefficient, term.per) for term in found.values()} == {(0.0, "items")}
 
 
 # --- the reference policy --------------------------------------------------------------------------------------------

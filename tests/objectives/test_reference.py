@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -19,6 +20,7 @@ from chronicals.training.evaluation import evaluate_data
 from chronicals.training.loading import load_to_train
 from chronicals.training.reference_record import with_reference
 from chronicals.training.session import prepared
+from chronicals.training.stored_reference import StoredReference
 from preferences import judged_rows, rows, store_of
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -163,8 +165,6 @@ def in_training_mode(folder, section, dropout):
     objective = build_objective(config)
     with prepared(model, config, objective, tokenizer=tiny.tokenizer()) as session, session.stepping():
         if section:
-            from chronicals.training.stored_reference import StoredReference
-
             stored = StoredReference(session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False))
             store = stored.beside(store)
         (batch,) = BatchStream(store, config, tiny.tokenizer().pad_token_id, epochs=1, shuffle=False)
@@ -212,6 +212,23 @@ def test_what_is_stored_is_read_for_the_same_model_alone(how, tmp_path):
         runs.train(folder, rows(16), model, **changes_of(max_steps=1, cache_dir=tmp_path / "shared"))
         assert first(folder) == pytest.approx(math.log(2), rel=1e-6)
     assert len(list((tmp_path / "shared").glob("*.reference.safetensors"))) == 2
+
+
+def test_what_is_stored_of_pairs_is_not_read_for_others_of_their_lengths(tmp_path):
+    """Training and held-out pairs may be as many and as long as each other; each have the log-probabilities of the whole."""
+    given = [{"prompt": f"what is {n}?", "chosen": f"{n} {n}", "rejected": f"no {n}"} for n in range(1, 9)]
+    config = runs.config(tmp_path, objective="dpo", dpo={"reference": "stored"})
+    store, whole = store_of(tmp_path, given), store_of(tmp_path / "whole", given)
+    halves = np.split(np.arange(len(store)), 2)
+    parts = [store.subset(half) for half in halves]
+    assert np.array_equal(parts[0].lengths, parts[1].lengths)
+    with prepared(tiny.llama(), config, build_objective(config), tokenizer=tiny.tokenizer()) as session, session.stepping():
+        stored = StoredReference(session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False))
+        expected = stored.beside(whole).columns["reference"]
+        found = [stored.beside(part).columns["reference"] for part in parts]
+    assert not np.array_equal(expected[halves[0]], expected[halves[1]])
+    for half, column in zip(halves, found):
+        np.testing.assert_allclose(column, expected[half], rtol=1e-5)
 
 
 def test_a_run_that_was_begun_before_places_were_kept_goes_on(tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from chronicals.batch import IGNORED
 from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream
 from chronicals.data.building import open_store
+from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.training import CheckpointError
@@ -63,6 +65,25 @@ def test_a_batch_has_the_predictions_of_its_targets(teacher, tmp_path):
                 torch.testing.assert_close(log_p[first:last][at], expected.topk(7).values, rtol=1e-4, atol=1e-5)
                 torch.testing.assert_close(expected.gather(1, ids[first:last][at]), log_p[first:last][at], rtol=1e-4, atol=1e-5)
             assert not ids[batch.targets == IGNORED].any() and not log_p[batch.targets == IGNORED].any()
+
+
+def test_what_is_stored_of_documents_is_not_read_for_others_of_their_lengths(teacher, tmp_path):
+    """Training and held-out documents may be as many and as long as each other: each have what is stored of the whole."""
+    rows = [{"messages": [{"role": "user", "content": "what is it?"}, answer(n)]} for n in range(1, 9)]
+    objective, whole, config = stored(tmp_path / "whole", teacher, rows, stored_tokens=5)
+    store = open_store(rows, tiny.tokenizer(), runs.config(tmp_path))
+    halves = np.split(np.arange(len(store)), 2)
+    parts = [store.subset(half) for half in halves]
+    assert np.array_equal(parts[0].lengths, parts[1].lengths)
+    parts = with_predictions(parts, objective, sharp(tiny.llama()), tiny.tokenizer(), config)
+    for half, part in zip(halves, parts):
+        for name in (STORED_IDS, STORED_LOG_P):
+            expected = whole.of_targets[name]
+            np.testing.assert_allclose(part.of_targets[name].values, expected.values[expected.rows(half)], rtol=1e-4)
+
+
+def answer(number):
+    return {"role": "assistant", "content": f"the answer is {number}"}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -123,6 +144,23 @@ def test_few_tokens_are_what_is_kept_of_the_teacher_normalised_anew(fused, teach
     (line,) = metrics(tmp_path)
     assert line["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert line["teacher_kept"] == pytest.approx(np.mean(kept), rel=1e-4)
+
+
+def test_weights_of_targets_weigh_every_sum(teacher, tmp_path):
+    """What is shown of the stored tokens as much as the loss: as if targets of each weight were alone."""
+    objective, store, config = stored(tmp_path, teacher, stored_tokens=5, alpha=0.7)
+    (batch, *_), student = list(BatchStream(store, config, epochs=1)), present(sharp(tiny.llama()))
+    weights = (batch.targets % 5) * 0.1
+    with torch.no_grad(), student.attending_documents():
+        whole = objective(student, replace(batch, weights=weights))
+        parts = []
+        for k in range(5):
+            targets = batch.targets.where(batch.targets % 5 == k, IGNORED)
+            parts.append(objective(student, replace(batch, targets=targets, trained=None)))
+    assert "teacher_kept" in whole
+    for name, term in whole.items():
+        expected = sum(0.1 * k * float(part[name].sum) for k, part in enumerate(parts))
+        assert float(term.sum) == pytest.approx(expected, rel=1e-4), name
 
 
 def test_a_second_run_needs_no_teacher(teacher, tmp_path, monkeypatch):

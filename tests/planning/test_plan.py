@@ -292,6 +292,17 @@ def test_time_is_computation_and_what_nothing_hides(tmp_path):
     assert near.tokens_per_second == pytest.approx(4 * 512 / (near.computing + near.exposed + near.slowed))
 
 
+@pytest.mark.parametrize(("context", "rate"), [(2, 1e11), (8, 1e10)])
+def test_ranks_that_share_packs_exchange_over_the_link_between_them(context, rate, tmp_path):
+    """Within a machine of four cards over its link, whatever the others are connected by; beyond it over the network."""
+    fields = {**ALL, "batch_size": 1, "max_seq_length": 1024, "memory": [], "sharding": "optimizer"}
+    config = runs.config(tmp_path, **fields, context_parallel=context)
+    found = plan(large(), config, 16, Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12))
+    others = found.sent.total - found.sent.attention
+    assert found.sent.attention > 0 and not found.in_backward
+    assert found.exposed == pytest.approx(others / 1e10 + found.sent.attention / rate)
+
+
 def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_path):
     fields = {**ALL, "batch_size": 1, "max_seq_length": 512, "sharding": "weights", "sharding_ranks": 4, "memory": []}
     slow = Machines(memory=100 * GB, cards=4, link=1e15, network=1e10, flops=1e13)

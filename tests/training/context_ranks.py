@@ -23,7 +23,7 @@ import runs
 import tiny
 from chronicals.attention import attend_split, document_attention
 from chronicals.attention import context as context_module
-from chronicals.config import ConfigurationError
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.dealing import NOBODY, part_of, share_of
 from chronicals.data.parts import SPLIT
 from chronicals.distributed import Mesh
@@ -104,6 +104,9 @@ def train(made: Any, fields: dict, folder: Path, ranks: Mesh, resume: Path | boo
         fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
     place = folder / f"rank{ranks.rank}-{'together' if ranks.count > 1 else 'alone'}"
     config = runs.config(place, **{**fields, "cache_dir": folder / "tokens"})
+    if resume:  # with the passes of the steps before, which the checkpoint alone says
+        left = config.explicit - {"gradient_accumulation_steps"}
+        config = ChronicalsConfig(**{name: getattr(config, name) for name in left})
     with patch.object(Mesh, "current", return_value=ranks):
         trainer = ChronicalsTrainer(made(), tiny.tokenizer(), config)
     rows = ROWS.get(fields.get("objective", "sft"), tiny.chat_rows)(30)

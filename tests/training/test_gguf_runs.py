@@ -22,7 +22,7 @@ from chronicals.saving import SavedModel
 from chronicals.verification import reference, verify
 
 pytest.importorskip("gguf")
-KINDS = ["q8_0", "q4_0", pytest.param("q4_k_m", marks=gguf_files.needs_llama_cpp)]
+KINDS = ["q8_0", "q4_0", pytest.param("q4_k_m", marks=pytest.mark.llama_cpp)]
 
 
 def base(folder, kind="q8_0"):

@@ -15,7 +15,7 @@ import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packing import PackPlan
 from chronicals.distributed import Mesh
-from chronicals.training import ChronicalsTrainer
+from chronicals.training import Callback, ChronicalsTrainer
 from chronicals.training.length import Length, fit_batch
 from chronicals.training.step import rate_factor
 
@@ -158,6 +158,19 @@ def test_a_run_that_goes_on_with_other_processes_takes_as_many_packs_a_step(proc
     config = fit_batch(usual(tmp_path, **now), plan(1000), several, state.parent)
     assert (config.batch_size, config.gradient_accumulation_steps) == batch
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == ([warned] if warned else [])
+
+
+def test_a_checkpoint_says_how_many_processes_took_packs_of_their_own(tmp_path, monkeypatch):
+    """Those that share packs count as one: the packs of a step, by which a resumed run fits its passes, are so many times."""
+
+    class Shared(Callback):
+        def run_began(self, run):
+            monkeypatch.setattr(Mesh, "data_count", 3)
+
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), usual(tmp_path, max_steps=1), callbacks=[Shared()])
+    trainer.train(tiny.chat_rows(30))
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json").read_text())
+    assert state["processes"] == 3
 
 
 @pytest.mark.parametrize(

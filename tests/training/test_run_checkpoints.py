@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ from chronicals.config import ConfigurationError
 from chronicals.saving import describe
 from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, loop
 from chronicals.training.checkpoint import checkpoints
+from chronicals.training.run import Run
 
 OPTIONS = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0}
 
@@ -50,6 +52,16 @@ def test_best_and_last_are_kept_and_the_best_is_left(tmp_path, losses, caplog, l
     assert any(not torch.equal(weight, best[name]) for name, weight in best_weights(tmp_path, 5).items())
     assert "stopped early after step 5: the lowest held-out loss was 2.0000, after step 2" in caplog.text
     assert "model holds the weights of step 2" in caplog.text and "of step 2" in result.report.read_text()
+
+
+@pytest.mark.parametrize(("loss", "gains"), [(2.0, False), (2.5, False), (math.nan, False), (1.9, True)])
+def test_only_a_lower_loss_is_a_gain(loss, gains, tmp_path):
+    """A plateau is none: the first step that reached it stays the best, and patience runs out."""
+    run = Run(9, tmp_path, step=3, best_loss=2.0, best_step=2, evaluations_without_gain=1)
+    found = Evaluation(loss, 1.0, 0.0, 1)
+    assert run.evaluated(found) == gains and run.evaluation is found
+    assert (run.best_step, run.evaluations_without_gain) == ((3, 0) if gains else (2, 2))
+    assert run.best_loss == (loss if gains else 2.0)
 
 
 def test_the_last_is_left_where_that_is_asked_for(tmp_path, losses):

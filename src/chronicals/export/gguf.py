@@ -162,6 +162,8 @@ def _counted(written: gguf_file.File) -> dict[str, int]:
 def _prove_tokenizer(source: Source, written: gguf_file.File, proof: Proof) -> None:
     key = "tokenizer.ggml"
     vocabulary = _vocabulary(source)
+    proof.equal("kind of tokenizer", READER, vocabulary.model, written.value(f"{key}.model"))
+    proof.equal("splitting of texts", READER, vocabulary.pre, written.value(f"{key}.pre"))
     proof.equal("tokens", READER, vocabulary.tokens, written.value(f"{key}.tokens"))
     proof.equal("types of tokens", READER, vocabulary.types, list(written.value(f"{key}.token_type")))
     proof.equal("merges", READER, vocabulary.merges, written.value(f"{key}.merges") or [])
@@ -175,6 +177,7 @@ def _prove_tokenizer(source: Source, written: gguf_file.File, proof: Proof) -> N
     named = {name: written.value(f"{key}.{gguf_name(name)}_token_id") for name in ("bos", "eos", "eot", "unk", "pad")}
     proof.equal("special tokens", READER, vocabulary.special, {name: n for name, n in named.items() if n is not None})
     proof.equal("begins texts with BOS", READER, vocabulary.adds_bos, bool(written.value(f"{key}.add_bos_token")))
+    proof.equal("ends texts with EOS", READER, vocabulary.adds_eos, bool(written.value(f"{key}.add_eos_token")))
     for note in vocabulary.notes:
         proof.not_run("normalisation", "llama.cpp", note)
 
