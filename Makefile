@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SHARED := -n 2 --dist worksteal
 LOWEST := .venv-lowest
 
-.PHONY: install quickstart test test-all test-lowest test-gpu lint clean
+.PHONY: install llama-cpp quickstart test test-all test-lowest test-gpu lint clean
 
 install: $(VENV)/.installed
 
@@ -12,6 +12,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# Built from source once, for about ten minutes; what needs it is skipped, and named, where it cannot be
+llama-cpp: $(VENV)/.llama-cpp
+
+$(VENV)/.llama-cpp: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt llama-cpp-python \
+		|| echo "llama.cpp cannot be built here (a C++ compiler is needed): tests marked llama_cpp are skipped"
 	touch $@
 
 quickstart: install
@@ -25,7 +33,7 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest $(SHARED) -m "not long" --sample
 
-test-all: lint
+test-all: lint llama-cpp
 	$(BIN)/python -m pytest $(SHARED)
 
 test-lowest: $(LOWEST)/.installed
