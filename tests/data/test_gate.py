@@ -140,6 +140,20 @@ def test_more_findings_than_are_named(tmp_path):
         build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check("train", {"masked_row": 1.0})
 
 
+def test_rows_and_places_that_are_named_are_as_many_however_data_is_divided():
+    """Of chunks that each found more or fewer than are named."""
+    whole = DataReport()
+    for first, count in ((0, 3), (100, 4), (200, 2)):
+        part = DataReport()
+        for row in range(first, first + count):
+            part.note("empty_answer", row)
+        part.findings["empty_answer"].places = [f"b.jsonl:{row + 1}" for row in range(first, first + count)]
+        whole.add(part)
+    found = whole.findings["empty_answer"]
+    assert found.count == 9 and found.rows == [1, 2, 3, 101, 102]
+    assert found.places == [f"b.jsonl:{row}" for row in found.rows]
+
+
 def test_data_without_rows_is_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n\n")
     for source in ([], tmp_path / "train.jsonl"):

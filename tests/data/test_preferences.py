@@ -193,6 +193,14 @@ def sides(*before):
             [ASKED[2], call('{"x":1}', content=""), WRONG], [[TWO], [NUMBER]],
         ),
         (
+            {"prompt": [ASKED[2], call({"x": 1, "y": 2}), WRONG], **sides(call('{"y": 2, "x": 1}'), WRONG)},
+            [ASKED[2], call('{"y": 2, "x": 1}'), WRONG], [[TWO], [NUMBER]],
+        ),
+        (
+            {"chosen": [{**ASKED[2], "name": None}, TWO], "rejected": [ASKED[2], NUMBER]},
+            [{**ASKED[2], "name": None}], [[TWO], [NUMBER]],
+        ),
+        (
             {"prompt": "2?", "history": np.array([["hello", "good day"]], object), **sides()},
             [*ASKED[:2], user("2?")], [[TWO], [NUMBER]],
         ),

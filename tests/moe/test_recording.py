@@ -1,5 +1,6 @@
 """What is recorded of routers, traces on disk, and heads that learn from them beside a model that stays as it was."""
 
+import copy
 import json
 from functools import partial
 
@@ -17,11 +18,11 @@ from chronicals.moe.distil_heads import Distillation, distil, head_loss
 from chronicals.moe.identity import checksum
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.recall import hits, measure
-from chronicals.moe.recording import record, record_data
+from chronicals.moe.recall import Recalls, hits, measure
+from chronicals.moe.recording import Recorded, record, record_data
 from chronicals.moe.routers import experts_per_token
-from chronicals.moe.trace import INDEX, TraceInfo, TraceWriter, read_trace
-from chronicals.moe.train_predictor import train_predictor
+from chronicals.moe.trace import INDEX, Trace, TraceInfo, TraceWriter, read_trace
+from chronicals.moe.train_predictor import TrainedPredictor, train_predictor
 from mixtures import mixture
 
 K = 2
@@ -159,14 +160,19 @@ def test_recall_is_counted():
     parts = list(record(present(model), [batch(), batch()], features=True))
     predictor = ExpertPredictor.within(model)
     found = measure(predictor, parts, K)
-    layer, d, total, tokens = 1, 2, 0, 0
+    layer, d, tokens = 1, 2, sum(map(len, parts))
+    totals = {"layer_ahead": 0.0, "layer_ahead_2k": 0.0, "gate_reuse": 0.0}
     for part in parts:
-        predicted = predictor.layers(layer, part.features[layer])[:, d]
-        for t in range(len(part)):
-            first = set(predicted[t].topk(K).indices.tolist())
-            total += len(first & set(part.experts[layer + d, t].tolist())) / K
-            tokens += 1
-    assert found.layer_ahead[layer][d] == pytest.approx(total / tokens, abs=1e-6) and found.tokens == tokens
+        features = part.features[layer]
+        of_heads, early = predictor.layers(layer, features)[:, d], predictor.reuse(layer, features)[:, d]
+        predicted = {"layer_ahead": (of_heads, K), "layer_ahead_2k": (of_heads, 2 * K), "gate_reuse": (early, K)}
+        for name, (logits, among) in predicted.items():
+            for t in range(len(part)):
+                first = set(logits[t].topk(among).indices.tolist())
+                totals[name] += len(first & set(part.experts[layer + d, t].tolist())) / K
+    for name, total in totals.items():
+        assert getattr(found, name)[layer][d] == pytest.approx(total / tokens, abs=1e-6), name
+    assert found.tokens == tokens and len(set(totals.values())) == 3
     assert len(found.layer_ahead) == 4 and [len(row) for row in found.layer_ahead] == [4, 3, 2, 1]
     assert len(found.token_ahead) == 2 and len(found.token_ahead[0]) == 4
     total = tokens = 0
@@ -215,6 +221,70 @@ def test_heads_learn_and_the_model_stays(family, tmp_path):
     assert torch.equal(loaded.tokens(part.hidden, part.embeddings), found.predictor.tokens(part.hidden, part.embeddings))
     said = json.loads((tmp_path / "predictor" / "predictor.json").read_text())
     assert said["layers"] == len(mixture_layers(model)) and said["recalls"]["k"] == K and said["model_sha256"] == before
+
+
+def test_heads_are_trained_by_the_gradient_of_each_step_alone():
+    """As by AdamW of torch without weight decay, step by step."""
+    model, how = native(), Distillation(learning_rate=1e-2, rows=8)
+    (part,) = record(present(model), [batch()], features=True)
+    torch.manual_seed(0)
+    predictor = ExpertPredictor.beside(model, HeadSizes(1, 1, 8))
+    expected = copy.deepcopy(predictor)
+    found = distil(predictor, [part], 3, how)
+    heads = [p for module in (expected.layer_ahead, expected.token_ahead) for p in module.parameters()]
+    optimizer = torch.optim.AdamW(heads, weight_decay=0.0)
+    losses = []
+    for n, factor in enumerate((1.0, 1.0, 0.5)):  # a step of warm-up, then a cosine over two
+        loss = head_loss(expected, part.part(8 * n, 8), how)
+        gradients = torch.autograd.grad(loss, heads)
+        for p, gradient in zip(heads, gradients):
+            p.grad = gradient
+        torch.nn.utils.clip_grad_norm_(heads, 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-2 * factor
+        optimizer.step()
+        losses.append(float(loss))
+    assert found == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 0), (4, 1), (5, 1), (6, 2), (8, 2), (9, 2), (10, 3)])
+def test_a_last_token_by_itself_makes_no_step(tokens, steps):
+    """It has no token behind it to predict for."""
+    assert Distillation(rows=4).steps_of(tokens) == steps
+
+
+def test_what_is_said_of_heads_is_of_the_first_step_and_of_the_last_ten():
+    said = TrainedPredictor(None, [float(n) for n in range(20)], Recalls(K), 5, "a model", "0123").about()
+    assert (said["first_loss"], said["last_loss"]) == (0.0, 14.5)
+    assert (said["trained_on_tokens"], said["model"], said["model_sha256"]) == (5, "a model", "0123")
+
+
+def recorded(tokens, experts):
+    """Of two layers, one document."""
+    chosen = torch.randint(0, experts, (2, tokens, K))
+    chosen[:, -1] = experts - 1
+    bounds = torch.tensor([0, tokens])
+    return Recorded(torch.arange(tokens), bounds, chosen, torch.ones(2, tokens, K), torch.zeros(2, tokens, experts))
+
+
+@pytest.mark.parametrize(("experts", "stored"), [(8, "uint8"), (256, "uint8"), (257, "uint16"), (300, "uint16")])
+def test_numbers_of_experts_are_stored_as_they_are(experts, stored, tmp_path):
+    info = TraceInfo("a model", "mixture", [0, 1], experts, K, 16, False, "", "")
+    writer, given = TraceWriter(tmp_path, info), recorded(9, experts)
+    writer.add(given)
+    writer.close()
+    with np.load(tmp_path / "trace-00000.npz") as arrays:
+        assert arrays["experts"].dtype == stored
+    (found,) = read_trace(tmp_path)[1]
+    assert torch.equal(found.experts, given.experts) and found.experts.max() == experts - 1
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(0, []), (1, [0]), (4, [0]), (5, [0, 1]), (8, [0, 1]), (99, [0, 1, 2])])
+def test_no_more_parts_are_taken_than_have_so_many_tokens(tokens, parts, tmp_path):
+    writer = TraceWriter(tmp_path, TraceInfo("a model", "mixture", [0, 1], 8, K, 16, False, "", ""))
+    for _ in range(3):
+        writer.add(recorded(4, 8))
+    writer.close()
+    assert Trace(tmp_path).first(range(3), tokens) == parts
 
 
 def test_heads_learn_from_a_trace(tmp_path):

@@ -253,6 +253,14 @@ def test_a_pack_without_documents_adds_nothing(made):
         assert torch.isfinite(both[1][name].sum)
 
 
+def test_packs_without_a_token_that_counts_show_nothing(made):
+    """No loss, no recall, and no expert that is idle for want of tokens."""
+    of, computed = made
+    none = Batch(of.input_ids, torch.full_like(of.targets, IGNORED), of.position_ids, of.cu_seqlens, of.max_seqlen)
+    found = terms_of(none, computed, **ALL)
+    assert "router/idle_worst" in found and {name: float(term.sum) for name, term in found.items() if term.sum} == {}
+
+
 @pytest.mark.parametrize("scores", PROBABILITIES)
 def test_the_anchor_is_zero_where_it_began_and_pulls_back(scores):
     p = PROBABILITIES[scores]

@@ -18,7 +18,7 @@ from chronicals.memory import RESERVE, decoder_layers
 from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
 from chronicals.planning.plan import _flops_a_token
-from chronicals.planning.traffic import gathered_in_passes
+from chronicals.planning.traffic import Traffic, gathered_in_passes
 from chronicals.training import decisions, needed_memory
 
 GB = 10**9
@@ -301,6 +301,36 @@ def test_ranks_that_share_packs_exchange_over_the_link_between_them(context, rat
     others = found.sent.total - found.sent.attention
     assert found.sent.attention > 0 and not found.in_backward
     assert found.exposed == pytest.approx(others / 1e10 + found.sent.attention / rate)
+    assert found.tokens == 16 // context * 1024
+    assert found.computing == pytest.approx(1024 / context * _flops_a_token(large(), config, 0.0) / 1e12)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_ids_of_a_divided_embedding_are_those_of_a_rank(context, tmp_path):
+    """Ranks that share packs ask for the rows of their own tokens."""
+    model = apply_lora(large(), LoRAConfig(rank=8))
+    fields = {**ALL, "use_lora": True, "batch_size": 2, "max_seq_length": 1024, "sharding": "weights"}
+    sent = traffic(model, runs.config(tmp_path, **fields, context_parallel=context), 4, False)
+    one = traffic(model, runs.config(tmp_path, **{**fields, "max_seq_length": 1024 // context}), 4, False)
+    assert sent.embedding == one.embedding > 0
+
+
+def test_all_that_is_sent_is_in_the_total():
+    assert Traffic(1.0, 2.0, 4.0, 8.0, 16.0).total == 31.0
+
+
+def test_layers_that_are_computed_twice_attend_twice(tmp_path):
+    """2 FLOPs a token and weight that is multiplied by, and 2 heads x width x length of attention, of each layer again."""
+    model, config = large(), runs.config(tmp_path, **ALL, max_seq_length=512)
+    products = trained(model) - model.model.embed_tokens.weight.numel()
+    more = _flops_a_token(model, config, 1.0) - _flops_a_token(model, config, 0.0)
+    assert more == pytest.approx(2 * products + 2 * 4 * 16 * 128 * 512, rel=1e-4)
+
+
+@pytest.mark.parametrize("permitted", [True, False])
+def test_nothing_is_recomputed_where_that_is_not_permitted(permitted, tmp_path):
+    config = runs.config(tmp_path, **ALL, batch_size=8, max_seq_length=1024, use_gradient_checkpointing=permitted)
+    assert bool(plan(large(), config, 1, Machines(memory=9 * GB)).recomputed) == permitted
 
 
 def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_path):
