@@ -150,7 +150,10 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targ
     model = load_model(place, torch.bfloat16, quantization="nf4")
     result = runs.train(tmp_path, model=model, use_lora_plus=False, **given)
     saved = SavedModel.find(result.model_dir)
-    assert saved.about["base"] == {"quantization": "nf4", "mixed_precision": "bf16"}
+    (group,) = saved.about["base"]["in_4_bits"]
+    assert len(group.pop("layers")) == 14 and group.pop("experts") == []
+    usual = {"code": "nf4", "block": 64, "scale_block": 256}
+    assert group == {**usual, "quantized_from": "bfloat16", "products": "bfloat16"}
     loaded = saved.model(torch.float32)
     codes = {name: x for name, x in loaded.named_parameters() if x.dtype == torch.uint8}
     assert codes and all(torch.equal(x.cpu(), model.get_parameter(name).cpu()) for name, x in codes.items())

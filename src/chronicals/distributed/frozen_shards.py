@@ -326,6 +326,10 @@ class LinearInShards(PackedLinear):
         shape = self.out_features, self.in_features
         return FrozenRows(self.weight, self.form, self.unit, self.places, shape, self.dtype)
 
+    @property
+    def four_bits(self) -> Packed | None:
+        return self.form.packed if isinstance(self.form, PackedRows) else None
+
     @torch.no_grad()
     def squared_norms(self) -> Tensor:
         dense = self.packed.dense()

@@ -16,8 +16,8 @@ from torch import Tensor
 from chronicals.export.additions import Part, parts_in_files
 from chronicals.export.part_names import StoredNames
 from chronicals.export.weight_files import StoredTensor
+from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import stacked_experts
-from chronicals.quantization.experts import pack_stack
 
 KEPT = 2
 """Stacks of a decoder layer, whose tensors alternate in files."""
@@ -28,39 +28,40 @@ class DequantisedExperts:
     stacks: the shape of each, ``(E, N, K)``, by its name in the model.
     parts: of each stack, by the names of the tensors that it is in.
     stored: tensors of files, by name.
-    dtype: from which they were quantised.
-    product: to which they were dequantised.
+    kinds: how each stack was quantised, by its name in the model.
     """
 
     def __init__(
         self, stacks: Mapping[str, tuple[int, ...]], parts: Mapping[str, Mapping[str, Part]],
-        stored: Mapping[str, StoredTensor], dtype: torch.dtype, product: torch.dtype,
+        stored: Mapping[str, StoredTensor], kinds: Mapping[str, FourBits],
     ):  # fmt: skip
-        self.stacks, self.parts, self.stored, self.dtype, self.product = stacks, parts, stored, dtype, product
+        self.stacks, self.parts, self.stored, self.kinds = stacks, parts, stored, kinds
         self._owners = {name: stack for stack, inside in parts.items() for name in inside}
         self._values = functools.lru_cache(KEPT)(self._dequantised)
 
     @classmethod
     def of(
-        cls, model: Any, there: StoredNames, stored: Mapping[str, StoredTensor], dtype: torch.dtype, product: torch.dtype
+        cls, model: Any, there: StoredNames, stored: Mapping[str, StoredTensor], form: BaseFormat
     ) -> DequantisedExperts:
         """Of a base.
 
         Args:
             model: it, on the meta device.
             there: names of the tensors of its files.
+            form: of its layers.
 
         Raises:
             ValueError: a stack is not in the files, or made of other than blocks of theirs.
         """
-        stacks, parts = {}, {}
+        stacks, parts, kinds = {}, {}, {}
         for path, module in stacked_experts(model).items():
+            kind = form.kind_of_experts(path)
             for own, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 3:
+                if kind is not None and parameter.ndim == 3:
                     name = f"{path}.{own}"
-                    stacks[name] = tuple(parameter.shape)
+                    stacks[name], kinds[name] = tuple(parameter.shape), kind
                     parts[name] = _found(model, name, parameter.shape, there)
-        return cls(stacks, parts, stored, dtype, product)
+        return cls(stacks, parts, stored, kinds)
 
     def __contains__(self, name: object) -> bool:
         return name in self._owners
@@ -80,15 +81,16 @@ class DequantisedExperts:
         return _within(self._values(stack), self.parts[stack][name]).float()
 
     def _dequantised(self, stack: str) -> Tensor:
-        whole = torch.empty(self.stacks[stack], dtype=self.dtype)
+        kind = self.kinds[stack]
+        source = next(self.stored[name].read().dtype for name in self.parts[stack])
+        whole = torch.empty(self.stacks[stack], dtype=source)
         for name, part in self.parts[stack].items():
             value, place = self.stored[name].read(), _within(whole, part)
             if value.shape != place.shape:
                 shapes = f"{list(value.shape)} there, {list(place.shape)} here"
                 raise ValueError(f"{name} ({shapes}): of another shape than config.json says")
             place.copy_(value)
-        packed = pack_stack(whole).to(self.product)
-        return packed.dense().view(whole.shape)
+        return kind.values(whole.reshape(-1, whole.shape[-1])).view(whole.shape)
 
 
 def _within(whole: Tensor, part: Part) -> Tensor:

@@ -31,20 +31,17 @@ from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.magnitude import SHORTEST
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
+from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import linear_layers
 from chronicals.models.gguf_reader import gguf_of
-from chronicals.models.loading import DTYPES, load_without_weights
+from chronicals.models.loading import load_without_weights
 from chronicals.models.lookahead_heads import is_of_head
-from chronicals.quantization import Packed
 from chronicals.saving import MANIFEST, SavedModel, write_folder
 from chronicals.standard_json import to_json
 
 logger = logging.getLogger(__name__)
 
 REPORT = "merge.json"
-
-PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""The dtype of frozen weights in a run, by ``mixed_precision``."""
 
 LARGEST_CHANGE = 3.0
 """Of a weight's norm: an adapter that changes a weight by more has diverged, or belongs to another base."""
@@ -71,14 +68,17 @@ class Change:
     """What merging did to a weight, as ratios of Frobenius norms.
 
     Attributes:
-        change: of what the adapter adds, ``s B A`` without DoRA, to the weight's.
+        change: of what the adapter adds, ``s B A`` without DoRA, to that of the weight that it was trained over: of a weight
+            that was quantised then, of the values that its codes stand for.
         error: of what rounding changed, to that of the exact sum.
         lost: of what rounding changed, to that of what the adapter adds.
+        from_files: of what is written less what the base's file holds, to that of what the file holds.
     """
 
     change: float
     error: float
     lost: float
+    from_files: float
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,14 @@ class Merged:
         folder: where it is.
         adapter, base: what it was made of.
         changes: by the names of weights.
+        summands: in words, what was added up.
     """
 
     folder: Path
     adapter: str
     base: str
     changes: Mapping[str, Change] = field(default_factory=dict)
+    summands: str = ""
 
 
 def merge(model: str | Path, output: str | Path, base_model: str | None = None) -> Merged:
@@ -115,13 +117,18 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         raise MergeError(f"{model}: holds no adapter; a model that was trained whole needs no merging, use it as it is")
     if saved.is_scored():
         raise MergeError(of_a_reward_model(saved))
+    if saved.others:
+        raise MergeError(
+            f"{saved.beside or saved.place}: the model computes with the sum of {1 + len(saved.others)} adapters of PEFT; load "
+            "it (chronicals.saving.SavedModel.find(…).model), call model.merge_and_unload(), and save that"
+        )
     if output.exists():
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     if not saved.base:
         raise MergeError(f"{saved.place}: an adapter that does not name its model; give base_model (--base-model)")
     if (file := gguf_of(saved.base)) is not None:
         with dequantised(file, output) as folder:
-            return _merged(saved, folder, output)
+            return _merged(saved, folder, output, f"the values of {file}, dequantised to bf16,")
     return _merged(saved, folder_of(saved.base), output)
 
 
@@ -138,38 +145,41 @@ def of_a_reward_model(saved: SavedModel) -> str:
     )
 
 
-def _merged(saved: SavedModel, base: Path, output: Path) -> Merged:
-    adapter = _Adapter(Path(saved.place), saved.about.get("base"))
+def _merged(saved: SavedModel, base: Path, output: Path, values: str | None = None) -> Merged:
+    """Write the sums; ``values`` says what the adapter is added to, where the files of ``base`` hold just that."""
+    adapter = _Adapter(Path(saved.place), BaseFormat.read(saved.about.get("base")))
     files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
     adapter.place_in([stored for tensors in files.values() for stored in tensors], base)
     if adapter.quantised is not None:
         adapter.place_quantised(load_without_weights(base))
+    summands = f"{values or adapter.values_of(str(saved.base))} and the adapter {saved.place}"
     _check_room(output, files)
     changes: dict[str, Change] = {}
 
     def fill(aside: Path) -> None:
-        _copy_small_files(base, Path(saved.place), aside)
+        _copy_small_files(base, saved.beside or Path(saved.place), aside)
         for file, tensors in files.items():
             write_file(aside / file.name, tensors, lambda stored: adapter.merged(stored, changes), adapter.shapes)
         _check(changes)
         _write_rows(aside, adapter.shapes)
         if any(isinstance(stored, PackedTensor) for tensors in files.values() for stored in tensors):
             _write_dense(aside, files)
-        report = {"adapter": str(saved.place), "base": saved.base, "weights": {n: asdict(c) for n, c in changes.items()}}
+        weights = {name: asdict(change) for name, change in changes.items()}
+        report = {"adapter": str(saved.place), "base": saved.base, "sums_of": summands, "weights": weights}
         (aside / REPORT).write_text(to_json(report, indent=1))
 
     write_folder(output, fill)
-    return Merged(output, str(saved.place), str(saved.base), changes)
+    return Merged(output, str(saved.place), str(saved.base), changes, summands)
 
 
 class _Adapter:
     """The matrices of an adapter's folder, read when they are needed, by the weights of the base that they change.
 
     Args:
-        quantised: how the base was quantised under it (``finish.about_data``); None where it was not.
+        quantised: how the base was quantised under it; None where it was not.
     """
 
-    def __init__(self, folder: Path, quantised: Mapping[str, str] | None = None):
+    def __init__(self, folder: Path, quantised: BaseFormat | None = None):
         self.folder, self.described, self.quantised = folder, describe_adapter(folder), quantised
         self._read = functools.lru_cache(KEPT)(self._load)
         self.shape = shape_of(self.described, self.described["target_modules"])
@@ -192,7 +202,7 @@ class _Adapter:
         self.changed: dict[str, Addition] = {}
         self.there = StoredNames()
         self.stored: dict[str, StoredTensor] = {}
-        self.dequantised: set[str] = set()
+        self.dequantised: dict[str, tuple[FourBits, bool]] = {}
         self.experts: DequantisedExperts | None = None
 
     def place_in(self, stored: list[StoredTensor], base: Path) -> None:
@@ -249,44 +259,66 @@ class _Adapter:
             )
         total = whole.index_copy(0, torch.tensor(ids), rows)
         kind = DTYPES_OF_FILES.get(stored.dtype, torch.float32)
-        changed, off = (rows - whole[ids]).norm(), (total.to(kind).float() - total)[ids].norm()
-        changes[stored.name] = Change(_ratio(changed, whole.norm()), _ratio(off, total.norm()), _ratio(off, changed))
+        written = total.to(kind).float()
+        changed, off = (rows - whole[ids]).norm(), (written - total)[ids].norm()
+        moved = _ratio((written - whole).norm(), whole.norm())
+        changes[stored.name] = Change(_ratio(changed, whole.norm()), _ratio(off, total.norm()), _ratio(off, changed), moved)
         return total
 
     def place_quantised(self, model: Any) -> None:
-        """Find the weights that were in 4 bits, those without adapters too.
+        """Find the weights that were in 4 bits under the adapter and are not in the files, those without adapters too.
 
         Args:
             model: the base, on the meta device.
 
         Raises:
-            MergeError: one is not there.
+            MergeError: one is not there, or was quantised otherwise than to 4 bits.
         """
         assert self.quantised is not None
-        kind = self.quantised["mixed_precision"]
-        if not any(isinstance(tensor, PackedTensor) for tensor in self.stored.values()):  # of those experts have 16 bits
-            try:
-                self.experts = DequantisedExperts.of(model, self.there, self.stored, DTYPES[kind], PRODUCTS[kind])
-            except ValueError as error:
-                raise MergeError(f"{self.folder}: {error}") from error
-            self.dequantised |= self.experts.names
-        for name in sorted(f"{path}.weight" for path in linear_layers(model)):
-            found = self.there.find(name)
-            if found is None:
+        if self.in_4_bits:
+            return
+        if self.quantised.by_transformers is not None:
+            raise MergeError(
+                f"{self.folder}: the adapter was trained over {self.quantised}, whose values are not in the base's files; "
+                "load the adapter, call merge_and_unload() there, and save that"
+            )
+        try:
+            self.experts = DequantisedExperts.of(model, self.there, self.stored, self.quantised)
+        except ValueError as error:
+            raise MergeError(f"{self.folder}: {error}") from error
+        modules = dict(model.named_modules())
+        for path in self.quantised.layers if self.quantised.layers is not None else linear_layers(model):
+            found, kind = self.there.find(f"{path}.weight"), self.quantised.kind_of(path)
+            if found is None or kind is None or path not in modules:
                 raise MergeError(
-                    f"{self.folder}: the adapter was trained over a base in 4 bits, whose files have no weight {name}: it is "
-                    "made of several; load the adapter, call model.merge_and_unload(), and save that"
+                    f"{self.folder}: the adapter was trained over a base in 4 bits, whose files have no weight {path}.weight: "
+                    "it is made of several; load the adapter, call model.merge_and_unload(), and save that"
                 )
-            self.dequantised.add(found)
+            self.dequantised[found] = kind, type(modules[path]).__name__ == "Conv1D"
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether the base's files hold weights in 4 bits, which are dequantised as they are read."""
+        return any(isinstance(tensor, PackedTensor) for tensor in self.stored.values())
+
+    def values_of(self, base: str) -> str:
+        """In words, what the adapter is added to."""
+        if self.in_4_bits:
+            return f"the dequantised values of {base}, which is in 4 bits,"
+        return base if self.quantised is None else f"the dequantised {self.quantised.code} values of {base}"
+
+    def _is_dequantised(self, name: str) -> bool:
+        """Whether what a weight's codes stood for takes its place."""
+        return name in self.dequantised or (self.experts is not None and name in self.experts)
 
     def _as_trained(self, weight: Tensor, name: str) -> Tensor:
         """A weight of the base as the adapter saw it: what its 4 bits stand for, where it had those."""
         if self.experts is not None and name in self.experts:
             return self.experts.read(name)
-        if self.quantised is None or name not in self.dequantised:
+        if name not in self.dequantised:
             return weight
-        kind = self.quantised["mixed_precision"]
-        return Packed.of(weight.to(DTYPES[kind])).to(PRODUCTS[kind]).dense().float()
+        kind, transposed = self.dequantised[name]
+        return kind.values(weight.t()).t() if transposed else kind.values(weight)
 
     def merged(self, stored: StoredTensor, changes: dict[str, Change]) -> Tensor | None:
         """What takes the place of a weight of the base, fp32; None where it stays."""
@@ -294,7 +326,7 @@ class _Adapter:
         if stored.name in self.tokens:
             return self._with_tokens(stored, stored.read().float() if replaced is None else replaced, changes)
         addition = self.changed.get(stored.name)
-        if addition is None and stored.name not in self.dequantised:
+        if addition is None and not self._is_dequantised(stored.name):
             return replaced
         try:
             weight = stored.read()
@@ -302,6 +334,7 @@ class _Adapter:
             raise MergeError(f"{error}: the base is quantised; give base_model (--base-model) in 16 or 32 bits") from None
         exact = self._as_trained(weight, stored.name).float() if replaced is None else replaced
         if addition is None:
+            changes[stored.name] = self._change(weight, exact, torch.zeros_like(exact), exact)
             return exact
         update = addition.update()
         if update.shape != exact.shape:
@@ -315,9 +348,22 @@ class _Adapter:
             update = total - exact
             if update.norm() <= ROUNDED * exact.norm():  # the norms of an adapter that was not trained
                 update = torch.zeros_like(update)
-        off, changed = (total.to(weight.dtype).float() - exact - update).norm(), update.norm()
-        changes[stored.name] = Change(_ratio(changed, exact.norm()), _ratio(off, total.norm()), _ratio(off, changed))
+        changes[stored.name] = self._change(weight, exact, update, total)
         return total
+
+    def _change(self, weight: Tensor, exact: Tensor, update: Tensor, total: Tensor) -> Change:
+        """Return how a weight of a file is changed.
+
+        Args:
+            exact: what the adapter was trained over, fp32.
+            update: what is added to it.
+            total: their sum, which is rounded to the dtype of the file.
+        """
+        written, there = total.to(weight.dtype).float(), weight.float()
+        off, changed, moved = (written - exact - update).norm(), update.norm(), 0.0
+        if written.shape == there.shape:  # else the adapter has an embedding of its own
+            moved = _ratio((written - there).norm(), there.norm())
+        return Change(_ratio(changed, exact.norm()), _ratio(off, total.norm()), _ratio(off, changed), moved)
 
     def _with_magnitudes(self, path: str, weight: Tensor, along: int) -> Tensor:
         """DoRA: each row of ``weight``, whose elements are along this dimension, as long as the adapter says."""

@@ -10,7 +10,8 @@ A block is 32 to 4096 elements of the flattened weight, the last one may be shor
     absmax[b] ≈ DYNAMIC[q[b]] · absmax2[b / 256] + offset
 
 so that a weight takes 4 + 8/64 + 32/(64·256) = 4.127 bits with blocks of 64, and reading it as 16 bits moves 2.52 bytes.
-"nf4" has quantiles of a normal distribution, "fp4" a sign, two bits of exponent and one of mantissa; "fp4" is only read.
+"nf4" has quantiles of a normal distribution, "fp4" a sign, two bits of exponent and one of mantissa; "fp4" is quantized by
+plain torch alone.
 Dequantization writes rows that may lie apart, so that the weight can stand in a buffer with padding columns.
 """
 
@@ -186,6 +187,30 @@ def quantize_nf4_reference(weight: Tensor, block: int = 64) -> tuple[Tensor, Ten
     codes = torch.bucketize(scaled.reshape(-1)[: flat.numel()], _bounds(flat.device)).to(torch.uint8)
     zero = torch.bucketize(flat.new_zeros(flat.numel() % 2), _bounds(flat.device)).to(torch.uint8)
     pairs = torch.cat([codes, zero]).view(-1, 2)
+    return pairs[:, 0] << 4 | pairs[:, 1], absmax
+
+
+def quantize_fp4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
+    """``quantize_nf4`` to the values of FP4, in plain torch.
+
+    Raises:
+        ValueError: there is no such block.
+    """
+    if block not in BLOCKS:
+        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCKS))}")
+    flat = weight.detach().reshape(-1)
+    pieces = [_quantize_fp4_piece(piece, block) for piece in flat.split(PIECE)]
+    return torch.cat([codes for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
+
+
+def _quantize_fp4_piece(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    values, order = code_of("fp4", flat.device)[:8].sort()  # a code's upper bit is the sign
+    blocks = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % block)).view(-1, block)
+    absmax = blocks.abs().amax(1)
+    scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)
+    nearest = torch.bucketize(scaled.abs().reshape(-1), (values[:-1] + values[1:]) / 2)
+    codes = order[nearest] + 8 * (scaled.reshape(-1) < 0)
+    pairs = codes[: flat.numel() + flat.numel() % 2].to(torch.uint8).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1], absmax
 
 

@@ -132,9 +132,16 @@ def _stored(path: str, layer: AdapterLayer, values: Mapping[str, Tensor]) -> dic
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def name_base_by_absolute_path(folder: Path) -> None:
-    """In adapters that PEFT wrote to ``folder``, each named one in a folder of its own: it keeps the path as it was given."""
+def name_base_by_absolute_path(folder: Path, known: bool = True) -> None:
+    """In adapters that PEFT wrote to ``folder``, each named one in a folder of its own: it keeps the path as it was given.
+
+    Args:
+        known: whether that still has the weights that the adapters are over; else none is named.
+    """
     for file in folder.rglob(CONFIG_FILE):
         described = json.loads(file.read_text())
         if base := described.get("base_model_name_or_path"):
-            file.write_text(json.dumps({**described, "base_model_name_or_path": lasting(base)}, indent=2, sort_keys=True))
+            place = lasting(base) if known else None
+            file.write_text(json.dumps({**described, "base_model_name_or_path": place}, indent=2, sort_keys=True))
+            if not known:
+                logger.warning("%s: the weights beneath were changed since they were loaded, so no base is named", file.parent)

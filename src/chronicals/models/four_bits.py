@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
+from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.rows import PART
 from chronicals.quantization import Experts4bit, Linear4bit, Packed, PackedLinear
 from chronicals.quantization.experts import can_be_packed, pack_stack
@@ -56,27 +57,30 @@ def has_packed_layers(model: nn.Module) -> bool:
     return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
-def quantise_layers(model: Any, watch: Watch | None = None) -> int:
+def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | None = None) -> int:
     """Quantise the linear layers and stacked experts of the decoder layers to NF4, in place, one after the other; how many
     linear layers there were.
 
     Args:
         watch: sees each weight of a linear layer; the model knows it afterwards.
+        form: which layers are quantised instead of those, and how.
 
     Raises:
         ValueError: there is none, nor one in 4 bits already; or experts have adapters.
     """
-    layers, experts = linear_layers(model), stacked_experts(model)
+    layers, experts = _named_layers(model, form), _named_experts(model, form)
     _check_bare(experts)
-    if not layers and not has_4bit_layers(model):
+    if form is None and not layers and not has_4bit_layers(model):
         raise _no_layers(model)
     for path, layer in layers.items():
-        quantised = Linear4bit.of(layer)
+        weight = layer.weight.detach()
+        matrix = weight.t() if _is_transposed(layer) else weight
+        quantised = _kind_of(path, form).quantise(matrix).to(weight.dtype)
         if watch is not None:
-            watch(path, layer.weight.detach(), quantised.packed)
-        setattr(model, QUANTISED_FROM, layer.weight.dtype)
-        model.set_submodule(path, quantised)
-    _quantise_experts(model, experts)
+            watch(path, matrix, quantised)
+        setattr(model, QUANTISED_FROM, weight.dtype)
+        model.set_submodule(path, Linear4bit(quantised, layer.bias).train(layer.training))
+    _quantise_experts(model, experts, form)
     if layers and watch is not None:
         setattr(model, WATCHED, watch)
     _report(model)
@@ -98,10 +102,38 @@ def quantise_experts(model: Any) -> int:
     return len(found)
 
 
-def _quantise_experts(model: Any, found: Mapping[str, nn.Module]) -> None:
+def _quantise_experts(model: Any, found: Mapping[str, nn.Module], form: BaseFormat | None = None) -> None:
     for path, module in found.items():
         setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
-        model.set_submodule(path, Experts4bit.of(module))
+        model.set_submodule(path, Experts4bit.of(module, _kind_of_experts(path, form).quantise))
+
+
+def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
+    """By their paths, the plain layers that are to be quantised; a form may name others than the usual ones."""
+    if form is None or form.layers is None:
+        return dict(linear_layers(model))
+    named = {path: module for path, module in model.named_modules() if path in form.layers}
+    return {path: module for path, module in named.items() if type(module) is nn.Linear or _is_transposed(module)}
+
+
+def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
+    """By their paths, the experts that are to be quantised."""
+    found = stacked_experts(model)
+    return found if form is None else {path: module for path, module in found.items() if form.kind_of_experts(path)}
+
+
+def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
+    """How a layer that is to be quantised is."""
+    return (None if form is None else form.kind_of(path)) or FourBits()
+
+
+def _kind_of_experts(path: str, form: BaseFormat | None) -> FourBits:
+    return (None if form is None else form.kind_of_experts(path)) or FourBits()
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is ``[in, out]``, as GPT-2's."""
+    return type(layer).__name__ == "Conv1D"
 
 
 def _check_bare(experts: Iterable[str]) -> None:
@@ -117,11 +149,14 @@ def stacked_experts(model: Any) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if id(module) in inside and can_be_packed(module)}
 
 
-def quantising_while_reading(watch: Watch | None = None, take: Take | None = None) -> Any:
+def quantising_while_reading(
+    watch: Watch | None = None, take: Take | None = None, form: BaseFormat | None = None
+) -> Any:  # fmt: skip
     """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers and stacked experts of the
-    decoder layers to NF4, or lets ``take`` replace the linear layers; nothing of it stays in the model's configuration."""
+    decoder layers to NF4, or those that ``form`` names as it says, or lets ``take`` replace the linear layers; nothing of it
+    stays in the model's configuration."""
     configuration = _classes()()
-    configuration.watch, configuration.take = watch, take
+    configuration.watch, configuration.take, configuration.form = watch, take, form
     return configuration
 
 
@@ -192,8 +227,8 @@ def _classes() -> Any:
             self.quant_method = METHOD  # type: ignore[assignment]
 
     class Quantise(ConversionOps):
-        def __init__(self, left: set[str], stacks: _Stacks, watch: Watch | None, take: Take | None):
-            self.left, self.stacks, self.watch, self.take = left, stacks, watch, take
+        def __init__(self, left: set[str], stacks: _Stacks, asked: Any):
+            self.left, self.stacks, self.asked = left, stacks, asked
 
         def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Tensor]:
             ((name, value),) = input_dict.items()
@@ -201,7 +236,8 @@ def _classes() -> Any:
             weight = value[0] if isinstance(value, list) else value
             if name in self.stacks.names:
                 return {name: self.stacks.take(model, name, weight)}
-            return {name: _take(model, name.removesuffix(".weight"), weight, self.watch, self.take)}
+            path, asked = name.removesuffix(".weight"), self.asked
+            return {name: _take(model, path, weight, asked.watch, asked.take, _kind_of(path, asked.form))}
 
     @register_quantizer(METHOD)
     class Quantiser(HfQuantizer):
@@ -209,10 +245,12 @@ def _classes() -> Any:
         stacks: _Stacks
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-            self.left = {f"{path}.weight" for path in linear_layers(model)}
-            if not self.left:
+            form = self.quantization_config.form
+            named = _named_layers(model, form)
+            self.left = {f"{path}.weight" for path, layer in named.items() if not _is_transposed(layer)}
+            if not self.left and form is None:
                 raise _no_layers(model)
-            self.stacks = _Stacks({} if self.quantization_config.take is not None else stacked_experts(model))
+            self.stacks = _Stacks({} if self.quantization_config.take is not None else _named_experts(model, form), form)
             self.left |= self.stacks.names
             return model
 
@@ -220,7 +258,7 @@ def _classes() -> Any:
             return param_name in self.left
 
         def get_quantize_ops(self) -> Any:
-            return Quantise(self.left, self.stacks, self.quantization_config.watch, self.quantization_config.take)
+            return Quantise(self.left, self.stacks, self.quantization_config)
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             if self.quantization_config.watch is not None:
@@ -254,12 +292,14 @@ class _Stacks:
 
     Args:
         experts: by their paths.
+        form: how they are quantised, by default as usual.
 
     Attributes:
         names: of their stacked weights, in the model.
     """
 
-    def __init__(self, experts: Mapping[str, nn.Module]):
+    def __init__(self, experts: Mapping[str, nn.Module], form: BaseFormat | None = None):
+        self.form = form
         self.shapes = {
             path: {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
             for path, module in experts.items()
@@ -273,7 +313,9 @@ class _Stacks:
         path, _, own = name.rpartition(".")
         if tuple(stack.shape) != self.shapes[path][own]:
             return stack
-        packed = pack_stack(stack.to("cuda") if torch.cuda.is_available() else stack).moved(stack.device)
+        quantise = _kind_of_experts(path, self.form).quantise
+        packed = pack_stack(stack.to("cuda") if torch.cuda.is_available() else stack, quantise)
+        packed = packed.moved(stack.device).to(stack.dtype)
         self._packed[path][own] = packed
         model.get_submodule(path).register_parameter(own, nn.Parameter(packed.codes, requires_grad=False))
         return packed.codes
@@ -292,7 +334,9 @@ def _check_shapes(model: Any) -> None:
             raise ValueError(f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than config.json says")
 
 
-def _take(model: Any, path: str, weight: Tensor, watch: Watch | None = None, take: Take | None = None) -> Tensor:
+def _take(
+    model: Any, path: str, weight: Tensor, watch: Watch | None = None, take: Take | None = None, kind: FourBits | None = None
+) -> Tensor:  # fmt: skip
     """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, or what ``take`` makes of it, and
     return its codes; a weight of another shape stays what it is, for the loader to complain of. Where there is a card, that
     quantises."""
@@ -305,7 +349,7 @@ def _take(model: Any, path: str, weight: Tensor, watch: Watch | None = None, tak
         model.set_submodule(path, replacement)
         return replacement.weight
     place = torch.device("cuda") if torch.cuda.is_available() else weight.device
-    packed = Packed.of(weight.to(place))
+    packed = (kind or FourBits()).quantise(weight.to(place)).to(weight.dtype)
     if watch is not None:
         watch(path, weight.to(place), packed)
     layer = Linear4bit(packed, linear.bias).to(weight.device)

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 
 from chronicals.config.paths import lasting
 from chronicals.model_shape import ModelShape
+from chronicals.models.base_format import BaseFormat, OtherBase
 from chronicals.models.completeness import check_whole
-from chronicals.models.four_bits import Take, Watch, linear_layers, quantising_while_reading
+from chronicals.models.four_bits import Take, Watch, linear_layers, quantise_layers, quantising_while_reading
 from chronicals.models.fp8_blocks import METHOD as IN_FP8
 from chronicals.models.fp8_blocks import dequantising
 from chronicals.models.gguf_config import config_of
@@ -91,7 +92,7 @@ def _where(name: str | Path) -> str:
 
 def load_model(
     name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
-    watch: Watch | None = None,
+    watch: Watch | None = None, form: BaseFormat | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A causal language model, or one of images and text, from a folder, a hub name or a GGUF file, in host memory.
 
@@ -103,6 +104,7 @@ def load_model(
             read; ``int8``: linear layers become bitsandbytes' layers in LLM.int8 (Dettmers et al., 2022), which are for
             computing alone, not to be trained.
         watch: sees each weight when it is quantised, and is then known to the model (``lora.loftq``).
+        form: of ``nf4``, which layers are quantised instead of the usual ones, and how.
 
     Raises:
         ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
@@ -118,7 +120,7 @@ def load_model(
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
         load = load_packed if is_packed(config) else load_whole
         if quantization is not None and load is load_whole:
-            options |= _quantising(config, watch, quantization)
+            options |= _quantising(config, watch, quantization, form)
         elif _quantization(config).get("quant_method") == IN_FP8:
             options |= dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)
@@ -128,6 +130,35 @@ def load_model(
         raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
     read_processors(_named(model, name))
     return model
+
+
+def load_base(name: str | Path, dtype: torch.dtype, trust_remote_code: bool, form: BaseFormat) -> Any:
+    """The base of an adapter with the very numbers that it was trained over, in host memory.
+
+    Args:
+        dtype: of what is not quantised, and of what codes are dequantised to.
+        form: of its layers then; where the files hold other numbers, those are quantised so as they are read.
+
+    Raises:
+        ValueError: it cannot be loaded, with the reason.
+        OtherBase: the layers of the files cannot become what they were.
+    """
+    read_in = form.dtype or dtype
+    described = {} if gguf_of(name) is not None else _quantization(load_config(name, trust_remote_code))
+    if described or gguf_of(name) is not None:
+        model = load_model(name, read_in, trust_remote_code)
+    elif form.by_transformers is not None:
+        model = load_model(name, read_in, trust_remote_code, "int8" if form.in_8_bits else None)
+    else:
+        model = load_model(name, read_in, trust_remote_code, "nf4", form=form)
+    if form.by_transformers is None:
+        quantise_layers(model, form=form)  # those that are not quantised while they are read
+    if difference := form.difference(BaseFormat.of(model)):
+        raise OtherBase(
+            f"model={str(name)!r}: is another base than the adapter was trained over ({difference}); give the one that it was "
+            "trained over"
+        )
+    return model if form.by_transformers is not None else model.to(dtype)
 
 
 def _named(model: Any, name: str | Path) -> Any:
@@ -270,7 +301,7 @@ def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> A
         return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
-def _quantising(config: Any, watch: Watch | None, quantization: str) -> dict[str, Any]:
+def _quantising(config: Any, watch: Watch | None, quantization: str, form: BaseFormat | None = None) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` by which it quantises what it reads.
 
     Raises:
@@ -287,7 +318,7 @@ def _quantising(config: Any, watch: Watch | None, quantization: str) -> dict[str
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError("quantization='int8' needs bitsandbytes, which is not installed: pip install bitsandbytes")
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    return {"quantization_config": quantising_while_reading(watch)}
+    return {"quantization_config": quantising_while_reading(watch, form=form)}
 
 
 def _auto_class(config: Any) -> Any:

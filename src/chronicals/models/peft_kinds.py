@@ -34,6 +34,15 @@ def kinds(model: Any) -> list[str]:
     return [str(getattr(c.peft_type, "value", c.peft_type)) for c in found.values()] if isinstance(found, dict) else []
 
 
+def active_adapters(model: Any) -> list[str]:
+    """Names of the adapters of PEFT that a model computes with, in their order; none where it has only ours, or none."""
+    if not isinstance(getattr(model, "peft_config", None), dict):
+        return []
+    named = model.active_adapters
+    named = named() if callable(named) else named
+    return [named] if isinstance(named, str) else list(named)
+
+
 def unfused_kind(model: Any) -> str | None:
     """The first of these that PEFT's own modules compute, in layers that are never fused: any but LoRA."""
     return next((kind for kind in kinds(model) if kind != "LORA"), None)

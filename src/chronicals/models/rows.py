@@ -38,7 +38,7 @@ class StoredRows:
 
     def __init__(self, folder: Path, model: Any):
         self.folder = folder
-        self.files = _files_by_name(folder)
+        self.files = files_by_name(folder)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         missing = sorted(shapes.keys() - self.files.keys())
         if missing:
@@ -78,7 +78,8 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self.files)
 
 
-def _files_by_name(folder: Path) -> dict[str, Path]:
+def files_by_name(folder: Path) -> dict[str, Path]:
+    """The safetensors file of each tensor in a folder."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weights = json.loads(index.read_text())["weight_map"]
@@ -103,7 +104,7 @@ def digest_of_files(name: str | Path) -> str:
     if not folder.is_dir():
         folder = Path(snapshot_download(str(name), local_files_only=True))
     digest = hashlib.sha256()
-    for path in sorted(set(_files_by_name(folder).values())):
+    for path in sorted(set(files_by_name(folder).values())):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -58,7 +58,7 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
     codes = _bytes(name, _there(stored, name), -(-shape[0] * shape[1] // 2))
     scales = _scales(name, stored, described, -(-shape[0] * shape[1] // block), nested)
     _check_map(f"{name}.quant_map", _there(stored, f"{name}.quant_map"), code)
-    return Packed(codes, scales, shape, dtype, block, code)
+    return Packed(codes, scales, shape, dtype, block, code, quantized_from=dtype)
 
 
 def read_shape(name: str, text: Tensor) -> tuple[tuple[int, int], torch.dtype]:

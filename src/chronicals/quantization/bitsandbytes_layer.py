@@ -106,4 +106,4 @@ def weight_of_layer(layer: Any) -> Packed:
     if nested is not None:
         scales = Scales(state.absmax, nested.absmax, nested.code, state.offset, nested.blocksize)
     codes = layer.weight.data.view(torch.uint8).view(-1)
-    return Packed(codes, scales, (rows, columns), state.dtype, state.blocksize, state.quant_type)
+    return Packed(codes, scales, (rows, columns), state.dtype, state.blocksize, state.quant_type, state.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -74,7 +74,8 @@ class Experts4bit(nn.Module):
     def __init__(self, experts: nn.Module, packed: Mapping[str, Packed], shapes: Mapping[str, tuple[int, ...]]):
         super().__init__()
         self.stacked = dict(shapes)
-        self.dtype = next(iter(packed.values())).dtype
+        first = next(iter(packed.values()))
+        self.dtype, self.quantized_from = first.dtype, first.quantized_from
         inner, places = copy.copy(experts), {}
         for name, parameter in experts._parameters.items():
             if parameter is None:
@@ -95,8 +96,11 @@ class Experts4bit(nn.Module):
         self.train(experts.training)
 
     @classmethod
-    def of(cls, experts: nn.Module) -> Self:
+    def of(cls, experts: nn.Module, quantise: Callable[[Tensor], Packed] = Packed.of) -> Self:
         """Experts of transformers, their stacked weights quantised to NF4 in blocks of 64 with nested scales.
+
+        Args:
+            quantise: makes another of a matrix, with the same blocks.
 
         Raises:
             ValueError: they hold something else.
@@ -104,7 +108,7 @@ class Experts4bit(nn.Module):
         if not can_be_packed(experts):
             raise ValueError(f"{type(experts).__name__} holds something else than stacked weights and biases")
         stacks = {name: p.detach() for name, p in experts._parameters.items() if p is not None and p.ndim == 3}
-        packed = {name: pack_stack(stack) for name, stack in stacks.items()}
+        packed = {name: pack_stack(stack, quantise).to(stack.dtype) for name, stack in stacks.items()}
         return cls(experts, packed, {name: tuple(stack.shape) for name, stack in stacks.items()})
 
     def packed(self, name: str) -> Packed:
@@ -112,7 +116,8 @@ class Experts4bit(nn.Module):
         *rows, columns = self.stacked[name]
         count = torch.Size(rows).numel()
         scales = Scales(*(getattr(self, f"{name}_{scale}") for scale in SCALES))
-        return Packed(self.get_parameter(name), scales, (count, columns), self.dtype)
+        weight = Packed(self.get_parameter(name), scales, (count, columns), self.dtype)
+        return replace(weight, quantized_from=self.quantized_from)
 
     @property
     def values(self) -> int:
@@ -175,9 +180,9 @@ class Experts4bit(nn.Module):
         return f"nf4 in blocks of {BLOCK}"
 
 
-def pack_stack(stack: Tensor) -> Packed:
+def pack_stack(stack: Tensor, quantise: Callable[[Tensor], Packed] = Packed.of) -> Packed:
     """A stacked weight ``[E, N, K]``, quantised as one matrix ``[E · N, K]``."""
-    return Packed.of(stack.reshape(-1, stack.shape[-1]))
+    return quantise(stack.reshape(-1, stack.shape[-1]))
 
 
 def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Any:

@@ -36,6 +36,7 @@ class Linear4bit(PackedLinear):
     def __init__(self, packed: Packed, bias: Tensor | None = None):
         super().__init__(packed.codes, packed.shape, packed.dtype, bias)
         self.block, self.code, self.block2 = packed.block, packed.code, packed.scales.block2
+        self.quantized_from = packed.quantized_from
         for name in SCALES:
             self.register_buffer(name, getattr(packed.scales, name))
 
@@ -52,7 +53,8 @@ class Linear4bit(PackedLinear):
     @property
     def packed(self) -> Packed:
         scales = Scales(self.absmax, self.absmax2, self.code2, self.offset, self.block2)
-        return Packed(self.weight, scales, (self.out_features, self.in_features), self.dtype, self.block, self.code)
+        shape = self.out_features, self.in_features
+        return Packed(self.weight, scales, shape, self.dtype, self.block, self.code, self.quantized_from)
 
     @torch.no_grad()
     def squared_norms(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.nf4 import SCALE_BLOCK, Scales, dequantize_4bit, quantize_nf4, quantize_scales
+from chronicals.kernels.nf4 import SCALE_BLOCK, Scales, dequantize_4bit, quantize_fp4, quantize_nf4, quantize_scales
 from chronicals.quantization.packed import PackedBase
 
 BLOCK = 64
@@ -27,6 +27,7 @@ class Packed:
         dtype: of what it is dequantised to.
         block: values that share a scale.
         code: "nf4" or "fp4".
+        quantized_from: dtype that the weight had before; None where that is not known.
     """
 
     codes: Tensor
@@ -35,17 +36,19 @@ class Packed:
     dtype: torch.dtype
     block: int = BLOCK
     code: str = "nf4"
+    quantized_from: torch.dtype | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, block: int = BLOCK, nested: bool = True) -> Packed:
-        """A weight ``[n, K]``, fp32, bf16 or fp16, quantised to NF4.
+    def of(cls, weight: Tensor, block: int = BLOCK, nested: bool = True, code: str = "nf4") -> Packed:
+        """A weight ``[n, K]``, fp32, bf16 or fp16, quantised to NF4 or FP4.
 
         Args:
             nested: the scales are quantised themselves.
         """
-        codes, absmax = quantize_nf4(weight, block)
+        codes, absmax = (quantize_nf4 if code == "nf4" else quantize_fp4)(weight, block)
+        scales = quantize_scales(absmax) if nested else Scales(absmax)
         rows, columns = weight.shape
-        return cls(codes, quantize_scales(absmax) if nested else Scales(absmax), (rows, columns), weight.dtype, block)
+        return cls(codes, scales, (rows, columns), weight.dtype, block, code, weight.dtype)
 
     @classmethod
     def base(cls, packed: Sequence[Packed], columns: int = 0, ranks: Sequence[int] = ()) -> NF4:

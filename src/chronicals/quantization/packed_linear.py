@@ -45,6 +45,11 @@ class PackedLinear(nn.Module):
     def packed(self) -> Any:
         """The weight, a ``PackedWeight``."""
 
+    @property
+    def four_bits(self) -> Any:
+        """The weight as ``Packed``, or as much of it as this process holds, where it is in 4 bits; else None."""
+        return self.packed if self.in_4_bits else None
+
     @abstractmethod
     def squared_norms(self) -> Tensor:
         """Of the rows of the dequantised weight, ``[out]``, in at least fp32."""

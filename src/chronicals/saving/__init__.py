@@ -21,6 +21,7 @@ from chronicals.saving.optimizer_states import (
     write_optimizer,
     write_pieces,
 )
+from chronicals.saving.reading_back import differences
 from chronicals.saving.saved_model import SavedModel
 from chronicals.saving.staging import Staging
 
@@ -35,6 +36,7 @@ __all__ = [
     "StoredStates",
     "check_folder",
     "describe",
+    "differences",
     "hash_file",
     "load_weights",
     "optimizer_files",

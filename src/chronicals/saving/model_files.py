@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
-from chronicals.models import describe_packed, load_whole, save_processors, saved_form, within_adapters
+from chronicals.lora.peft_format import CHANGED
+from chronicals.models import describe_packed, load_whole, save_processors, saved_form, score_of, within_adapters
 from chronicals.models.rows import NotByRows, StoredRows, StoredWeights
 from chronicals.standard_json import to_json
 
@@ -39,6 +40,7 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     if next(adapters(model), None) is not None:
         save_adapter(model, folder, state_dict=weights)
+        _save_generation_settings(model, folder)
     else:
         describe_packed(within_adapters(model))
         form = saved_form(model, weights)
@@ -57,7 +59,17 @@ def save_without_weights(folder: Path, form: Any, text_files: Mapping[str, bytes
 def _save_form(form: Any, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
     form.save_pretrained(folder, state_dict=weights)
     _name_the_class(folder)
-    name_base_by_absolute_path(folder)
+    inner = within_adapters(form)
+    name_base_by_absolute_path(folder, known=not getattr(inner, CHANGED, False))
+    if hasattr(form, "peft_config"):
+        _save_generation_settings(inner, folder)
+
+
+def _save_generation_settings(model: Any, folder: Path) -> None:
+    """Beside adapters, what whole models have: where generation ends, and how it samples. A reward model generates nothing."""
+    settings = getattr(model, "generation_config", None)
+    if settings is not None and score_of(model) is None:
+        settings.save_pretrained(folder)
 
 
 def save_beside(folder: Path, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from chronicals.lora.loading import load_adapter, stored_rows
 from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE
+from chronicals.lora.several import add_adapter, add_weighted_adapter, set_adapter
 from chronicals.models import (
     ModelShape,
     attach_score,
@@ -21,10 +22,16 @@ from chronicals.models import (
     load_scored,
     load_tokenizer,
 )
+from chronicals.models.base_format import BaseFormat
 from chronicals.models.four_bits import Watch
 from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.gguf_reader import gguf_of
-from chronicals.models.loading import DTYPES, without_field
+from chronicals.models.loading import load_base, without_field
+
+DEFAULT, SUM = "default", "sum"
+"""PEFT's name of an adapter that was given none, and the name of the sum of several."""
+
+GENERATION = "generation_config.json"
 
 OF_A_BASE = "give base_model (--base-model)"
 """What to do where the model of an adapter is not known."""
@@ -40,6 +47,8 @@ class SavedModel:
         base: the adapter's model, a folder or hub name, where it is known.
         about: what chronicals wrote beside it; empty where it comes from elsewhere.
         remedy: what errors say to do where the model of an adapter is not known.
+        beside: folder of the tokenizer and of what chronicals wrote, where that is another one.
+        others: folders of further adapters of PEFT that the model computes with.
     """
 
     place: Path | str
@@ -47,6 +56,8 @@ class SavedModel:
     base: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = OF_A_BASE
+    beside: Path | None = None
+    others: tuple[Path, ...] = ()
 
     @classmethod
     def find(cls, name: str | Path, base_model: str | None = None, remedy: str = OF_A_BASE) -> SavedModel:
@@ -59,14 +70,16 @@ class SavedModel:
         Raises:
             ValueError: ``base_model`` is given for what is no adapter, or a file is no JSON.
         """
-        folder = _weights_of(Path(name))
+        beside = _weights_of(Path(name))
+        file = beside / "chronicals.json"
+        about = _read(file) if file.exists() else {}
+        folder, *others = _adapters_in(beside, about)
         adapted = (folder / CONFIG_FILE).exists()
         if base_model is not None and not adapted:
             raise ValueError(f"base_model={base_model!r}: {name} is no adapter's folder, which alone needs it; leave it out")
-        file = folder / "chronicals.json"
-        about = _read(file) if file.exists() else {}
         base = base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path") if adapted else None
-        return cls(folder if folder.is_dir() else name, adapted, base, about, remedy)
+        elsewhere = beside if beside != folder else None
+        return cls(folder if folder.is_dir() else name, adapted, base, about, remedy, elsewhere, tuple(others))
 
     def model(
         self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None, watch: Watch | None = None
@@ -74,18 +87,40 @@ class SavedModel:
         """It, in host memory, with our adapters where it has any, over the base that they were trained on.
 
         Args:
-            quantization: of the base, as ``load_model`` takes it; by default that which the adapter was trained on.
+            quantization: of the base, as ``load_model`` takes it; an adapter that was trained over 4 bits has those very ones
+                for None and ``nf4``.
             watch: as there, of a base without adapters.
 
         Raises:
             ValueError: it cannot be loaded, with what to do.
         """
         if self.adapted:
-            return load_adapter(self._base(dtype, trust_remote_code, quantization), self.place)
+            return self._with_adapters(self._base(dtype, trust_remote_code, quantization))
         there = isinstance(self.place, str) or (self.place / "config.json").exists() or gguf_of(self.place) is not None
         if not there:
             raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
         return load_model(self.place, dtype, trust_remote_code, quantization, watch)
+
+    def _with_adapters(self, base: Any) -> Any:
+        """The base with all adapters that it computes with, and the generation settings that are stored beside them."""
+        from transformers import GenerationConfig
+
+        if not self.others:
+            model = load_adapter(base, self.place)
+        else:
+            names = [str(folder) for folder in (Path(self.place), *self.others)]
+            for folder in names:
+                add_adapter(base, folder, folder)
+            add_weighted_adapter(base, names, [1.0] * len(names), SUM)
+            model = set_adapter(base, SUM)
+        if (self._beside / GENERATION).exists():
+            model.generation_config = GenerationConfig.from_pretrained(self._beside)
+        return model
+
+    @property
+    def _beside(self) -> Path:
+        """The folder of the tokenizer and of what chronicals wrote."""
+        return Path(self.place) if self.beside is None else self.beside
 
     def is_scored(self, trust_remote_code: bool = False) -> bool:
         """Whether it is a reward model, or the adapter of one.
@@ -112,11 +147,10 @@ class SavedModel:
 
     def _base(self, dtype: torch.dtype, trust_remote_code: bool, quantization: str | None) -> Any:
         """A base that was quantised is so again, of the weights as they were then."""
-        trained_on = self.about.get("base")
-        if quantization is not None or trained_on is None:
+        form = BaseFormat.read(self.about.get("base"))
+        if form is None or quantization not in (None, "nf4"):
             return self._checked(self._of_base(load_model, dtype, trust_remote_code, quantization))
-        then = DTYPES[trained_on["mixed_precision"]]
-        return self._of_base(load_model, then, trust_remote_code, trained_on["quantization"]).to(dtype)
+        return self._checked(self._of_base(load_base, dtype, trust_remote_code, form))
 
     def _checked(self, base: Any) -> Any:
         """``base``; raises ValueError where the adapter was trained over other bits of a GGUF file."""
@@ -163,10 +197,10 @@ class SavedModel:
 
     def has_tokenizer(self) -> bool:
         """Whether there is one with it, or with its model; of a hub's this is taken for granted."""
-        if self.base is not None and not any(Path(self.place).glob("tokenizer*")):
+        if self.base is not None and not any(self._beside.glob("tokenizer*")):
             return SavedModel.find(self.base).has_tokenizer()
         files = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
-        there = isinstance(self.place, str) or any(any(Path(self.place).glob(name)) for name in files)
+        there = isinstance(self.place, str) or any(any(self._beside.glob(name)) for name in files)
         return there or gguf_of(self.place) is not None
 
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
@@ -175,8 +209,9 @@ class SavedModel:
         Raises:
             ValueError: it cannot be loaded, with what to do.
         """
-        own = not self.adapted or any(Path(self.place).glob("tokenizer*"))
-        return load_tokenizer(self.place, trust_remote_code) if own else self._of_base(load_tokenizer, trust_remote_code)
+        own = not self.adapted or any(self._beside.glob("tokenizer*"))
+        place = self.place if self.beside is None else self.beside
+        return load_tokenizer(place, trust_remote_code) if own else self._of_base(load_tokenizer, trust_remote_code)
 
     def _of_base(self, load: Callable[..., Any], *options: Any) -> Any:
         """What ``load`` finds where the whole model is."""
@@ -200,10 +235,26 @@ def _commit_of(name: str) -> str | None:
 
 
 def _weights_of(folder: Path) -> Path:
-    """The folder itself, ``model`` in it, or in its newest checkpoint: the first that holds weights, else the first."""
+    """The folder itself, ``model`` in it, or in its newest checkpoint: the first that holds weights, or adapters in folders of
+    their names, else the first."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
     places = [folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)]
-    return next((place for place in places if (place / "config.json").exists() or (place / CONFIG_FILE).exists()), folder)
+    return next((place for place in places if _holds_weights(place)), folder)
+
+
+def _holds_weights(folder: Path) -> bool:
+    named = (folder / "chronicals.json").exists() and any(folder.glob(f"*/{CONFIG_FILE}"))
+    return named or (folder / "config.json").exists() or (folder / CONFIG_FILE).exists()
+
+
+def _adapters_in(folder: Path, about: Mapping[str, Any]) -> list[Path]:
+    """The folders of the adapters that a model computes with: PEFT writes those that are not ``default`` to folders of their
+    names. Without adapters, the folder itself."""
+    if active := about.get("active_adapters"):
+        return [folder if name == DEFAULT else folder / name for name in active]
+    named = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}")) if about else []
+    alone = len(named) == 1 and not (folder / CONFIG_FILE).exists()
+    return named if alone else [folder]
 
 
 def _read(file: Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
@@ -12,8 +13,10 @@ from chronicals.config.sections import lasting_sections
 from chronicals.data import Tokenizer, TokenStore
 from chronicals.distributed import Mesh
 from chronicals.models import input_device, within_adapters
+from chronicals.models.base_format import BaseFormat
 from chronicals.models.gguf_loading import GGUF_FILE
-from chronicals.saving import text_files, write_folder
+from chronicals.models.peft_kinds import active_adapters
+from chronicals.saving import differences, text_files, write_folder
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.errors import CheckpointError
@@ -31,23 +34,22 @@ TAUGHT = (
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 
 
-OF_THE_BASE = ("quantization", "mixed_precision")
-"""Fields that decide what the weights were under adapters on a quantised base, by which it is loaded and merged again."""
-
-
 def about_data(
     store: TokenStore, model: Any, tokenizer: Any, config: ChronicalsConfig, reference: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained, beside the
-    same ``reference`` policy; and how an adapter's base was quantised, or which GGUF file it was."""
+    same ``reference`` policy; how the model's layers are quantised, or which GGUF file they are of; and which of PEFT's
+    adapters it computes with."""
     file = getattr(within_adapters(model), GGUF_FILE, None)
+    form, active = BaseFormat.of(model), active_adapters(model)
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
         "taught": {field: getattr(config, field) for field in TAUGHT} | {"sections": lasting_sections(config.sections)},
         **({"reference": reference} if reference is not None else {}),
-        **({"base": {field: getattr(config, field) for field in OF_THE_BASE}} if config.quantization else {}),
+        "base": {} if form is None else form.to_json(),
         **({"gguf": file} if file is not None else {}),
+        **({"active_adapters": active} if active else {}),
     }
 
 
@@ -62,15 +64,27 @@ def finish(
         answers: makes the samples of the report.
 
     Raises:
-        CheckpointError: the model cannot be written.
+        CheckpointError: the model cannot be written, or what is read back is not what was trained.
     """
     model_dir, report = run.output_dir / MODEL, run.output_dir / "report.html"
     model_step = saved.restore_best(run) if saved.keeps_best else run.step
     evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
 
+    def write_model(aside: Path) -> None:
+        saved.write_model(aside, model_step, text_files(model, tokenizer), about())
+        kept = f"The checkpoint of the last step stays: {saved.folder_of(run.step)}"
+        try:
+            wrong = list(differences(aside, model, tokenizer, about(), divided=saved.is_divided))
+        except (ValueError, OSError, KeyError) as error:
+            raise CheckpointError(f"{model_dir}: what was written cannot be read back: {error}. {kept}") from error
+        if wrong:
+            more = f" (and {len(wrong) - 1} more differences)" if len(wrong) > 1 else ""
+            raise CheckpointError(
+                f"{model_dir}: what was written is not what was trained, so it was not kept: {wrong[0]}{more}. {kept}"
+            )
+
     def write() -> None:
-        beside = text_files(model, tokenizer)
-        write_folder(model_dir, lambda aside: saved.write_model(aside, model_step, beside, about()))
+        write_folder(model_dir, write_model)
         try:
             facts = _facts(run, model, ranks, model_step, evaluation)
             title, metrics = f"chronicals: {run.output_dir.name}", read_metrics(run.output_dir / "metrics.jsonl")

@@ -13,6 +13,7 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.paths import lasting
+from chronicals.models import has_4bit_layers
 from chronicals.models.loading import without_field
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.objectives.reference import WithReference
@@ -41,7 +42,7 @@ def record_of(objective: Objective, model: Any, config: ChronicalsConfig) -> Rec
     if saved is None or _begins_with_loftq(saved, config):
         return {"how": "stored"}
     found = _found_again(saved)
-    return {"how": "stored", **found, **({"in_4bit": True} if found and config.quantization == "nf4" else {})}
+    return {"how": "stored", **found, **({"in_4bit": True} if found and has_4bit_layers(model) else {})}
 
 
 def _begins_with_loftq(saved: SavedModel, config: ChronicalsConfig) -> bool:

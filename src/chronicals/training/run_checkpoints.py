@@ -23,6 +23,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, Told, is_divided, whole_parts
+from chronicals.models.base_format import BaseFormat
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, save_beside, save_model, text_files
 from chronicals.training import checkpoint
@@ -73,16 +74,22 @@ class RunCheckpoints:
         self._optimizer: FusedAdamW | None = None
         self.written = deque[tuple[int, Path]]()
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether no process has the weights whole."""
+        return self._divided is not None
+
     def write_model(self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
         """On the first rank: the model, which has the weights of that step; where no rank has them whole, the files that all
         wrote beside its checkpoint."""
         if self._divided is None:
             save_model(aside, self.model, text_files, about)
         else:
-            shutil.copytree(self._folder(step) / checkpoint.MODEL, aside, copy_function=_shared, dirs_exist_ok=True)
+            shutil.copytree(self.folder_of(step) / checkpoint.MODEL, aside, copy_function=_shared, dirs_exist_ok=True)
             save_beside(aside, text_files, about)
 
-    def _folder(self, step: int) -> Path:
+    def folder_of(self, step: int) -> Path:
+        """The place of the checkpoint of a step."""
         return self.config.output_dir / checkpoint.CHECKPOINTS / checkpoint.name_of(step)
 
     def restore(
@@ -136,6 +143,7 @@ class RunCheckpoints:
                 "what the run began with, or choose another output_dir"
             )
         self._check_states(folder, state["config"])
+        self._check_base(folder, state.get("about", {}))
         changed = self._changed_since({"model": state["model"], **state["config"]})
         if state["order"] != steps.fingerprint:
             otherwise = "this version tokenises the data otherwise" if earlier_version else "other rows are held out"
@@ -146,6 +154,20 @@ class RunCheckpoints:
             )
         if changed:
             logger.warning("resuming with %s", ", ".join(changed.values()))
+
+    def _check_base(self, folder: Path, about: Mapping[str, Any]) -> None:
+        """Adapters go on over the numbers that they began over; folders of older versions do not say of all what these are."""
+        if "base" not in about:
+            return
+        there, here = BaseFormat.read(about["base"]), BaseFormat.of(self.model)
+        if there is None and here is None:
+            return
+        difference = f"nothing was quantised there, here {here}" if there is None else there.difference(here)
+        if difference is not None:
+            raise CheckpointError(
+                f"{folder}: its adapters were trained over another base ({difference}); resume with the model, quantization "
+                "and mixed_precision that the run began with, or choose another output_dir"
+            )
 
     def _check_states(self, folder: Path, before: Mapping[str, Any]) -> None:
         """States in 8 bits are of no use to states in fp32, nor these to them."""
@@ -355,7 +377,7 @@ class RunCheckpoints:
 
     def _best(self, run: Run) -> Path:
         assert run.best_step is not None
-        return self._folder(run.best_step)
+        return self.folder_of(run.best_step)
 
     def restore_best(self, run: Run) -> int:
         """Load the weights of the step with the lowest held-out loss, unless it is the last; the step whose weights the model
