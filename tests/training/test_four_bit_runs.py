@@ -150,7 +150,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targ
     model = load_model(place, torch.bfloat16, quantization="nf4")
     result = runs.train(tmp_path, model=model, use_lora_plus=False, **given)
     saved = SavedModel.find(result.model_dir)
-    (group,) = saved.about["base"]["in_4_bits"]
+    group = dict(*saved.about["base"]["in_4_bits"])
     assert len(group.pop("layers")) == 14 and group.pop("experts") == []
     usual = {"code": "nf4", "block": 64, "scale_block": 256}
     assert group == {**usual, "quantized_from": "bfloat16", "products": "bfloat16"}

@@ -1,5 +1,5 @@
-"""What a run's folder states of the model is read off the model: however the base came to be what it is, it is loaded and merged
-as it was trained over."""
+"""What a run's folder states of the model is read off the model: however the base came to be what it is, it is loaded and
+merged as it was trained over."""
 
 import json
 import shutil
@@ -29,6 +29,10 @@ def place(tmp_path_factory):
     tiny.llama(initializer_range=0.2).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     return folder
+
+
+def train(folder, **given):
+    return runs.train(folder, rows=tiny.chat_rows(8), **given)
 
 
 @torch.no_grad()
@@ -95,7 +99,7 @@ def quantised(model):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_base_in_4_bits_is_loaded_and_merged_as_it_was(tmp_path, place, way):
     model = WAYS[way](place)
-    result = runs.train(tmp_path, model=model, use_lora=True, **QUICK)
+    result = train(tmp_path, model=model, use_lora=True, **QUICK)
     live = answers(model)
     plain = answers(load_model(place, torch.float32))
     saved = SavedModel.find(result.model_dir)
@@ -108,7 +112,7 @@ def test_a_base_in_4_bits_is_loaded_and_merged_as_it_was(tmp_path, place, way):
 
 def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
     model = with_pefts(by_bitsandbytes(place, **NF4))
-    result = runs.train(tmp_path, model=model, **QUICK)
+    result = train(tmp_path, model=model, **QUICK)
     live = answers(model)
     assert (answers(SavedModel.find(result.model_dir).model(torch.float32)) - live).norm() <= 1e-4 * live.norm()
     merge(result.model_dir, tmp_path / "merged")
@@ -117,7 +121,7 @@ def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
 
 def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
     model = by_bitsandbytes(place, load_in_4bit=False, load_in_8bit=True)
-    result = runs.train(tmp_path, model=model, use_lora=True, **QUICK)
+    result = train(tmp_path, model=model, use_lora=True, **QUICK)
     saved, live = SavedModel.find(result.model_dir), answers(model)
     assert BaseFormat.read(saved.about["base"]).in_8_bits
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-2 * live.norm()
@@ -129,7 +133,7 @@ def test_weights_are_quantised_again_from_the_type_that_they_had(tmp_path, place
     """A run in bf16 of a model that was given in fp32 quantised it before it was cast."""
     model = load_model(place, torch.float32)
     given = {**QUICK, "mixed_precision": "bf16"}
-    result = runs.train(tmp_path, model=model, quantization="nf4", **given)
+    result = train(tmp_path, model=model, quantization="nf4", **given)
     codes = {name: p for name, p in model.named_parameters() if p.dtype == torch.uint8}
     read = SavedModel.find(result.model_dir).model(torch.float32)
     assert codes and all(torch.equal(x.cpu(), read.get_parameter(name)) for name, x in codes.items())
@@ -138,9 +142,9 @@ def test_weights_are_quantised_again_from_the_type_that_they_had(tmp_path, place
 
 
 def test_a_run_that_is_trained_further_keeps_its_base(tmp_path, place):
-    first = runs.train(tmp_path / "first", model=load_model(place, torch.float32), quantization="nf4", **QUICK)
+    first = train(tmp_path / "first", model=load_model(place, torch.float32), quantization="nf4", **QUICK)
     model = SavedModel.find(first.model_dir).model(torch.float32)
-    second = runs.train(tmp_path / "second", model=model, **QUICK)
+    second = train(tmp_path / "second", model=model, **QUICK)
     live, saved = answers(model), SavedModel.find(second.model_dir)
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
     merge(second.model_dir, tmp_path / "merged")
@@ -160,12 +164,12 @@ def in_older_words(folder):
 
 
 def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place, monkeypatch):
-    def train(folder, steps, **changes):
+    def trained(folder, steps, **changes):
         model = load_model(place, torch.float32, quantization="nf4")
         given = {**QUICK, "max_steps": steps, "save_steps": 1, "lr_scheduler": "constant", "warmup_steps": 0}
-        return model, runs.train(tmp_path / folder, model=model, quantization="nf4", **given, **changes)
+        return model, train(tmp_path / folder, model=model, quantization="nf4", **given, **changes)
 
-    model, result = train("whole", 2)
+    model, result = trained("whole", 2)
     live = answers(model)
     merge(result.model_dir, tmp_path / "merged")
     in_older_words(result.model_dir)
@@ -179,24 +183,24 @@ def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place,
 
     monkeypatch.setattr(module, "check_checkpoint", lambda folder: None)  # whose manifest is of what it stated before
     in_older_words(tmp_path / "parts" / checkpoint / "model")
-    resumed, _ = train("parts", 2, resume=True)
+    resumed, _ = trained("parts", 2, resume=True)
     assert torch.equal(answers(resumed), live)
 
 
 def test_another_base_is_refused(tmp_path, place):
-    result = runs.train(tmp_path, model=in_other_blocks(place), use_lora=True, save_steps=1, **QUICK)
+    result = train(tmp_path, model=in_other_blocks(place), use_lora=True, save_steps=1, **QUICK)
     from chronicals.saving.model_files import save_model
 
     save_model(tmp_path / "packed", load_model(place, torch.float32, quantization="nf4"), {}, {})
     with pytest.raises(ValueError, match=r"is another base than .* \(.* is NF4 in blocks of 128.* there, NF4 in blocks of 64"):
         SavedModel.find(result.model_dir, str(tmp_path / "packed")).model(torch.float32)
     with pytest.raises(CheckpointError, match=r"trained over another base \(NF4 in blocks of 128 there, nothing is quantised"):
-        runs.train(tmp_path, model=load_model(place, torch.float32), use_lora=True, resume=True, **{**QUICK, "max_steps": 2})
+        train(tmp_path, model=load_model(place, torch.float32), use_lora=True, resume=True, **{**QUICK, "max_steps": 2})
 
 
 def test_what_is_merged_is_said_with_both_distances(tmp_path, place):
     """That to the values that the adapter was trained over, and that to what the base's files hold."""
-    result = runs.train(tmp_path, model=load_model(place, torch.float32), quantization="nf4", **QUICK,
+    result = train(tmp_path, model=load_model(place, torch.float32), quantization="nf4", **QUICK,
                         lora_target_modules=["q_proj"])  # fmt: skip
     merged = merge(result.model_dir, tmp_path / "merged")
     report = json.loads((tmp_path / "merged" / REPORT).read_text())
@@ -227,7 +231,7 @@ def two_adapters(place, active):
 def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, active):
     pytest.importorskip("peft")
     model = two_adapters(place, active)
-    result = runs.train(tmp_path, model=model, **QUICK)
+    result = train(tmp_path, model=model, **QUICK)
     saved, live = SavedModel.find(tmp_path / "run"), answers(model)
     assert saved.about["active_adapters"] == active and saved.has_tokenizer()
     assert saved.tokenizer().get_vocab() == tiny.tokenizer().get_vocab()
@@ -242,15 +246,15 @@ def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, act
 
 def test_an_adapter_of_another_name_is_found(tmp_path, place):
     model = with_pefts(load_model(place, torch.float32), "mine")
-    runs.train(tmp_path, model=model, **QUICK)
+    train(tmp_path, model=model, **QUICK)
     live = answers(model)
     assert (answers(SavedModel.find(tmp_path / "run").model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
 
 
 def test_pefts_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path, place, caplog):
     model = load_model(place, torch.float32)
-    runs.train(tmp_path / "first", model=model, **QUICK)
-    runs.train(tmp_path / "second", model=with_pefts(model), **QUICK)
+    train(tmp_path / "first", model=model, **QUICK)
+    train(tmp_path / "second", model=with_pefts(model), **QUICK)
     assert "so no base is named" in caplog.text
     with pytest.raises(ValueError, match="does not say which model it belongs to"):
         SavedModel.find(tmp_path / "second" / "run").model(torch.float32)
@@ -265,7 +269,7 @@ def test_stop_tokens_of_the_model_are_saved_beside_adapters_and_merged(tmp_path,
     model.generation_config.eos_token_id = [7]
     if whose == "peft":
         model = with_pefts(model)
-    result = runs.train(tmp_path, model=model, use_lora=whose == "ours", **QUICK)
+    result = train(tmp_path, model=model, use_lora=whose == "ours", **QUICK)
     stops = model.generation_config.eos_token_id
     assert 7 in stops and len(stops) > 1
     assert SavedModel.find(result.model_dir).model(torch.float32).generation_config.eos_token_id == stops

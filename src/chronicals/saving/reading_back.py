@@ -221,6 +221,8 @@ def _of_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
         stored = type(tokenizer).from_pretrained(folder)
     if stored.get_vocab() != tokenizer.get_vocab():
         yield "the tokenizer has another vocabulary than the one that was trained with"
+    if _merges(stored) != _merges(tokenizer):
+        yield "the tokenizer has other merges than the one that was trained with"
     for field in SPECIAL:
         there, here = getattr(stored, field, None), getattr(tokenizer, field, None)
         if there != here:
@@ -230,3 +232,10 @@ def _of_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
     text = PROBE + "".join(str(token) for token in tokenizer.all_special_tokens)
     if stored(text)["input_ids"] != tokenizer(text)["input_ids"]:
         yield "the tokenizer gives other ids than the one that was trained with"
+
+
+def _merges(tokenizer: Any) -> Any:
+    """The pairs of tokens that become one, where Python does not do it."""
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    return json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
