@@ -231,4 +231,6 @@ def test_the_command(trained, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["merge", "adapter", "--output", "merged"])
     assert done.exit_code == 0, done.output
     assert "14 weights changed" in done.output and "rounding loses up to" in done.output
+    assert "merged base and the adapter adapter" in done.output.replace(str(tmp_path) + "/", "")
+    assert "of its norm away from the weight in the files of" in done.output
     assert (Path("merged") / "config.json").exists() and not (Path("merged") / "adapter_config.json").exists()
