@@ -159,7 +159,7 @@ def test_trl_and_torch_compile_train_alike_with_adapters(tmp_path):
 
 def test_flags_that_are_wrong_are_named():
     with pytest.raises(ConfigurationError, match="against='ligr'"):
-        command._peers("ligr", "fixed", lora=False)
+        command._peers(["ligr"], "fixed", lora=False)
     with pytest.raises(ConfigurationError, match="variant='dropout'"):
         command._changes("dropout")
     with pytest.raises(ConfigurationError, match=r"variant='memory=\[tiled_mlp': a value that is not YAML"):
@@ -211,12 +211,12 @@ def test_a_mode_that_contradicts_the_recipe_is_refused(tmp_path):
 
 def test_unsloth_stands_for_all_its_ways():
     """The fastest last: where it stands in the decisive rounds, it goes on."""
-    assert command._peers("liger,unsloth", "fixed", lora=True) == ["liger", "unsloth-recompute", "unsloth"]
-    assert command._peers("unsloth", "ragged", lora=False) == ["unsloth-recompute", "unsloth-padded", "unsloth"]
+    assert command._peers(["liger", "unsloth"], "fixed", lora=True) == ["liger", "unsloth-recompute", "unsloth"]
+    assert command._peers(["unsloth"], "ragged", lora=False) == ["unsloth-recompute", "unsloth-padded", "unsloth"]
     under_lora = ["unsloth-recompute", "unsloth-padded", "unsloth-compiled", "unsloth"]
-    assert command._peers("unsloth", "ragged", lora=True) == under_lora
-    assert command._peers("unsloth-padded,unsloth", "ragged", lora=True) == ["unsloth-padded", "unsloth"]
-    assert command._peers("trl,unsloth-alone", "pairs-30", lora=True, objective="dpo") == ["trl", "unsloth"]
+    assert command._peers(["unsloth"], "ragged", lora=True) == under_lora
+    assert command._peers(["unsloth-padded", "unsloth"], "ragged", lora=True) == ["unsloth-padded", "unsloth"]
+    assert command._peers(["trl", "unsloth-alone"], "pairs-30", lora=True, objective="dpo") == ["trl", "unsloth"]
 
 
 def test_a_variant_is_fields():

@@ -110,6 +110,6 @@ def test_settings_that_peers_lack_are_refused(tmp_path):
 
 
 def test_peers_without_a_trainer_of_pairs_are_refused():
-    assert command._peers("trl,unsloth", "pairs-50", True, objective="dpo") == ["trl", "unsloth-recompute", "unsloth"]
+    assert command._peers(["trl", "unsloth"], "pairs-50", True, objective="dpo") == ["trl", "unsloth-recompute", "unsloth"]
     with pytest.raises(ConfigurationError, match="no trainer for pairs"):
-        command._peers("liger", "pairs-50", False, objective="dpo")
+        command._peers(["liger"], "pairs-50", False, objective="dpo")

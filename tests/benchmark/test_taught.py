@@ -99,7 +99,7 @@ def test_settings_that_not_every_arm_has_are_refused(tmp_path, teacher):
     with pytest.raises(ConfigurationError, match=r"distill\.teacher is missing: give a built-in shape"):
         made.work(tmp_path, objective="distill")
     with pytest.raises(ConfigurationError, match="against='trl': has no trainer for documents with a teacher; .* liger"):
-        command._peers("trl", "fixed", lora=False, objective="distill")
+        command._peers(["trl"], "fixed", lora=False, objective="distill")
 
 
 def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch):

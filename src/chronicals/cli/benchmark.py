@@ -9,13 +9,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chronicals.cli.options import make_room_for, with_recipe_flags
+from chronicals.cli.options import make_room_for, values_of, with_recipe_flags
 
 REFUSED = {
     "trust_remote_code": "runs no code of a model",
@@ -32,8 +32,9 @@ def benchmark(
     steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a round (default: 20, 8 for 8B)")] = None,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before them that are not counted, compilation included")] = 5,
     against: Annotated[
-        str, typer.Option(help="Peers, with commas: transformers,torch-compile,liger,unsloth,trl; those installed run")
-    ] = "",
+        list[str] | None,
+        typer.Option(help="Peers, with commas or repeated: transformers,torch-compile,liger,unsloth,trl; those installed run"),
+    ] = None,
     variant: Annotated[
         list[str] | None, typer.Option(help="Another arm of ours, field=value[,field=value]; may be repeated")
     ] = None,
@@ -85,7 +86,8 @@ def benchmark(
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     objective = fields.get("objective")
     options = Options(
-        against=_peers(against, data, mode != "full", objective), variants=[_changes(text) for text in variant or []],
+        against=_peers(values_of("against", against or []), data, mode != "full", objective),
+        variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
         arm_timeout=arm_timeout, reference_steps=reference_steps, trace=trace,
         tolerance=Tolerance(loss_tolerance, norm_tolerance),
@@ -156,7 +158,7 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     return plan.model, plan.data, fields, "qlora" if config.quantization else "lora" if config.use_lora else "full"
 
 
-def _peers(against: str, data: str, lora: bool, objective: str | None = None) -> list[str]:
+def _peers(given: Sequence[str], data: str, lora: bool, objective: str | None = None) -> list[str]:
     """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where lengths differ also with padded
     rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone, as
     ``unsloth-alone`` is.
@@ -173,8 +175,7 @@ def _peers(against: str, data: str, lora: bool, objective: str | None = None) ->
     able = TAUGHT_PEERS if objective == TAUGHT else PAIR_PEERS if objective in PAIRED else tuple(PEERS)
     over = "documents with a teacher" if objective == TAUGHT else "pairs of answers"
 
-    given = [name.strip() for name in against.split(",") if name.strip()]
-    asked = ["unsloth" if name == "unsloth-alone" else name for name in given]
+    asked = ["unsloth" if name == "unsloth-alone" else name for name in given if name]
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")

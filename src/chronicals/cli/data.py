@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chronicals.cli.objective_names import objective_names
+from chronicals.cli.options import fields_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +50,9 @@ def show(
         str | None, typer.Option(help=f"Whose rows these are (sft unless said otherwise): {', '.join(objective_names())}")
     ] = None,
     train_on: Annotated[str | None, typer.Option(help="answers or all tokens (unless said otherwise, the objective's)")] = None,
-    train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
+    train_on_roles: Annotated[
+        list[str] | None, typer.Option(help="Whose messages are trained, with commas or repeated")
+    ] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,
     completions_as_chat: Annotated[
         bool | None, typer.Option("--completions-as-chat", help="Render prompts and completions by the chat template")
@@ -86,7 +89,7 @@ def show(
         "completions_as_chat": completions_as_chat, "train_after_stop": train_after_stop, "overlong": overlong,
         "packing_strategy": packing_strategy, "max_documents": max_documents, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
-    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    given = fields_of(flags)
     is_recipe = Path(file).suffix in (".yaml", ".yml")
     config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
     kinds = build_objective(config).row_kinds

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from chronicals.cli.objective_names import objective_names
-from chronicals.cli.options import make_room_for
+from chronicals.cli.options import fields_of, make_room_for
 from chronicals.standard_json import to_json
 
 
@@ -28,7 +28,9 @@ def evaluate(
         str | None, typer.Option(help=f"What is measured (default: the run's, else sft): {', '.join(objective_names())}")
     ] = None,
     train_on: Annotated[str | None, typer.Option(help="Which tokens count: answers or all")] = None,
-    train_on_roles: Annotated[list[str] | None, typer.Option(help="Roles whose messages count; may be repeated")] = None,
+    train_on_roles: Annotated[
+        list[str] | None, typer.Option(help="Roles whose messages count, with commas or repeated")
+    ] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="Which of their messages count: all, or the last alone")] = None,
     completions_as_chat: Annotated[
         bool | None, typer.Option(help="Render prompts and completions by the chat template")
@@ -85,7 +87,7 @@ def evaluate(
         if measured != "distill":
             raise ConfigurationError(f"teacher={teacher!r}: objective={measured!r} has none; leave it out")
         fields["sections"] = merged(fields.get("sections", {}), {"distill": {"teacher": teacher}})
-    fields |= {name: value for name, value in asked.items() if value not in (None, [])}
+    fields |= fields_of(asked)
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     config = with_reference(recipe.config(), about.get("reference"), reference_model)
     tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)

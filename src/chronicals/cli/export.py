@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from chronicals.cli.options import values_of
+
 
 def export(
     model: Annotated[str, typer.Argument(help="Folder of a run, checkpoint, adapter, model or hub name")],
@@ -36,7 +38,7 @@ def export(
     from chronicals.export import export as export_model
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
-    asked = [one.strip() for given in to for one in given.split(",") if one.strip()]
+    asked = values_of("to", to)
     if asked == ["list"]:
         console.print("\n".join(FORMATS))
         return

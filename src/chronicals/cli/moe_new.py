@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from chronicals.cli.options import values_of
+
 
 def new(
     output: Annotated[Path, typer.Argument(help="Folder of the model")],
     tokenizer: Annotated[str, typer.Option(help="Folder or hub name of the model whose tokenizer it gets")],
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="A size, NAME=VALUE, as num_experts=32; may be repeated")
+        list[str] | None, typer.Option("--set", help="Sizes, NAME=VALUE, as num_experts=32, with commas or repeated")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: bf16, fp16 or fp32")] = "bf16",
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights")] = 42,
@@ -37,7 +39,7 @@ def new(
     words = load_tokenizer(tokenizer)
     ids = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
     try:
-        config = ChronicalsMoeConfig(**{"vocab_size": len(words), **ids, **_sizes(set_ or [])})
+        config = ChronicalsMoeConfig(**{"vocab_size": len(words), **ids, **_sizes(values_of("set", set_ or []))})
     except StrictDataclassError as error:  # of a field's type, or of sizes that do not fit each other
         raise ConfigurationError(f"set: {error.__cause__ or error}") from None
     torch.manual_seed(seed)

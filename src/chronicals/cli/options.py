@@ -9,11 +9,12 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic_core import PydanticCustomError
 from typer.core import TyperCommand
 
 from chronicals.cli import wording
@@ -23,9 +24,16 @@ from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import AUTO, DECIDED
 from chronicals.config.foreign import NOT_SHOWN, suggestion
 from chronicals.config.sections import SECTIONS, of_flags
+from chronicals.config.values import NAME, divided
 
 SETTING = re.compile(r"--[a-z]\w*\.[a-z]")
 """Flag of a setting of an objective, ``--dpo.beta``."""
+
+SOURCES = ("data", "validation_data")
+"""Fields whose texts are read by the field itself, for a file may have a comma in its name."""
+
+IN_YAML = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+"""Numbers that a recipe writes otherwise than Python."""
 
 SHORT = {"--teacher": "--distill.teacher"}
 """Settings that have a flag without their section."""
@@ -93,7 +101,7 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None, help=_help(field, hints[field.name]), rich_help_panel="Recipe fields", show_default=False,
-                **_or_auto(field.name, _flag_type(hints[field.name])),
+                **_parsed_as(field.name, _flag_type(hints[field.name])),
             ),
             annotation=_flag_type(hints[field.name]) | None,
         )
@@ -103,10 +111,7 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapper(**given: Any) -> Any:
         flags = {name: given.pop(name) for name in list(given) if name not in names}
-        set_here = {name: value for name, value in flags.items() if value not in (None, [])}
-        if SECTIONS in set_here:
-            set_here[SECTIONS] = of_flags(set_here[SECTIONS])
-        return command(**given, **{name: _one_text(hints[name], value) for name, value in set_here.items()})
+        return command(**given, **fields_of(flags))
 
     hinted = typing.get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hinted[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
@@ -130,12 +135,39 @@ def make_room_for(output: Path | None) -> None:
         raise ConfigurationError(f"output={str(output)!r}: {reason}; name a file that can be written")
 
 
-def _one_text(hint: Any, value: Any) -> Any:
-    """A flag given once as a text where its field takes one, unless it is a plain name: a pattern, ``all-linear``."""
+def fields_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a recipe that were set as flags; a list may be repeated, with commas, or both."""
+    hints = typing.get_type_hints(Recipe)
+    fields = {}
+    for name, value in flags.items():
+        if name == SECTIONS and value:
+            fields[name] = of_flags(value)
+        elif isinstance(value, list) and name not in SOURCES and value:
+            fields[name] = _one_text(hints[name], values_of(name, value))
+        elif value not in (None, []):
+            fields[name] = value
+    return fields
+
+
+def values_of(option: str, texts: Sequence[str]) -> list[str]:
+    """Return the values of an option that takes several: repeated, with commas, or both.
+
+    Raises:
+        ConfigurationError: there is an empty one.
+    """
+    values: list[str] = []
+    for text in texts:
+        try:
+            values += divided(text)
+        except PydanticCustomError as error:
+            raise ConfigurationError(f"{option}={text!r}: {error.message()}") from None
+    return values
+
+
+def _one_text(hint: Any, values: list[str]) -> Any:
+    """Return one value as a text where its field takes one and it is no name: a pattern, ``all-linear``."""
     takes_text = typing.get_origin(hint) is types.UnionType and str in typing.get_args(hint)
-    if takes_text and isinstance(value, list) and len(value) == 1 and not re.fullmatch(r"[\w.]+", value[0]):
-        return value[0]
-    return value
+    return values[0] if takes_text and len(values) == 1 and not NAME.fullmatch(values[0]) else values
 
 
 def _help(field: dataclasses.Field, hint: Any) -> str:
@@ -157,19 +189,24 @@ def _choices(hint: Any) -> list[str]:
     return [choice for part in typing.get_args(hint) for choice in _choices(part)]
 
 
-def _or_auto(name: str, number: Any) -> dict[str, Any]:
-    """What an option needs to take ``auto`` beside a number, where its field does."""
-    if name not in DECIDED or number not in (int, float):
+def _parsed_as(name: str, number: Any) -> dict[str, Any]:
+    """What an option needs to take a number as a recipe does: ``.inf``, and ``auto`` where its field takes that."""
+    decided = name in DECIDED
+    if number is not float and not (decided and number is int):
         return {}
     word = "an integer" if number is int else "a number"
 
     def parsed(text: str) -> Any:
+        if decided and text == AUTO:
+            return text
         try:
-            return text if text == AUTO else number(text)
+            return number(IN_YAML.get(text.lower(), text))
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is neither {word} nor {AUTO}.") from None
+            raise typer.BadParameter(
+                f"{text!r} is neither {word} nor {AUTO}." if decided else f"{text!r} is not {word}."
+            ) from None
 
-    return {"parser": parsed, "metavar": f"<{number.__name__}|{AUTO}>"}
+    return {"parser": parsed, "metavar": f"<{number.__name__}|{AUTO}>" if decided else f"<{number.__name__}>"}
 
 
 def _flag_type(annotation: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.options import with_recipe_flags
+from chronicals.cli.options import values_of, with_recipe_flags
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ WIDE = 120
 @with_recipe_flags
 def plan(
     recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")] = None,
-    gpus: Annotated[str, typer.Option(help="Numbers of cards, with commas between several")] = "1,2,4,8",
+    gpus: Annotated[list[str], typer.Option(help="Numbers of cards, with commas or repeated")] = ["1,2,4,8"],  # noqa: B006
     gpu_memory: Annotated[float, typer.Option(min=0.001, help="GB of a card")] = 80.0,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")] = 370.0,
@@ -81,12 +82,12 @@ def _base_of(given: Recipe) -> str | Path:
     return saved.base
 
 
-def _counts(text: str) -> list[int]:
+def _counts(texts: Sequence[str]) -> list[int]:
     from chronicals.config import ConfigurationError
 
-    parts = [part.strip() for part in text.split(",")]
+    parts = values_of("gpus", texts)
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigurationError(f"gpus={text!r}: give numbers of cards, with commas between several, as 8,64")
+        raise ConfigurationError(f"gpus={','.join(texts)!r}: give numbers of cards, with commas between several, as 8,64")
     return [int(part) for part in parts]
 
 

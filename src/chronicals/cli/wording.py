@@ -14,6 +14,8 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from chronicals.config.values import undivided
+
 TO_RESUME = re.compile(r"""train\(\.\.\., resume=True\) and output_dir=('[^'\n]*'|"[^"\n]*")""")
 """How a run in Python goes on."""
 
@@ -87,8 +89,8 @@ class Wording:
         if name == "columns":  # whose flag has the names of the data first
             pairs = [(theirs, ours) for ours, theirs in pairs]
         values = [f"{key}={one}" for key, one in pairs] if isinstance(value, dict) else value
-        values = values if isinstance(values, list) else [values]
-        return " ".join(f"{flag(name)} {shlex.quote(str(one))}" for one in values or ["none"])
+        texts = [undivided(str(one)) for one in values] if isinstance(values, list) else [str(values)]
+        return " ".join(f"{flag(name)} {shlex.quote(text)}" for text in texts or ["none"])
 
 
 def flag(name: str) -> str:

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from chronicals.config.config import ConfigurationError, T, explain
+from chronicals.config.values import as_list, divided
 
 
 def _raises_configuration_errors(cls: T) -> T:
@@ -73,10 +74,11 @@ FIELDS = frozenset({
 
 def _columns(value: Any) -> Any:
     """A mapping from our names to theirs; ``theirs=ours`` texts, as the command line has them, as one."""
-    if not isinstance(value, list):
-        return _of_our_names(value)
+    texts = as_list(value)
+    if not isinstance(texts, list):
+        return _of_our_names(texts)
     mapping = dict[str, str]()
-    for text in ",".join(map(str, value)).split(","):
+    for text in map(str, texts):
         theirs, sign, ours = (part.strip() for part in text.partition("="))
         if not (sign and theirs and ours):
             raise PydanticCustomError("columns", "{text} is not THEIRS=OURS, as in question=prompt", {"text": repr(text)})
@@ -112,7 +114,7 @@ def with_columns(sources: str | list[DataSource] | None, columns: Mapping[str, s
 
 def _parsed(value: Any) -> Any:
     """A string without a weight as it is; anything else as a list of sources."""
-    values = value if isinstance(value, (list, tuple)) else [value]
+    values = [one for given in (value if isinstance(value, (list, tuple)) else [value]) for one in _named_in(given)]
     if not values:
         raise PydanticCustomError("data_source", "an empty list; name at least one source")
     try:
@@ -120,6 +122,13 @@ def _parsed(value: Any) -> Any:
     except ConfigurationError as error:
         raise PydanticCustomError("data_source", "{reason}", {"reason": str(error)}) from None
     return sources[0].path if sources == [DataSource(sources[0].path)] else sources
+
+
+def _named_in(value: Any) -> list[Any]:
+    """Return the sources of a text, which has commas between several unless a file has that name or that pattern."""
+    if not isinstance(value, str) or _is_there(value) or _is_there(_weighted(value)[0]):
+        return [value]
+    return divided(value)
 
 
 def _source(value: Any) -> DataSource:
@@ -136,13 +145,18 @@ def _source(value: Any) -> DataSource:
 def _weighted(text: str) -> tuple[str, float]:
     """``path=weight``, unless a file has that name or that pattern."""
     path, sign, weight = text.rpartition("=")
-    there = os.path.expanduser(text)
-    if not sign or not path or os.path.exists(there) or (glob.has_magic(text) and glob.glob(there, recursive=True)):
+    if not sign or not path or _is_there(text):
         return text, 1.0
     try:
         return path, float(weight)
     except ValueError:
         return text, 1.0
+
+
+def _is_there(text: str) -> bool:
+    """Return whether a file or a folder here has this name, or this pattern."""
+    path = os.path.expanduser(text)
+    return os.path.exists(path) or (glob.has_magic(path) and bool(glob.glob(path, recursive=True)))
 
 
 def _plain(value: str | list[DataSource] | None) -> Any:

@@ -13,10 +13,81 @@ from pydantic_core import PydanticCustomError
 
 from chronicals.config.lora_init import INITS, is_init
 
+OPENING, CLOSING = "([{", ")]}"
+"""Brackets within which a comma belongs to the value, as in the regular expression ``a{1,2}``."""
+
+
+def divided(text: str) -> list[str]:
+    r"""Return the values of a list that is given as one text: those between its commas.
+
+    A comma that is part of a value stands within brackets (``a{1,2}``) or behind a backslash (``\,``, which is read as a
+    comma). A text whose brackets do not match is divided at all of its commas but those.
+
+    Raises:
+        PydanticCustomError: there is nothing between two commas, or before or after one.
+    """
+    closed = _matches(text)
+    parts, depth, characters = [""], 0, iter(text)
+    for character in characters:
+        if character == "\\":
+            following = next(characters, "")
+            parts[-1] += following if following == "," else character + following
+            continue
+        if character == "," and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += character
+        if closed:
+            depth += (character in OPENING) - (character in CLOSING)
+    if len(parts) == 1:
+        return [parts[0].strip() or parts[0]]
+    if not all(part.strip() for part in parts):
+        raise PydanticCustomError(
+            "list", "an empty entry beside a comma; leave out the comma, or write one that is part of a value as \\,"
+        )
+    return [part.strip() for part in parts]
+
+
+def _matches(text: str) -> bool:
+    """Return whether every bracket outside of escapes is closed, and by its own kind."""
+    opened: list[str] = []
+    for character in re.sub(r"\\.", "", text):
+        if character in OPENING:
+            opened.append(CLOSING[OPENING.index(character)])
+        elif character in CLOSING and (not opened or opened.pop() != character):
+            return False
+    return not opened
+
+
+def undivided(value: str) -> str:
+    """Return a text that ``divided`` reads as this one value."""
+    try:
+        if divided(value) == [value]:
+            return value
+    except PydanticCustomError:
+        pass
+    return value.replace(",", "\\,")
+
+
+def as_list(value: Any) -> Any:
+    """Return a text as the list that it is meant as; a list as it is, with its values as they stand in it."""
+    return divided(value) if isinstance(value, str) else value
+
 
 def as_shares(value: Any) -> Any:
     """A mapping as it is; ``name=share`` texts, as the command line has them, as one."""
-    return dict(text.split("=", 1) for text in value) if isinstance(value, list) and all("=" in t for t in value) else value
+    texts = as_list(value)
+    if not isinstance(texts, list):
+        return value
+    shares = dict[str, str]()
+    for text in texts:
+        name, sign, share = (part.strip() for part in str(text).rpartition("="))  # a pattern may hold the sign, too
+        if not (sign and name and share):
+            raise PydanticCustomError("shares", "{text} is not NAME=VALUE", {"text": repr(text)})
+        if name in shares:
+            raise PydanticCustomError("shares", "{name} is named twice", {"name": repr(name)})
+        shares[name] = share
+    return shares
 
 
 def as_pattern(value: Any) -> Any:
@@ -41,14 +112,16 @@ def as_lora_init(value: str) -> str:
     return value
 
 
-def as_list(value: Any) -> Any:
-    """A word, or several with commas, as the list that they are meant as."""
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+NAME = re.compile(r"\w+(\.\w+)*")
+"""A layer, or the end of its path: ``q_proj``, ``self_attn.q_proj``."""
 
 
 def as_names(value: Any) -> Any:
-    """The same where a text may also be a regular expression, which plain names are not meant as."""
-    return as_list(value) if isinstance(value, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", value) else value
+    """Return a text with several values, or with one name, as a list; another one, a regular expression, as it is."""
+    if not isinstance(value, str):
+        return value
+    names = divided(value)
+    return names if len(names) > 1 or NAME.fullmatch(names[0]) else names[0]
 
 
 def as_numbers(value: Any) -> Any:
