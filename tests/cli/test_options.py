@@ -1,13 +1,17 @@
+import dataclasses
 import inspect
+import re
+from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
 from chronicals import __version__
-from chronicals.cli.app import app
+from chronicals.cli.app import WIDE, app
 from chronicals.cli.objective_names import objective_names
-from chronicals.cli.options import with_recipe_flags
+from chronicals.cli.options import OWN_HEADING, flag, with_recipe_flags
 from chronicals.config import PRESETS, Recipe
+from chronicals.config.headings import Heading, headings_of
 
 
 def ran(*arguments, columns=200):
@@ -70,6 +74,52 @@ def test_help_shows_every_choice_and_only_what_works():
     for choices in known:
         assert choices.replace(" ", "") in squeezed
     assert "--memory" in text and "optimizer_in_backward" in text and "--use-8bit-optimizer" in text
+
+
+def headings_of_help(command, columns):
+    """Headings in order, each with the flags under it."""
+    found, heading = {}, ""
+    for line in ran(command, "--help", columns=columns).output.splitlines():
+        if title := re.match(r"(?:╭─ )?([A-Z][\w, -]*?)(?:\:$| ─+╮$)", line):
+            heading = title[1]
+        found.setdefault(heading, []).extend(re.findall(r"^[ │]+(--[a-z0-9-]+)", line))
+    return {heading: flags for heading, flags in found.items() if heading and flags}
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("command", ["train", "verify", "plan", "benchmark"])
+def test_help_is_divided_by_the_headings_of_the_fields(command, columns, monkeypatch):
+    monkeypatch.setattr(app, "rich_markup_mode", "markdown" if columns >= WIDE else None)
+    shown = headings_of_help(command, columns)
+    headings = headings_of(Recipe)
+    assert list(shown)[:2] == [headings["model"], OWN_HEADING] and shown[headings["model"]][:2] == ["--model", "--data"]
+    assert "--help" in shown[OWN_HEADING]
+    for field in dataclasses.fields(Recipe):
+        assert flag(field.name) in shown[headings[field.name]]
+
+
+def test_every_field_stands_under_a_heading():
+    """Where one does not, help has it under another heading, and this names it."""
+    headings = headings_of(Recipe)
+    assert [field.name for field in dataclasses.fields(Recipe) if field.name not in headings] == []
+    of_lora = {name for name in headings if name.startswith("lora_")}
+    assert len({headings[name] for name in of_lora}) == 1
+
+
+def test_a_field_without_a_heading_is_among_the_others():
+    @dataclasses.dataclass
+    class Parent:
+        first: int = 0
+        _some: ClassVar = Heading("some")
+        second: int = 0
+
+    @dataclasses.dataclass
+    class Child(Parent):
+        third: int = 0
+        _more: ClassVar = Heading("more")
+        fourth: int = 0
+
+    assert headings_of(Child) == {"second": "some", "fourth": "more"}
 
 
 def test_a_number_that_the_run_decides_may_be_auto(monkeypatch):

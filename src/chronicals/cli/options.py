@@ -23,11 +23,15 @@ from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import AUTO, DECIDED
 from chronicals.config.foreign import NOT_SHOWN, suggestion
+from chronicals.config.headings import headings_of
 from chronicals.config.sections import SECTIONS, of_flags
 from chronicals.config.values import NAME, divided
 
 SETTING = re.compile(r"--[a-z]\w*\.[a-z]")
 """Flag of a setting of an objective, ``--dpo.beta``."""
+
+OWN_HEADING, NO_HEADING = "This command", "Other fields"
+"""Headings, in a help text, of options that are no fields of a recipe, and of fields without a heading."""
 
 SOURCES = ("data", "validation_data")
 """Fields whose texts are read by the field itself, for a file may have a comma in its name."""
@@ -41,6 +45,26 @@ SHORT = {"--teacher": "--distill.teacher"}
 
 class Command(TyperCommand):
     """A command whose messages name fields as its user does, and that answers a flag of another trainer with ours."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Put ``--help`` beside the command's own options, where these have a heading."""
+        option = super().get_help_option(ctx)
+        if option is not None and any(getattr(each, "rich_help_panel", None) == OWN_HEADING for each in self.params):
+            vars(option)["rich_help_panel"] = OWN_HEADING
+        return option
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options under their headings, as the wide help shows them."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         switches = {p.name: bool(getattr(p, "is_flag", False)) for p in self.params if p.name}
@@ -94,19 +118,7 @@ def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the ``**flags`` of ``command`` by an option for each field of ``Recipe``; those given arrive in it."""
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    hints = typing.get_type_hints(Recipe)
-    options = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(
-                None, help=_help(field, hints[field.name]), rich_help_panel="Recipe fields", show_default=False,
-                **_parsed_as(field.name, _flag_type(hints[field.name])),
-            ),
-            annotation=_flag_type(hints[field.name]) | None,
-        )
-        for field in dataclasses.fields(Recipe)
-    ]
+    required, others = _field_options()
     names = [parameter.name for parameter in own]
 
     def wrapper(**given: Any) -> Any:
@@ -115,10 +127,48 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
     hinted = typing.get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hinted[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    wrapper.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    for parameter in own:
+        _put_under_a_heading(parameter.annotation)
+    options = [*required, *own, *others]
+    wrapper.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-    wrapper.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+    wrapper.__annotations__ = {p.name: p.annotation for p in options}
     return wrapper
+
+
+def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
+    """Return an option for each field of ``Recipe``: those of the group of the required ones, these first, and the others."""
+    hints, headings = typing.get_type_hints(Recipe), headings_of(Recipe)
+    fields = sorted(dataclasses.fields(Recipe), key=lambda field: not _is_required(field))
+    first = headings.get(fields[0].name)
+    options = {
+        field.name: inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(
+                None, help=_help(field, hints[field.name]), rich_help_panel=headings.get(field.name, NO_HEADING),
+                show_default=False, **_parsed_as(field.name, _flag_type(hints[field.name])),
+            ),
+            annotation=_flag_type(hints[field.name]) | None,
+        )
+        for field in fields
+    }  # fmt: skip
+    return (
+        [option for name, option in options.items() if headings.get(name) == first],
+        [option for name, option in options.items() if headings.get(name) != first],
+    )
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    about: Any = field.default  # pydantic's FieldInfo
+    return about.is_required() if hasattr(about, "is_required") else False
+
+
+def _put_under_a_heading(annotation: Any) -> None:
+    """Set the help panel of a command's own option, which stands after the model and the data."""
+    for about in typing.get_args(annotation):
+        if isinstance(about, typer.models.OptionInfo) and about.rich_help_panel is None:
+            about.rich_help_panel = OWN_HEADING
 
 
 def make_room_for(output: Path | None) -> None:
@@ -173,7 +223,7 @@ def _one_text(hint: Any, values: list[str]) -> Any:
 def _help(field: dataclasses.Field, hint: Any) -> str:
     about: Any = field.default  # pydantic's FieldInfo
     default = about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
-    required = about.is_required() if hasattr(about, "is_required") else False
+    required = _is_required(field)
     text = wording.Wording({name.name: False for name in dataclasses.fields(Recipe)})(about.description or field.name)
     if choices := objective_names() if field.name == "objective" else _choices(hint):
         text += f"; choices: {', '.join(choices)}"

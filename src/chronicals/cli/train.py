@@ -40,9 +40,10 @@ def train(
 ) -> None:
     """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train recipe.yaml`.
 
-    A flag overrides the field of the recipe; `--max-steps` also overrides its `num_epochs`, and the reverse. Without both there
-    is one epoch. A run writes to `--output-dir`: `model/` (the model or the adapter), `checkpoints/`, `metrics.jsonl`,
-    `report.html` and `resume.yaml`, with which `chronicals train --resume --output-dir DIR` goes on; flags override it.
+    A list is written with commas, or its flag repeated. A flag overrides the field of the recipe; `--max-steps` also overrides
+    its `num_epochs`, and the reverse. Without both there is one epoch. A run writes to `--output-dir`: `model/` (the model or
+    the adapter), `checkpoints/`, `metrics.jsonl`, `report.html` and `resume.yaml`, with which `chronicals train --resume
+    --output-dir DIR` goes on; flags override it.
     """
     import logging
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
 import yaml
@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import no_such_field
+from chronicals.config.headings import Heading
 from chronicals.config.sections import SECTIONS, gathered, merged
 from chronicals.config.values import (
     OwnPath,
@@ -178,6 +179,7 @@ class ChronicalsConfig:
         ConfigurationError: a field is unknown, of the wrong type, out of range, or not available in this version.
     """
 
+    _length: ClassVar = Heading("Length, batch and learning rate")
     learning_rate: Finite = Field(default=2e-4, gt=0, description="Peak learning rate")
     batch_size: Positive = Field(default=4, description="Packs in one forward pass, on each GPU")
     max_seq_length: Positive = Field(default=2048, description="Tokens in a pack; longer rows are cut or split")
@@ -196,6 +198,7 @@ class ChronicalsConfig:
         default=0.2, description="Share of the steps in which wsd decays"
     )
 
+    _speed: ClassVar = Heading("Speed")
     use_flash_attention: bool = Field(default=True, description="Permit a FlashAttention backend")
     use_fused_kernels: bool = Field(default=True, description="Permit the loss without whole logits, and fused kernels")
     use_sequence_packing: bool = Field(default=True, description="Several documents in a pack; off: one in each")
@@ -207,6 +210,7 @@ class ChronicalsConfig:
     )
     use_cuda_graphs: bool = Field(default=True, description="Permit replaying whole steps as CUDA graphs")
 
+    _lora: ClassVar = Heading("LoRA")
     use_lora: bool = Field(default=False, description="Train low-rank adapters instead of the weights")
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
@@ -245,12 +249,14 @@ class ChronicalsConfig:
     use_lora_plus: bool = Field(default=True, description="With LoRA: matrix B learns faster than A")
     lora_plus_ratio: Finite = Field(default=16.0, ge=1, description="How many times faster B learns")
 
+    _four_bits: ClassVar = Heading("Memory and precision")
     quantization: Literal["nf4"] | None = Field(
         default=None,
         description="Hold the decoder's linear layers and experts in 4 bits, frozen, under adapters (docs/quantization.md)",
     )
     load_in_4bit: bool = Field(default=False, description="Another way to say quantization='nf4'")
 
+    _optimizer: ClassVar = Heading("Optimizer")
     weight_decay: Finite = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices")
     adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
     adam_beta2: Share = Field(default=0.999, description="Decay of the second moment")
@@ -268,6 +274,8 @@ class ChronicalsConfig:
         default=True,
         description="Keep trained bf16 weights as exact fp32 masters; false: matrices are rounded stochastically, 2 bytes less",
     )
+
+    _memory: ClassVar = Heading("Memory and precision")
     activation_offload: bool = Field(default=False, description="Keep activations in host memory until they are needed")
     memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(as_list)] = Field(
         default=None, description="What saves memory, any of them together (default: recomputation where the card needs it)"
@@ -284,6 +292,7 @@ class ChronicalsConfig:
         description="Products large enough for it to pay in FP8 (docs/fp8.md): all of full fine-tuning, or a frozen base",
     )
 
+    _objective: ClassVar = Heading("Objective")
     objective: str = Field(
         default="sft",
         description="sft trains what the rows mark (answers, completions); pretraining every token; distill on a teacher's "
@@ -294,6 +303,8 @@ class ChronicalsConfig:
         description="Settings of the objective by name: --distill.alpha 0.5, or in a recipe distill: {alpha: 0.5}; --teacher "
         "is --distill.teacher",
     )
+
+    _tokens: ClassVar = Heading("Data")
     train_on: TrainOn | None = Field(
         default=None, description="The answers, completions and texts of rows, or all tokens (default: the objective's)"
     )
@@ -315,6 +326,8 @@ class ChronicalsConfig:
         "of the data, within a step and from step to step",
     )
     max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
+
+    _evaluation: ClassVar = Heading("Evaluation")
     validation_split: Share = Field(default=0.0, description="Share of the rows held out, instead of data of their own")
     eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps (default: at the end)")
     early_stopping_patience: Positive | None = Field(
@@ -325,6 +338,8 @@ class ChronicalsConfig:
         description="Whose weights the run leaves: best, of the step with the lowest held-out loss, for which every better "
         "evaluation writes a whole checkpoint, which takes time and space; or last (default: best where something is held out)",
     )
+
+    _rows: ClassVar = Heading("Data")
     overlong: Overlong | None = Field(
         default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
     )
@@ -335,6 +350,8 @@ class ChronicalsConfig:
         default_factory=dict,
         description="Largest share of the rows a finding may touch before it is an error, by its name",
     )
+
+    _output: ClassVar = Heading("Run and output")
     save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
     save_total_limit: Positive = Field(default=2, description="Checkpoints kept; the last and the best always are")
     trackers: Annotated[
@@ -353,6 +370,8 @@ class ChronicalsConfig:
     )
     cache_dir: OwnPath | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
+
+    _cards: ClassVar = Heading("Several cards")
     sharding: Literal["none", "optimizer", "weights"] = Field(
         default="optimizer",
         description="Of several processes: what each has only a share of: nothing; gradients' sums and optimizer states; the "

@@ -6,13 +6,14 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.config import STRICT, ChronicalsConfig, ConfigurationError, configuration, laid_over
 from chronicals.config.data_source import Columns, OptionalSources, Sources, with_columns
+from chronicals.config.headings import Heading
 from chronicals.config.paths import lasting
 from chronicals.config.presets import preset_fields
 from chronicals.config.sections import lasting_sections
@@ -38,6 +39,7 @@ def _lasting(value: Any) -> Any:
 class Recipe(ChronicalsConfig):
     """A run that can be repeated from a file: ``chronicals train recipe.yaml``."""
 
+    _model: ClassVar = Heading("Model and data")
     model: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
         description="What to start from: folder, hub name or GGUF file of a model, folder of an adapter or a run, to train on"
     )
@@ -45,7 +47,7 @@ class Recipe(ChronicalsConfig):
         default=None, description="The model of an adapter, where it does not say"
     )
     data: Sources = Field(
-        description="What to train on: a file, a folder, a pattern or a hub name; path=2 sees each row twice; may be repeated"
+        description="What to train on: a file, a folder, a pattern or a hub name; path=2 sees each row twice"
     )
     validation_data: OptionalSources = Field(default=None, description="What to evaluate on, as data")
     columns: Columns = Field(
