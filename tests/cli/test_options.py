@@ -59,6 +59,18 @@ def test_layers_to_adapt_are_names_or_one_regular_expression(given, meant):
         (["train", "--logging-steps", "3"], "--logging-steps; leave it out: every step is a line"),
         (["train", "--learning-rat", "3"], "--learning-rat; did you mean --learning-rate?"),
         (["generate", "x", "--lr", "3"], "--lr"),
+        (["train", "--adapter", "qlora"], "--adapter; use --use-lora and --quantization nf4"),
+        (["train", "--load-in-8bit"], "--load-in-8bit; use --quantization nf4, which is 4 bits"),
+        (["train", "--load-in-8bit", "false"], "--load-in-8bit; leave it out"),
+        (["train", "--wandb-project", "a b"], "--wandb-project; use --project 'a b' and --trackers wandb"),
+        (["train", "--lora-target", "all"], "--lora-target; leave it out: every linear layer but the head"),
+        (["train", "--optim=adamw_torch_fused"], "--optim; leave it out: AdamW is the optimizer"),
+        (["train", "--optim", "paged_adamw_8bit"], "--optim; use --use-8bit-optimizer and --memory offload_optimizer_states"),
+        (["train", "--pref-loss", "orpo"], "--pref-loss; use --objective orpo"),
+        (["train", "--rl-beta", "0.2"], "--rl-beta; use beta in the section of the objective: --dpo.beta 0.2"),
+        (["train", "--template", "qwen"], "--template; leave it out: the tokenizer's own chat template"),
+        (["train", "--stage", "ppo"], "--stage; 'ppo' is not part of this version: answers are not generated during training"),
+        (["train", "--per-device-eval-batch-size", "4"], "--per-device-eval-batch-size; leave it out: evaluation takes"),
     ],
 )
 def test_a_flag_of_another_trainer_is_answered_with_ours(arguments, meant):

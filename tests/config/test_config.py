@@ -437,7 +437,7 @@ def test_yaml_overrides_win(tmp_path):
 
 
 BAD_YAML = {
-    "fast": ("learning_rate: fast", "learning_rate='fast': expected a number"),
+    "fast": ("learning_rate: fast", "learning_rate='fast': Input should be a valid number"),
     "range": ("batch_size: 0", "batch_size=0: "),
     "unknown": ("batchsize: 1", "batchsize: no such field; did you mean 'batch_size'"),
     "list": ("- 1\n- 2", "expected 'field: value' lines, found list"),

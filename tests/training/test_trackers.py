@@ -312,6 +312,18 @@ def test_tensorboard_is_the_default_and_none_can_be_had(tmp_path):
     assert build_trackers(runs.config(tmp_path, trackers=[])) == []
 
 
+@pytest.mark.parametrize("name", ["project", "run_name"])
+def test_a_name_that_no_tracker_shows_is_said(tmp_path, caplog, name, monkeypatch):
+    build_trackers(runs.config(tmp_path, trackers=[], **{name: "x"}))
+    said = f"{name}='x' is shown nowhere: W&B and MLflow have it, and the trackers of this run are none; set trackers=['wandb']"
+    assert [record.getMessage().startswith(said) for record in caplog.records] == [True]
+    caplog.clear()
+    monkeypatch.setitem(TRACKERS, "wandb", lambda config: None)
+    build_trackers(runs.config(tmp_path, trackers=["wandb"], **{name: "x"}))
+    build_trackers(runs.config(tmp_path, trackers=[]))
+    assert not caplog.records
+
+
 def test_only_the_first_rank_has_trackers(tmp_path, monkeypatch):
     config = runs.config(tmp_path, trackers=["tensorboard"])
     monkeypatch.setattr(Mesh, "current", classmethod(lambda cls: Mesh(rank=1, count=2)))

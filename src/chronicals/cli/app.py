@@ -55,9 +55,7 @@ def begin(
         bool, typer.Option("--version", help="Print the version and stop", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # ours is the one to watch
+    _hide_progress_bars()
 
 
 for registered in data.registered_commands:
@@ -99,6 +97,20 @@ def _print_error(error: Exception, before: str = ERROR, quiet: bool = False) -> 
     sys.last_value = error  # as of one that nobody caught: other processes are told
     console = Console(stderr=True, emoji=False, highlight=False, soft_wrap=True, quiet=quiet)
     console.print(f"{before}{escape(in_users_form(_words(error)))}")
+
+
+def _hide_progress_bars() -> None:
+    """Hide those of transformers and the hub: ours is the one to watch.
+
+    An import of transformers takes longer than telling what is wrong with a recipe, so where it is not there yet it finds this
+    in the environment.
+    """
+    if "huggingface_hub" not in sys.modules:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        return
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 def _words(error: Exception) -> str:

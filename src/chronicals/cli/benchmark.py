@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from chronicals.cli.objective_names import with_known_names
 from chronicals.cli.options import make_room_for, values_of, with_recipe_flags
 
 REFUSED = {
@@ -66,6 +67,11 @@ def benchmark(
     An arm has no speed if its losses or gradient norms deviate from plain fp32 on the same steps, or a gradient is zero. For
     this comparison the learning rate is constant; where no flag and no recipe sets it, it is small, and LoRA+ is off.
     """
+    from chronicals.config import ConfigurationError, Recipe
+
+    if recipe is not None:  # what is wrong in it is told before the imports, which take seconds
+        with_known_names(Recipe.from_yaml(recipe, **flags))
+
     from rich.console import Console
     from rich.markup import escape
 
@@ -73,7 +79,6 @@ def benchmark(
     from chronicals.benchmark.record import draw, to_dict, write
     from chronicals.benchmark.rounds import Options, Row, measure
     from chronicals.benchmark.work import plan_work
-    from chronicals.config import ConfigurationError
     from chronicals.distributed import require_one_process
 
     began, console = time.perf_counter(), Console(stderr=True)
@@ -147,6 +152,7 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
         plan = Recipe(**{"model": "qwen2.5-0.5b", "data": usual, **flags})
     else:
         plan = Recipe.from_yaml(recipe, **flags)
+    with_known_names(plan)
     if not isinstance(plan.data, str) or plan.columns:
         raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or built-in data")
     for name, reason in REFUSED.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.objective_names import objective_names
+from chronicals.cli.objective_names import objective_names, with_known_names
 from chronicals.cli.options import fields_of
 
 if TYPE_CHECKING:
@@ -72,16 +72,7 @@ def show(
     From a recipe it takes data, model and fields; a flag overrides them. On a terminal trained tokens are green and the others
     dim; elsewhere trained spans are between ⟦ and ⟧.
     """
-    from rich.console import Console
-
     from chronicals.config import Recipe
-    from chronicals.data import DataError, Tokenizer, build_store
-    from chronicals.data.building import log_report
-    from chronicals.data.chat_templates import with_chat_template
-    from chronicals.data.gate import check_shares
-    from chronicals.data.loader import plan_of
-    from chronicals.objectives import build_objective
-    from chronicals.saving import SavedModel
 
     flags: dict[str, Any] = {
         "model": model, "columns": columns, "chat_template": chat_template, "max_seq_length": max_seq_length,
@@ -91,7 +82,18 @@ def show(
     }  # fmt: skip
     given = fields_of(flags)
     is_recipe = Path(file).suffix in (".yaml", ".yml")
-    config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
+    config = with_known_names(Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given))
+
+    from rich.console import Console
+
+    from chronicals.data import DataError, Tokenizer, build_store
+    from chronicals.data.building import log_report
+    from chronicals.data.chat_templates import with_chat_template
+    from chronicals.data.gate import check_shares
+    from chronicals.data.loader import plan_of
+    from chronicals.objectives import build_objective
+    from chronicals.saving import SavedModel
+
     kinds = build_objective(config).row_kinds
     check_shares(config.gate)
     records = _read(config, skip, rows)

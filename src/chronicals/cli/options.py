@@ -36,6 +36,9 @@ OWN_HEADING, NO_HEADING = "This command", "Other fields"
 SOURCES = ("data", "validation_data")
 """Fields whose texts are read by the field itself, for a file may have a comma in its name."""
 
+NEGATIVE = re.compile(r"-[.\d].*")
+"""A value and no flag, though it begins as one."""
+
 IN_YAML = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """Numbers that a recipe writes otherwise than Python."""
 
@@ -110,9 +113,15 @@ def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
     name = option.lstrip("-").replace("-", "_")
     after = [*args, "-"][args.index(option) + 1] if option in args else ""
     joined = next((arg.partition("=")[2] for arg in args if arg.startswith(f"{option}=")), "")
-    value = joined or (NOT_SHOWN if after.startswith("-") else after)
-    meant = suggestion(name, value or NOT_SHOWN, fields)
+    text = joined or ("" if after.startswith("-") and not NEGATIVE.fullmatch(after) else after)
+    meant = suggestion(name, _as_in_yaml(text) if text else NOT_SHOWN, fields)
     return f"No such option: {option}" + (f"; {wording.in_users_form(meant)}" if meant else "")
+
+
+def _as_in_yaml(text: str) -> Any:
+    """Return the value that a recipe would have: a switch, a number or the text."""
+    value = next(iter(of_flags([f"flag.value={text}"])["flag"].values()))
+    return text if value is None or isinstance(value, float) else value  # a number is shown as it was typed
 
 
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:

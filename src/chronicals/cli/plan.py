@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.objective_names import with_known_names
 from chronicals.cli.options import values_of, with_recipe_flags
 from chronicals.standard_json import to_json
 
@@ -42,6 +43,9 @@ def plan(
     the time that this adds to the computation.
     """
     from chronicals.config import Recipe
+
+    given = with_known_names(Recipe.given(preset, recipe, **{"data": ["not read"], **flags}))
+
     from chronicals.models import quantise_layers
     from chronicals.models.loading import load_without_weights
     from chronicals.objectives import build_objective
@@ -49,7 +53,6 @@ def plan(
     from chronicals.planning import plan as planned
     from chronicals.training.adapters import attach_adapters
 
-    given = Recipe.given(preset, recipe, **{"data": ["not read"], **flags})
     config = given.config()
     uncounted = build_objective(config).unplanned_costs(config)
     machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)

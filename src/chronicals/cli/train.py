@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.objective_names import with_known_names
 from chronicals.cli.options import with_recipe_flags, without_option
 
 if TYPE_CHECKING:
@@ -55,13 +56,13 @@ def train(
     from chronicals.cli.beforehand import compile_attention, compile_data_functions
     from chronicals.config import Recipe
 
+    if resume:
+        _put_back_earlier_run(flags)
+    plan = with_known_names(Recipe.given(preset, recipe, resume_from or resume, **flags))
+    config = plan.config()
     compile_data_functions()
     if verbose:
         logging.getLogger("chronicals").setLevel(logging.DEBUG)
-    if resume:
-        _put_back_earlier_run(flags)
-    plan = Recipe.given(preset, recipe, resume_from or resume, **flags)
-    config = plan.config()
     if not check:
         compile_attention(plan.model, config)
 

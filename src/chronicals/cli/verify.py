@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.objective_names import with_known_names
 from chronicals.cli.options import make_room_for, with_recipe_flags
 from chronicals.standard_json import to_json
 
@@ -40,10 +41,13 @@ def verify(
     installed, whose weights must be those of the run. The last line is the verdict; exit code 1 if one of these fails, or if
     something that should be trained is not.
     """
+    from chronicals.config import Recipe
+
+    plan = with_known_names(Recipe.given(preset, recipe, **flags))
+
     from rich.console import Console
     from rich.progress import Progress
 
-    from chronicals.config import Recipe
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.models.loading import DTYPES
     from chronicals.objectives import OBJECTIVES, build_objective
@@ -51,7 +55,6 @@ def verify(
     from chronicals.training.adapters import watcher
     from chronicals.verification import verify as compare
 
-    plan = Recipe.given(preset, recipe, **flags)
     config, console = plan.config(), Console(stderr=True)
     build_objective(config)
     make_room_for(output)

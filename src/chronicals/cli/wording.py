@@ -53,7 +53,7 @@ class Wording:
         distinct = "|".join(sorted((name for name in self.switches if "_" in name), key=len, reverse=True)) or "(?!)"
         text = re.sub(rf"(?<![\w./'\"-])({name})=({VALUE})", lambda found: self._with_value(found[1], found[2]), text)
         text = SETTING.sub(lambda found: self._setting(found[1], found[2]), text)
-        text = re.sub(rf"(?:^|(?<=; ))({name})(?=: )", lambda found: self._named(found[1]), text)
+        text = re.sub(rf"(?m)(?:^|(?<=; ))({name})(?=: )", lambda found: self._named(found[1]), text)
         bare = rf"(?<![\w./='\"-])({distinct})(?![\w/='\"-]|\.\w)|(?<=did you mean )'({distinct})'"
         return re.sub(bare, lambda found: self._bare(found[1] or found[2], found[0]), text)
 

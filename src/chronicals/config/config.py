@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -16,10 +17,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.foreign import no_such_field
+from chronicals.config.foreign import OURS, no_such_field, own_value
 from chronicals.config.headings import Heading
 from chronicals.config.sections import SECTIONS, gathered, merged
 from chronicals.config.values import (
+    FOREIGN,
     OwnPath,
     as_list,
     as_lora_init,
@@ -31,29 +33,77 @@ from chronicals.config.values import (
     as_tokens,
     infinity_as_none,
     none_as_empty,
+    not_foreign,
 )
 
 IMPLIED = ("quantization", "use_lora", "lora_dropout")
 """Fields that others may set where they were left out."""
 
+OF_SOURCES = "data_source"
+"""Kind of an error that says by itself, a line each, what is wrong in entries of data."""
+
 ENTRIES = ("gate", "columns")
 """Fields of named entries, whose name a message has beside the field's."""
 
 
-def explain(cls: type, error: pydantic.ValidationError) -> ConfigurationError:
-    """One line per wrong field: its name, the value it was given, what is allowed, and the nearest name if unknown."""
+def explain(
+    cls: type, error: pydantic.ValidationError, given: Mapping[str, Any] | None = None,
+    unknown: Callable[..., str] = no_such_field,
+) -> ConfigurationError:  # fmt: skip
+    """Return all that is wrong, a line each: the field, the value it was given, what is allowed, and what to write instead.
+
+    Args:
+        given: the fields that were passed.
+        unknown: says what to do about a field that there is not.
+    """
+    given = given or {}
     known = [field.name for field in dataclasses.fields(cls)]
-    lines = []
+    lines: list[str] = []
     for detail in error.errors():
         name = str(detail["loc"][0]) if detail["loc"] else cls.__name__
         if detail["type"] == "missing":
-            lines.append(f"{name}: required, and was not given")
+            lines += [] if any(OURS.get(theirs) == name for theirs in given) else [_missing(name, given)]
         elif detail["type"] == "unexpected_keyword_argument":
-            lines.append(no_such_field(name, detail["input"], known))
+            lines.append(_accepted(cls, name, detail["input"], unknown(name, detail["input"], known, given), given))
+        elif detail["type"] == OF_SOURCES:
+            shown = "" if isinstance(detail["input"], (list, Mapping)) else f"={detail['input']!r}"
+            lines += [f"{name}{shown}: {line}" for line in detail["msg"].splitlines()]
         else:
-            inside = [part for part in detail["loc"][1:] if isinstance(part, str)] if name in ENTRIES else []
-            lines.append(f"{': '.join([name, *inside])}={detail['input']!r}: {detail['msg']}")
-    return ConfigurationError("; ".join(lines))
+            lines.append(_wrong(name, detail, given))
+    return ConfigurationError("\n".join(dict.fromkeys(lines)))
+
+
+def _missing(name: str, given: Mapping[str, Any]) -> str:
+    line = f"{name}: required, and was not given"
+    if name == "model" and given.get("base_model") is not None:
+        meant = f"base_model={given['base_model']!r} is the model of an adapter; use model={given['base_model']!r}"
+        return f"{line}; {meant} in the place of base_model where a model is trained"
+    return line
+
+
+def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, Any]) -> str:
+    """Return the line on a field that has another name here, or one on the value where our field does not take it."""
+    ours = OURS.get(name, "")
+    if f"; use {ours}={value!r}" not in line:
+        return line
+    annotation = cls.__pydantic_fields__[ours]  # type: ignore[attr-defined]
+    try:
+        pydantic.TypeAdapter(Annotated[annotation.rebuild_annotation(), annotation]).validate_python(value)
+    except pydantic.ValidationError as error:
+        return f"{name}: no such field; {_wrong(ours, {**error.errors()[0], 'loc': (ours,)}, given)}"  # type: ignore[dict-item]
+    return line
+
+
+def _wrong(name: str, detail: Any, given: Mapping[str, Any]) -> str:
+    """Return the line on a value that is not taken."""
+    inside = [part for part in detail["loc"][1:] if isinstance(part, str)] if name in ENTRIES else []
+    line = f"{': '.join([name, *inside])}={detail['input']!r}: {detail['msg']}"
+    if detail["type"] == FOREIGN:
+        return line
+    if detail["input"] is None:
+        return f"{line}; leave it out"
+    meant = own_value(name, given.get(name, detail["input"]))
+    return f"{line}; {meant}" if meant else line
 
 
 T = TypeVar("T", bound=type)
@@ -74,7 +124,7 @@ def configuration(cls: T) -> T:
         try:
             checked(self, **fields)
         except pydantic.ValidationError as error:
-            raise explain(cls, error) from None
+            raise explain(cls, error, fields) from None
         vars(self)["explicit"] = frozenset(fields)
         self.check()
 
@@ -129,6 +179,22 @@ ALIASES: dict[str, MemoryPolicy] = {
     "activation_offload": "offload_activations",
 }
 """Switches that, set to true, are entries of ``memory``."""
+
+
+def raise_together(*checks: Callable[[], None]) -> None:
+    """Run all checks.
+
+    Raises:
+        ConfigurationError: what those that failed say, a line each.
+    """
+    lines: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigurationError as error:
+            lines.append(str(error))
+    if lines:
+        raise ConfigurationError("\n".join(lines))
 
 
 MERGE = "tag:yaml.org,2002:merge"
@@ -216,7 +282,11 @@ class ChronicalsConfig:
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
     lora_target_modules: Annotated[
-        list[str] | str | None, BeforeValidator(as_names), BeforeValidator(none_as_empty), AfterValidator(as_pattern)
+        list[str] | str | None,
+        BeforeValidator(as_names),
+        BeforeValidator(none_as_empty),
+        AfterValidator(as_pattern),
+        BeforeValidator(not_foreign("lora_target_modules")),
     ] = Field(
         default=None,
         description="Linear layers (or the embedding) to adapt: names, or one regular expression (default: all but the head); "
@@ -414,7 +484,13 @@ class ChronicalsConfig:
         vars(self).update({name: getattr(changed, name), "explicit": changed.explicit, **implied})
 
     def check(self) -> None:
-        """What concerns more than one field."""
+        """Check what concerns more than one field; all that is wrong is told at once."""
+        raise_together(
+            self._check_length, self._check_dora, self._check_target_parameters, self._check_quantization, self._check_loftq,
+            self._check_memory, self._check_optimizer, self._check_patience,
+        )  # fmt: skip
+
+    def _check_length(self) -> None:
         if self.max_steps is not None and self.num_epochs is not None:
             raise ConfigurationError(f"num_epochs={self.num_epochs} and max_steps={self.max_steps}: give one of the two")
         if "warmup_steps" in self.explicit and self.warmup_ratio is not None:
@@ -426,18 +502,21 @@ class ChronicalsConfig:
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak would never be reached"
             )
+
+    def _check_dora(self) -> None:
         if self.use_dora and self.lora_init not in ("default", "gaussian", "loftq"):
             raise ConfigurationError(
                 f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole weights; leave one of them out"
             )
-        self._check_target_parameters()
-        self._check_quantization()
+
+    def _check_loftq(self) -> None:
         if self.lora_init == "loftq" and self.quantization is None:
             raise ConfigurationError(
                 "lora_init='loftq': makes up for what quantising takes from the weights, and quantization is not set; set "
                 "quantization='nf4', or take lora_init='pissa' over 16 bits"
             )
-        self._check_memory()
+
+    def _check_optimizer(self) -> None:
         if self.use_8bit_optimizer and self.optimizer_state_dtype == "bf16":
             raise ConfigurationError(
                 "use_8bit_optimizer=True and optimizer_state_dtype='bf16': each says how states are kept; leave out one"
@@ -445,6 +524,8 @@ class ChronicalsConfig:
         if not self.master_weights and (self.use_lora or self.mixed_precision != "bf16"):
             other = "use_lora=True" if self.use_lora else f"mixed_precision={self.mixed_precision!r}"
             raise ConfigurationError(f"master_weights=False: with {other} no bf16 weight is trained; leave it out")
+
+    def _check_patience(self) -> None:
         if self.early_stopping_patience is not None and self.eval_steps is None:
             raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
 
@@ -589,8 +670,6 @@ class ChronicalsConfig:
         fields = {str(name): value for name, value in fields.items()}
         for name in ("learning_rate", "adam_epsilon"):  # YAML 1.1 reads 2e-4 as text
             if isinstance(fields.get(name), str) and not is_auto(name, fields[name]):
-                try:
+                with contextlib.suppress(ValueError):  # what is no number is told with what else is wrong
                     fields[name] = float(fields[name])
-                except ValueError:
-                    raise ConfigurationError(f"{name}={fields[name]!r}: expected a number") from None
         return gathered(fields, {field.name for field in dataclasses.fields(cls)})

@@ -15,7 +15,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from chronicals.config.config import ConfigurationError, T, explain
+from chronicals.config.config import OF_SOURCES, ConfigurationError, T, explain
+from chronicals.config.foreign import no_such_field_of_data
 from chronicals.config.values import as_list, divided
 
 
@@ -28,7 +29,7 @@ def _raises_configuration_errors(cls: T) -> T:
         try:
             validated(self, *values[len(names) :], **dict(zip(names, values)), **fields)  # an error then has the field's name
         except pydantic.ValidationError as error:
-            raise explain(cls, error) from None
+            raise explain(cls, error, unknown=no_such_field_of_data) from None
 
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
@@ -116,11 +117,11 @@ def _parsed(value: Any) -> Any:
     """A string without a weight as it is; anything else as a list of sources."""
     values = [one for given in (value if isinstance(value, (list, tuple)) else [value]) for one in _named_in(given)]
     if not values:
-        raise PydanticCustomError("data_source", "an empty list; name at least one source")
+        raise PydanticCustomError(OF_SOURCES, "an empty list; name at least one source")
     try:
         sources = [_source(one) for one in values]
     except ConfigurationError as error:
-        raise PydanticCustomError("data_source", "{reason}", {"reason": str(error)}) from None
+        raise PydanticCustomError(OF_SOURCES, "{reason}", {"reason": str(error)}) from None
     return sources[0].path if sources == [DataSource(sources[0].path)] else sources
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from chronicals.config import foreign_data
 from chronicals.config.errors import ConfigurationError
-
-OPTIMIZER = (
-    "use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states, memory for states that are paged; the "
-    "optimizer is AdamW"
-)
+from chronicals.config.foreign_values import ABSENT_OBJECTIVES, ANY, BY_VALUE, OWN_VALUES, as_key
+from chronicals.config.unneeded import UNNEEDED
 
 RENAMED: dict[str, str] = {
     "learning_rate": "lr peak_lr max_lr",
@@ -24,7 +23,7 @@ RENAMED: dict[str, str] = {
     "overwrite": "overwrite_output_dir",
     "max_steps": "steps num_steps train_steps max_train_steps total_steps max_iters num_iterations",
     "batch_size": "bs micro_batch micro_batch_size per_device_train_batch_size per_device_batch_size train_batch_size "
-    "per_gpu_train_batch_size device_batch_size local_batch_size per_device_eval_batch_size eval_batch_size",
+    "per_gpu_train_batch_size device_batch_size local_batch_size",
     "gradient_accumulation_steps": "grad_accum grad_accum_steps gradient_accumulation grad_accumulation_steps "
     "accumulate_grad_batches accumulation_steps",
     "max_seq_length": "max_length max_seq_len max_sequence_length seq_len seq_length sequence_len sequence_length cutoff_len "
@@ -69,13 +68,14 @@ RENAMED: dict[str, str] = {
     "save_steps": "save_every save_interval save_every_n_steps",
     "save_total_limit": "keep_last_n_checkpoints max_checkpoints",
     "trackers": "report_to log_with tracker logger",
-    "project": "wandb_project mlflow_experiment_name",
+    "project": "wandb_project mlflow_experiment_name project_name",
     "run_name": "wandb_name wandb_run_name experiment_name mlflow_run_name",
     "output_dir": "out_dir save_dir output_path",
     "cache_dir": "dataset_prepared_path",
     "seed": "random_seed random_state data_seed",
     "model": "model_name_or_path model_name model_id pretrained_model_name_or_path",
-    "data": "dataset datasets dataset_name dataset_path dataset_id train_file train_data train_dataset data_path",
+    "data": "dataset datasets dataset_name dataset_path dataset_id train_file train_data train_dataset data_path "
+    "pretraining_dataset data_files",
     "validation_data": "eval_dataset eval_data val_data validation_file test_datasets",
 }  # fmt: skip
 """Ours, and what others call it, the value being the same."""
@@ -91,10 +91,16 @@ SETTINGS: dict[str, str] = {
     "dpo.loss": "loss_type pref_loss dpo_loss_type",
     "dpo.label_smoothing": "label_smoothing dpo_label_smoothing",
     "dpo.reference_model": "reference_model ref_model ref_model_name_or_path ref_model_path",
-    "ipo.tau": "tau",
+    "ipo.tau": "tau beta pref_beta rl_beta",
     "simpo.gamma": "simpo_gamma gamma",
     "cpo.alpha": "cpo_alpha",
-    "orpo.beta": "orpo_alpha orpo_beta",
+    "orpo.beta": "orpo_alpha orpo_beta beta pref_beta rl_beta",
+    "kto.beta": "beta pref_beta rl_beta kto_beta",
+    "simpo.beta": "beta pref_beta rl_beta simpo_beta",
+    "cpo.beta": "beta pref_beta rl_beta cpo_beta",
+    "cpo.label_smoothing": "label_smoothing",
+    "kto.reference_model": "reference_model ref_model ref_model_name_or_path ref_model_path",
+    "ipo.reference_model": "reference_model ref_model ref_model_name_or_path ref_model_path",
     "kto.desirable_weight": "desirable_weight kto_desirable_weight kto_chosen_weight",
     "kto.undesirable_weight": "undesirable_weight kto_undesirable_weight kto_rejected_weight",
     "reward.center_coefficient": "center_rewards_coefficient center_coefficient",
@@ -110,7 +116,7 @@ OBJECTIVE_NAMES: dict[str, str] = {
 """Objectives by the names that others have for them."""
 
 INSTEAD: dict[str, str] = {
-    "precompute_ref_log_probs": "reference='stored' in the section of the objective: dpo={'reference': 'stored'}",
+    "precompute_ref_log_probs": "dpo={'reference': 'stored'}, or the same in the section of another objective",
     "reference_free": "objective='simpo' (or cpo, or orpo), which has no reference",
     "kd_trainer": "objective='distill'",
     "max_prompt_length": "max_seq_length, which bounds prompt and answer together",
@@ -128,14 +134,22 @@ INSTEAD: dict[str, str] = {
     "tf32": "mixed_precision='bf16', or 'fp32', which uses no TF32",
     "min_lr": "min_lr_ratio, the final learning rate as a share of the peak",
     "lr_scheduler_kwargs": "min_lr_ratio and wsd_decay_ratio",
-    "optim": OPTIMIZER,
-    "optimizer": OPTIMIZER,
     "global_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
     "total_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
     "attn_implementation": "use_flash_attention; the attention that fits card and model is chosen by itself",
     "adapter": "use_lora=True",
     "finetuning_type": "use_lora=True, or leave it out to train all weights",
     "peft_config": "use_lora=True with lora_rank, lora_alpha, lora_dropout and lora_target_modules",
+    "load_in_16bit": "mixed_precision='bf16'",
+    "bfloat16": "mixed_precision='bf16'",
+    "float16": "mixed_precision='fp16'",
+    "float32": "mixed_precision='fp32'",
+    "full_finetuning": "use_lora=False",
+    "tiled_mlp": "memory=['tiled_mlp']",
+    "layer_offloading": "memory=['offload_activations']",
+    "sequence_parallel_degree": "context_parallel=2, as many processes as share each pack",
+    "context_parallel_size": "context_parallel=2, as many processes as share each pack",
+    "cp_size": "context_parallel=2, as many processes as share each pack",
     "lora_target_linear": "use_lora=True, which adapts every linear layer but the head",
     "quantization_bit": "quantization='nf4', which is 4 bits",
     "loftq_config": "lora_init='loftq' with quantization='nf4': 4 bits and one alternation",
@@ -200,9 +214,18 @@ NOWHERE: dict[str, str] = {
 }
 """What has no field here, and why it needs none or where it is."""
 
+NOWHERE |= UNNEEDED
+
 OURS = {theirs: ours for ours, names in RENAMED.items() for theirs in names.split()}
 
-SETTING = {theirs: ours for ours, names in SETTINGS.items() for theirs in names.split()}
+SETTING: dict[str, list[str]] = {}
+"""What others call a setting, and the settings that it may be here, of several objectives."""
+for _ours, _names in SETTINGS.items():
+    for _theirs in _names.split():
+        SETTING.setdefault(_theirs, []).append(_ours)
+
+SOURCE_FIELDS = ("path", "subset", "split", "weight", "columns", "name")
+"""Fields of an entry of data."""
 
 SHORT = 5
 """Letters of a name of which another one in a few is a misspelling still."""
@@ -211,37 +234,108 @@ NOT_SHOWN = object()
 """In the place of a value that is not known."""
 
 
-def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
-    """What to do about a field that there is not, in a few words; None where nothing is like it.
+def suggestion(name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None) -> str | None:
+    """Return what to do about a field that there is not, in a few words; None where nothing is like it.
 
     Args:
         value: that it was given, or ``NOT_SHOWN``.
         fields: that there are.
+        given: the other fields, which say for which objective a setting is.
     """
     name = name.replace("-", "_")
-    ours = OURS.get(name) or (name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None)
-    if ours is not None and ours not in fields:
-        ours = ours.removeprefix("lora_")
-    if ours == "objective" and isinstance(value, str):
-        value = OBJECTIVE_NAMES.get(value.lower(), value)
-    if ours in fields:
-        use = f"use {ours}" if value is NOT_SHOWN else f"use {ours}={value!r}"
-        return f"{use}; {BESIDE[ours]}" if ours in BESIDE else use
+    known = name in OURS or name in INSTEAD or name in NOWHERE or name in SETTING or name in BY_VALUE
+    if value is None and known:
+        return "leave it out"
+    meant = _by_value(name, value, fields) or _renamed(name, value, fields)
+    if meant is not None:
+        return meant
     if OURS.get(name) in ("model", "data", "validation_data"):
         return "model and data are arguments: ChronicalsTrainer(model, tokenizer, config).train(train_dataset, eval_dataset)"
     if value is False and name in TURNED_OFF:
         return f"use {TURNED_OFF[name]}"
-    if name in INSTEAD and (value is False or value is None):
-        return "leave it out"
     if name in INSTEAD:
-        return f"use {INSTEAD[name]}"
+        return "leave it out" if value is False else f"use {INSTEAD[name]}"
     if name in NOWHERE:
         return f"leave it out: {NOWHERE[name]}"
     if name in SETTING and "objective" in fields:
-        section, _, setting = SETTING[name].partition(".")
-        shown = "..." if value is NOT_SHOWN else repr(value)
-        return f"use {setting} in the section of the objective: {section}={{{setting!r}: {shown}}}"
+        return _setting(name, value, given or {})
     return _near(name, fields)
+
+
+def _by_value(name: str, value: Any, fields: Collection[str]) -> str | None:
+    """Return the answer for a name whose value decides it; None where there is none, or it names what ``fields`` lack."""
+    answers = BY_VALUE.get(name, {})
+    answer = answers.get("true" if value is NOT_SHOWN else as_key(value), answers.get(ANY))
+    if answer is None:
+        return None
+    if answer.startswith("leave it out"):
+        return answer
+    sections = {ours.partition(".")[0] for ours in SETTINGS} if "objective" in fields else set()
+    if not set(re.findall(r"(\w+)=", answer)) <= {*fields, *sections}:
+        return None
+    return "use " + (answer.replace("=VALUE", "") if value is NOT_SHOWN else answer.replace("VALUE", repr(value)))
+
+
+def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
+    """Return the answer for a field that has another name here; None where it has none."""
+    ours = OURS.get(name) or (name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None)
+    if ours is not None and ours not in fields:
+        ours = ours.removeprefix("lora_")
+    if ours not in fields:
+        return None
+    remark = f"; {BESIDE[ours]}" if ours in BESIDE else ""
+    if value is NOT_SHOWN:
+        return f"use {ours}{remark}"
+    beside: dict[str, Any] = {}
+    if ours == "objective" and isinstance(value, str):
+        value = OBJECTIVE_NAMES.get(value.lower(), value.lower())
+        if value in ABSENT_OBJECTIVES:
+            return f"{value!r} is not part of this version: {ABSENT_OBJECTIVES[value]}"
+    elif ours in ("data", "validation_data"):
+        value, beside = foreign_data.converted(value, SOURCE_FIELDS)
+        if name == "pretraining_dataset":
+            beside = {"objective": "pretraining", **beside}
+    elif ours == "train_on_roles":
+        value = foreign_data.roles(value)
+    fields_to_set = {ours: value, **beside}
+    return "use " + " and ".join(f"{each}={one!r}" for each, one in fields_to_set.items()) + remark
+
+
+def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
+    """Return the answer for a setting of an objective: that of the run where it has it, else of the first that does."""
+    objective = objective_of(given)
+    several = [ours.partition(".") for ours in SETTING[name]]
+    section, _, setting = next((one for one in several if one[0] == objective), several[0])
+    shown = "..." if value is NOT_SHOWN else repr(value)
+    return f"use {setting} in the section of the objective: {section}={{{setting!r}: {shown}}}"
+
+
+def objective_of(given: Mapping[str, Any]) -> str:
+    """Return the objective that fields name, as here or as other trainers do; empty where none does."""
+    for name in ("objective", *RENAMED["objective"].split()):
+        if isinstance(given.get(name), str):
+            named = given[name].lower()
+            loss = BY_VALUE["pref_loss"].get(as_key(given.get("pref_loss")), "")
+            return loss.partition("objective='")[2].rstrip("'") or OBJECTIVE_NAMES.get(named, named)
+    return ""
+
+
+def no_such_objective(name: str, known: Collection[str]) -> str:
+    """Return what an error says of an objective that there is not."""
+    called = OBJECTIVE_NAMES.get(name.lower(), name.lower())
+    there = f"there are {', '.join(known)}"
+    if called in ABSENT_OBJECTIVES:
+        return f"objective={name!r}: not part of this version: {ABSENT_OBJECTIVES[called]}; {there}"
+    near = [called] if called in known else difflib.get_close_matches(name, known, n=1)
+    return f"objective={name!r}: no such objective; " + (f"did you mean {near[0]!r}?" if near else there)
+
+
+def own_value(name: str, value: Any) -> str | None:
+    """Return what to write in the place of another trainer's value of a field that is called the same here."""
+    answer = OWN_VALUES.get(name, {}).get(as_key(value))
+    if answer is None or answer.startswith("leave it out"):
+        return answer
+    return f"use {answer}"
 
 
 def _near(name: str, fields: Collection[str]) -> str | None:
@@ -251,18 +345,24 @@ def _near(name: str, fields: Collection[str]) -> str | None:
 
 def setting_called(name: str, known: Collection[str]) -> str | None:
     """What to do about a setting that the section of an objective does not have; None where nothing is like it."""
-    ours = SETTING.get(name, "").partition(".")[2]
-    if ours in known:
-        return f"use {ours}"
+    for ours in SETTING.get(name, ()):
+        if ours.partition(".")[2] in known:
+            return f"use {ours.partition('.')[2]}"
     if name in INSTEAD or name in NOWHERE or name in OURS:
         return suggestion(name, NOT_SHOWN, {OURS[name]} if name in OURS else ())
     return _near(name, known)
 
 
-def no_such_field(name: str, value: Any, fields: Collection[str]) -> str:
+def no_such_field(name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None) -> str:
     """What an error says of a field that there is not; see ``suggestion``."""
-    meant = suggestion(name, value, fields)
+    meant = suggestion(name, value, fields, given)
     return f"{name}: no such field" + (f"; {meant}" if meant else "")
+
+
+def no_such_field_of_data(name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None) -> str:
+    """Return what an error says of a field that an entry of data does not have."""
+    meant = foreign_data.answer(name, value) or _near(name, fields)
+    return f"{name}: no such field of data" + (f"; {meant}" if meant else "")
 
 
 T = TypeVar("T", bound=type)

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from chronicals.config.config import STRICT, ChronicalsConfig, ConfigurationError, configuration, laid_over
+from chronicals.config.config import STRICT, ChronicalsConfig, ConfigurationError, configuration, laid_over, raise_together
 from chronicals.config.data_source import Columns, OptionalSources, Sources, with_columns
 from chronicals.config.headings import Heading
 from chronicals.config.paths import lasting
 from chronicals.config.presets import preset_fields
 from chronicals.config.sections import lasting_sections
+from chronicals.config.values import not_foreign
 
 KEPT = "resume.yaml"
 """In the folder of a run, the recipe that ``--resume`` reads; a user's own ``recipe.yaml`` may well lie there."""
@@ -54,7 +55,7 @@ class Recipe(ChronicalsConfig):
         default=None,
         description="Names of columns, THEIRS=OURS: question=prompt,answer=completion; in a recipe ours to theirs",
     )
-    chat_template: str | None = Field(
+    chat_template: Annotated[str | None, BeforeValidator(not_foreign("chat_template"))] = Field(
         default=None, description="For a tokenizer without one: chatml, zephyr, or a file with Jinja text; it is saved with it"
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
@@ -113,17 +114,23 @@ class Recipe(ChronicalsConfig):
         os.replace(aside, folder / KEPT)
 
     def check(self) -> None:
-        """What concerns more than one field, and what is evaluated on."""
-        super().check()
+        """Check what concerns more than one field, and what is evaluated on."""
+        raise_together(super().check, self._check_split, self._check_keep, self._check_eval_steps)
+
+    def _check_split(self) -> None:
         if self.validation_data is not None and self.validation_split:
             raise ConfigurationError(
                 f"validation_split={self.validation_split}: validation_data is set too, and only one can say what is held out; "
                 "leave out one of them"
             )
+
+    def _check_keep(self) -> None:
         if self.keep == "best" and self.validation_data is None and not self.validation_split:
             raise ConfigurationError(
                 "keep='best': nothing is held out to tell which is the best; set validation_data or validation_split"
             )
+
+    def _check_eval_steps(self) -> None:
         if self.eval_steps is not None and self.validation_data is None and not self.validation_split:
             raise ConfigurationError(
                 f"eval_steps={self.eval_steps}: nothing is held out to evaluate on; set validation_data or validation_split"

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.foreign import INSTEAD, NOWHERE, OURS
+from chronicals.config.foreign import BY_VALUE, INSTEAD, NOWHERE, OURS
 from chronicals.config.paths import lasting
 
 SECTIONS = "sections"
 """The field that holds them: the name of an objective, and its settings."""
 
+
+SHARED = "router"
+"""Section that any objective may have beside its own."""
 
 PATHS = frozenset({"teacher", "reference_model"})
 """Settings, of any objective, that name a folder or a hub name."""
@@ -33,7 +36,7 @@ def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
     Raises:
         ConfigurationError: under the name of the run's objective there is something else.
     """
-    elsewhere = {*known, *OURS, *INSTEAD, *NOWHERE}
+    elsewhere = {*known, *OURS, *INSTEAD, *NOWHERE, *BY_VALUE}
     found = {name: _texts(value) for name, value in fields.items() if isinstance(value, Mapping) and name not in elsewhere}
     own = fields.get("objective")
     if isinstance(own, str) and own in fields.keys() - found.keys() - elsewhere:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from chronicals.config.foreign import own_value
 from chronicals.config.lora_init import INITS, is_init
 
 OPENING, CLOSING = "([{", ")]}"
@@ -145,6 +147,22 @@ def as_tokens(value: Any) -> Any:
         return {name: as_tokens(tokens) for name, tokens in value.items()}
     listed = as_list(value) if isinstance(value, str) else [value] if isinstance(value, int) else value
     return [int(x) if isinstance(x, str) and x.isdecimal() else x for x in listed] if isinstance(listed, list) else listed
+
+
+FOREIGN = "foreign"
+"""Kind of an error about another trainer's value, which says what to write instead."""
+
+
+def not_foreign(name: str) -> Callable[[Any], Any]:
+    """Return a validator that refuses another trainer's values of a field that would take them as names."""
+
+    def validated(value: Any) -> Any:
+        meant = own_value(name, value)
+        if meant is not None:
+            raise PydanticCustomError(FOREIGN, "not taken here; {meant}", {"meant": meant})
+        return value
+
+    return validated
 
 
 def none_as_empty(value: Any) -> Any:

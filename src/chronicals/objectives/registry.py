@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pydantic
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.foreign import OBJECTIVE_NAMES, no_such_field, setting_called
+from chronicals.config.foreign import no_such_field, no_such_objective, setting_called
+from chronicals.config.sections import SHARED
 from chronicals.data.rows import TRAINED
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
@@ -18,7 +18,7 @@ from chronicals.objectives.terms import Objective
 OBJECTIVES: dict[str, type[Objective]] = {}
 """By the name in the configuration."""
 
-BESIDE: dict[str, type] = {"router": RouterSettings}
+BESIDE: dict[str, type] = {SHARED: RouterSettings}
 """Sections that any objective may have beside its own, and their settings."""
 
 C = TypeVar("C", bound=type[Objective])
@@ -42,10 +42,7 @@ def build_objective(config: ChronicalsConfig) -> Objective:
     """
     name = config.objective
     if name not in OBJECTIVES:
-        called = OBJECTIVE_NAMES.get(name.lower(), name.lower())
-        near = [called] if called in OBJECTIVES else difflib.get_close_matches(name, OBJECTIVES, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(OBJECTIVES)}"
-        raise ConfigurationError(f"objective={name!r}: no such objective{meant}")
+        raise ConfigurationError(no_such_objective(name, OBJECTIVES))
     for section, given in config.sections.items():
         if section not in OBJECTIVES and section not in BESIDE:
             known = [*OBJECTIVES, *BESIDE, *(field.name for field in dataclasses.fields(config))]

@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -318,7 +318,22 @@ def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
     names = config.trackers
     if names is None:
         names = ["tensorboard"] if TensorBoard.installed() else []
+    _warn_of_unused_names(config, names)
     return [TRACKERS[name](config) for name in dict.fromkeys(names)]
+
+
+def _warn_of_unused_names(config: ChronicalsConfig, trackers: Sequence[str]) -> None:
+    """Log the names of a project and a run that no tracker of this run shows."""
+    if {WeightsAndBiases.name, MLflow.name} & set(trackers):
+        return
+    used = " and ".join(trackers) or "none"
+    for name in ("project", "run_name"):
+        value = getattr(config, name)
+        if value is not None:
+            logger.warning(
+                "%s=%r is shown nowhere: W&B and MLflow have it, and the trackers of this run are %s; set trackers=['wandb'] "
+                "or trackers=['mlflow'], or leave it out", name, value, used,
+            )  # fmt: skip
 
 
 # --- which run it is -------------------------------------------------------------------------------------------------
