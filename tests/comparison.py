@@ -44,6 +44,11 @@ def outputs_and_gradients(function: Callable, inputs: Sequence[Tensor], upstream
     return [*(o.detach() for o in outs), *gradients]
 
 
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same values, wherever they lie: a run moves its model to the card."""
+    return torch.equal(one, other.to(one.device))
+
+
 def assert_as_exact_as_plain(
     ours: Callable,
     plain: Callable,

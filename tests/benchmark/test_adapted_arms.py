@@ -20,6 +20,7 @@ from chronicals.config import ConfigurationError
 from chronicals.lora import adapters
 from chronicals.models import load_model
 from chronicals.quantization import NF4, Experts4bit, Linear4bit
+from comparison import equal
 
 UNEVEN = {"lora_rank_pattern": {"q_proj": 3}, "lora_alpha_pattern": {"down_proj": 5}, "lora_layers": [1], "use_dora": True}
 
@@ -56,7 +57,7 @@ def test_ours_and_pefts_adapters_are_the_same(tmp_path, mode, changes, of):
     one, two = values(mine), values(theirs)
     assert one.keys() == two.keys() and len(one) == (7 if "lora_layers" in changes else 14)
     for path, (scale, a, b, lengths) in one.items():
-        assert scale == pytest.approx(two[path][0]) and torch.equal(a, two[path][1]) and torch.equal(b, two[path][2]), path
+        assert scale == pytest.approx(two[path][0]) and equal(a, two[path][1]) and equal(b, two[path][2]), path
         assert a.abs().max() > 0 and len(a) == (3 if "q_proj" in path and "lora_rank_pattern" in changes else 4)
         assert (lengths is None) == (two[path][3] is None) == ("use_dora" not in changes)
         assert lengths is None or torch.allclose(lengths, two[path][3].to(lengths), rtol=1e-5), path
@@ -66,7 +67,7 @@ def test_a_variant_with_the_same_matrices_starts_as_the_row_does(tmp_path):
     work = planned(tmp_path)
     row = start_of(work, work.config())
     for changes in ({"use_dora": True}, {"lora_alpha": 1.0}, {"lora_dropout": 0.5}):
-        assert all(torch.equal(x, row[name]) for name, x in start_of(work, work.config(**changes)).items())
+        assert all(equal(x, row[name]) for name, x in start_of(work, work.config(**changes)).items())
     wider = starting_values(work, work.config(lora_rank=8))
     assert wider.keys() == row.keys() and all(x.shape != row[name].shape for name, x in wider.items())
     assert work.other_adapters({"use_dora": True, "lora_alpha": 6, "memory": []}) == {"use_dora": True}
@@ -87,9 +88,9 @@ def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype)
     for path, layer in packed.named_modules():
         if isinstance(layer, Linear4bit):
             weight, layers = plain.get_submodule(path).weight, layers + 1
-            assert weight.dtype == torch.float32 and torch.equal(weight, layer.packed.dense().float())
-            assert not torch.equal(weight, sixteen.get_submodule(path).weight)
-    assert layers == 14 and torch.equal(plain.lm_head.weight, sixteen.lm_head.weight)
+            assert weight.dtype == torch.float32 and equal(weight, layer.packed.dense().float())
+            assert not equal(weight, sixteen.get_submodule(path).weight)
+    assert layers == 14 and equal(plain.lm_head.weight, sixteen.lm_head.weight)
 
 
 def test_experts_have_the_same_values_in_every_arm(tmp_path):
@@ -104,8 +105,8 @@ def test_experts_have_the_same_values_in_every_arm(tmp_path):
     for path, experts in packed.items():
         for name in experts.stacked:
             expected = experts.stack(name).dense()
-            assert not torch.equal(sixteen.get_parameter(f"{path}.{name}"), expected)
-            assert all(torch.equal(other.get_parameter(f"{path}.{name}"), expected) for other in others)
+            assert not equal(sixteen.get_parameter(f"{path}.{name}"), expected)
+            assert all(equal(other.get_parameter(f"{path}.{name}"), expected) for other in others)
 
 
 def test_peers_have_bitsandbytes_layers(tmp_path):

@@ -7,6 +7,7 @@ from torch import nn
 
 from chronicals.benchmark.arms import split_products
 from chronicals.benchmark.arms.pair_reference import in_bf16
+from comparison import equal
 
 
 def as_tf32(x):
@@ -97,7 +98,7 @@ def test_sums_are_as_short_as_the_card_needs(monkeypatch, cutting_tensor_core):
 def test_the_first_part_and_the_rest_are_the_number():
     x = torch.randn(1000) * torch.logspace(-20, 20, 1000)
     first = (x.view(torch.int32) & split_products.FIRST_BITS).view(torch.float32)
-    assert torch.equal(as_tf32(first), first) and torch.equal(first + (x - first), x)
+    assert equal(as_tf32(first), first) and equal(first + (x - first), x)
     assert ((x - first - as_tf32(x - first)).abs() <= 2.0**-22 * x.abs()).all()
 
 
@@ -115,5 +116,5 @@ def test_while_the_model_is_in_bf16_its_products_are():
     x = torch.randn(4, 333)
     with in_bf16(module):
         found = module(x.bfloat16())
-    assert found.dtype == torch.bfloat16 and torch.equal(found, F.linear(x.bfloat16(), module[0].weight.bfloat16()))
+    assert found.dtype == torch.bfloat16 and equal(found, F.linear(x.bfloat16(), module[0].weight.bfloat16()))
     assert module(x).dtype == torch.float32

@@ -14,6 +14,7 @@ from chronicals.cli.app import app
 from chronicals.export import MergeError, merge
 from chronicals.export.additions import SMALL, Part, parts_in_files
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
+from comparison import equal
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ROUTERS = {"mixtral": "gate.weight", "qwen3_moe": "gate.weight", "gpt_oss": "router.weight"}
@@ -50,8 +51,8 @@ def test_files_are_those_of_the_merged_model(tmp_path, name, case, dtype):
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     expected = merge_and_unload(model).state_dict()
     assert got.state_dict().keys() == expected.keys()
-    assert all(torch.equal(weight, expected[key]) for key, weight in got.state_dict().items())
-    assert any("down_proj" in key and not torch.equal(weight, expected[key.replace(".base_layer", "")])
+    assert all(equal(weight, expected[key]) for key, weight in got.state_dict().items())
+    assert any("down_proj" in key and not equal(weight, expected[key.replace(".base_layer", "")])
                for key, weight in before.items() if key.replace(".base_layer", "") in expected)  # fmt: skip
     stored = {key for file in (tmp_path / "merged").glob("*.safetensors") for key in load_file(file)}
     assert merged.changes.keys() <= stored and len(merged.changes) == len(json.loads(
@@ -118,7 +119,7 @@ def test_parts_of_matrices(monkeypatch, turned):
     part = reverted(monkeypatch, change)["experts"]
     matrix = torch.randn(8, 6)
     expected = matrix[4:, :2].t() if turned else matrix[4:, :2]
-    assert part.expert == 2 and torch.equal(part.of(matrix), expected)
+    assert part.expert == 2 and equal(part.of(matrix), expected)
 
 
 def test_whole_parameters(monkeypatch):

@@ -39,6 +39,7 @@ from chronicals.export.hub import UploadError
 from chronicals.export.proof import largest_error
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
+from comparison import equal
 
 USUAL = {"max_steps": 3, "use_fused_kernels": False}
 
@@ -91,7 +92,7 @@ def test_a_model_that_was_trained_whole_keeps_its_weights(tmp_path):
     (exported,) = export(tmp_path / "run", "merged-fp32")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run" / "model", exported.path))
     assert exported.path == tmp_path / "run" / "export" / "run-fp32"
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(equal(ours[name], theirs[name]) for name in ours)
     assert results(exported)["logits beside the trained model's"].value == 0.0
 
 

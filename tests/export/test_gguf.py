@@ -16,6 +16,7 @@ from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file
 from chronicals.export.source import PROBES, Source
 from chronicals.models import gguf_families, gguf_tensors, load_model
 from chronicals.saving import SavedModel
+from comparison import equal
 
 
 def saved(folder, model, tokenizer=None):
@@ -89,7 +90,7 @@ def test_rows_of_queries_are_reordered_as_llama_cpp_rotates(name, tmp_path):
         if role in ("q_proj", "k_proj") and name.split(",")[0].split(" ")[0] in TURNED_BY_NEIGHBOURS:
             heads = ours.unflatten(0, (-1, dim))
             ours = torch.stack([heads[:, : dim // 2], heads[:, dim // 2 :]], dim=2).reshape(ours.shape)
-        assert torch.equal(theirs, ours), key
+        assert equal(theirs, ours), key
 
 
 IN_ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "output"}
@@ -160,7 +161,7 @@ def test_settings_of_a_family_have_its_names_of_them(name, tmp_path):
 def test_norms_of_gemma_have_what_they_add(tmp_path):
     given, file, _ = written(saved(tmp_path, gguf_models.build("gemma2")))
     for ours, theirs in {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm"}.items():
-        assert torch.equal(file.read(f"blk.1.{theirs}.weight"), given.tensors[f"model.layers.1.{ours}.weight"].read() + 1)
+        assert equal(file.read(f"blk.1.{theirs}.weight"), given.tensors[f"model.layers.1.{ours}.weight"].read() + 1)
     assert file.value("gemma2.attn_logit_softcapping") == 50.0
 
 
@@ -169,20 +170,20 @@ def test_experts_are_stacked_in_their_order(tmp_path):
     for ours, theirs in {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}.items():
         stack = file.read(f"blk.1.ffn_{theirs}_exps.weight")
         for number in range(6):
-            assert torch.equal(stack[number], given.tensors[f"model.layers.1.mlp.experts.{number}.{ours}.weight"].read())
+            assert equal(stack[number], given.tensors[f"model.layers.1.mlp.experts.{number}.{ours}.weight"].read())
 
 
 def test_experts_of_gpt_oss_are_taken_apart(tmp_path):
     given, file, _ = written(saved(tmp_path, gguf_models.build("gpt_oss")))
     both = given.tensors["model.layers.1.mlp.experts.gate_up_proj"].read()
-    assert torch.equal(file.read("blk.1.ffn_gate_exps.weight"), both[:, :, ::2].transpose(1, 2))
-    assert torch.equal(file.read("blk.1.ffn_up_exps.weight"), both[:, :, 1::2].transpose(1, 2))
+    assert equal(file.read("blk.1.ffn_gate_exps.weight"), both[:, :, ::2].transpose(1, 2))
+    assert equal(file.read("blk.1.ffn_up_exps.weight"), both[:, :, 1::2].transpose(1, 2))
     bias = given.tensors["model.layers.1.mlp.experts.gate_up_proj_bias"].read()
-    assert torch.equal(file.read("blk.1.ffn_up_exps.bias"), bias[:, 1::2])
+    assert equal(file.read("blk.1.ffn_up_exps.bias"), bias[:, 1::2])
     down = given.tensors["model.layers.1.mlp.experts.down_proj"].read()
-    assert torch.equal(file.read("blk.1.ffn_down_exps.weight"), down.transpose(1, 2))
+    assert equal(file.read("blk.1.ffn_down_exps.weight"), down.transpose(1, 2))
     sinks = given.tensors["model.layers.1.self_attn.sinks"].read()
-    assert torch.equal(file.read("blk.1.attn_sinks.weight"), sinks)
+    assert equal(file.read("blk.1.attn_sinks.weight"), sinks)
 
 
 def test_frequencies_of_llama_3_are_divided(tmp_path):

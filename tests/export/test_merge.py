@@ -20,6 +20,7 @@ from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unlo
 from chronicals.models import load_model
 from chronicals.quantization import Linear4bit
 from chronicals.saving.model_files import save_model
+from comparison import equal
 
 module = sys.modules[merge_function.__module__]
 
@@ -69,11 +70,11 @@ def test_plain_transformers_answers_as_the_adapted_model_does(tmp_path, dtype, o
     got, expected = answers(plain.float(), ids), answers(exact, ids)
     assert (got[0] - expected[0]).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * expected[0].norm()
     if dtype == torch.float32:
-        assert torch.equal(got[1], expected[1])
+        assert equal(got[1], expected[1])
     by_module = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype), folder)
     merge_and_unload(by_module)
     for name, weight in by_module.state_dict().items():
-        assert torch.equal(plain.state_dict()[name].to(dtype), weight), name
+        assert equal(plain.state_dict()[name].to(dtype), weight), name
 
 
 def test_the_report_says_what_each_weight_lost(trained, tmp_path):
@@ -181,7 +182,7 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
     assert plain.dtype == torch.bfloat16 and type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
     for path, layer in model.named_modules():
         if isinstance(layer, Linear4bit) and not path.endswith(".base_layer"):
-            assert torch.equal(plain.get_submodule(path).weight, layer.plain().weight.bfloat16()), path
+            assert equal(plain.get_submodule(path).weight, layer.plain().weight.bfloat16()), path
     ids = torch.randint(1, 300, (2, 9))
     got, expected = answers(plain.float(), ids)[0], answers(model, ids)[0]
     assert (got - expected).norm() <= 1e-2 * expected.norm()

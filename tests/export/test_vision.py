@@ -18,6 +18,7 @@ from chronicals.export.part_names import StoredNames, language_name, vision_name
 from chronicals.models import load_model
 from chronicals.models.gguf_tensors import Piece
 from chronicals.training import ChronicalsTrainer
+from comparison import equal
 
 every_family = pytest.mark.parametrize("name", vision_models.MODELS)
 
@@ -110,17 +111,17 @@ def test_the_parts_of_qwen(tmp_path):
     file, weights = written(tmp_path, "qwen2_5_vl")
     kernel = weights["visual.patch_embed.proj.weight"]
     for n, target in enumerate(("v.patch_embd.weight", "v.patch_embd.weight.1")):
-        assert torch.equal(file.read(target), kernel[:, :, n])
+        assert equal(file.read(target), kernel[:, :, n])
     for n, letter in enumerate("qkv"):
         for end in ("weight", "bias"):
             whole = weights[f"visual.blocks.2.attn.qkv.{end}"]
-            assert torch.equal(file.read(f"v.blk.2.attn_{letter}.{end}"), whole[32 * n : 32 * (n + 1)])
+            assert equal(file.read(f"v.blk.2.attn_{letter}.{end}"), whole[32 * n : 32 * (n + 1)])
     same = {
         "v.blk.3.attn_out.bias": "blocks.3.attn.proj.bias", "v.blk.0.ffn_gate.weight": "blocks.0.mlp.gate_proj.weight",
         "v.blk.0.ffn_down.weight": "blocks.0.mlp.down_proj.weight", "v.post_ln.weight": "merger.ln_q.weight",
         "mm.0.weight": "merger.mlp.0.weight", "mm.2.bias": "merger.mlp.2.bias", "v.blk.1.ln2.weight": "blocks.1.norm2.weight",
     }  # fmt: skip
-    assert all(torch.equal(file.read(target), weights[f"visual.{own}"]) for target, own in same.items())
+    assert all(equal(file.read(target), weights[f"visual.{own}"]) for target, own in same.items())
     assert file.value("clip.projector_type") == "qwen2.5vl_merger" and file.value("clip.vision.n_wa_pattern") == 2
     assert file.value("clip.use_silu") is True and file.value("general.type") == "mmproj"
     assert file.value("clip.vision.image_mean") == pytest.approx(MEAN)
@@ -129,20 +130,20 @@ def test_the_parts_of_qwen(tmp_path):
 def test_the_parts_of_gemma(tmp_path):
     file, weights = written(tmp_path, "gemma3")
     norm = weights["multi_modal_projector.mm_soft_emb_norm.weight"]
-    assert torch.equal(file.read("mm.soft_emb_norm.weight"), norm + 1)
+    assert equal(file.read("mm.soft_emb_norm.weight"), norm + 1)
     projection = weights["multi_modal_projector.mm_input_projection_weight"]
-    assert torch.equal(file.read("mm.input_projection.weight"), projection)
-    assert torch.equal(file.read("v.blk.1.ffn_up.weight"), weights["vision_tower.encoder.layers.1.mlp.fc1.weight"])
-    assert torch.equal(file.read("v.post_ln.weight"), weights["vision_tower.post_layernorm.weight"])
+    assert equal(file.read("mm.input_projection.weight"), projection)
+    assert equal(file.read("v.blk.1.ffn_up.weight"), weights["vision_tower.encoder.layers.1.mlp.fc1.weight"])
+    assert equal(file.read("v.post_ln.weight"), weights["vision_tower.post_layernorm.weight"])
     assert file.value("clip.vision.projector.scale_factor") == 2 and not any("head" in name for name in file.tensors)
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
 def test_the_parts_of_idefics(name, tmp_path):
     file, weights = written(tmp_path, name)
-    assert torch.equal(file.read("mm.model.fc.weight"), weights["model.connector.modality_projection.proj.weight"])
+    assert equal(file.read("mm.model.fc.weight"), weights["model.connector.modality_projection.proj.weight"])
     own = weights["model.vision_model.embeddings.position_embedding.weight"]
-    assert torch.equal(file.read("v.position_embd.weight"), own)
+    assert equal(file.read("v.position_embd.weight"), own)
     assert file.value("clip.vision.preproc_image_size") == 56 and file.value("clip.projector_type") == "idefics3"
 
 
@@ -151,9 +152,9 @@ def test_the_parts_of_llava(tmp_path):
     file, weights = written(tmp_path, "llava")
     same = {"mm.0": "linear_1", "mm.2": "linear_2"}
     for target, own in same.items():
-        assert torch.equal(file.read(f"{target}.weight"), weights[f"multi_modal_projector.{own}.weight"])
-    assert torch.equal(file.read("v.class_embd"), weights["vision_tower.embeddings.class_embedding"])
-    assert torch.equal(file.read("v.pre_ln.bias"), weights["vision_tower.pre_layrnorm.bias"])
+        assert equal(file.read(f"{target}.weight"), weights[f"multi_modal_projector.{own}.weight"])
+    assert equal(file.read("v.class_embd"), weights["vision_tower.embeddings.class_embedding"])
+    assert equal(file.read("v.pre_ln.bias"), weights["vision_tower.pre_layrnorm.bias"])
     assert file.value("clip.vision.block_count") == 2 and file.value("clip.vision.feature_layer") == [2]
     assert not any(name.startswith(("v.post_ln", "v.blk.2")) for name in file.tensors)
 
@@ -182,7 +183,7 @@ def test_files_of_other_versions_have_the_same_parts(name, tmp_path):
     for one, other in zip(first, second, strict=True):
         files = gguf_file.File(one.path), gguf_file.File(other.path)
         assert files[0].tensors.keys() == files[1].tensors.keys()
-        assert all(torch.equal(files[0].read(tensor), files[1].read(tensor)) for tensor in files[0].tensors)
+        assert all(equal(files[0].read(tensor), files[1].read(tensor)) for tensor in files[0].tensors)
 
 
 def test_names_of_parts():
@@ -388,7 +389,7 @@ def test_merged_adapters_leave_what_reads_images(adapted, tmp_path):
     """Bit by bit, with what turns images into numbers; loaded by the same class."""
     (exported,) = export(adapted / "run", "merged-fp32", tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (adapted / "base", exported.path))
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    changed = {name for name in before if not equal(before[name], after[name])}
     assert before.keys() == after.keys() and changed and all(language_name(name) for name in changed)
     said = [(folder / "preprocessor_config.json").read_bytes() for folder in (adapted / "base", exported.path)]
     assert said[0] == said[1]
@@ -420,7 +421,7 @@ def test_few_bits_are_the_language_parts(adapted, kind, tmp_path):
     eyes = {name: x for name, x in tensors.items() if vision_name(name)}
     assert eyes and {x.dtype for x in eyes.values()} == {torch.bfloat16}
     expected = load_file(adapted / "base" / "model.safetensors")
-    assert all(torch.equal(x, expected[name].bfloat16()) for name, x in eyes.items())
+    assert all(equal(x, expected[name].bfloat16()) for name, x in eyes.items())
     if kind != "nf4":
         ignored = json.loads((exported.path / "config.json").read_text())["quantization_config"]["ignore"]
         assert any(vision_name(path) for path in ignored) and not any(".layers." in (language_name(p) or "") for p in ignored)
@@ -466,4 +467,4 @@ def test_adapters_over_a_base_in_4_bits_are_merged(tmp_path):
     (exported,) = export(tmp_path / "run", "merged-fp32")
     assert checks(exported)["logits beside the trained model's"].value <= 1e-5
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "base", exported.path))
-    assert all(torch.equal(before[name], after[name]) for name in before if vision_name(name))
+    assert all(equal(before[name], after[name]) for name in before if vision_name(name))

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import tiny
 from chronicals.lora import LoRAConfig, LoRALinear, adapters, apply_lora
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+from comparison import equal
 
 LLAMA = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 LLAMA += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -32,8 +33,8 @@ def test_identity_at_first(name):
     model, ids = MODELS[name](), tokens()
     before = logits(model, ids)
     assert apply_lora(model, LoRAConfig(rank=4, dropout=0.5)) is model
-    assert torch.equal(logits(model, ids), before)
-    assert torch.equal(logits(model.train(), ids), before)
+    assert equal(logits(model, ids), before)
+    assert equal(logits(model.train(), ids), before)
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear"])
@@ -127,7 +128,7 @@ def test_shapes_and_start_of_the_matrices():
     assert layer.lora_A.shape == (4, 32) and layer.lora_B.shape == (96, 4)
     assert not layer.lora_B.any() and layer.lora_A.abs().max() <= 1 / 32**0.5 and layer.lora_A.std() > 0.05
     other = model.transformer.h[1].attn.c_attn
-    assert not torch.equal(layer.lora_A, other.lora_A)
+    assert not equal(layer.lora_A, other.lora_A)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -158,7 +159,7 @@ def test_dropout_acts_in_training_alone():
     with torch.no_grad():
         calm = [layer.eval()(x) for _ in range(2)]
         wild = [layer.train()(x) for _ in range(4000)]
-    assert torch.equal(*calm)
+    assert equal(*calm)
     by_hand = layer.base_layer(x) + 2 * (x @ layer.lora_A.t() @ layer.lora_B.t())
     torch.testing.assert_close(calm[0], by_hand.detach(), rtol=1e-5, atol=1e-5)
     stacked = torch.stack(wild)
@@ -174,7 +175,7 @@ def test_the_mode_of_the_model_is_kept(training):
     assert {module.training for module in model.modules()} == {training}
     randomise(model)
     ids = tokens()
-    assert torch.equal(logits(model, ids), logits(model, ids)) != training
+    assert equal(logits(model, ids), logits(model, ids)) != training
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
@@ -182,8 +183,8 @@ def test_whole_model_in_training(rate):
     model = apply_lora(tiny.llama(), LoRAConfig(rank=4, dropout=rate)).train()
     randomise(model)
     ids = tokens()
-    assert torch.equal(logits(model, ids), logits(model, ids)) == (rate == 0)
-    assert torch.equal(logits(model.eval(), ids), logits(model, ids))
+    assert equal(logits(model, ids), logits(model, ids)) == (rate == 0)
+    assert equal(logits(model.eval(), ids), logits(model, ids))
 
 
 def test_bf16_base_with_fp32_adapters():

@@ -13,6 +13,7 @@ from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, merg
 from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
 from chronicals.lora.several import add_adapter, add_weighted_adapter, set_adapter
 from chronicals.optimizers.lora_plus import lora_plus_groups
+from comparison import equal
 
 
 def gemma3():
@@ -67,7 +68,7 @@ def test_there_and_back(tmp_path, name):
     again = peft.PeftModel.from_pretrained(build(), tmp_path / "ours", is_trainable=True).eval()
     assert close(logits(again, ids), expected)
     first, second = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("theirs", "ours"))
-    assert all(torch.equal(first[key], second[key]) for key in first if ".lora_" in key)
+    assert all(equal(first[key], second[key]) for key in first if ".lora_" in key)
     after = train_on(model, ids)
     assert close(after, train_on(again, ids), 1e-4) and not close(after, expected, 1e-2)
 
@@ -100,7 +101,7 @@ def test_outputs_and_gradients(name):
 def test_at_first_the_model_is_unchanged():
     ids = tokens()
     model = apply_lora(llama(), LoRAConfig(64, 16, 0.0, ["embed_tokens"]))
-    assert torch.equal(logits(model, ids), logits(llama(), ids))
+    assert equal(logits(model, ids), logits(llama(), ids))
     (path, layer), *others = adapters(model)
     assert path == "model.embed_tokens" and not others and isinstance(layer, LoRAEmbedding)
     a, b = layer.pair
@@ -117,7 +118,7 @@ def test_it_is_adapted_only_where_it_is_named():
 
 def test_ids_are_not_dropped():
     model, ids = ours("alone", dropout=0.9), tokens()
-    assert torch.equal(model.train().model.embed_tokens(ids), model.eval().model.embed_tokens(ids))
+    assert equal(model.train().model.embed_tokens(ids), model.eval().model.embed_tokens(ids))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,7 +142,7 @@ def test_a_tied_head_is_warned_of(caplog, name):
 def test_without_adapters_it_is_the_base():
     model, ids = ours("gemma3"), tokens()
     with without_adapters(model):
-        assert torch.equal(logits(model, ids), logits(gemma3(), ids))
+        assert equal(logits(model, ids), logits(gemma3(), ids))
 
 
 def test_in_bf16_it_follows_fp32():
@@ -163,7 +164,7 @@ def test_added_tokens(tmp_path):
     ids = torch.tensor([[3, 306, 5, 301]])
     save_adapter(model, tmp_path / "mine")
     again = load_adapter(type(llama()).from_pretrained(tmp_path / "base"), tmp_path / "mine").eval()
-    assert again.model.embed_tokens.pair[0].shape == (4, 307) and torch.equal(logits(again, ids), logits(model, ids))
+    assert again.model.embed_tokens.pair[0].shape == (4, 307) and equal(logits(again, ids), logits(model, ids))
 
 
 def test_several_of_them(tmp_path):
@@ -176,7 +177,7 @@ def test_several_of_them(tmp_path):
         save_adapter(made, tmp_path / name)
         add_adapter(model, name, tmp_path / name)
     for name in ("one", "two", "one"):
-        assert torch.equal(logits(set_adapter(model, name).eval(), ids), single[name])
+        assert equal(logits(set_adapter(model, name).eval(), ids), single[name])
     add_weighted_adapter(model, ["one", "two"], [1.0, 0.0], "first")
     assert close(logits(set_adapter(model, "first").eval(), ids), single["one"])
 

@@ -10,6 +10,7 @@ import tiny
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, save_adapter
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
+from comparison import equal
 
 ROWS = 303
 NAMES = ["base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"]
@@ -54,7 +55,7 @@ def test_rows_of_added_tokens_are_saved(tmp_path, base, tied, targets):
     tokenizer.save_pretrained(tmp_path / "mine")  # by which PEFT knows how many rows there are
     loaded = load_adapter(load_model(tmp_path / "base", torch.float32), tmp_path / "mine").eval()
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "mine").eval()
-    assert torch.equal(logits(loaded, ids), expected) and torch.allclose(logits(theirs, ids), expected, rtol=1e-5, atol=1e-5)
+    assert equal(logits(loaded, ids), expected) and torch.allclose(logits(theirs, ids), expected, rtol=1e-5, atol=1e-5)
     assert SavedModel.find(tmp_path / "mine").embedding_rows() == ROWS
     assert SavedModel.find(tmp_path / "base").embedding_rows() == 300
     assert loaded.config.vocab_size == ROWS and not loaded.get_input_embeddings().weight.requires_grad
@@ -104,10 +105,10 @@ def test_we_load_pefts_and_save_them_again(tmp_path, base, tied, targets, rows):
         ids = ids.clamp(3, 255)
     expected = logits(model, ids)
     loaded = load_adapter(load_model(tmp_path / "base", torch.float32), tmp_path / "theirs").eval()
-    assert torch.equal(logits(loaded, ids), expected)
+    assert equal(logits(loaded, ids), expected)
     loaded.save_pretrained(tmp_path / "again")
     again = load_adapter(load_model(tmp_path / "base", torch.float32), tmp_path / "again").eval()
-    assert torch.equal(logits(again, ids), expected)
+    assert equal(logits(again, ids), expected)
 
 
 def test_refilling_restores_the_embedding(tmp_path, base):
@@ -118,7 +119,7 @@ def test_refilling_restores_the_embedding(tmp_path, base):
     with torch.no_grad():
         other.get_input_embeddings().weight[300:].normal_()
     load_adapter(other, tmp_path / "mine")
-    assert torch.equal(logits(other, ids), logits(model, ids))
+    assert equal(logits(other, ids), logits(model, ids))
     with pytest.raises(ValueError, match="its embedding has 303 rows, the model's 300: add the tokens"):
         load_adapter(ours(base(rows=300)), tmp_path / "mine")
 
@@ -157,7 +158,7 @@ def test_a_base_that_is_gone_when_the_adapter_is_saved(tmp_path, base, loader, r
     assert stored(tmp_path / "mine") == (NAMES if rows == ROWS else [])
     ids = tokens().clamp(max=rows - 1)
     loaded = load_adapter(load_model(tmp_path / "moved", torch.float32), tmp_path / "mine").eval()
-    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert equal(logits(loaded, ids), logits(model, ids))
 
 
 def test_where_the_rows_of_the_base_are_not_known_the_embedding_is_saved(tmp_path, base, caplog, monkeypatch):

@@ -8,7 +8,7 @@ from torch import nn
 import chronicals.lora.layers as module
 from chronicals.lora import LoRAConfig, LoRALinear
 from chronicals.lora.embedding_layer import LoRAEmbedding
-from comparison import assert_as_exact_as_plain
+from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
 IN, OUT, RANK, SCALE = 19, 23, 3, 1.5
@@ -136,7 +136,7 @@ def test_the_output_may_be_written_into(dropout, shape):
         return torch.autograd.grad(clamp(layer(x), min=-0.3, max=0.3).square().sum(), leaves)
 
     for got, expected in zip(gradients(torch.clamp_), gradients(torch.clamp), strict=True):
-        assert expected.any() and torch.equal(got, expected)
+        assert expected.any() and equal(got, expected)
 
 
 def test_no_gradient_below_the_first_adapter():
@@ -186,10 +186,10 @@ def test_a_seed_gives_the_same_adapters_on_every_device(init):
     def embedding(base):
         return LoRAEmbedding(base, config)
 
-    assert torch.equal(state_after(elsewhere.first, linear), state_after(nn.Linear(IN, OUT), linear))
-    assert torch.equal(state_after(elsewhere.table, embedding), state_after(nn.Embedding(OUT, IN), embedding))
+    assert equal(state_after(elsewhere.first, linear), state_after(nn.Linear(IN, OUT), linear))
+    assert equal(state_after(elsewhere.table, embedding), state_after(nn.Embedding(OUT, IN), embedding))
     torch.manual_seed(3)
     first = LoRALinear(nn.Linear(IN, OUT), config, IN, OUT).lora_A
     torch.manual_seed(3)
     nn.Linear(IN, OUT)
-    assert first.std() > 0 and torch.equal(first, LoRALinear(elsewhere.first.to_empty(device="cpu"), config, IN, OUT).lora_A)
+    assert first.std() > 0 and equal(first, LoRALinear(elsewhere.first.to_empty(device="cpu"), config, IN, OUT).lora_A)

@@ -12,7 +12,7 @@ from chronicals.kernels.launch import with_padding
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import Merged, Remake, merged_linear, merged_linear_reference
 from chronicals.lora.padding import columns_for
-from comparison import assert_as_exact_as_plain
+from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -149,7 +149,7 @@ def test_dropout_is_that_of_the_mean(device):
     for e, *drawn in zip(exact, *draws):
         mean, spread = torch.stack(drawn).mean(0), torch.stack(drawn).std(0)
         assert ((mean - e).abs() <= 6 * spread / 800**0.5 + 1e-9).all()
-    assert not torch.equal(draws[0][0], draws[1][0])
+    assert not equal(draws[0][0], draws[1][0])
 
 
 def test_dropout_in_forward_and_backward_is_the_same(device):
@@ -277,7 +277,7 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
             with torch.no_grad():
                 run(others, 2.0)
         found.append(torch.autograd.grad(y.square().sum(), [leaf, *leaves]))
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert all(equal(a, b) for a, b in zip(*found))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -307,7 +307,7 @@ def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
     merged = Merged.fused([w], [None], (3,))
     y = merged_linear(x, merged, [Adapter(a, b, 0.5)], remake=Remake(torch.clone, x.detach()))
     first, second = (torch.autograd.grad(y.sum(), (x, w, a, b), retain_graph=True) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    assert all(equal(one, other) for one, other in zip(first, second))
     with pytest.raises(RuntimeError, match="create_graph=True: _MergedLinear"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 

@@ -11,7 +11,7 @@ from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import dropped_reference
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import Merged, Remake, merged_linear, merged_linear_reference
-from comparison import assert_as_exact_as_plain
+from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
 SIZES, SCALES, WIDTH, SEED = (24, 7, 13), (0.5, 1.5, 2.5), 20, 1234567
@@ -178,7 +178,7 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
             with torch.no_grad():
                 merged_linear(x, merged, [Adapter(a * 2, b * 3, 0.5, 0.0, m)])
         found.append(torch.autograd.grad(y.square().sum(), (x, a, b, m)))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_what_nobody_reads_is_computed_for_the_gradient_of_magnitudes(device):
@@ -203,7 +203,7 @@ def test_frozen_magnitudes_get_no_gradient_and_rows_of_zeros_no_nan(stays, devic
     of_x, of_a = torch.autograd.grad(y.square().sum(), (x, a))
     y = merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)], stays=stays)
     again_x, again_a, of_m = torch.autograd.grad(y.square().sum(), (x, a, m))
-    assert torch.equal(of_x, again_x) and torch.equal(of_a, again_a)
+    assert equal(of_x, again_x) and equal(of_a, again_a)
     assert not y[:, 0].any() and of_m.isfinite().all() and of_m[1:].all()
 
 

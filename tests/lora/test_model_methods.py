@@ -16,6 +16,7 @@ import tiny
 from chronicals import patch_model, unpatch_model
 from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, merge_and_unload, save_adapter
 from chronicals.models import load_model
+from comparison import equal
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
@@ -50,7 +51,7 @@ def test_what_save_pretrained_writes_is_the_model(tmp_path, name, dtype):
     for loader in (transformers.AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
         loaded = loader.from_pretrained(tmp_path / "mine", dtype=dtype).eval()
         assert close(logits(loaded, ids), expected, 1e-5 if dtype == torch.float32 else 2e-2), loader.__name__
-    assert torch.equal(logits(again(tmp_path, dtype=dtype), ids), expected)
+    assert equal(logits(again(tmp_path, dtype=dtype), ids), expected)
 
 
 def test_values_of_a_state_dict_are_written(tmp_path):
@@ -59,9 +60,9 @@ def test_values_of_a_state_dict_are_written(tmp_path):
     values, expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}, logits(model, ids)
     randomise(model)
     model.save_pretrained(tmp_path / "mine", state_dict=values)
-    assert torch.equal(logits(again(tmp_path), ids), expected)
+    assert equal(logits(again(tmp_path), ids), expected)
     model.load_state_dict(values)
-    assert torch.equal(logits(model, ids), expected)
+    assert equal(logits(model, ids), expected)
 
 
 def test_what_save_pretrained_takes(tmp_path):
@@ -118,7 +119,7 @@ def test_a_copy_saves_and_merges_itself(tmp_path, copied):
     merged = other.merge_and_unload()
     assert merged is other and close(logits(merged, ids), expected)
     assert len(list(adapters(model))) == 4 and not close(logits(model, ids), expected)
-    assert torch.equal(logits(again(tmp_path, "other"), ids), expected)
+    assert equal(logits(again(tmp_path, "other"), ids), expected)
 
 
 def test_a_model_that_nothing_refers_to_is_freed_at_once(tmp_path):
@@ -159,7 +160,7 @@ def test_sums_are_made_in_fp32_and_rounded_once(tmp_path):
     layer = model.model.layers[0].self_attn.q_proj
     exact = layer.base_layer.weight.float() + layer.lora_B @ layer.lora_A * 3
     model.merge_and_unload()
-    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, exact.bfloat16())
+    assert equal(model.model.layers[0].self_attn.q_proj.weight, exact.bfloat16())
 
 
 def test_adapters_over_merged_weights_name_no_base(tmp_path, caplog):
@@ -177,7 +178,7 @@ def test_quantised_weights_are_not_merged(tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj are quantised .* load the base in 16 bit"):
         model.merge_and_unload()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_adapters_of_peft_are_refused_beside_ours(tmp_path):
@@ -190,7 +191,7 @@ def test_adapters_of_peft_are_refused_beside_ours(tmp_path):
             add()
     with pytest.raises(ValueError, match=r"PEFT's Linear would go into an adapter of ours"):
         peft.get_peft_model(model, config)
-    assert torch.equal(logits(model, ids), expected)
+    assert equal(logits(model, ids), expected)
     plain = adapted(tmp_path / "again").merge_and_unload()
     assert peft.get_peft_model(plain, config).peft_config
 

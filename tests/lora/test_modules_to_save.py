@@ -11,6 +11,7 @@ import runs
 import tiny
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter, without_adapters
 from chronicals.models import load_model
+from comparison import equal
 
 peft = pytest.importorskip("peft")
 
@@ -36,7 +37,7 @@ def test_there_and_back(tmp_path, names):
     assert trained == sum(p.requires_grad for p in other.parameters()) == 8 + len(names)
     other.save_pretrained(tmp_path / "theirs")
     again = load_adapter(llama(), tmp_path / "theirs").eval()
-    assert torch.equal(logits(again, ids), expected)
+    assert equal(logits(again, ids), expected)
     save_adapter(again, tmp_path / "again")
     files = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "again"))
     assert len({frozenset(file) for file in files}) == 1
@@ -111,11 +112,11 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path):
     shutil.copytree(whole / first, broken / first)
     train(broken, resume=True)
     once, twice = (load_file(folder / "run" / "model" / "adapter_model.safetensors") for folder in (whole, broken))
-    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     base, ids = load_model(tmp_path / "base", torch.bfloat16), tokens()
     for name in ("model.embed_tokens", "lm_head"):
         own = model.get_submodule(name).weight
-        assert own.dtype == torch.bfloat16 and not torch.equal(own, base.get_submodule(name).weight)
-        assert torch.equal(own.cpu(), once[f"base_model.model.{name}.weight"])
+        assert own.dtype == torch.bfloat16 and not equal(own, base.get_submodule(name).weight)
+        assert equal(own.cpu(), once[f"base_model.model.{name}.weight"])
     theirs = peft.PeftModel.from_pretrained(base, whole / "run" / "model").float().eval()
     assert close(logits(theirs, ids), logits(model.float().eval(), ids), 1e-2)

@@ -29,6 +29,7 @@ from chronicals.lora.parameter_layer import LoRAParameter, innermost
 from chronicals.lora.targets import stacked_parameters
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.optimizers.lora_plus import lora_plus_groups
+from comparison import equal
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ROUTERS = {"mixtral": "gate.weight", "qwen3_moe": "gate.weight", "gpt_oss": "router.weight"}
@@ -76,7 +77,7 @@ def test_there_and_back(tmp_path, name, case):
     again = loaded_by_peft(tmp_path / "ours", name)
     assert close(logits(again, ids), expected)
     first, second = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("theirs", "ours"))
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
     after = train_on(model, ids)
     assert close(after, train_on(again, ids), 1e-4) and not close(after, expected, 1e-3)
 
@@ -124,7 +125,7 @@ def test_ranks_of_some_parameters(tmp_path):
     assert found["model.layers.1.mlp.experts.down_proj"] == (3, 2 / 3)
     save_adapter(model, tmp_path)
     assert close(logits(loaded_by_peft(tmp_path), ids), logits(model, ids))
-    assert torch.equal(logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids))
+    assert equal(logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids))
 
 
 def test_parameters_of_some_layers():
@@ -141,7 +142,7 @@ def test_parameters_alone(tmp_path):
     assert close(logits(loaded_by_peft(tmp_path), ids), logits(model, ids))
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": None}))
-    assert torch.equal(logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids))
+    assert equal(logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids))
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
@@ -165,8 +166,8 @@ def test_merged_it_is_a_plain_model(tmp_path, name, case):
     assert type(merged) is kind and merged.state_dict().keys() == bare.state_dict().keys()
     merged.save_pretrained(tmp_path / "whole")
     again = kind.from_pretrained(tmp_path / "whole", experts_implementation=merged.config._experts_implementation).eval()
-    assert all(torch.equal(weight, merged.state_dict()[key]) for key, weight in again.state_dict().items())
-    assert torch.equal(logits(again, ids), logits(merged, ids))
+    assert all(equal(weight, merged.state_dict()[key]) for key, weight in again.state_dict().items())
+    assert equal(logits(again, ids), logits(merged, ids))
 
 
 def test_merging_rounds_once():
@@ -179,7 +180,7 @@ def test_merging_rounds_once():
     down_ERK, up_ENR, scale = layer.factors(torch.float32)
     expected = (weight.float() + scale * (up_ENR @ down_ERK)).bfloat16()
     merge_and_unload(model)
-    assert torch.equal(weight, expected)
+    assert equal(weight, expected)
 
 
 @pytest.mark.parametrize("case", ["both", "a router"])
@@ -187,8 +188,8 @@ def test_without_adapters_it_is_the_base(case):
     model, ids = ours(wanted=targets("mixtral", case)), tokens()
     expected = logits(model, ids)
     with without_adapters(model):
-        assert torch.equal(logits(model, ids), logits(families.mixture("mixtral"), ids))
-    assert torch.equal(logits(model, ids), expected)
+        assert equal(logits(model, ids), logits(families.mixture("mixtral"), ids))
+    assert equal(logits(model, ids), expected)
 
 
 def test_a_copy_and_a_refill(tmp_path):
@@ -196,9 +197,9 @@ def test_a_copy_and_a_refill(tmp_path):
     other, expected = copy.deepcopy(model), logits(model, ids)
     save_adapter(model, tmp_path)
     randomise(model)
-    assert torch.equal(logits(other, ids), expected) and not close(logits(model, ids), expected)
+    assert equal(logits(other, ids), expected) and not close(logits(model, ids), expected)
     load_adapter(model, tmp_path)
-    assert torch.equal(logits(model, ids), expected)
+    assert equal(logits(model, ids), expected)
 
 
 @pytest.mark.parametrize("name", families.MIXTURES)

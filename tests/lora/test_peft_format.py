@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter
 from chronicals.models import BASE_ROWS
+from comparison import equal
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -121,8 +122,8 @@ def test_there_and_back_is_bit_equal(peft, tmp_path, name):
     peft.PeftModel.from_pretrained(MODELS[name](), tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     again = load_adapter(MODELS[name](), tmp_path / "theirs")
     for (path, a), (other, b) in zip(adapters(model), adapters(again), strict=True):
-        assert path == other and torch.equal(a.lora_A, b.lora_A) and torch.equal(a.lora_B, b.lora_B)
-    assert torch.equal(logits(model.eval(), ids), logits(again.eval(), ids))
+        assert path == other and equal(a.lora_A, b.lora_A) and equal(a.lora_B, b.lora_B)
+    assert equal(logits(model.eval(), ids), logits(again.eval(), ids))
 
 
 def test_what_is_written(tmp_path):
@@ -149,7 +150,7 @@ def test_refilling_a_model_that_has_these_adapters(tmp_path):
     randomise(model)
     assert not close(logits(model, ids), expected)
     load_adapter(model, tmp_path)
-    assert torch.equal(logits(model, ids), expected)
+    assert equal(logits(model, ids), expected)
 
 
 @pytest.mark.parametrize("other", [{"alpha": 24}, {"use_rslora": True}], ids=str)
@@ -221,7 +222,7 @@ def test_harmless_fields_are_not_refused(tmp_path, harmless):
     model, ids = ours(), tokens()
     save_adapter(model, tmp_path)
     edit(tmp_path, **harmless)
-    assert torch.equal(logits(load_adapter(llama(), tmp_path).eval(), ids), logits(model, ids))
+    assert equal(logits(load_adapter(llama(), tmp_path).eval(), ids), logits(model, ids))
 
 
 def change_tensors(folder, change):
@@ -260,7 +261,7 @@ def test_a_refused_refill_changes_no_adapter(tmp_path, case):
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=BROKEN[case][1]):
         load_adapter(model, tmp_path)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(equal(p, before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("content", [None, "{", ""])

@@ -3,11 +3,11 @@
 import copy
 
 import pytest
-import torch
 from adapted import changed, close, llama, logits, randomise, tokens, train_on
 
 from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter, without_adapters
 from chronicals.lora.several import adapter_names, add_adapter, add_weighted_adapter, delete_adapter, set_adapter
+from comparison import equal
 
 peft = pytest.importorskip("peft")
 
@@ -47,13 +47,13 @@ def theirs(folders):
 def test_each_is_switched_on_and_off(folders):
     model, other, ids = ours(folders), theirs(folders), tokens()
     bare = logits(model, ids)
-    assert torch.equal(bare, logits(llama(), ids)) and adapter_names(model) == list(SHAPES)
+    assert equal(bare, logits(llama(), ids)) and adapter_names(model) == list(SHAPES)
     for name in ("first", "third", "second", "first"):
         set_adapter(model, name).eval()
         other.set_adapter(name)
         assert changed(logits(model, ids), bare) and close(logits(model, ids), logits(other, ids)), name
         with without_adapters(model), other.disable_adapter():
-            assert torch.equal(logits(model, ids), bare)
+            assert equal(logits(model, ids), bare)
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.4, 1.5), (1.0, -0.5, 0.25)])
@@ -79,7 +79,7 @@ def test_what_was_trained_is_kept(folders):
     assert changed(after, before)
     set_adapter(model, "third")
     set_adapter(model, "second")
-    assert torch.equal(logits(model.eval(), ids), after)
+    assert equal(logits(model.eval(), ids), after)
 
 
 def test_one_that_was_attached_is_the_default(folders):
@@ -87,12 +87,12 @@ def test_one_that_was_attached_is_the_default(folders):
     randomise(model)
     own = logits(model, ids)
     add_adapter(model, "first", folders["first"])
-    assert adapter_names(model) == ["default", "first"] and torch.equal(logits(model, ids), own)
+    assert adapter_names(model) == ["default", "first"] and equal(logits(model, ids), own)
     set_adapter(model, "first")
     assert {path.rpartition(".")[2] for path, _ in adapters(model)} == {"q_proj", "down_proj"}
-    assert torch.equal(logits(set_adapter(model, "default").eval(), ids), own)
+    assert equal(logits(set_adapter(model, "default").eval(), ids), own)
     twin = copy.deepcopy(model)
-    assert torch.equal(logits(set_adapter(twin, "first").eval(), ids), logits(set_adapter(model, "first").eval(), ids))
+    assert equal(logits(set_adapter(twin, "first").eval(), ids), logits(set_adapter(model, "first").eval(), ids))
 
 
 REFUSED = {

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import families
 from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter, without_adapters
 from chronicals.patching import patch_parts
+from comparison import equal
 
 peft = pytest.importorskip("peft")
 
@@ -47,7 +48,7 @@ def test_the_randomised_decomposition_takes_nearly_as_much():
     exact, found, ids = ours("pissa"), ours("pissa_niter_16"), tokens()
     for (_, best), (_, layer) in zip(adapters(exact), adapters(found), strict=True):
         assert 1 - 1e-6 < layer.base_layer.weight.norm() / best.base_layer.weight.norm() < 1.001
-        assert not torch.equal(layer.lora_A, best.lora_A)
+        assert not equal(layer.lora_A, best.lora_A)
     assert close(logits(found, ids), logits(llama(), ids), 1e-4)
 
 
@@ -109,8 +110,8 @@ def test_refilled_bit_by_bit(tmp_path):
     train_on(model, ids)
     save_adapter(model, tmp_path)
     again = load_adapter(ours("pissa"), tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    assert equal(logits(again, ids), logits(model, ids))
+    assert all(equal(p, q) for p, q in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
 def test_values_that_started_elsewhere_are_refused(tmp_path):
@@ -120,7 +121,7 @@ def test_values_that_started_elsewhere_are_refused(tmp_path):
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(ValueError, match="started from other values .*load_adapter"):
         load_adapter(other, tmp_path)
-    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    assert all(equal(before[name], value) for name, value in other.state_dict().items())
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -186,7 +187,7 @@ def test_what_cannot_start_so_is_refused(case):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
         apply_lora(model, LoRAConfig(**{**SHAPE, "init": "pissa", **fields}))
-    assert not list(adapters(model)) and all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert not list(adapters(model)) and all(equal(before[name], t) for name, t in model.state_dict().items())
 
 
 def test_a_quantised_weight_is_refused():

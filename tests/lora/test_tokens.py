@@ -19,6 +19,7 @@ from chronicals.lora.tokens import TrainedTokens, trained_tokens
 from chronicals.models import load_model, present, read_head
 from chronicals.objectives import build_objective
 from chronicals.patching import patch_parts
+from comparison import equal
 
 peft = pytest.importorskip("peft")
 
@@ -116,10 +117,10 @@ def test_only_these_rows_are_trained(case):
     for name, asked in lists.items():
         before, after = (getattr(m, ends[name])().weight for m in (plain, merged))
         others = [row for row in range(300) if row not in asked]
-        assert torch.equal(before[others], after[others])
-        assert all(not torch.equal(before[row], after[row]) for row in asked if row != 0 or name == "lm_head")
+        assert equal(before[others], after[others])
+        assert all(not equal(before[row], after[row]) for row in asked if row != 0 or name == "lm_head")
     if isinstance(wanted, dict) and "embed_tokens" not in wanted:
-        assert torch.equal(plain.get_input_embeddings().weight, merged.get_input_embeddings().weight)
+        assert equal(plain.get_input_embeddings().weight, merged.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -128,7 +129,7 @@ def test_merged_off_and_back(case):
     bare, expected = logits(CASES[case][0](), ids), train_on(model, ids)
     with without_adapters(model):
         assert close(logits(model, ids), bare, 1e-6)
-    assert torch.equal(logits(model, ids), expected)
+    assert equal(logits(model, ids), expected)
     head = model.get_output_embeddings()
     assert close(logits(merge_and_unload(model), ids), expected)
     assert not any(isinstance(module, TrainedTokens) for module in model.modules()) and head is not None
@@ -184,7 +185,7 @@ def test_no_copy_of_the_embedding():
     model = ours()
     head = read_head(model)
     assert head.table is model.get_input_embeddings().base_layer.weight and head.rows is not None
-    assert torch.equal(head.weight[SOME], head.rows.values) and head.rows.values.requires_grad
+    assert equal(head.weight[SOME], head.rows.values) and head.rows.values.requires_grad
     with without_adapters(model):
         off = read_head(model)
         assert off.rows is None and off.weight is head.table
@@ -195,7 +196,7 @@ def test_refilled_bit_by_bit(tmp_path):
     expected = train_on(model, ids)
     save_adapter(model, tmp_path)
     again = load_adapter(ours("embedding and head, other tokens"), tmp_path)
-    assert torch.equal(logits(again, ids), expected)
+    assert equal(logits(again, ids), expected)
     with pytest.raises(ValueError, match="trainable_token_indices=.*the model's adapters have"):
         load_adapter(ours("untied"), tmp_path)
 
@@ -292,7 +293,7 @@ def test_a_copy_has_rows_of_its_own():
     twin = copy.deepcopy(model)
     before = logits(model, ids)
     train_on(twin, ids)
-    assert torch.equal(logits(model, ids), before)
+    assert equal(logits(model, ids), before)
     (_, rows), (_, other) = next(trained_tokens(model)), next(trained_tokens(twin))
     assert rows.values is not other.values and twin.get_output_embeddings().values is other.values
 
@@ -335,7 +336,7 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path, precision):
     shutil.copytree(whole / first, broken / first)
     train(broken, resume=True)
     once, twice = (load_file(folder / "run" / "model" / "adapter_model.safetensors") for folder in (whole, broken))
-    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
     ids = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     assert once[name].dtype == torch.float32 and changed(once[name], big.get_input_embeddings().weight[ids])
@@ -343,7 +344,7 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path, precision):
     some = torch.tensor([[5, ids[0], 9, ids[1], 7]])
     theirs = peft.PeftModel.from_pretrained(base, whole / "run" / "model").float().eval()
     assert close(logits(theirs, some), logits(model.float().eval(), some), 1e-2 if precision == "bf16" else 1e-5)
-    assert torch.equal(runs.weights(whole)[name], once[name])
+    assert equal(runs.weights(whole)[name], once[name])
 
 
 @pytest.mark.parametrize("tie", [True, False])

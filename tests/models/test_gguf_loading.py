@@ -14,6 +14,7 @@ from chronicals.models.gguf_families import NotExpressible
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import File, gguf_of
 from chronicals.quantization import LinearGGUF
+from comparison import equal
 from mutants import mutant
 
 gguf = pytest.importorskip("gguf")
@@ -78,12 +79,12 @@ def test_layers_have_the_blocks_of_the_file(kind, tmp_path):
     kinds = {layer.kind for layer in model.modules() if isinstance(layer, LinearGGUF)}
     assert kinds == {"q8_0": {"Q8_0"}, "q4_0": {"Q4_0"}, "q4_k_m": {"Q4_K", "Q6_K"}}[kind]
     layer = model.get_decoder().layers[1]
-    assert torch.equal(layer.mlp.down_proj.weight, file.blocks("blk.1.ffn_down.weight"))
+    assert equal(layer.mlp.down_proj.weight, file.blocks("blk.1.ffn_down.weight"))
     heads, theirs = 4, file.blocks("blk.1.attn_q.weight")
     ours, half = layer.self_attn.q_proj.weight.view(heads, 64, -1), 32
     for i in range(half):
-        assert torch.equal(ours[:, i], theirs.view(heads, 64, -1)[:, 2 * i])
-        assert torch.equal(ours[:, i + half], theirs.view(heads, 64, -1)[:, 2 * i + 1])
+        assert equal(ours[:, i], theirs.view(heads, 64, -1)[:, 2 * i])
+        assert equal(ours[:, i + half], theirs.view(heads, 64, -1)[:, 2 * i + 1])
     assert layer.mlp.down_proj.dtype == model.dtype == model.lm_head.weight.dtype == torch.bfloat16
     assert not model.training and model.config._name_or_path == str(path)
 
@@ -117,7 +118,7 @@ def test_a_folder_stands_for_its_one_file(tmp_path):
     path = gguf_files.write(tmp_path, tiny.llama(), "q8_0")
     (path.parent / "mmproj-f16.gguf").write_bytes(b"")
     assert gguf_of(path.parent) == gguf_of(str(path)) == path
-    assert torch.equal(logits(load_model(path.parent, torch.float32)), logits(load_model(path, torch.float32)))
+    assert equal(logits(load_model(path.parent, torch.float32)), logits(load_model(path, torch.float32)))
     assert load_config(path.parent).hidden_size == 64
     (path.parent / "other.gguf").write_bytes(b"")
     with pytest.raises(ValueError, match="holds 2 GGUF files .*; give the path of one"):

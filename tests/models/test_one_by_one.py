@@ -6,6 +6,7 @@ import torch
 import runs
 import tiny
 from chronicals.models import PresentedModel, one_by_one, present, presenting, prove_packability
+from comparison import equal
 from families import LATENT, SIZES, build, distance, documents, documents_batch, minimax_m3, randomise
 from patching.architectures import architectures
 
@@ -86,9 +87,9 @@ def test_afterwards_and_in_between_the_model_attends_as_before():
         with presented.attending_documents():
             pass
         with presented.attending_as_before():
-            assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+            assert equal(model(input_ids=ids, use_cache=False).logits, before)
         assert any("forward" in vars(module) for module in model.modules())
-    assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+    assert equal(model(input_ids=ids, use_cache=False).logits, before)
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -13,6 +13,7 @@ import generic_bitsandbytes  # noqa: F401
 import tiny
 from chronicals.models import load_model, packed_loading
 from chronicals.quantization import Linear4bit, nf4
+from comparison import equal
 
 SKIPPED = ["lm_head", "model.layers.1.mlp", "o_proj"]
 IDS = torch.arange(5, 38).view(3, 11)
@@ -60,7 +61,7 @@ def test_the_model_is_theirs(tmp_path, kind, monkeypatch):
     kinds = {path: type(layer).__name__ for path, layer in theirs.named_modules()}
     assert {path: type(layer).__name__ for path, layer in ours.named_modules()} == kinds
     assert sum(kind == "Linear4bit" for kind in kinds.values()) == (9 if kind == "some kept" else 14)
-    assert torch.equal(ours.train()(IDS).logits, theirs(IDS).logits)
+    assert equal(ours.train()(IDS).logits, theirs(IDS).logits)
     assert not any(parameter.is_meta for parameter in ours.parameters())
     assert not any(layer.weight.requires_grad for layer in ours.modules() if isinstance(layer, Linear4bit))
     assert getattr(ours, "hf_quantizer", None) is None and ours.config.quantization_config["load_in_4bit"]
@@ -79,7 +80,7 @@ def test_the_files_are_written_again_byte_for_byte(tmp_path, kind):
     load_model(tmp_path / "packed", torch.float32).save_pretrained(tmp_path / "again")
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "again"))
     assert expected.keys() == found.keys()
-    assert all(x.dtype == found[name].dtype and torch.equal(x, found[name]) for name, x in expected.items())
+    assert all(x.dtype == found[name].dtype and equal(x, found[name]) for name, x in expected.items())
     assert (tmp_path / "packed" / "config.json").read_text() == (tmp_path / "again" / "config.json").read_text()
 
 
@@ -87,7 +88,7 @@ def test_the_files_are_written_again_byte_for_byte(tmp_path, kind):
 def test_other_classes(tmp_path, make):
     theirs = packed(tmp_path, make().eval())
     ours = load_model(tmp_path / "packed", torch.float32)
-    assert torch.equal(ours(IDS).logits, theirs.eval()(IDS).logits)
+    assert equal(ours(IDS).logits, theirs.eval()(IDS).logits)
     assert ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
 
 
@@ -119,7 +120,7 @@ sys.modules["bitsandbytes"] = None
 import torch
 from chronicals.models import load_model
 logits = load_model({str(tmp_path / "packed")!r}, torch.float32).train()(torch.arange(5, 38).view(3, 11)).logits
-assert torch.equal(logits, torch.load({str(tmp_path / "logits")!r}))
+assert equal(logits, torch.load({str(tmp_path / "logits")!r}))
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

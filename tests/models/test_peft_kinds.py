@@ -13,6 +13,7 @@ import tiny
 from chronicals.models import load_model, present, within_adapters
 from chronicals.models.peft_kinds import BY_TOKEN, REFUSED, kinds
 from chronicals.patching import patch_model, unpatch_model
+from comparison import equal
 
 peft = pytest.importorskip("peft")
 
@@ -78,11 +79,11 @@ def test_it_trains_and_is_saved_as_pefts(tmp_path, kind, precision, caplog):
     assert sum(losses[-6:]) < sum(losses[:6]) and min(norms) > 0
     assert caplog.text.count(f"PEFT's {kind} runs through PEFT's own modules") == 1
     assert "padded rows" not in caplog.text
-    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    assert all(equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
     folder, ids = tmp_path / "run" / "model", torch.randint(0, 300, (2, 9))
     again = peft.PeftModel.from_pretrained(load_model(tmp_path / "base", dtype), folder)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    assert not torch.equal(logits(again, ids), logits(load_model(tmp_path / "base", dtype), ids))
+    assert equal(logits(again, ids), logits(model, ids))
+    assert not equal(logits(again, ids), logits(load_model(tmp_path / "base", dtype), ids))
     stored = load_file(folder / "adapter_model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in stored.values() if tensor.is_floating_point())
 
@@ -128,7 +129,7 @@ def test_a_patched_model_stays_right(kind):
         unpatch_model(model)
     for one, due in zip(got, expected, strict=True):
         assert torch.allclose(one, due, rtol=1e-3, atol=1e-4 * float(due.detach().abs().max()))
-    assert all(torch.equal(one, due) for one, due in zip(run(), expected, strict=True))
+    assert all(equal(one, due) for one, due in zip(run(), expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["VERA", "OFT"])
@@ -145,7 +146,7 @@ def test_resumed_it_ends_bit_equal(tmp_path, kind):
     shutil.copytree(whole / "run/checkpoints/step-00000003", broken / "run/checkpoints/step-00000003")
     train(broken, resume=True)
     once, twice = (runs.weights(folder) for folder in (whole, broken))
-    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
 
 
 CANNOT = {

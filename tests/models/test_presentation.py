@@ -9,6 +9,7 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.models import present
 from chronicals.models.presentation import PresentedModel
+from comparison import equal
 from families import (
     PACKABLE,
     PADDED,
@@ -161,7 +162,7 @@ def test_other_tokens_elsewhere_change_no_bit(family):
     presented = present(model)
     with torch.no_grad(), presented.attending_documents():
         here, there = (presented.hidden_states(hand_made_batch(x)) for x in (pieces, other))
-    assert torch.equal(here[7:26], there[7:26]) and not torch.equal(here[:7], there[:7])
+    assert equal(here[7:26], there[7:26]) and not equal(here[:7], there[:7])
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packing", "no packing"])
@@ -227,13 +228,13 @@ def test_the_forwards_come_back_and_the_name_of_attention_stays(implementation, 
             other.load_state_dict(model.state_dict())
             got = other(**rows).logits
             with presented.attending_as_before():
-                assert torch.equal(model(**rows).logits, got)
+                assert equal(model(**rows).logits, got)
             if fails:
                 raise KeyError
     except KeyError:
         assert fails
     assert [set(vars(module)) for module in model.modules()] == kept
-    assert torch.equal(model(**rows).logits, got)
+    assert equal(model(**rows).logits, got)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mamba"])
@@ -246,7 +247,7 @@ def test_generation_works_afterwards(family):
     with torch.no_grad(), presented.attending_documents():
         presented.logits(hand_made_batch([ids[0], ids[1]]))
     after = model.generate(input_ids=ids, **options)
-    assert after.shape == (2, 11) and torch.equal(before, after)
+    assert after.shape == (2, 11) and equal(before, after)
 
 
 def test_outside_the_context_the_model_takes_padded_rows_again():
@@ -257,7 +258,7 @@ def test_outside_the_context_the_model_takes_padded_rows_again():
         before = model(input_ids=ids, attention_mask=mask).logits
         with present(model).attending_documents():
             pass
-        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+        assert equal(model(input_ids=ids, attention_mask=mask).logits, before)
 
 
 def test_the_attention_of_other_towers_is_left_alone():

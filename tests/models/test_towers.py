@@ -12,6 +12,7 @@ from chronicals.models import beside_text, load_model, read_processors
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 from chronicals.verification import verify
+from comparison import equal
 
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -59,7 +60,7 @@ def test_text_trains_and_what_reads_images_stays(tmp_path, name, lora, caplog):
     after = load_trained(tmp_path / "run")
     kept = after.model.state_dict()
     kept = {name: tensor for name, tensor in kept.items() if name.startswith(tuple(towers))}
-    assert kept and all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+    assert kept and all(equal(tensor, before[name]) for name, tensor in kept.items())
     scored = runs.config(tmp_path, output_dir=tmp_path / "scored")
     losses = [evaluate_data(m, tiny.tokenizer(), tiny.chat_rows(), scored).loss for m in (model, after.model, made)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < losses[2]

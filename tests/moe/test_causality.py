@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 from chronicals.moe.cache import CACHE
 from chronicals.moe.latent_attention import LatentAttention
+from comparison import equal
 from mixtures import WINDOW, in_fp64, mixture, token_ids
 
 LENGTH = 4 * WINDOW + 1
@@ -55,8 +56,8 @@ def test_no_token_changes_an_earlier_one(implementation, kinds, seed):
         other = ids.clone()
         other[0, j] = 2 + (other[0, j] - 1) % 59
         first, second = model(ids).logits, model(other).logits
-        assert torch.equal(first[:, :j], second[:, :j])
-        assert not torch.equal(first[:, j], second[:, j])
+        assert equal(first[:, :j], second[:, :j])
+        assert not equal(first[:, j], second[:, j])
 
 
 def test_a_sliding_layer_sees_its_window(seed):
@@ -106,7 +107,7 @@ def test_a_padded_batch_generates_what_each_does_alone(seed):
     both = model.generate(ids, attention_mask=mask, **options)
     for row, start in ((0, pad), (1, 0)):
         alone = model.generate(long[:, start:], **options)
-        assert torch.equal(both[row, start:], alone[0])
+        assert equal(both[row, start:], alone[0])
 
 
 def flash_like(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
@@ -151,20 +152,20 @@ def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(implementation, c
     both = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
     assert set(made) == {LENGTH if cache is None else LENGTH + WINDOW - 1} and len(made) == 2  # layers; the prompt alone
     for row, start in ((0, pad), (1, 0)):
-        assert torch.equal(both[row, start:], expected[row])
+        assert equal(both[row, start:], expected[row])
 
 
 def test_generated_text_is_that_without_a_cache(seed):
     model, ids = mixture(seed), token_ids(1, WINDOW + 3)
     options = {"max_new_tokens": 3 * WINDOW, "do_sample": False, "eos_token_id": None}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    assert equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_beams_reorder_the_cache(beams, seed):
     model, ids = mixture(seed), token_ids(2, WINDOW + 3)
     options = {"max_new_tokens": WINDOW, "do_sample": False, "num_beams": beams, "eos_token_id": None}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    assert equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q", "both"])

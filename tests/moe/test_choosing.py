@@ -15,6 +15,7 @@ from chronicals.moe.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.recall import hits
 from chronicals.moe.recording import record
 from chronicals.moe.train_predictor import train_predictor
+from comparison import equal
 from mixtures import mixture
 
 
@@ -25,7 +26,7 @@ def test_the_rule_is_found(family):
     assert Choice.found(model, [recorded]) == expected
     for layer, logits, experts in zip(mixture_layers(model), recorded.logits, recorded.experts):
         order = expected.order(logits, layer.correction)
-        assert torch.equal(order.topk(K).indices.sort(-1).values, experts.sort(-1).values)
+        assert equal(order.topk(K).indices.sort(-1).values, experts.sort(-1).values)
         if expected.corrected or expected.groups > 1:
             assert hits(logits, experts, K).mean() < 0.9
     predictor = ExpertPredictor.beside(model, HeadSizes(0, 0, 8), expected)
@@ -128,5 +129,5 @@ def test_they_are_saved_with_their_rule(recalls, tmp_path):
     assert loaded.choice == found.predictor.choice
     logits = torch.randn(20, E)
     for layer in range(2):
-        assert torch.equal(loaded.order(layer, logits), found.predictor.order(layer, logits))
+        assert equal(loaded.order(layer, logits), found.predictor.order(layer, logits))
     assert bool(loaded.corrections.any()) and mixture_layers(mixture())[0].correction is None

@@ -23,6 +23,7 @@ from chronicals.moe.recording import Recorded, record, record_data
 from chronicals.moe.routers import experts_per_token
 from chronicals.moe.trace import INDEX, Trace, TraceInfo, TraceWriter, read_trace
 from chronicals.moe.train_predictor import TrainedPredictor, train_predictor
+from comparison import equal
 from mixtures import mixture
 
 K = 2
@@ -68,7 +69,7 @@ def test_it_is_what_the_routers_did(family):
     (found,) = record(present(model), [given], features=True)
     assert checksum(model) == before and not any(module._forward_pre_hooks for module in model.modules())
     kept = torch.cat([torch.arange(0, 9), torch.arange(14, 26)])
-    assert torch.equal(found.token_ids, given.input_ids[kept]) and found.documents.tolist() == [0, 9, 21]
+    assert equal(found.token_ids, given.input_ids[kept]) and found.documents.tolist() == [0, 9, 21]
     start = 0
     for part in (given.input_ids[:9], given.input_ids[14:26]):
         with torch.no_grad():
@@ -78,7 +79,7 @@ def test_it_is_what_the_routers_did(family):
             logits = logits.view(len(part), -1)
             torch.testing.assert_close(found.logits[n, place], logits, rtol=1e-4, atol=1e-5)
             experts = logits.topk(K).indices
-            assert torch.equal(found.experts[n, place].sort(-1).values, experts.sort(-1).values)
+            assert equal(found.experts[n, place].sort(-1).values, experts.sort(-1).values)
             weights = logits.softmax(-1).gather(-1, found.experts[n, place])
             if "qwen3_moe" not in family:  # whose configuration leaves them as they are
                 weights = weights / weights.sum(-1, keepdim=True)
@@ -117,7 +118,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     assert (info.num_experts, info.k, info.tokens) == (5, K, 21 + 15)
     for part, read in zip(parts, found, strict=True):
         for name in ("token_ids", "documents", "experts"):
-            assert torch.equal(getattr(part, name), getattr(read, name))
+            assert equal(getattr(part, name), getattr(read, name))
         for name in ("weights", "logits", "features", "hidden", "embeddings"):
             torch.testing.assert_close(getattr(read, name), getattr(part, name), rtol=1e-3, atol=1e-3)
     with np.load(tmp_path / "trace" / "trace-00000.npz") as arrays:
@@ -217,8 +218,8 @@ def test_heads_learn_and_the_model_stays(family, tmp_path):
     loaded = ExpertPredictor.load(tmp_path / "predictor")
     (part,) = record(present(model), [batch()], features=True)
     for layer, features in enumerate(part.features):
-        assert torch.equal(loaded.layers(layer, features), found.predictor.layers(layer, features))
-    assert torch.equal(loaded.tokens(part.hidden, part.embeddings), found.predictor.tokens(part.hidden, part.embeddings))
+        assert equal(loaded.layers(layer, features), found.predictor.layers(layer, features))
+    assert equal(loaded.tokens(part.hidden, part.embeddings), found.predictor.tokens(part.hidden, part.embeddings))
     said = json.loads((tmp_path / "predictor" / "predictor.json").read_text())
     assert said["layers"] == len(mixture_layers(model)) and said["recalls"]["k"] == K and said["model_sha256"] == before
 
@@ -275,7 +276,7 @@ def test_numbers_of_experts_are_stored_as_they_are(experts, stored, tmp_path):
     with np.load(tmp_path / "trace-00000.npz") as arrays:
         assert arrays["experts"].dtype == stored
     (found,) = read_trace(tmp_path)[1]
-    assert torch.equal(found.experts, given.experts) and found.experts.max() == experts - 1
+    assert equal(found.experts, given.experts) and found.experts.max() == experts - 1
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(0, []), (1, [0]), (4, [0]), (5, [0, 1]), (8, [0, 1]), (99, [0, 1, 2])])
@@ -342,11 +343,11 @@ def test_it_is_what_the_routers_of_any_family_did(family):
         for n, (logits, weights, experts) in enumerate(seen):
             torch.testing.assert_close(found.logits[n, place], logits, rtol=1e-3, atol=1e-4)
             order, own = experts.argsort(-1), found.experts[n, place].argsort(-1)
-            assert torch.equal(found.experts[n, place].gather(-1, own), experts.gather(-1, order))
+            assert equal(found.experts[n, place].gather(-1, own), experts.gather(-1, order))
             torch.testing.assert_close(found.weights[n, place].gather(-1, own), weights.gather(-1, order), rtol=1e-3, atol=1e-4)
             norm = model.get_decoder().layers[layers[n].number].input_layernorm
             features = norm(out.hidden_states[layers[n].number][0])
             torch.testing.assert_close(found.features[n, place], features, rtol=1e-3, atol=1e-4)
     if name in ("DeepseekV3", "Glm4Moe"):
         largest = found.logits.topk(K).indices.sort(-1).values
-        assert not torch.equal(found.experts.sort(-1).values, largest)
+        assert not equal(found.experts.sort(-1).values, largest)

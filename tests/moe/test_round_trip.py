@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, T
 
 import chronicals
 import tiny
+from comparison import equal
 from mixtures import mixture, token_ids
 
 
@@ -22,9 +23,9 @@ def test_saved_and_loaded_it_is_the_same(dtype, tied, tmp_path, seed):
     with torch.no_grad():
         for given in ({}, {"output_lookahead": True}):
             before, after = model(ids, **given), loaded(ids, **given)
-            assert torch.equal(before.logits, after.logits)
-    assert all(torch.equal(a, b) for a, b in zip(before.lookahead.layers, after.lookahead.layers))
-    assert torch.equal(before.lookahead.tokens, after.lookahead.tokens)
+            assert equal(before.logits, after.logits)
+    assert all(equal(a, b) for a, b in zip(before.lookahead.layers, after.lookahead.layers))
+    assert equal(before.lookahead.tokens, after.lookahead.tokens)
 
 
 def test_auto_classes_know_it(tmp_path):
@@ -74,10 +75,10 @@ def test_peft_adapts_it(folder, tmp_path):
     expected = adapted(ids).logits
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
-    assert torch.equal(loaded(ids).logits, expected)
+    assert equal(loaded(ids).logits, expected)
     generated = loaded.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
     again = loaded.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=False)
-    assert torch.equal(generated, again)
+    assert equal(generated, again)
 
 
 @pytest.mark.interpreted
@@ -90,7 +91,7 @@ def test_patched_it_computes_the_same(seed):
     assert "fused experts" in rows["RoutedExperts"] and "fused_qk_rope" in rows["LatentAttention"]
     assert (found.loss - expected.loss).abs() <= 1e-5
     chronicals.unpatch_model(model)
-    assert torch.equal(model(ids).logits, expected.logits)
+    assert equal(model(ids).logits, expected.logits)
 
 
 def test_it_is_recomputed_alike(seed):

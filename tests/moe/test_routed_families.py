@@ -18,6 +18,7 @@ from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, routing_of
 from chronicals.patching import patch_parts
 from chronicals.patching.experts import BY
+from comparison import equal
 
 MADE = {name: (name, {}) for name in families.ROUTED} | {
     f"{name} in groups": (name, sizes) for name, sizes in families.GROUPED.items()
@@ -123,7 +124,7 @@ def test_what_experts_got_is_what_their_router_chose(kind):
             received = presented.computed(batch, lookahead=False).received
         assert len(received) == len(seen) > 0
         for got, (_, _, chosen) in zip(received, seen):
-            assert torch.equal(got, chosen), way
+            assert equal(got, chosen), way
         assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
 
 
@@ -140,7 +141,7 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind,
     with presented.attending_documents(), routers_watched(model) as seen, router_logits.reading_logits(routers) as read:
         presented.hidden_states(batch)
     assert len(read) == len(seen) == len(mixture_layers(model))
-    assert all(torch.equal(got, logits) for got, (logits, *_) in zip(read, seen))
+    assert all(equal(got, logits) for got, (logits, *_) in zip(read, seen))
     assert [len(router._forward_hooks) for router in routers] == hooks
 
 

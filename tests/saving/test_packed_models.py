@@ -10,6 +10,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import describe_packed, load_model
 from chronicals.quantization import Linear4bit, Packed
 from chronicals.saving.model_files import save_model
+from comparison import equal
 
 IDS = torch.arange(5, 38).view(3, 11)
 
@@ -38,7 +39,7 @@ def test_they_load_what_was_quantized_here(tmp_path, options):
     assert type(other.model.layers[0].mlp.up_proj).__module__ == "bitsandbytes.nn.modules"
     assert type(other.model.layers[1].mlp.up_proj) is nn.Linear
     assert torch.allclose(other(IDS).logits, ours(IDS).logits, atol=1e-6)
-    assert torch.equal(load_model(tmp_path, torch.float32).train()(IDS).logits, ours(IDS).logits)
+    assert equal(load_model(tmp_path, torch.float32).train()(IDS).logits, ours(IDS).logits)
 
 
 def test_bf16(tmp_path):
@@ -57,7 +58,7 @@ def test_a_model_that_is_dense_again_does_not_say_otherwise(tmp_path):
             model.set_submodule(path, layer.plain())
     save_model(tmp_path, model, {}, {})
     assert not hasattr(model.config, "quantization_config")
-    assert torch.equal(load_model(tmp_path, torch.float32).train()(IDS).logits, model(IDS).logits)
+    assert equal(load_model(tmp_path, torch.float32).train()(IDS).logits, model(IDS).logits)
 
 
 def test_an_adapter_names_the_base_in_four_bits(tmp_path):

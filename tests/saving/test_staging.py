@@ -8,6 +8,7 @@ import torch
 from chronicals.kernels import host_memory
 from chronicals.kernels.host_memory import PinnedMemory, available_memory
 from chronicals.saving import Staging, staging
+from comparison import equal
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def test_copies_are_dense_and_do_not_change_afterwards():
     for tensor in given.values():
         tensor.zero_()
     for name, tensor in copies.items():
-        assert torch.equal(tensor, before[name]) and tensor.is_contiguous() and tensor.dtype == before[name].dtype
+        assert equal(tensor, before[name]) and tensor.is_contiguous() and tensor.dtype == before[name].dtype
     assert copies["tied"] is copies["head"]
 
 
@@ -67,7 +68,7 @@ def test_pinned_copies_lie_apart_and_are_made_in_pieces(driver, monkeypatch, pie
         assert offset % 64 == 0
         copies[id(tensor)] = memory.tensor(offset, tensor)
         staging._copy_in_pieces(tensor, copies[id(tensor)], offset)
-    assert all(torch.equal(copies[id(tensor)], tensor) for tensor in given.values())
+    assert all(equal(copies[id(tensor)], tensor) for tensor in given.values())
     assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies.values())
     assert len(copies) == len(given) - 1
 

@@ -12,6 +12,7 @@ from chronicals.generation import load_trained
 from chronicals.lora import load_adapter
 from chronicals.models import load_model
 from chronicals.training.evaluation import evaluate_data
+from comparison import equal
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"<alpha> {n}"}, {"role": "assistant", "content": f"<beta> {n} <gamma>"}]}
@@ -66,9 +67,9 @@ def test_a_run_with_added_tokens_is_read_and_resumed(tmp_path, whose, tied):
     for folder in (tmp_path / "run" / "checkpoints").glob("*6"):
         folder.rename(tmp_path / "set-aside")
     other, tokenizer = fresh(2)
-    assert not torch.equal(other.get_input_embeddings().weight.to(embedding), embedding)
+    assert not equal(other.get_input_embeddings().weight.to(embedding), embedding)
     train(tmp_path, other, tokenizer, resume=True, **lora)
-    assert torch.equal(other.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert equal(other.get_input_embeddings().weight, model.get_input_embeddings().weight)
     assert evaluate_data(other, tokenizer, ROWS, scored).loss == live
 
 
@@ -232,7 +233,7 @@ def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
         patch.setattr(starting_values, "_parts", lambda *_: pytest.fail("computed again"))
         train(broken, *fresh(), resume=True, **options)
     once, twice = (values(folder / "run" / "model") for folder in (whole, broken))
-    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     model, ids = load_trained(whole / "run").model, torch.randint(0, 300, (2, 9))
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(fresh(torch.float32)[0], whole / "run" / "model")

@@ -21,6 +21,7 @@ from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
 from chronicals.training.callbacks import Callback, read_metrics
 from chronicals.training.checkpoint import checkpoints, newest_valid, random_states, restore_random_states
+from comparison import equal
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_resume_from_the_one_before_gives_the_same_end(run_folder, finished):
     runs.train(run_folder, save_steps=2, save_total_limit=3, resume=True)
     assert runs.trajectory(run_folder) == runs.trajectory(finished)
     left, right = runs.weights(run_folder), runs.weights(finished)
-    assert all(torch.equal(left[name], right[name]) for name in right)
+    assert all(equal(left[name], right[name]) for name in right)
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(run_folder):
@@ -194,7 +195,7 @@ def test_each_rank_has_its_random_numbers_back(tmp_path, caplog):
     stored = load_file(tmp_path / "states")
     for rank in (0, 1):
         restore_random_states(stored, rank, tmp_path)
-        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(rank))), rank
+        assert equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(rank))), rank
     restore_random_states(stored, 2, tmp_path)
     assert "written by fewer processes, that of rank 2 draws its random numbers anew" in caplog.text
 
@@ -241,7 +242,7 @@ def test_weights_of_several_types_come_back_bit_by_bit(tmp_path):
     before = runs.weights(tmp_path)
     shutil.rmtree(tmp_path / "run" / "model")
     runs.train(tmp_path, model=model(), resume=True, **options)
-    assert all(torch.equal(before[name], weight) for name, weight in runs.weights(tmp_path).items())
+    assert all(equal(before[name], weight) for name, weight in runs.weights(tmp_path).items())
 
 
 def test_a_run_is_not_overwritten(run_folder):
@@ -404,7 +405,7 @@ def test_another_architecture_is_not_gone_on_with(tmp_path, shape, message):
     before = {name: p.clone() for name, p in other.named_parameters()}
     with pytest.raises(CheckpointError, match=message):
         runs.train(tmp_path, model=other, max_steps=2, resume=True)
-    assert all(torch.equal(p.cpu(), before[name]) for name, p in other.named_parameters())
+    assert all(equal(p.cpu(), before[name]) for name, p in other.named_parameters())
 
 
 def test_how_to_resume_can_be_pasted(tmp_path):
@@ -421,4 +422,4 @@ def test_adapters_of_peft_are_as_they_were_where_others_do_not_fit(tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match="the model has no"):
         module.load_weights(tmp_path, model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(equal(tensor, before[name]) for name, tensor in model.state_dict().items())

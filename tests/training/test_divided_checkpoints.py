@@ -20,6 +20,8 @@ from chronicals.saving import StoredStates
 sys.path.insert(0, str(Path(__file__).parent))
 import divided_runs
 
+from comparison import equal
+
 pytestmark = [
     pytest.mark.of_file(4),
     pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"),
@@ -90,10 +92,10 @@ def test_the_same_number_goes_on_to_the_bit(tmp_path, fields):
     by(2, tmp_path / "once", **fields)
     by(2, tmp_path / "twice", max_steps=4, **fields)
     by(2, tmp_path / "twice", resume=True, **fields)
-    assert torch.equal(steps(tmp_path / "once"), steps(tmp_path / "twice"))
+    assert equal(steps(tmp_path / "once"), steps(tmp_path / "twice"))
     once, twice = (StoredStates(folder / "run/checkpoints/step-00000006") for folder in (tmp_path / "once", tmp_path / "twice"))
     assert once.names() == twice.names()
-    assert all(torch.equal(once.read(name), twice.read(name)) for name in once.names())
+    assert all(equal(once.read(name), twice.read(name)) for name in once.names())
 
 
 @pytest.mark.long
@@ -105,13 +107,13 @@ def test_masters_are_carried_over_exactly(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     value = stored.read(f"{name}:weight")
     assert value.dtype == torch.float32 and model[name].dtype == torch.bfloat16
-    assert torch.equal(split_master(value)[0], model[name]) and not torch.equal(model[name].float(), value)
+    assert equal(split_master(value)[0], model[name]) and not equal(model[name].float(), value)
     by(1, tmp_path / "a", max_steps=3, resume=True, mixed_precision="bf16", learning_rate=STILL)
     after = tmp_path / "a/run/checkpoints/step-00000003"
     high, low = load_file(after / "model/model.safetensors")[name], StoredStates(after).read(f"{name}:low")
-    assert torch.equal(join_master(high, low), value)
+    assert equal(join_master(high, low), value)
     by(2, tmp_path / "a", max_steps=4, resume=True, mixed_precision="bf16", learning_rate=STILL)
-    assert torch.equal(StoredStates(tmp_path / "a/run/checkpoints/step-00000004").read(f"{name}:weight"), value)
+    assert equal(StoredStates(tmp_path / "a/run/checkpoints/step-00000004").read(f"{name}:weight"), value)
 
 
 def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
@@ -122,7 +124,7 @@ def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
     files = sorted((tmp_path / f"a/run/checkpoints/step-{result['step']:08d}/model").glob("*.safetensors"))
     best = {name: value for file in files for name, value in load_file(file).items()}
     assert best.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.items())
+    assert all(equal(value, model.state_dict()[name]) for name, value in best.items())
     wrote = [json.loads((tmp_path / f"a/wrote-{rank}.json").read_text()) for rank in range(2)]
     assert wrote == [[0, 2], [1]] and len(files) == 3  # what is in no layer, and two layers
     assert all(file.samefile(tmp_path / "a/run/model" / file.name) for file in files)  # nobody copies them

@@ -29,6 +29,7 @@ from chronicals.saving import SavedModel
 from chronicals.training.decisions import decide
 from chronicals.training.loading import load_to_train
 from chronicals.verification import reference, verify
+from comparison import equal
 
 FITTING = {"vocab_size": 300, "max_position_embeddings": 512}
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -97,11 +98,11 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_
     if torch.cuda.is_available():  # the mean of the scales is summed in another order there, where both are quantised then
         read, after = read.cuda(), after.cuda()
     ours, theirs = read.state_dict(), after.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[key]) for key, x in ours.items())
+    assert ours.keys() == theirs.keys() and all(equal(x, theirs[key]) for key, x in ours.items())
     stacks = [p for key, p in read.named_parameters() if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert len(stacks) == 2 * layers and all(p.dtype == torch.uint8 for p in stacks)
     routers = [key for key, p in plain.named_parameters() if key.rpartition(".")[0].endswith((".gate", ".router", "_gate"))]
-    assert len(routers) >= layers and all(torch.equal(ours[key].cpu(), plain.state_dict()[key]) for key in routers)
+    assert len(routers) >= layers and all(equal(ours[key].cpu(), plain.state_dict()[key]) for key in routers)
     shared = [m for path, m in read.named_modules() if "shared_expert" in path and path.endswith("_proj")]
     assert all(type(module) is Linear4bit for module in shared)
     assert bool(shared) == (name in ("native", "qwen2_moe", "deepseek_v3", "glm4_moe"))
@@ -211,7 +212,7 @@ def test_it_resumes_bit_by_bit(tmp_path, parameters):
     train("whole", 4), train("parts", 2), train("parts", 4, resume=True)
     assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
     whole, parts = (runs.weights(tmp_path / name) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(x, parts[name]) for name, x in whole.items())
+    assert whole.keys() == parts.keys() and all(equal(x, parts[name]) for name, x in whole.items())
 
 
 # --- afterwards --------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
     loaded = saved.model(torch.float32)
     codes = {key: x for key, x in loaded.named_parameters() if x.dtype == torch.uint8}
     assert any("experts" in key for key in codes)
-    assert all(torch.equal(x.cpu(), model.get_parameter(key).cpu()) for key, x in codes.items())
+    assert all(equal(x.cpu(), model.get_parameter(key).cpu()) for key, x in codes.items())
     merge(result.model_dir, tmp_path / "merged")
     merged, seen = load_model(tmp_path / "merged", torch.float32), saved.model(torch.bfloat16)
     around = {
@@ -250,7 +251,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
             got = merged.get_parameter(f"{path}.{own}")
             on_card = torch.cuda.is_available()  # which quantises what is read, and sums the mean of scales in another order
             assert torch.allclose(got, expected, *((1e-2, 1e-3) if on_card else (1e-6, 1e-7))), (path, own)
-            assert layer is not None or on_card or torch.equal(got, expected)
+            assert layer is not None or on_card or equal(got, expected)
     assert packed_experts(load_trained(result.model_dir).model)
     unloaded, ids = saved.model(torch.float32).merge_and_unload(), torch.arange(2, 20)[None]
     assert not packed_experts(unloaded)

@@ -12,6 +12,7 @@ from chronicals.config import ConfigurationError
 from chronicals.models import quantise_experts
 from chronicals.patching import experts, experts_in_fp8, fp8_experts, fp8_layers, patch_parts
 from chronicals.training import decisions, session
+from comparison import equal
 
 
 def trained(folder, name, monkeypatch, patched, **fields):
@@ -108,7 +109,7 @@ def test_in_fp8_policies_of_memory_change_nothing(lora, tmp_path, caplog):
     if lora:
         assert len([line for line in caplog.messages if "GiB wait in host memory" in line]) == 1
         after = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
-        assert all(torch.equal(p, before[name].to(p)) for name, p in after.items())
+        assert all(equal(p, before[name].to(p)) for name, p in after.items())
 
 
 @pytest.mark.gpu
@@ -169,5 +170,5 @@ def test_adapters_beside_experts_in_4_bits(tmp_path, monkeypatch):
     losses = [loss for _, loss, _ in runs.trajectory(tmp_path)]
     assert losses[-1] < losses[0]
     there = dict(model.named_parameters())
-    assert len(codes) == 4 and all(torch.equal(there[name].cpu(), value) for name, value in codes.items())
+    assert len(codes) == 4 and all(equal(there[name].cpu(), value) for name, value in codes.items())
     assert all(".lora_" in name for name in runs.weights(tmp_path))

@@ -18,6 +18,7 @@ from chronicals.quantization import Linear4bit
 from chronicals.saving import SavedModel
 from chronicals.training.decisions import decide
 from chronicals.verification import reference, verify
+from comparison import equal
 
 
 def base(folder, dtype=torch.float32, **changes):
@@ -46,7 +47,7 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_
         read, after = read.cuda(), after.cuda()
     assert quantise_layers(after) == 14 and quantise_layers(after) == 0
     ours, theirs = read.state_dict(), after.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    assert ours.keys() == theirs.keys() and all(equal(x, theirs[name]) for name, x in ours.items())
     assert not [m for m in read.get_decoder().layers.modules() if isinstance(m, nn.Linear)]
     assert type(read.lm_head) is nn.Linear and read.lm_head.weight.dtype == dtype
     plain = load_model(place, dtype).config.to_dict()
@@ -136,7 +137,7 @@ def test_it_resumes_bit_by_bit(tmp_path):
     train("whole", 4), train("parts", 2), train("parts", 4, resume=True)
     assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
     whole, parts = (runs.weights(tmp_path / name) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(x, parts[name]) for name, x in whole.items())
+    assert whole.keys() == parts.keys() and all(equal(x, parts[name]) for name, x in whole.items())
 
 
 # --- afterwards --------------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targ
     assert group == {**usual, "quantized_from": "bfloat16", "products": "bfloat16"}
     loaded = saved.model(torch.float32)
     codes = {name: x for name, x in loaded.named_parameters() if x.dtype == torch.uint8}
-    assert codes and all(torch.equal(x.cpu(), model.get_parameter(name).cpu()) for name, x in codes.items())
+    assert codes and all(equal(x.cpu(), model.get_parameter(name).cpu()) for name, x in codes.items())
     ids = torch.arange(1, 20)[None]
     merge(result.model_dir, tmp_path / "merged")
     merged = load_model(tmp_path / "merged", torch.float32)
@@ -166,7 +167,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targ
             owner = seen.get_submodule(path.removesuffix(".base_layer"))
             update = owner.scale * owner.lora_B @ owner.lora_A if owner is not layer else 0
             weight = merged.get_parameter(f"{path.removesuffix('.base_layer')}.weight")
-            assert torch.equal(weight, layer.packed.dense().float() + update), path
+            assert equal(weight, layer.packed.dense().float() + update), path
     sixteen = load_model(place, torch.float32)
     assert not torch.allclose(sixteen.get_decoder().layers[0].self_attn.k_proj.weight,
                               merged.get_decoder().layers[0].self_attn.k_proj.weight, rtol=1e-2)  # fmt: skip
@@ -197,7 +198,7 @@ def test_the_command_takes_nothing_else(tmp_path, chronicals, caplog):
     said = chronicals("train", "--model", "out", "--data", "data.jsonl", "--output-dir", "on", *runs.SHORT)
     assert "14 linear layers" in said
     weight = load_model("merged", torch.float32).get_decoder().layers[0].mlp.up_proj.weight
-    assert torch.equal(weight, merged_weight("out"))
+    assert equal(weight, merged_weight("out"))
 
 
 def merged_weight(folder):

@@ -13,6 +13,7 @@ from chronicals.memory import tiling
 from chronicals.patching import fp8_layers, patch_parts
 from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
 from chronicals.training import Callback, decisions, session
+from comparison import equal
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_weights_that_wait_come_back(tmp_path, fused_anywhere):
     assert not any(DEVICES in vars(module) or MERGED in vars(module) for module in fused_anywhere.modules())
     after = {name.replace(".base_layer", ""): p for name, p in fused_anywhere.named_parameters() if "lora_" not in name}
     assert {p.device for p in after.values()} == {fused_anywhere.device}
-    assert all(torch.equal(p, before[name].to(p)) for name, p in after.items())
+    assert all(equal(p, before[name].to(p)) for name, p in after.items())
 
 
 def test_weights_come_back_where_a_run_does_not_begin(tmp_path, fused_anywhere):

@@ -20,6 +20,7 @@ from chronicals.models.gguf_reader import fingerprint
 from chronicals.quantization import LinearGGUF
 from chronicals.saving import SavedModel
 from chronicals.verification import reference, verify
+from comparison import equal
 
 pytest.importorskip("gguf")
 KINDS = ["q8_0", "q4_0", pytest.param("q4_k_m", marks=pytest.mark.llama_cpp)]
@@ -51,7 +52,7 @@ def test_a_run_is_that_of_adapters_over_the_dequantised_weights(kind, dora, tmp_
         assert one == pytest.approx(two, rel=1e-5 if step == 1 else 2e-4), step
     weights, others = runs.weights(tmp_path / "ours"), runs.weights(tmp_path / "plain")
     assert weights.keys() == others.keys()
-    assert all(torch.equal(layer.weight.cpu(), kept.cpu()) for layer, kept in zip(in_blocks(ours), before))
+    assert all(equal(layer.weight.cpu(), kept.cpu()) for layer, kept in zip(in_blocks(ours), before))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -84,7 +85,7 @@ def test_it_resumes_bit_by_bit(tmp_path):
     train("whole", 4), train("parts", 2), train("parts", 4, resume=True)
     assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
     whole, parts = (runs.weights(tmp_path / name) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(x, parts[name]) for name, x in whole.items())
+    assert whole.keys() == parts.keys() and all(equal(x, parts[name]) for name, x in whole.items())
 
 
 # --- afterwards --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from chronicals.models.lookahead_heads import is_of_head, lookahead_heads
 from chronicals.saving import SavedModel
 from chronicals.training import session
 from chronicals.training.callbacks import read_metrics
+from comparison import equal
 
 pytestmark = pytest.mark.of_file(4)
 
@@ -85,9 +86,9 @@ def test_they_train_as_on_a_frozen_base(tmp_path, fields, monkeypatch):
     alone = {name: value for name, value in given.items() if "lora" not in name}
     runs.train(tmp_path / "alone", model=frozen.requires_grad_(False), **alone)
     one, two = heads_of(beside), heads_of(frozen)
-    assert one.keys() == two.keys() == before.keys() and all(not torch.equal(one[name], before[name]) for name in one)
+    assert one.keys() == two.keys() == before.keys() and all(not equal(one[name], before[name]) for name in one)
     for name, value in one.items():
-        assert torch.equal(value, two[name]) if exact else torch.allclose(value, two[name], rtol=2e-4, atol=1e-6), name
+        assert equal(value, two[name]) if exact else torch.allclose(value, two[name], rtol=2e-4, atol=1e-6), name
     assert not any(p.detach().any() for name, p in beside.named_parameters() if "lora_B" in name)
     lines = [[x for x in read_metrics(tmp_path / name / "run/metrics.jsonl") if "loss" in x] for name in ("beside", "alone")]
     for ours, theirs in zip(*lines, strict=True):
@@ -105,14 +106,14 @@ def test_resumed_to_the_bit_and_saved_with_the_adapter(tmp_path, fields, precisi
     shutil.copytree(whole / "run/checkpoints/step-00000002", broken / "run/checkpoints/step-00000002")
     runs.train(broken, model=loaded(tmp_path, fields, dtype), resume=True, **given)
     once, twice = runs.weights(whole), runs.weights(broken)
-    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     assert runs.trajectory(whole)[2:] == runs.trajectory(broken)
     named = {f"base_model.model.{name}" for name in heads_of(loaded(tmp_path))}
     assert len(named) == 7 and {name for name in once if ".lora_" not in name} == named
     described = json.loads((whole / "run/model/adapter_config.json").read_text())
     assert described["modules_to_save"] == ["layer_ahead", "token_ahead"]
     start = heads_of(loaded(tmp_path, (), dtype))
-    assert all(not torch.equal(once[f"base_model.model.{name}"], value) for name, value in start.items())
+    assert all(not equal(once[f"base_model.model.{name}"], value) for name, value in start.items())
 
 
 @pytest.mark.parametrize("fields", FORMATS, ids=["16 bits", "4 bits"])
@@ -132,7 +133,7 @@ def test_loaded_merged_and_continued(tmp_path, fields):
     kept = heads_of(again)
     runs.train(tmp_path / "on", model=again, **{**FIELDS, "router": {"layer_ahead": 0.3}}, **fields)
     now = heads_of(again)
-    assert all(torch.equal(now[name], value) == ("token_ahead" in name) for name, value in kept.items())
+    assert all(equal(now[name], value) == ("token_ahead" in name) for name, value in kept.items())
     assert any("token_ahead" in name for name in runs.weights(tmp_path / "on"))
 
 
@@ -147,9 +148,9 @@ def test_peft_loads_them(tmp_path):
         assert torch.allclose(x, right, rtol=1e-5, atol=1e-5)
     theirs.save_pretrained(tmp_path / "theirs")
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in (result.model_dir, tmp_path / "theirs"))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(equal(first[name], second[name]) for name in first)
     back = load_adapter(loaded(tmp_path), tmp_path / "theirs")
-    assert all(torch.equal(value, heads_of(model)[name]) for name, value in heads_of(back).items())
+    assert all(equal(value, heads_of(model)[name]) for name, value in heads_of(back).items())
 
 
 def test_a_checkpoint_without_a_weight_of_theirs_is_named(tmp_path):
@@ -173,7 +174,7 @@ def test_heads_without_a_loss_do_not_train(tmp_path, caplog):
     assert "lookahead heads without a loss are not trained: router.token_ahead" in caplog.text
     assert "holds an embedding" not in caplog.text
     after = heads_of(model)
-    assert all(torch.equal(after[name], value) == ("token_ahead" in name) for name, value in before.items())
+    assert all(equal(after[name], value) == ("token_ahead" in name) for name, value in before.items())
     assert not any("token_ahead" in name for name in runs.weights(tmp_path))
 
 

@@ -23,6 +23,7 @@ from chronicals.patching import patch_parts
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 from chronicals.verification import verify
+from comparison import equal
 
 every_family = pytest.mark.parametrize("name", vision_models.MODELS)
 TOLERANCE = 3e-5
@@ -76,7 +77,7 @@ def test_text_in_a_pack_has_the_positions_of_transformers():
     model = vision_models.build("qwen2_5_vl")
     ids = torch.randint(1, 61, (1, 9))
     theirs, _ = model.model.get_rope_index(ids, mm_token_type_ids=torch.zeros_like(ids))
-    assert torch.equal(theirs, torch.arange(9).expand(3, 1, 9))
+    assert equal(theirs, torch.arange(9).expand(3, 1, 9))
 
 
 @pytest.mark.sample(4)
@@ -95,7 +96,7 @@ def test_a_run_leaves_what_reads_images_bit_by_bit(name, lora, tmp_path, caplog)
     if not lora:
         after = runs.weights(tmp_path)
         assert after.keys() == before.keys()
-        same = {path for path in before if torch.equal(after[path], before[path])}
+        same = {path for path in before if equal(after[path], before[path])}
         stems = tuple(tower.partition(".")[2] for tower in towers)
         assert same == {path for path in before if path.removeprefix("model.").startswith(stems)}
         again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model")
@@ -103,7 +104,7 @@ def test_a_run_leaves_what_reads_images_bit_by_bit(name, lora, tmp_path, caplog)
     loaded = load_trained(tmp_path / "run")
     kept = loaded.model.state_dict()
     for path, tensor in made.state_dict().items():
-        assert not is_within(path, towers) or torch.equal(kept[path], tensor), path
+        assert not is_within(path, towers) or equal(kept[path], tensor), path
     scored = runs.config(tmp_path, output_dir=tmp_path / "scored")
     losses = [evaluate_data(m, tiny.tokenizer(), tiny.chat_rows(), scored).loss for m in (model, loaded.model, made)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < losses[2]
@@ -159,6 +160,6 @@ def test_rows_with_pictures_are_refused_before_anything_is_trained(row, tmp_path
     before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
     with pytest.raises(DataError, match=r"pictures_or_sound: 1 rows with pictures, video or sound.*row.* 61.*leave them out"):
         runs.train(tmp_path, rows, model, max_steps=1, trackers=[])
-    assert all(torch.equal(tensor, before[path]) for path, tensor in model.state_dict().items())
+    assert all(equal(tensor, before[path]) for path, tensor in model.state_dict().items())
     result = runs.train(tmp_path, rows, model, max_steps=1, trackers=[], gate={"pictures_or_sound": 0.1})
     assert result.steps == 1

@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
 from killed_run import CHANGES, in_a_process
+
+from comparison import equal
 
 SHORT, LONG = 4, 20
 
@@ -38,7 +39,7 @@ def kill_and_resume(folder, variant, kill_at, uninterrupted):
     assert runs.trajectory(folder) == runs.trajectory(whole), what
     left, right = runs.weights(folder), runs.weights(whole)
     assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in right), what
+    assert all(equal(left[name], right[name]) for name in right), what
     leftovers = [path.name for path in (folder / "run").rglob(".*")]
     assert not leftovers, f"{what}: {leftovers}"
 

@@ -12,6 +12,7 @@ import runs
 from chronicals.config import ConfigurationError
 from chronicals.lora import adapters, load_adapter
 from chronicals.models import load_model
+from comparison import equal
 
 EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
 FIELDS = {
@@ -43,13 +44,13 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, name, caplog):
     runs.train(broken, model=base(tmp_path, name), resume=True, **FIELDS)
     once, twice = stored(whole), stored(broken)
     assert len(once) == 4 + 8 + 2 and once.keys() == twice.keys()
-    assert all(torch.equal(once[key], twice[key]) for key in once)
+    assert all(equal(once[key], twice[key]) for key in once)
     losses = [loss for _, loss, _ in runs.trajectory(whole)]
     assert losses[-1] < 0.9 * losses[0] and result is not None
     plain = base(tmp_path, name)
     for key, weight in plain.state_dict().items():
         inside = key.replace("experts.", "experts.base_layer.base_layer.").replace("embed_tokens.", "embed_tokens.base_layer.")
-        assert torch.equal(model.state_dict()[inside.replace("q_proj.", "q_proj.base_layer.")].cpu(), weight), key
+        assert equal(model.state_dict()[inside.replace("q_proj.", "q_proj.base_layer.")].cpu(), weight), key
 
 
 def test_peft_loads_what_a_run_leaves(tmp_path):
@@ -69,7 +70,7 @@ def test_a_run_continues_the_adapters_of_a_folder(tmp_path):
     model = load_adapter(base(tmp_path), first / "run" / "model")
     runs.train(second, model=model, **{**FIELDS, "learning_rate": 1e-3})
     assert stored(first).keys() == stored(second).keys()
-    assert any(not torch.equal(tensor, stored(second)[key]) for key, tensor in stored(first).items())
+    assert any(not equal(tensor, stored(second)[key]) for key, tensor in stored(first).items())
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import runs
 import tiny
 from chronicals.training import CheckpointError, resume
 from chronicals.training.lock import LOCK_FILE, FolderInUse, locked
 from chronicals.training.resume import holds_a_run, sole_writer
+from comparison import equal
 
 STEADY = {"lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 2, "save_total_limit": 9}
 
@@ -96,7 +96,7 @@ def test_a_finished_model_is_not_replaced(run_folder, resumed):
     assert holds_a_run(run_folder / "run")
     with pytest.raises(CheckpointError, match=r"holds model/, which a run that begins anew would replace"):
         runs.train(run_folder, max_steps=1, resume=resumed)
-    assert all(torch.equal(weight, before[name]) for name, weight in runs.weights(run_folder).items())
+    assert all(equal(weight, before[name]) for name, weight in runs.weights(run_folder).items())
 
 
 def test_nothing_to_resume_is_said(tmp_path, caplog):
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_is_named_is_gone_on_from(run_folder, tmp_path_factory
         first = 3 if named != "." else 7
         assert runs.trajectory(branch) == [line for line in runs.trajectory(run_folder) if line[0] >= first]
         ours, theirs = runs.weights(branch), runs.weights(run_folder)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert all(equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_what_is_named_must_be_whole_and_the_last(run_folder, tmp_path):

@@ -17,6 +17,7 @@ from chronicals.moe.anchor import FILE
 from chronicals.objectives import build_objective
 from chronicals.training.callbacks import read_metrics
 from chronicals.verification import verify
+from comparison import equal
 
 pytestmark = pytest.mark.of_file(5)
 
@@ -72,7 +73,7 @@ def test_resumed_to_the_bit(objective, family, adapters, teacher, tmp_path):
     shutil.copy(whole / "run" / FILE, broken / "run" / FILE)
     runs.train(broken, rows, mixture(family), resume=True, **fields)
     once, twice = runs.weights(whole), runs.weights(broken)
-    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     assert runs.trajectory(whole)[2:] == runs.trajectory(broken)
     lines = [line for line in read_metrics(whole / "run" / "metrics.jsonl") if "loss" in line]
     assert lines[0]["router/anchor"] == 0.0 and lines[-1]["router/anchor"] > 0.0
@@ -112,7 +113,7 @@ def test_heads_train_where_they_have_a_loss(tmp_path, caplog):
     before = mixture("chronicals_moe").state_dict()
     model = mixture("chronicals_moe")
     runs.train(tmp_path, model=model, router={"layer_ahead": 0.3}, max_steps=3)
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {name for name, value in model.state_dict().items() if not equal(value, before[name])}
     assert "model.layer_ahead.up" in changed and "model.token_ahead.up" not in changed
     assert "lookahead heads without a loss are not trained: router.token_ahead" in caplog.text
 

@@ -6,7 +6,6 @@ import math
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import runs
@@ -16,6 +15,7 @@ from chronicals.saving import describe
 from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, loop
 from chronicals.training.checkpoint import checkpoints
 from chronicals.training.run import Run
+from comparison import equal
 
 OPTIONS = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0}
 
@@ -48,8 +48,8 @@ def test_best_and_last_are_kept_and_the_best_is_left(tmp_path, losses, caplog, l
     assert (result.steps, result.model_step, result.evaluation.loss) == (5, 2, 2.0)
     assert kept(tmp_path) == ([5, 2, 1] if limit == 3 else [5, 2])
     written, best, memory = runs.weights(tmp_path), best_weights(tmp_path, 2), model.state_dict()
-    assert all(torch.equal(written[name], best[name]) and torch.equal(memory[name].cpu(), best[name]) for name in best)
-    assert any(not torch.equal(weight, best[name]) for name, weight in best_weights(tmp_path, 5).items())
+    assert all(equal(written[name], best[name]) and equal(memory[name].cpu(), best[name]) for name in best)
+    assert any(not equal(weight, best[name]) for name, weight in best_weights(tmp_path, 5).items())
     assert "stopped early after step 5: the lowest held-out loss was 2.0000, after step 2" in caplog.text
     assert "model holds the weights of step 2" in caplog.text and "of step 2" in result.report.read_text()
 
@@ -70,7 +70,7 @@ def test_the_last_is_left_where_that_is_asked_for(tmp_path, losses):
     result = runs.train(tmp_path, keep="last", max_steps=3, **OPTIONS)
     assert (result.model_step, result.evaluation.loss, kept(tmp_path)) == (3, 3.0, [3])
     last = best_weights(tmp_path, 3)
-    assert all(torch.equal(weight, last[name]) for name, weight in runs.weights(tmp_path).items())
+    assert all(equal(weight, last[name]) for name, weight in runs.weights(tmp_path).items())
 
 
 @pytest.mark.parametrize("stopped_at", [2, 4])
@@ -89,7 +89,7 @@ def test_a_resumed_run_knows_its_best(tmp_path, losses, stopped_at):
     result = runs.train(tmp_path, max_steps=5, resume=True, **{**OPTIONS, "save_steps": 1})
     assert (result.steps, result.model_step, result.evaluation.loss) == (5, 2, 2.0)
     best = best_weights(tmp_path, 2)
-    assert all(torch.equal(weight, best[name]) for name, weight in runs.weights(tmp_path).items())
+    assert all(equal(weight, best[name]) for name, weight in runs.weights(tmp_path).items())
 
 
 def test_a_best_that_is_gone_is_told_and_looked_for_anew(tmp_path, losses, caplog):
@@ -107,8 +107,8 @@ def test_adapters_of_the_best_are_left(tmp_path, losses):
     result = runs.train(tmp_path, model=model, use_lora=True, lora_rank=4, max_steps=2, **OPTIONS)
     last, best = (load_file(path / "model" / "adapter_model.safetensors") for path in checkpoints(tmp_path / "run"))
     written = load_file(result.model_dir / "adapter_model.safetensors")
-    assert all(torch.equal(written[name], best[name]) for name in best)
-    assert any(not torch.equal(last[name], best[name]) for name in best)
+    assert all(equal(written[name], best[name]) for name in best)
+    assert any(not equal(last[name], best[name]) for name in best)
 
 
 def test_the_best_needs_held_out_data(tmp_path):
@@ -161,4 +161,4 @@ def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, 
     result = runs.train(tmp_path, max_steps=2, **OPTIONS)
     assert result.model_step == 2 and "the model of the last step is written instead" in caplog.text
     last = best_weights(tmp_path, 2)
-    assert all(torch.equal(weight, last[name]) for name, weight in runs.weights(tmp_path).items())
+    assert all(equal(weight, last[name]) for name, weight in runs.weights(tmp_path).items())

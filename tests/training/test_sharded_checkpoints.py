@@ -19,6 +19,8 @@ from chronicals.training.checkpoint import check_checkpoint, checkpoints
 sys.path.insert(0, str(Path(__file__).parent))
 import killed_ranks
 
+from comparison import equal
+
 pytestmark = pytest.mark.of_file(4)
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
@@ -46,7 +48,7 @@ def written(folder, count=3):
 
 def test_pieces_are_put_together(tmp_path):
     whole, found = written(tmp_path), read_optimizer(tmp_path)
-    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+    assert found.keys() == whole.keys() and all(equal(found[name], whole[name]) for name in whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"optimizer-rank-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
     ]
@@ -63,7 +65,7 @@ def test_torchs_distributed_checkpoints_read_them(tmp_path):
     whole = written(tmp_path)
     found = {name: torch.zeros(state.numel(), dtype=state.dtype) for name, state in whole.items()}
     dcp.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert all(torch.equal(found[name], whole[name].reshape(-1)) for name in whole)
+    assert all(equal(found[name], whole[name].reshape(-1)) for name in whole)
 
 
 def by_two(folder, resume=False, rank=0, kill_at=0, sharding="optimizer"):
@@ -91,7 +93,7 @@ def uninterrupted_divided(tmp_path_factory):
 
 def same(folder, whole):
     left, right = runs.weights(folder), runs.weights(whole)
-    return runs.trajectory(folder) == runs.trajectory(whole) and all(torch.equal(left[name], right[name]) for name in right)
+    return runs.trajectory(folder) == runs.trajectory(whole) and all(equal(left[name], right[name]) for name in right)
 
 
 @on_cpu

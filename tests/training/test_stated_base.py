@@ -17,6 +17,7 @@ from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.loading import load_base
 from chronicals.quantization import Linear4bit, Packed
 from chronicals.saving import CheckpointError, SavedModel
+from comparison import equal
 
 IDS = torch.arange(1, 41).view(2, 20)
 QUICK = {"mixed_precision": "fp32", "max_steps": 1, "trackers": [], "lora_dropout": 0.0}
@@ -136,9 +137,9 @@ def test_weights_are_quantised_again_from_the_type_that_they_had(tmp_path, place
     result = train(tmp_path, model=model, quantization="nf4", **given)
     codes = {name: p for name, p in model.named_parameters() if p.dtype == torch.uint8}
     read = SavedModel.find(result.model_dir).model(torch.float32)
-    assert codes and all(torch.equal(x.cpu(), read.get_parameter(name)) for name, x in codes.items())
+    assert codes and all(equal(x.cpu(), read.get_parameter(name)) for name, x in codes.items())
     other = SavedModel.find(result.model_dir).model(torch.bfloat16, quantization="nf4")
-    assert all(torch.equal(x.cpu(), other.get_parameter(name)) for name, x in codes.items()), "asked for 4 bits again"
+    assert all(equal(x.cpu(), other.get_parameter(name)) for name, x in codes.items()), "asked for 4 bits again"
 
 
 def test_a_run_that_is_trained_further_keeps_its_base(tmp_path, place):
@@ -176,7 +177,7 @@ def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place,
     assert (answers(SavedModel.find(result.model_dir).model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
     merge(result.model_dir, tmp_path / "again")
     one, two = (load_model(tmp_path / name, torch.float32).state_dict() for name in ("merged", "again"))
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert all(equal(value, two[name]) for name, value in one.items())
     checkpoint = "run/checkpoints/step-00000001"
     shutil.copytree(tmp_path / "whole" / checkpoint, tmp_path / "parts" / checkpoint)
     from chronicals.training import checkpoint as module
@@ -184,7 +185,7 @@ def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place,
     monkeypatch.setattr(module, "check_checkpoint", lambda folder: None)  # whose manifest is of what it stated before
     in_older_words(tmp_path / "parts" / checkpoint / "model")
     resumed, _ = trained("parts", 2, resume=True)
-    assert torch.equal(answers(resumed), live)
+    assert equal(answers(resumed), live)
 
 
 def test_another_base_is_refused(tmp_path, place):

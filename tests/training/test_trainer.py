@@ -28,6 +28,7 @@ from chronicals.training import (
     preparation,
     session,
 )
+from comparison import equal
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_the_model_can_be_loaded_by_transformers(tmp_path):
     result = runs.train(tmp_path, model=model)
     loaded = AutoModelForCausalLM.from_pretrained(result.model_dir)
     ids = torch.tensor([[5, 9, 200]])
-    assert torch.equal(loaded(ids).logits, model.cpu()(ids).logits)
+    assert equal(loaded(ids).logits, model.cpu()(ids).logits)
     assert AutoTokenizer.from_pretrained(result.model_dir).chat_template == tiny.tokenizer().chat_template
 
 
@@ -77,7 +78,7 @@ def test_lora_is_written_for_peft_and_the_base_is_untouched(tmp_path):
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-6)
         assert not torch.allclose(tiny.llama()(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
     for name, tensor in tiny.llama().state_dict().items():
-        assert torch.equal(tensor, base[name])
+        assert equal(tensor, base[name])
 
 
 def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
@@ -333,7 +334,7 @@ def test_an_early_stop_is_saved_and_lasts(tmp_path, monkeypatch):
     assert runs.train(tmp_path, early_stopping_patience=2, **options).steps == 3
     before = runs.weights(tmp_path)
     assert runs.train(tmp_path, early_stopping_patience=2, resume=True, **options).steps == 3
-    assert all(torch.equal(before[name], weight) for name, weight in runs.weights(tmp_path).items())
+    assert all(equal(before[name], weight) for name, weight in runs.weights(tmp_path).items())
     assert runs.train(tmp_path, early_stopping_patience=3, resume=True, **options).steps == 4
 
 
@@ -378,7 +379,7 @@ def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(tmp_p
     changes = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "memory": ["optimizer_in_backward"]}
     with pytest.raises(TrainingError, match="not finite. The step was in part applied"):
         runs.train(tmp_path, model=model, **changes)
-    assert all(torch.equal(p.cpu(), before[name]) for name, p in model.named_parameters())
+    assert all(equal(p.cpu(), before[name]) for name, p in model.named_parameters())
     x = model.lm_head.weight.sum()
     x.backward()
     assert model.lm_head.weight.grad is not None  # the run is over, and updates nothing any more
@@ -470,7 +471,7 @@ def test_a_callback_may_generate(tmp_path):
             plain.load_state_dict(model.state_dict())
             options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
             said = model.eval().generate(ids, **options)
-            asked.append(torch.equal(said, plain.eval().generate(ids, **options)))
+            asked.append(equal(said, plain.eval().generate(ids, **options)))
             model.train()
 
         run_began = step_done = evaluated = run_ended = ask
