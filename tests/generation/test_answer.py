@@ -7,7 +7,7 @@ import runs
 import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import answer, generate, load_trained
-from chronicals.generation.answer import Trained
+from chronicals.generation.answer import Trained, computing_dtype
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 from comparison import equal
@@ -311,3 +311,12 @@ def test_a_repetition_penalty_holds_at_every_temperature():
 def test_settings_that_do_nothing_or_are_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         answer(endless()[0], "hello", 3, **settings)
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "dtype"),
+    [("fp32", True, torch.float32), ("bf16", True, torch.bfloat16), ("fp16", True, torch.bfloat16), ("bf16", False, torch.float32)],
+)
+def test_a_model_computes_as_it_was_trained(precision, has_bf16, dtype):
+    assert computing_dtype({"mixed_precision": precision}, has_bf16) == dtype
+    assert computing_dtype({}, has_bf16) == (torch.bfloat16 if has_bf16 else torch.float32)

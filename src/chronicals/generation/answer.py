@@ -78,12 +78,22 @@ def load_trained(
     Raises:
         ValueError: it cannot be loaded; the message says what to do.
     """
-    dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
     saved = SavedModel.find(folder, base_model)
+    dtype = computing_dtype(saved.about, torch.cuda.is_available() and torch.cuda.is_bf16_supported())
     model, tokenizer = load(saved, dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
     model = model.to("cuda") if torch.cuda.is_available() else model
     data_config = saved.about.get("taught", {})  # its name in the file
     return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), data_config)
+
+
+def computing_dtype(about: Mapping[str, Any], has_bf16: bool) -> torch.dtype:
+    """Return the type in which a saved model computes: fp32 where it was trained in fp32 or there is no card with bf16.
+
+    Args:
+        about: what ``chronicals.json`` holds; runs before it named the type are taken to be in 16 bits.
+        has_bf16: whether there is a card that computes in bf16.
+    """
+    return torch.bfloat16 if has_bf16 and about.get("mixed_precision") != "fp32" else torch.float32
 
 
 def answer(

@@ -38,14 +38,15 @@ def about_data(
     store: TokenStore, model: Any, tokenizer: Any, config: ChronicalsConfig, reference: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained, beside the
-    same ``reference`` policy; how the model's layers are quantised, or which GGUF file they are of; and which of PEFT's
-    adapters it computes with."""
+    same ``reference`` policy; how the model's layers are quantised, or which GGUF file they are of; which of PEFT's
+    adapters it computes with, and in which type its products were made."""
     file = getattr(within_adapters(model), GGUF_FILE, None)
     form, active = BaseFormat.of(model), active_adapters(model)
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
         "taught": {field: getattr(config, field) for field in TAUGHT} | {"sections": lasting_sections(config.sections)},
+        "mixed_precision": config.mixed_precision,
         **({"reference": reference} if reference is not None else {}),
         "base": {} if form is None else form.to_json(),
         **({"gguf": file} if file is not None else {}),
