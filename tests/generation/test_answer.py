@@ -315,7 +315,12 @@ def test_settings_that_do_nothing_or_are_out_of_range_are_refused(settings, mess
 
 @pytest.mark.parametrize(
     ("precision", "has_bf16", "dtype"),
-    [("fp32", True, torch.float32), ("bf16", True, torch.bfloat16), ("fp16", True, torch.bfloat16), ("bf16", False, torch.float32)],
+    [
+        ("fp32", True, torch.float32),
+        ("bf16", True, torch.bfloat16),
+        ("fp16", True, torch.bfloat16),
+        ("bf16", False, torch.float32),
+    ],
 )
 def test_a_model_computes_as_it_was_trained(precision, has_bf16, dtype):
     assert computing_dtype({"mixed_precision": precision}, has_bf16) == dtype
