@@ -120,7 +120,7 @@ sys.modules["bitsandbytes"] = None
 import torch
 from chronicals.models import load_model
 logits = load_model({str(tmp_path / "packed")!r}, torch.float32).train()(torch.arange(5, 38).view(3, 11)).logits
-assert equal(logits, torch.load({str(tmp_path / "logits")!r}))
+assert torch.equal(logits, torch.load({str(tmp_path / "logits")!r}))
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

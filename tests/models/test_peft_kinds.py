@@ -82,6 +82,7 @@ def test_it_trains_and_is_saved_as_pefts(tmp_path, kind, precision, caplog):
     assert all(equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
     folder, ids = tmp_path / "run" / "model", torch.randint(0, 300, (2, 9))
     again = peft.PeftModel.from_pretrained(load_model(tmp_path / "base", dtype), folder)
+    again.to(model.get_input_embeddings().weight.device)
     assert equal(logits(again, ids), logits(model, ids))
     assert not equal(logits(again, ids), logits(load_model(tmp_path / "base", dtype), ids))
     stored = load_file(folder / "adapter_model.safetensors")

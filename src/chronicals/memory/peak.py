@@ -186,7 +186,7 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         gradients=int(gradients),
         # The normed states, the gradient that the chunks make of them, and both once more on their way through the norm.
         loss=of_token * 4 * shape.width + chunk,
-        working={policy: of_token * count + tile for policy, count in layer.working.items()},
+        working={policy: max(of_token * layer.in_attention, of_token * count + tile) for policy, count in layer.in_mlp.items()},
         window={policy: of_token * count for policy, count in layer.window.items()} if step.offloads else {},
     )
 
@@ -197,13 +197,15 @@ class _LayerElements:
 
     Attributes:
         kept: for the backward pass.
-        working: while its backward pass runs, with what is left of what it kept.
+        in_attention: while attention's backward pass runs, with what is left of what the layer kept.
+        in_mlp: the same of the MLP, less what of its rows a tile has.
         window: of the tensors on their way to and from host memory, at most.
         of_tile: of a row of an MLP's tile.
     """
 
     kept: dict[str, int]
-    working: dict[str, int]
+    in_attention: int
+    in_mlp: dict[str, int]
     window: dict[str, int]
     of_tile: int
 
@@ -235,12 +237,11 @@ class _LayerElements:
         # FlashAttention's backward pass: its input and output, gradients of both, an fp32 sum of the queries' gradient, and
         # gradients of keys and values for each query head.
         in_attention_backward = 2 * width + 8 * queries + 4 * keys
-        working = {policy: max(count, in_attention_backward) for policy, count in in_mlp_backward.items()}
         kept[LAYERS] = width
         # Two windows, of copies that leave and of copies that come, and the tensor that is in use.
         largest = max(2 * in_mlp, queries + 2 * keys, width)
         window = {policy: (2 * AT_A_TIME + 1) * (width if policy == LAYERS else largest) for policy in kept}
-        return cls(kept, working, window, of_tile=6 * inner + 3 * width)
+        return cls(kept, in_attention_backward, in_mlp_backward, window, of_tile=6 * inner + 3 * width)
 
 
 def _quantised(model: Any, layers: int, size: int) -> int:
