@@ -51,7 +51,10 @@ def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -
     saved = _bytes(trained) if adapted else _bytes(list(model.parameters()))
     states = state_bytes(config, model, trained)
     if any(is_divided(parameter) for parameter in trained):
-        states += 2 * sum(parameter.numel() for parameter in trained)  # whole fp32 weights, not the lower halves of masters
+        count = sum(parameter.numel() for parameter in trained)
+        in_bf16 = config.mixed_precision == "bf16"
+        saved = count * (2 if in_bf16 else 4)
+        states += count * (2 if in_bf16 else 4)  # weights are kept in fp32 beside them, in the place of masters' lower halves
     kept = max(config.save_total_limit, 2 if keeps_best else 1)
     at_a_time = min(_saves(config, run, keeps_best) + len(checkpoints(run.output_dir)), kept + 1)
     return DiskUse(saved, saved + states, at_a_time)
