@@ -145,7 +145,7 @@ def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
 def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
     """As gpt-oss, whose layers are of no known form: its experts suffice, unless they do not run as products either."""
     config = runs.config(tmp_path, use_fp8=True, mixed_precision="bf16")
-    presented = SimpleNamespace(model=families.mixture("gpt_oss", **SIZES))
+    presented = SimpleNamespace(model=families.mixture("gpt_oss", **SIZES), one_by_one=False, records_routers=False)
     with pytest.raises(ConfigurationError, match="only fused decoder layers and experts have FP8 products, and none run"):
         decisions._fp8(config, presented, "GptOss has none that were proved", 1)
     monkeypatch.setattr(decisions, "input_device", lambda model: torch.device("cuda", 0))
@@ -154,7 +154,7 @@ def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
     dense = SimpleNamespace(model=families.build("llama"))
     with pytest.raises(ConfigurationError, match="and none run"):
         decisions._fp8(config, dense, "not on a card", 1)
-    runs_compiled, reason = decisions._compilation(presented.model, True, False, False, 1, False, True)
+    runs_compiled, reason = decisions._compilation(presented, True, False, 1, False, True)
     assert not runs_compiled and reason == "weights in FP8 are kept between calls"
 
 

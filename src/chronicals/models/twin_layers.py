@@ -107,7 +107,7 @@ class Layers:
     """
 
     count: int
-    per_layer: dict[str, Sequence[Any]]
+    per_layer: dict[str, list[Any] | tuple[Any, ...]]
     indices: dict[str, list[int]]
     bounds: dict[str, int]
     overrides: dict[int, dict[str, Any]]
@@ -195,7 +195,8 @@ def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, d
         if getattr(config, name, None) == layers.count and settable(config, name):
             setattr(config, name, len(kept))
     for field, entries in layers.per_layer.items():
-        setattr(config, field, type(entries)(entries[index] for index in kept))
+        left = [entries[index] for index in kept]
+        setattr(config, field, tuple(left) if isinstance(entries, tuple) else left)
     for field, some in layers.indices.items():
         setattr(config, field, [new + INDICES[field] for new, index in enumerate(kept) if index in some])
     for field, bound in layers.bounds.items():
