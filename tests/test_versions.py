@@ -40,12 +40,12 @@ def test_one_line_says_which_version_is_needed(call, monkeypatch):
 
 def test_pefts_version_matters_where_the_model_is_wrapped_by_it(monkeypatch):
     peft = pytest.importorskip("peft")
-    with_installed(monkeypatch, peft="0.17.1")
+    with_installed(monkeypatch, peft="0.18.1")
     patch_model(tiny.llama())
     wrapped = peft.get_peft_model(tiny.llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(versions.VersionError, match=r"^peft 0\.17\.1 is installed and 0\.18 or newer is needed"):
+    with pytest.raises(versions.VersionError, match=r"^peft 0\.18\.1 is installed and 0\.19\.1 or newer is needed"):
         patch_model(wrapped)
-    with pytest.raises(versions.VersionError, match=r"^peft 0\.17\.1"):
+    with pytest.raises(versions.VersionError, match=r"^peft 0\.18\.1"):
         ChronicalsTrainer(wrapped, None)
 
 

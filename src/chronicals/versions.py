@@ -15,8 +15,9 @@ from packaging.version import Version
 LOWEST = {"torch": "2.11", "transformers": "5.17"}
 """Packages without which nothing runs, and the lowest version of each."""
 
-LOWEST_OF_EXTRAS = {"peft": "0.18"}
-"""Packages that are needed only where something comes from them."""
+LOWEST_OF_EXTRAS = {"peft": "0.19.1"}
+"""Packages that are needed only where something comes from them. transformers 5.17 itself works with PEFT from
+0.19.1 on; before 0.19, PEFT lost the sign of a negative weight where it adds adapters up."""
 
 CACHE_RENAMED = "5.24"
 """From here on arguments and outputs call the keys and values of earlier tokens ``cache``; before,

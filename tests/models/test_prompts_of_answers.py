@@ -16,6 +16,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present, prove_packability
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts
 from chronicals.patching.decoder_layer import BY
+from chronicals.versions import transformers_before
 
 WIDTH = 96
 ROWS = [
@@ -95,6 +96,8 @@ def with_masks_of_positions(name, vocabulary=families.VOCABULARY):
 
 @pytest.mark.parametrize("name", ["falcon", "gpt_neox_japanese"])
 def test_a_class_whose_answers_do_not_see_the_prompt_takes_padded_rows_of_them(name, batch, caplog):
+    if name == "falcon" and transformers_before("5.24"):
+        pytest.skip("its class makes no mask of positions before transformers 5.24 and takes padded rows")
     model = with_masks_of_positions(name)
     assert present(model, pack_width=WIDTH).packed and not caplog.text
     presented = present(model, pack_width=WIDTH, shared_prompts=True)
