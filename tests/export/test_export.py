@@ -26,6 +26,7 @@ from chronicals.export import (
     Proof,
     export,
     gguf,
+    gguf_adapter,
     gguf_file,
     nf4,
     ollama,
@@ -36,7 +37,7 @@ from chronicals.export import (
 from chronicals.export.card import card
 from chronicals.export.compatible import make_compatible, older_names
 from chronicals.export.hub import UploadError
-from chronicals.export.proof import largest_error
+from chronicals.export.proof import cross_entropy, largest_error
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
 from comparison import equal
@@ -143,6 +144,8 @@ def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
         ours, theirs = (x.view(-1, 16, b.shape[1]) for x in (b, file.read(f"blk.1.attn_{name}.weight.lora_b")))
         expected = ours if name == "v" else torch.stack([ours[:, :8], ours[:, 8:]], dim=2).flatten(1, 2)
         torch.testing.assert_close(theirs, expected)
+    given = source.Source(SavedModel.find(folder), base)
+    assert gguf_adapter.size(given) == sum(tensor.n_bytes for tensor in file.tensors.values())
 
 
 def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
@@ -276,6 +279,12 @@ def test_what_is_not_a_number_is_found_behind_what_is_right():
     proof.bounded("x", "y", largest_error([right, wrong], [right, right]), 0.1)
     proof.bounded("x", "y", float("nan"), 0.1)
     assert len(proof.failed) == 2
+
+
+def test_cross_entropy_is_of_each_token_after_the_first():
+    logits, ids = torch.randn(4, 8), [5, 2, 7, 1]
+    expected = -sum(float(logits[n].log_softmax(-1)[ids[n + 1]]) for n in range(3)) / 3
+    assert cross_entropy(logits, ids) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_weight_too_large_for_fp16_is_named(tmp_path):

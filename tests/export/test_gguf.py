@@ -537,6 +537,23 @@ def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path):
     turn, end = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
     _, file, _ = written(saved(tmp_path, gguf_models.build("llama")))
     assert file.value("tokenizer.ggml.eos_token_id") == end and file.value("tokenizer.ggml.eot_token_id") == turn
+    several = gguf_tokenizer.vocabulary_of(tokenizer, 310, [end, turn, 7])
+    assert several.special["eot"] == turn, "the first that ends a turn"
+
+
+def test_a_file_says_its_name_and_licence(tmp_path):
+    folder = saved(tmp_path / "a-model", gguf_models.build("llama"))
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.\n")
+    _, file, _ = written(folder)
+    assert (file.value("general.name"), file.value("general.license")) == ("a-model", "apache-2.0")
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
+def test_a_size_is_that_of_the_tensors(kind, tmp_path):
+    """Of what llama.cpp quantises, that of the file it is made of and once more."""
+    given, file, _ = written(saved(tmp_path, gguf_models.build("llama 3")), kind)
+    assert gguf.size(given, kind) == sum(tensor.n_bytes for tensor in file.tensors.values())
+    assert gguf.size(given, "q4_k_m") == 2 * gguf.size(given, "f32")
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,10 @@ def test_what_is_stored_of_pairs_is_not_read_for_others_of_their_lengths(tmp_pat
         stored = StoredReference(session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False))
         expected = stored.beside(whole).columns["reference"]
         found = [stored.beside(part).columns["reference"] for part in parts]
+        file = stored._file(store)
+        for changes in ({"mixed_precision": "bf16"}, {"use_fp8": True}):
+            session.config = config.replace(**changes)
+            assert stored._file(store) != file, changes
     assert not np.array_equal(expected[halves[0]], expected[halves[1]])
     for half, column in zip(halves, found):
         np.testing.assert_allclose(column, expected[half], rtol=1e-5)

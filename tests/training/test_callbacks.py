@@ -51,7 +51,8 @@ def test_the_last_step_is_told(monkeypatch, capsys):
     unconfigure(monkeypatch)
     with heard():
         steps(43, total=43)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("step 43/43 · loss")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("step 43/43 · loss") and not last.endswith("left")
 
 
 def test_what_a_user_configured_stays_as_it_is(monkeypatch, capsys):

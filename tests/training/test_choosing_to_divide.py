@@ -50,6 +50,7 @@ def test_what_the_user_set_keeps_weights_whole(tmp_path, fields, words):
 def test_graphs_that_the_user_set_leave_adapters_their_divided_base(tmp_path):
     model = tiny.llama(hidden_size=72, intermediate_size=88)
     assert choose_sharding(runs.config(tmp_path, use_cuda_graphs=True, **LORA), model, 4, SMALL) == "weights"
+    assert all(p.requires_grad for p in model.parameters()), "a choice changes nothing of the model"
 
 
 def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """A fingerprint of weights tells them apart by their bits, their places and their order."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -82,6 +84,15 @@ def test_values_are_the_same_among_however_many_ranks(monkeypatch):
     assert found.values == whole.values and (found.divided, whole.divided) == (2, 1)
     exchanged = divided(given.roll(2, 0), monkeypatch)
     assert exchanged.values == found.values and exchanged.places != found.places
+
+
+def test_a_part_of_a_configuration_is_told_so_too():
+    """As the language part of a model of images and text."""
+    parts = [{"_name_or_path": "here", "rms_norm_eps": 1e-6}, {"_name_or_path": "there", "rms_norm_eps": 1e-6}]
+    parts.append({**parts[0], "rms_norm_eps": 1e-5})
+    whole = [SimpleNamespace(to_dict=lambda part=part: {"text_config": part}) for part in parts]
+    here, there, other = map(digest_of, whole)
+    assert here == there != other
 
 
 def test_a_configuration_is_told_by_what_changes_predictions():
