@@ -1,23 +1,25 @@
-"""Pages for users: links lead somewhere, the index names every page, commands and their flags exist."""
+"""Pages for users: links lead somewhere, the index names every page, commands and recipes are accepted, and cheap ones run."""
 
 import dataclasses
+import importlib
 import re
-import shlex
-from pathlib import Path
 
 import pytest
-import typer
+from typer.testing import CliRunner
 
 from chronicals.cli.app import app
-from chronicals.cli.options import SETTING, SHORT
-from chronicals.objectives import OBJECTIVES
+from chronicals.cli.options import SETTING, SHORT, values_of, without_option
+from chronicals.config import Recipe
+from chronicals.export import FORMATS
+from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.registry import BESIDE
+from page_commands import PAGES, ROOT, Place, all_commands, command_of, named_commands, recipe_of, shown_commands, shown_recipes
 
-ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "NOTES.md"]
+benchmark_command = importlib.import_module("chronicals.cli.benchmark")
+moe_new = importlib.import_module("chronicals.cli.moe_new")
+plan_command = importlib.import_module("chronicals.cli.plan")
+
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-COMMAND = re.compile(r"^(chronicals .*?)(?: +#.*)?$", re.MULTILINE)
-BLOCK = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def names(pages):
@@ -53,26 +55,137 @@ def test_the_readme_is_one_page():
     assert "make test" in text
 
 
-def commands():
-    for page in PAGES:
-        for block in BLOCK.findall(page.read_text()):
-            yield from ((str(page.relative_to(ROOT)), line) for line in COMMAND.findall(block))
+COMMANDS = [*shown_commands()]
 
 
-@pytest.mark.parametrize(("page", "line"), commands())
-def test_commands_and_flags_exist(page, line):
-    _, name, *rest = shlex.split(line)
-    command = typer.main.get_command(app).commands[name]
-    if hasattr(command, "commands"):
-        command = command.commands[rest[0]]
+def test_the_commands_of_the_pages_are_found():
+    lines = {line for _, line in COMMANDS}
+    assert "chronicals quickstart" in lines and "chronicals train recipe.yaml" in lines  # the last of a torchrun
+    assert len(COMMANDS) > 40 and {"README.md", "docs/moe.md", "docs/training.md"} <= {page for page, _ in COMMANDS}
+
+
+@pytest.mark.parametrize("shown", named_commands(), ids=str)
+def test_commands_and_flags_exist(shown):
+    """Of a command in a line of text, where values may be left out."""
+    name = shown.words[0]
+    if name.isupper():
+        return
+    assert name in all_commands().commands
+    if hasattr(all_commands().commands[name], "commands") and len(shown.words) == 1:
+        return
+    command, _, rest = command_of(shown.words)
     known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-    flags = {SHORT.get(word, word) for word in rest if word.startswith("--")}
+    flags = {SHORT.get(word, word) for word in (word.partition("=")[0] for word in rest) if word.startswith("--")}
     settings = {word for word in flags if SETTING.match(word)}
     for word in settings:
         section, _, setting = word.removeprefix("--").partition(".")
         known_settings = BESIDE[section] if section in BESIDE else OBJECTIVES[section].Settings
         assert setting.replace("-", "_") in {field.name for field in dataclasses.fields(known_settings)}, word
     assert flags - settings <= known | {"--help"}
+
+
+CHECKED_FURTHER = {
+    "benchmark": lambda values: benchmark_command._peers(
+        values_of("against", values["against"] or []), str(values["data"]), values["mode"] != "full", values["objective"]
+    ),
+    "export": lambda values: [FORMATS[name] for name in values_of("to", values["to"])],
+    "plan": lambda values: plan_command._counts(values["gpus"]),
+    "moe new": lambda values: moe_new._sizes(values_of("set", values["set_"] or [])),
+}
+"""Commands some of whose values are no fields of a recipe and are read by the command itself."""
+
+
+@pytest.mark.parametrize("shown", COMMANDS, ids=str)
+def test_every_command_is_accepted(shown, tmp_path, monkeypatch):
+    """By the command line itself, values and fields, without anything being begun."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("model: MODEL\ndata: your.jsonl\n")
+    command, name, rest = command_of(shown.words)
+    with command.make_context(name, rest) as context:
+        values = context.params
+    config = recipe_of(values).config()
+    build_objective(config)
+    CHECKED_FURTHER.get(name, lambda values: None)(values)
+
+
+@pytest.mark.parametrize(("page", "text"), shown_recipes(), ids=lambda text: text.splitlines()[0])
+def test_every_recipe_is_accepted(page, text, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    given = Recipe.read_yaml(tmp_path / "recipe.yaml")
+    build_objective(Recipe(**{"model": "m", "data": "d", **given}).config())
+
+
+RUN = {
+    "train": ["--check"],
+    "data show": [],
+    "plan": [],
+    "evaluate": [],
+    "generate": [],
+}
+"""Commands that run for real on a tiny model, and what is given beside; of ``train`` all but the training itself."""
+
+ELSEWHERE = {
+    "quickstart": "test_quickstart_small of cli/test_cli.py: it takes minutes as it stands",
+    "verify": "cli/test_verify_command.py: it trains three times",
+    "benchmark": "benchmark/test_command.py: its arms are processes, its models of real size",
+    "export": "the tests of export/: it wants llama.cpp",
+    "merge": "cli/test_cli.py",
+    "doctor": "test_first_hour.py",
+    "moe new": "cli/test_moe_commands.py: sizes of a real model",
+    "moe trace": "cli/test_moe_commands.py",
+    "moe predict-train": "cli/test_moe_commands.py",
+}
+"""Commands that do not, and where they do."""
+
+LEFT_OUT = {"--nproc": "starts processes: cli/test_nproc.py"}
+"""Options that are not given here."""
+
+
+def test_every_command_of_a_page_has_its_place():
+    names = {command_of(shown.words)[1] for shown in COMMANDS}
+    assert names <= {*RUN, *ELSEWHERE} and not set(RUN) & set(ELSEWHERE)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with stand-ins, among them ``chronicals-output``, a run of a step."""
+    place = Place(tmp_path_factory.mktemp("pages"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place.folder)
+        place.provide(Recipe(model="MODEL", data="your.jsonl"))
+        flags = ["--use-lora", "--max-steps=1", "--max-seq-length=128", "--mixed-precision=fp32", "--report-samples=0"]
+        ran = CliRunner().invoke(app, ["train", "--model", "MODEL", "--data", "your.jsonl", *flags])
+        assert ran.exit_code == 0, ran.output
+    return place
+
+
+def distinct():
+    """Commands that run, each once, however many pages have it; GGUF files are those of models/test_gguf_loading.py."""
+    found = {}
+    for shown in COMMANDS:
+        name = command_of(shown.words)[1]
+        if name in RUN and ".gguf" not in shown.line:
+            found.setdefault(tuple(shown.words), shown)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("shown", distinct(), ids=str)
+def test_cheap_commands_run(shown, place, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    command, name, rest = command_of(shown.words)
+    with command.make_context(name, list(rest)) as context:
+        place.provide(recipe_of(context.params))
+        if context.params.get("model"):
+            place.model(context.params["model"])
+    if name == "data show":
+        place.provide(Recipe(model="MODEL", data=context.params["file"]))
+    words = list(shown.words)
+    for option in LEFT_OUT:
+        words = without_option(words, option)
+    given = [] if "--check" in words else RUN[name]
+    ran = CliRunner().invoke(app, [*words, *given], input="", env={"COLUMNS": "200"})
+    assert ran.exit_code == 0, f"{ran.output}\n{ran.exception!r}"
 
 
 def test_the_tree_names_every_room():

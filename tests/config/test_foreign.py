@@ -386,3 +386,10 @@ def test_all_that_is_wrong_is_a_line_each():
     fields = {"eval_steps": 5, "keep": "best", "max_steps": 3, "num_epochs": 1, "use_dora": True, "lora_init": "pissa"}
     lines = problems({**GIVEN, **fields})
     assert [line.partition("=")[0] for line in lines] == ["num_epochs", "lora_init", "keep", "eval_steps"]
+
+
+@pytest.mark.parametrize("name, value", [("report_to", "comet"), ("lora_r", "many"), ("val_set_size", 2), ("lora", {"r": 8})])
+def test_a_value_that_our_field_does_not_take_is_not_advised(name, value):
+    (line,) = problems({**GIVEN, name: value})
+    ours = OURS[name]
+    assert line.startswith(f"{name}: no such field; {ours}={value!r}: Input should") and "use " not in line

@@ -273,7 +273,9 @@ def _by_value(name: str, value: Any, fields: Collection[str]) -> str | None:
     sections = {ours.partition(".")[0] for ours in SETTINGS} if "objective" in fields else set()
     if not set(re.findall(r"(\w+)=", answer)) <= {*fields, *sections}:
         return None
-    return "use " + (answer.replace("=VALUE", "") if value is NOT_SHOWN else answer.replace("VALUE", repr(value)))
+    if value is NOT_SHOWN:
+        return "use " + answer.replace("=VALUE", "")
+    return "use " + answer.replace("'VALUE'", "VALUE").replace("VALUE", repr(value))
 
 
 def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:

@@ -119,7 +119,7 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "loss_type": _PAIR_LOSSES,
     "dpo_loss_type": _PAIR_LOSSES,
     "lr_scheduler_type": _SCHEDULES,
-    "dataset_text_field": {"text": "leave it out: text is read", ANY: "columns={'text': VALUE}"},
+    "dataset_text_field": {"text": "leave it out: text is read", ANY: "columns={'text': 'VALUE'}"},
     "template": {ANY: f"{OWN_TEMPLATE}; chat_template is for a tokenizer without one"},
     "chat_template_jinja": {ANY: f"{OWN_TEMPLATE}; chat_template takes a file with Jinja text"},
     "bf16": {"auto": "leave it out: products are in bf16"},
