@@ -393,3 +393,16 @@ def test_a_value_that_our_field_does_not_take_is_not_advised(name, value):
     (line,) = problems({**GIVEN, name: value})
     ours = OURS[name]
     assert line.startswith(f"{name}: no such field; {ours}={value!r}: Input should") and "use " not in line
+
+
+def test_the_fields_of_trainers_that_are_installed_have_answers():
+    """Those of transformers' and TRL's configurations and of PEFT's, as their newest versions have them."""
+    from transformers import TrainingArguments
+
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    kinds = [TrainingArguments, peft.LoraConfig, trl.ModelConfig, trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig]
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(FIELDS)
+    answers = {name: suggestion(name, True, FIELDS) for name in names}
+    assert len(names) > 150
+    unanswered = [name for name, answer in answers.items() if answer is None or answer.startswith("did you mean")]
+    assert len(unanswered) < len(names) / 20, unanswered

@@ -78,6 +78,8 @@ _ATTENTION = {
     ANY: CHOSEN_ATTENTION,
 }
 
+_OTHER_ATTENTION = {"true": "use_flash_attention=False", "false": "leave it out"}
+
 _EVALUATIONS = {
     "no": EVALUATED_AT_END,
     "false": EVALUATED_AT_END,
@@ -120,6 +122,7 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "dpo_loss_type": _PAIR_LOSSES,
     "lr_scheduler_type": _SCHEDULES,
     "dataset_text_field": {"text": "leave it out: text is read", ANY: "columns={'text': 'VALUE'}"},
+    "disable_dropout": {"true": "lora_dropout=0.0", "false": "leave it out"},
     "template": {ANY: f"{OWN_TEMPLATE}; chat_template is for a tokenizer without one"},
     "chat_template_jinja": {ANY: f"{OWN_TEMPLATE}; chat_template takes a file with Jinja text"},
     "bf16": {"auto": "leave it out: products are in bf16"},
@@ -129,6 +132,7 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "disable_gradient_checkpointing": {"true": "use_gradient_checkpointing=False", "false": "leave it out"},
     "use_unsloth_gc": {"true": OFFLOADED},
     "attn_implementation": _ATTENTION,
+    **{name: _OTHER_ATTENTION for name in ("xformers_attention", "sdp_attention", "flex_attention", "eager_attention")},
     "flash_attn": {**_ATTENTION, "true": "use_flash_attention=True", "false": "use_flash_attention=False"},
     "truncation": {"true": "overlong='cut'"},
     "truncation_mode": {"keep_start": "overlong='cut'", ANY: "overlong='cut', which keeps the beginning; or 'split' or 'drop'"},

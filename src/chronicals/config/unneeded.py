@@ -4,9 +4,11 @@ from __future__ import annotations
 
 _BY_REASON: dict[str, str] = {
     "every step is a line of metrics.jsonl": (
-        "logging_first_step logging_nan_inf_filter log_level log_level_replica log_on_each_node "
-        "include_num_input_tokens_seen include_tokens_per_second include_effective_tokens_per_second include_tkps "
-        "disable_tqdm"
+        "logging_first_step logging_nan_inf_filter log_on_each_node "
+        "include_num_input_tokens_seen include_tokens_per_second include_effective_tokens_per_second include_tkps"
+    ),
+    "what a run decides is logged; verbose logs more": (
+        "log_level log_level_replica disable_tqdm"
     ),
     "the report has a plot of the loss": (
         "plot_loss"
@@ -105,10 +107,10 @@ _BY_REASON: dict[str, str] = {
     "recomputation has no settings": (
         "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant_gc"
     ),
-    "memory is freed by itself": (
+    "memory is freed without being told": (
         "torch_empty_cache_steps gc_steps gc_collect_steps skip_memory_metrics"
     ),
-    "a batch size that was not set is fitted to card and data": (
+    "a batch size that was not set is fitted to the data": (
         "auto_find_batch_size"
     ),
     "norms and the loss are computed in fp32": (
@@ -174,7 +176,7 @@ _BY_REASON: dict[str, str] = {
         "use_comet use_swanlab use_trackio swanlab_project swanlab_run_name trackio_space_id trackio_project_name "
         "trackio_run_name comet_project_name"
     ),
-    "a run is deterministic in its data, not in every kernel": (
+    "runs of one seed take the same data in the same order": (
         "full_determinism"
     ),
     "the device is chosen": (
@@ -183,13 +185,24 @@ _BY_REASON: dict[str, str] = {
     "columns that no row needs are not read": (
         "label_names"
     ),
-    "dropout is off unless lora_dropout is set": (
-        "disable_dropout"
-    ),
     "the reference is computed in the batches of the run": (
         "precompute_ref_batch_size ref_model_adapters ref_model_quantization_bit"
     ),
+    "FP8 has no settings: use_fp8": (
+        "fp8_backend fp8_enable_fsdp_float8_all_gather"
+    ),
+    "attention and experts are chosen and proved for each model": (
+        "sage_attention gemma4_hybrid_attn_impl large_head_attention flash_attn_d512 sdpa_varlen llama4_linearized_experts "
+        "model_quantization_config model_quantization_config_kwargs liger_rms_norm_gated"
+    ),
+    "start with torchrun for several cards": (
+        "compute_environment distributed_type num_machines num_processes rdzv_backend same_network machine_rank "
+        "main_training_function downcast_bf16 main_process_ip main_process_port expert_parallel_size "
+        "tensor_model_parallel_size pipeline_model_parallel_size use_distributed_optimizer use_megatron_bridge use_mca"
+    ),
     "it is not part of this version": (
+        "use_pose scaling_softmax use_onebitllms gptq_groupsize gptq_model_v1 dynamic_checkpoint selective_checkpointing "
+        "use_eaft eval_num_beams infer_backend reward_model_type print_param_status dpo_generate_during_eval qgalore_rank "
         "f_divergence_type f_alpha_divergence_coef discopop_tau pref_bco_weight dpo_use_weighting dpo_loss_weights "
         "dpo_norm_loss num_labels process_reward_model qat quantization_config ppo_epochs ppo_target vllm trl ebft "
         "use_vllm num_generations reward_funcs max_new_tokens use_dft_loss use_asft_loss use_eaft_loss "
