@@ -150,7 +150,7 @@ class Source:
         """On the data, of the trained model and of the one that it was trained from, where that is known."""
         found = {"trained": self.loss_of(self.trained())}
         if self.saved.base is not None:
-            found["base"] = self.loss_of(on_device(load_model(self.saved.base, self.dtype)))
+            found["base"] = self.loss_of(on_device(self.saved.base_model(self.dtype)))
         return found
 
     def trained_whole(self) -> Any:

@@ -151,7 +151,7 @@ def load_base(name: str | Path, dtype: torch.dtype, trust_remote_code: bool, for
         model = load_model(name, read_in, trust_remote_code, "int8" if form.in_8_bits else None)
     else:
         model = load_model(name, read_in, trust_remote_code, "nf4", form=form)
-    if form.by_transformers is None:
+    if form.by_transformers is None and not described.get("load_in_4bit"):
         quantise_layers(model, form=form)  # those that are not quantised while they are read
     if difference := form.difference(BaseFormat.of(model)):
         raise OtherBase(

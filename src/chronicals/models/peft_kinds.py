@@ -36,11 +36,18 @@ def kinds(model: Any) -> list[str]:
 
 def active_adapters(model: Any) -> list[str]:
     """Names of the adapters of PEFT that a model computes with, in their order; none where it has only ours, or none."""
-    if not isinstance(getattr(model, "peft_config", None), dict):
+    if hasattr(model, "get_base_model"):
+        named = model.active_adapters
+    elif attached_by_transformers(model):
+        named = model.active_adapters()
+    else:
         return []
-    named = model.active_adapters
-    named = named() if callable(named) else named
     return [named] if isinstance(named, str) else list(named)
+
+
+def attached_by_transformers(model: Any) -> bool:
+    """Whether a model has adapters of PEFT by transformers' ``add_adapter``, without a wrapping."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unfused_kind(model: Any) -> str | None:

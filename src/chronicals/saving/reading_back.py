@@ -51,7 +51,7 @@ def differences(
     yield from _of_statements(folder, model, about)
     if next(adapters(model), None) is not None:
         yield from _of_adapters(folder, model)
-    elif hasattr(model, "get_base_model"):
+    elif active_adapters(model):
         yield from _of_peft(folder, model)
     else:
         yield from _of_whole_model(folder, model, divided)
@@ -130,8 +130,11 @@ def _of_tensor(file: Any, name: str, trained: Tensor, rank: int = 0, layer: Adap
 def _of_peft(folder: Path, model: Any) -> Iterator[str]:
     from peft import PeftConfig, get_peft_model_state_dict
 
-    for adapter, config in model.peft_config.items():
-        place = folder if adapter == DEFAULT else folder / adapter
+    wrapped = hasattr(model, "get_base_model")  # else transformers writes the active adapter alone
+    for adapter in model.peft_config if wrapped else active_adapters(model):
+        config, place = model.peft_config[adapter], folder / adapter
+        if adapter == DEFAULT or not wrapped:
+            place = folder
         if not (place / CONFIG_FILE).exists():
             yield f"the adapter {adapter!r} is missing"
             continue
@@ -143,7 +146,7 @@ def _of_peft(folder: Path, model: Any) -> Iterator[str]:
         tensors = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         with safe_open(place / WEIGHTS_FILE, framework="pt") as file:
             for name, tensor in tensors.items():
-                yield from _of_tensor(file, name, tensor)
+                yield from _of_tensor(file, name if wrapped else PREFIX + name, tensor)
 
 
 # --- whole models ------------------------------------------------------------------------------------------------------
@@ -172,8 +175,10 @@ def _of_weight(path: Path, name: str, value: Tensor) -> Iterator[str]:
     """Compare a stored weight with that of the model, of whose values the first row."""
     with safe_open(path, framework="pt") as file:
         stored = file.get_slice(name)
-        if list(stored.get_shape()) != list(value.shape):
-            yield f"{name} is {stored.get_shape()}, {list(value.shape)} was trained"
+        shape = list(stored.get_shape())
+        if shape != list(value.shape):
+            if torch.Size(shape).numel() != value.numel():  # else transformers turns it as it saves
+                yield f"{name} is {shape}, {list(value.shape)} was trained"
             return
         row = stored[:1] if value.ndim else file.get_tensor(name)
     own = (value[:1] if value.ndim else value).detach().cpu()

@@ -95,7 +95,7 @@ class SavedModel:
             ValueError: it cannot be loaded, with what to do.
         """
         if self.adapted:
-            return self._with_adapters(self._base(dtype, trust_remote_code, quantization))
+            return self._with_adapters(self.base_model(dtype, trust_remote_code, quantization))
         there = isinstance(self.place, str) or (self.place / "config.json").exists() or gguf_of(self.place) is not None
         if not there:
             raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
@@ -140,13 +140,20 @@ class SavedModel:
         """
         if not self.adapted:
             return load_scored(self.place, dtype, trust_remote_code)
-        base = self._base(dtype, trust_remote_code, quantization)
+        base = self.base_model(dtype, trust_remote_code, quantization)
         padded = self.tokenizer(trust_remote_code).pad_token_id
         attach_score(base, padded or 0)
         return load_adapter(base, self.place)
 
-    def _base(self, dtype: torch.dtype, trust_remote_code: bool, quantization: str | None) -> Any:
-        """A base that was quantised is so again, of the weights as they were then."""
+    def base_model(self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None) -> Any:
+        """The model of an adapter without it; one that was quantised is so again, of the weights as they were then.
+
+        Args:
+            quantization: as for ``model``.
+
+        Raises:
+            ValueError: it cannot be loaded, with what to do.
+        """
         form = BaseFormat.read(self.about.get("base"))
         if form is None or quantization not in (None, "nf4"):
             return self._checked(self._of_base(load_model, dtype, trust_remote_code, quantization))
@@ -251,7 +258,8 @@ def _adapters_in(folder: Path, about: Mapping[str, Any]) -> list[Path]:
     """The folders of the adapters that a model computes with: PEFT writes those that are not ``default`` to folders of their
     names. Without adapters, the folder itself."""
     if active := about.get("active_adapters"):
-        return [folder if name == DEFAULT else folder / name for name in active]
+        own = {name for name in active if (folder / name / CONFIG_FILE).exists()}
+        return [folder / name if name in own else folder for name in active]
     named = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}")) if about else []
     alone = len(named) == 1 and not (folder / CONFIG_FILE).exists()
     return named if alone else [folder]

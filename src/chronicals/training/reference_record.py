@@ -26,8 +26,8 @@ UNKNOWN_COMMIT = [None]
 """End of the identity of a hub's model in records of runs that did not know its commit."""
 
 Record = Mapping[str, Any]
-"""As JSON: ``how`` (``adapters_off``, ``stored``, ``reference_model``) and, of a model that is found again, ``start``,
-``identity`` and, where it was read into NF4, ``in_4bit``."""
+"""As JSON: ``how`` (``adapters_off``, ``stored``, ``reference_model``), of a model that is found again ``start`` and
+``identity``, and where it was in 4 bits ``in_4bit``."""
 
 
 def record_of(objective: Objective, model: Any, config: ChronicalsConfig) -> Record | None:
@@ -37,12 +37,13 @@ def record_of(objective: Objective, model: Any, config: ChronicalsConfig) -> Rec
         return None
     if (named := objective.settings.reference_model) is not None:
         return {"how": "reference_model", **_found_again(SavedModel.find(named))}
+    in_4_bits = {"in_4bit": True} if has_4bit_layers(model) else {}
     if not objective.stores_reference(model):
-        return {"how": "adapters_off"}
+        return {"how": "adapters_off", **in_4_bits}
     if saved is None or _begins_with_loftq(saved, config):
         return {"how": "stored"}
     found = _found_again(saved)
-    return {"how": "stored", **found, **({"in_4bit": True} if found and has_4bit_layers(model) else {})}
+    return {"how": "stored", **found, **(in_4_bits if found else {})}
 
 
 def _begins_with_loftq(saved: SavedModel, config: ChronicalsConfig) -> bool:
@@ -98,7 +99,7 @@ def with_reference(
     given = dict(config.sections.get(config.objective, {}))
     if reference_model is None and given.get("reference_model") is None and record is not None:
         reference_model = base if record["how"] == "adapters_off" else _start(record)
-        if record.get("in_4bit"):
+        if record.get("in_4bit") and reference_model is not None:
             given["reference_in_4bit"] = True
     if reference_model is not None:
         given = {**given, "reference_model": lasting(reference_model), "reference": "auto"}
