@@ -8,7 +8,7 @@ merges or exports it makes the same numbers again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -134,10 +134,6 @@ class BaseFormat:
         """How stacked experts are quantised; None where they are not."""
         return self.usual if self.experts is None else self.experts.get(path)
 
-    def takes(self, paths: Iterable[str]) -> list[str]:
-        """Those of a model's linear layers that are quantised."""
-        return [path for path in paths if self.kind_of(path) is not None]
-
     @property
     def in_8_bits(self) -> bool:
         """Whether layers are bitsandbytes' in LLM.int8."""
@@ -145,11 +141,17 @@ class BaseFormat:
         return bool(described.get("load_in_8bit") or described.get("_load_in_8bit"))
 
     @property
+    def kinds(self) -> set[FourBits]:
+        """All ways in which layers are quantised."""
+        if self.layers is None or self.experts is None:
+            return {self.usual}
+        return {*self.layers.values(), *self.experts.values()}
+
+    @property
     def dtype(self) -> torch.dtype | None:
-        """In which weights are to be read: the one from which all were quantised, or fp32, which holds what any held. None
-        where it is not known."""
-        kinds = [self.usual] if self.layers is None else [*self.layers.values(), *(self.experts or {}).values()]
-        names = {kind.quantized_from for kind in kinds}
+        """The dtype in which weights are to be read: the one from which all were quantised, or fp32, which holds what any
+        held; None where it is not known."""
+        names = {kind.quantized_from for kind in self.kinds}
         known = [getattr(torch, name) for name in names if name is not None]
         return (known[0] if len(known) == 1 else torch.float32) if known else None
 
@@ -172,14 +174,12 @@ class BaseFormat:
         if self.by_transformers is not None:
             bits = " in 8 bits" if self.in_8_bits else ""
             return f"layers that transformers quantised by {self.by_transformers.get('quant_method')}{bits}"
-        kinds = {self.usual} if self.layers is None else {*self.layers.values(), *(self.experts or {}).values()}
-        return " and ".join(sorted({str(kind) for kind in kinds}))
+        return " and ".join(sorted({str(kind) for kind in self.kinds}))
 
     @property
     def code(self) -> str:
         """Name of the codes in words, as ``NF4``."""
-        kinds = {self.usual} if self.layers is None else {*self.layers.values(), *(self.experts or {}).values()}
-        return " and ".join(sorted({kind.code.upper() for kind in kinds}))
+        return " and ".join(sorted({kind.code.upper() for kind in self.kinds}))
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:

@@ -74,8 +74,9 @@ def _of_statements(folder: Path, model: Any, about: Mapping[str, Any]) -> Iterat
 def _format(form: BaseFormat | None) -> str:
     if form is None:
         return "not quantised"
-    layers = "the usual" if form.layers is None else str(len(form.layers))
-    return f"in {form} ({layers} layers, products in {', '.join(sorted({k.products for k in (form.layers or {}).values()}))})"
+    counted = len(form.layers or ()) + len(form.experts or ())
+    products = ", ".join(sorted({kind.products for kind in form.kinds}))
+    return f"in {form} ({counted} layers, products in {products})"
 
 
 # --- adapters ----------------------------------------------------------------------------------------------------------
