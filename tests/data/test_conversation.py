@@ -77,7 +77,7 @@ def test_the_word_does_not_reach_the_template():
     assert "train" not in rendered
 
 
-@pytest.mark.parametrize("word", ["yes", 1, 0.0, []])
+@pytest.mark.parametrize("word", ["yes", 1, 0.0, [True]])
 def test_a_word_that_is_neither_true_nor_false_is_named(word):
     with pytest.raises(DataError, match=r"^row 7: message 3 \(assistant\): train=.* must be true or false"):
         Tokenizer(tiny.tokenizer()).encode({"messages": marked(None, None, word, None, None)}, "row 7")

@@ -39,6 +39,7 @@ from chronicals.data.rows import (
     conversation_oddities,
     kind_of,
     pair_of,
+    plain_row,
     refuse_media,
     refuse_printed_messages,
     texts_of,
@@ -279,7 +280,7 @@ class ChunkEncoder:
         """What a row's documents are made of; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
-        record = with_conversations(record)
+        record = plain_row(with_conversations(record), where)
         refuse_media(record, where)
         refuse_printed_messages(record, where)
         kinds = self.tokenizer.kinds

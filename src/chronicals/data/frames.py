@@ -16,7 +16,7 @@ from chronicals.data.chunks import Chunk, Encoded
 from chronicals.data.documents import Documents
 from chronicals.data.gate import DataReport
 from chronicals.data.records import BadRow, Line
-from chronicals.data.rows import READ
+from chronicals.data.rows import MEDIA, READ, holds_media
 
 Frame = tuple[dict[str, Any], bytes]
 
@@ -71,10 +71,15 @@ def _line(record: Any) -> bytes:
         return b""
     if not isinstance(record, Mapping) or not all(isinstance(name, str) for name in record):
         raise TypeError("no object")
-    read = {name: value if name in READ or value is None else 0 for name, value in record.items()}
+    read = {name: value if name in READ or value is None else _sign_of(name, value) for name, value in record.items()}
     if any(isinstance(value, tuple) for value in read.values()):
         raise TypeError("a tuple would come back as a list")
     return json.dumps(read, ensure_ascii=False).encode()
+
+
+def _sign_of(name: str, value: Any) -> int:
+    """Return 1 for pictures and sound, which are refused, and 0 for whatever else nobody reads."""
+    return int(name in MEDIA and holds_media(value))
 
 
 def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from typing import Any
 
 from chronicals.data.gate import DataError
+from chronicals.data.plain_values import is_missing, is_null, items_of
 from chronicals.data.records import Record
-from chronicals.data.rows import PAIRS, SPEAKERS, asked_of, conversation_in, is_object, parsed_json
+from chronicals.data.rows import PAIRS, SPEAKERS, asked_of, conversation_in, is_filled, is_object, parsed_json
 
 CONVERSATIONS = ("messages", "conversations")
 """Fields of a conversation, which is a prompt where its answers stand elsewhere."""
@@ -28,7 +29,7 @@ def prompt_names(record: Record, without: Collection[str] = ()) -> list[str]:
     """
     if record.get("prompt") is not None:
         return ["prompt"]
-    found = [name for name in PROMPTS if name not in without and _is_filled(record.get(name))]
+    found = [name for name in PROMPTS if name not in without and is_filled(record.get(name))]
     return [name for name in found if name != "input" or "instruction" not in found]
 
 
@@ -74,13 +75,16 @@ def asked_in(name: str, record: Record, where: str) -> list[Any]:
 
 def as_list(value: Any) -> Any:
     """A message by itself as a list of one, arrays and tuples as lists, anything else as it is."""
-    value = value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
-    return [value] if is_object(value) else value
+    if is_object(value):
+        return [value]
+    items = items_of(value)
+    return value if items is None else items
 
 
 def role_of(message: Any) -> Any:
     """By our names of roles."""
-    said = (message.get("role") or message.get("from")) if is_object(message) else None
+    names = ("role", "from") if is_object(message) else ()
+    said = next((message[name] for name in names if is_filled(message.get(name))), None)
     return SPEAKERS.get(said, said) if isinstance(said, str) else said
 
 
@@ -88,11 +92,12 @@ def words_of(message: Any) -> Any:
     """What is said in a message, parts of text joined, without white space around it."""
     if not is_object(message):
         return message
-    said = message.get("content") if message.get("content") is not None else message.get("value")
-    if said is None:
+    said = message.get("value") if is_null(message.get("content")) else message["content"]
+    if is_missing(said):
         return ""
-    if isinstance(said, list) and all(is_object(part) and isinstance(part.get("text"), str) for part in said):
-        said = "".join(part["text"] for part in said)
+    parts = items_of(said) or ()
+    if parts and all(is_object(part) and isinstance(part.get("text"), str) for part in parts):
+        said = "".join(part["text"] for part in parts)
     return said.strip() if isinstance(said, str) else said
 
 
@@ -103,8 +108,10 @@ def said_in(messages: list[Any]) -> list[Any]:
 
 def calls_of(message: Any) -> list[Any]:
     """The tools that a message calls, with what, in one form of the two that there are."""
-    found = []
-    for call in (as_list(message.get("tool_calls")) if is_object(message) else None) or ():
+    calls = message.get("tool_calls") if is_object(message) else None
+    calls = parsed_json(calls) if isinstance(calls, str) else calls
+    found = list[Any]()
+    for call in items_of(as_list(calls)) or ():
         called = call.get("function", call) if is_object(call) else call
         if is_object(called):
             given = called.get("arguments")
@@ -112,7 +119,3 @@ def calls_of(message: Any) -> list[Any]:
             called = called.get("name"), json.dumps(given if read is None else read, sort_keys=True, default=str)
         found.append(called)
     return found
-
-
-def _is_filled(value: Any) -> bool:
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 from chronicals.data.gate import DataError
+from chronicals.data.plain_values import items_of
 from chronicals.data.records import Record
 from chronicals.data.rows import json_list
 
@@ -36,7 +36,7 @@ def best_and_worst(record: Record, where: str) -> Record:
 
 
 def _listed(value: Any, name: str, where: str) -> list[Any]:
-    found = json_list(value) if isinstance(value, str) else value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(found, Sequence) or isinstance(found, str):
+    found = json_list(value) if isinstance(value, str) else items_of(value)
+    if found is None:
         raise DataError(f"{where}: {name} must be a list, this is {type(value).__name__}", "wrong_type")
-    return [*found]
+    return found

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chronicals.data.plain_values import is_missing
 from chronicals.data.prompt_fields import role_of, said_in
 from chronicals.data.rows import FIRST, is_object
 
@@ -67,4 +68,4 @@ def _is_same(one: Any, other: Any) -> bool:
 def _beside_words(message: Mapping[str, Any]) -> dict[str, Any]:
     """What a message has beside its role and what is said."""
     said = ("role", "from", "content", "value")
-    return {name: value for name, value in message.items() if name not in said and value is not None}
+    return {name: value for name, value in message.items() if name not in said and not is_missing(value)}

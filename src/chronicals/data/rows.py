@@ -11,10 +11,12 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Number
 from types import NoneType
 from typing import Any, NamedTuple
 
 from chronicals.data.gate import DataError
+from chronicals.data.plain_values import is_missing, is_null, items_of, plain
 from chronicals.data.records import Record
 
 Message = dict[str, Any]
@@ -51,10 +53,16 @@ WANTED = [
 ]
 """The same where an objective asks for a kind: a ``label`` beside a chat says nothing to the others."""
 
+FIELDS_OF_KINDS = frozenset().union(*(fields for _, fields in WANTED))
+"""Every field that may tell a kind."""
+
 TELLING = frozenset().union(*(fields for _, fields in KINDS)) - frozenset().union(*PAIRS[1:]) | {"output", "response"}
 """Every field that tells a kind before other names of prompt and completion are looked for."""
 
-READ = TELLING | frozenset().union(*PAIRS) | {"history", "system", "tools", "labels", "attention_mask"}
+OF_TOKENS = ("input_ids", "labels", "attention_mask")
+"""Fields of a row of tokens."""
+
+READ = TELLING | frozenset().union(*PAIRS) | {"history", "system", "tools", *OF_TOKENS}
 """Every field that is read."""
 
 TRAINED = ("chat", "completion", "instruction", "text", "tokens")
@@ -94,7 +102,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 FIRST = ("system", "developer")
 """Roles that belong before all others."""
 
-SPEAKER, SPOKEN = ("role", "from"), ("content", "value", "tool_calls")
+WORDS = ("content", "value")
+SPEAKER, SPOKEN = ("role", "from"), (*WORDS, "tool_calls")
 """Fields of a message: who speaks, and what is said."""
 
 SPEAKERS = {
@@ -131,9 +140,46 @@ def is_object(value: Any) -> bool:
     return type(value) is dict or isinstance(value, Mapping)
 
 
+def plain_row(record: Record, where: str) -> Record:
+    """Return the row with what is read of it as JSON has it, and None for every field that is missing.
+
+    A field of another kind of row that holds an empty list is missing, too: tables of several kinds are filled up so. Where
+    no other fields tell a kind it stays, so that the empty conversation or answer can be named.
+
+    Raises:
+        DataError: a field is nested too deeply.
+    """
+    if not is_object(record):
+        return record
+    try:
+        fields = {name: value if type(value) is str else _plain_field(name, value) for name, value in record.items()}
+    except RecursionError:
+        raise DataError(f"{where}: holds objects nested too deeply to be read", "wrong_type") from None
+    empty = [name for name, value in fields.items() if name in FIELDS_OF_KINDS and _is_blank(name, value)]
+    if empty and _kind_with(fields_of(fields).difference(empty)) not in (None, "prompt"):
+        fields |= dict.fromkeys(empty)
+    return fields
+
+
+def _plain_field(name: str, value: Any) -> Any:
+    """Return the value of a field as JSON has it; numbers and pictures stay what they are, and so does what nobody reads."""
+    if name not in READ and name not in MEDIA:
+        return value
+    if is_null(value) or (name not in FIELDS_OF_KINDS and is_missing(value)):
+        return None
+    return value if name in (*OF_TOKENS, "scores", *MEDIA) else plain(value)
+
+
+def _is_blank(name: str, value: Any) -> bool:
+    """Return True for an empty list; of a label also for empty text, which is how a table of text leaves it out."""
+    if name == "label" and isinstance(value, str):
+        return not value.strip()
+    return value is not None and is_missing(value)
+
+
 def fields_of(record: Mapping[str, Any]) -> frozenset[str]:
     """Names of those that hold something."""
-    return frozenset([name for name, value in record.items() if value is not None])
+    return frozenset([name for name, value in record.items() if not is_null(value)])
 
 
 def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
@@ -267,12 +313,12 @@ OF_TEMPLATES = ("system", "tools", "history")
 
 def unread_fields(record: Record, kind: str) -> list[str]:
     """Fields that say something which a row of this kind has no place for: a plain completion has no chat template."""
-    return [name for name in OF_TEMPLATES if kind == "completion" and _is_filled(record.get(name))]
+    return [name for name in OF_TEMPLATES if kind == "completion" and is_filled(record.get(name))]
 
 
 def refuse_media(record: Record, where: str) -> None:
     """Raises DataError where a row, or a message, has a field with pictures, video or sound."""
-    if is_object(record) and (name := next((name for name in MEDIA if _is_filled(record.get(name))), None)):
+    if is_object(record) and (name := next((name for name in MEDIA if holds_media(record.get(name))), None)):
         raise DataError(f"{where}: {name!r} holds pictures, video or sound; only text is trained on", "pictures_or_sound")
 
 
@@ -286,26 +332,33 @@ def refuse_printed_messages(record: Record, where: str) -> None:
         )
 
 
-def _is_filled(value: Any) -> bool:
-    return len(value) > 0 if hasattr(value, "__len__") else bool(value)
+def is_filled(value: Any) -> bool:
+    """Return True where an optional field says something: it is not missing, and no empty text."""
+    return not is_missing(value) and not (isinstance(value, str) and value == "")
+
+
+def holds_media(value: Any) -> bool:
+    """Return True for pictures and sound, and not for a flag or a count that says there are none."""
+    return is_filled(value) and (hasattr(value, "__len__") or bool(value))
 
 
 def _after_system(record: Record, messages: list[Message], where: str) -> list[Message]:
     """The row's own ``system``, then its messages, unless they begin with one."""
-    if not _is_filled(record.get("system")) or messages[0]["role"] in FIRST:
+    if not is_filled(record.get("system")) or messages[0]["role"] in FIRST:
         return messages
     return [{"role": "system", "content": _text(record["system"], "system", where)}, *messages]
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
     """None where none are offered, which templates tell from an empty list."""
-    tools = tools.tolist() if hasattr(tools, "tolist") else tools
-    if not tools:
+    if not is_filled(tools):
         return None
-    found = _parsed(tools, "tools", where) if isinstance(tools, str) else _plain(tools)
+    found = _parsed(tools, "tools", where)
+    if is_missing(found):
+        return None
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
-    return found or None
+    return found
 
 
 def texts_of(record: Record) -> list[str]:
@@ -356,7 +409,7 @@ def conversation_oddities(messages: Sequence[Message]) -> list[str]:
 def _from_instruction(record: Record, where: str) -> list[Message]:
     """Taori et al. (2023), Alpaca: instruction, input, output; LLaMA-Factory adds system and history."""
     answer = "output" if record.get("output") is not None else "response"
-    there = _is_filled(record.get("system"))
+    there = is_filled(record.get("system"))
     system = [{"role": "system", "content": _text(record["system"], "system", where)}] if there else []
     said = {"role": "assistant", "content": _text(record[answer], answer, where)}
     return [*system, *asked_of(record, where), said]
@@ -368,25 +421,32 @@ def asked_of(record: Record, where: str) -> list[Message]:
     Raises:
         DataError: a field is of the wrong type.
     """
-    asked = [_text(record[name], name, where) for name in ("instruction", "input") if _is_filled(record.get(name))]
-    history = _parsed(_plain(record["history"]), "history", where) if _is_filled(record.get("history")) else []
-    if not isinstance(history, Sequence) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in history):
-        raise DataError(f"{where}: history must be a list of [question, answer]", "wrong_type")
-    turns = [
-        {"role": role, "content": _text(text, "history", where)}
-        for turn in history
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
-    return [*turns, {"role": "user", "content": "\n\n".join(asked)}]
+    asked = [_text(record[name], name, where) for name in ("instruction", "input") if is_filled(record.get(name))]
+    return [*_turns_before(record.get("history"), where), {"role": "user", "content": "\n\n".join(asked)}]
+
+
+def _turns_before(history: Any, where: str) -> list[Message]:
+    """Return the messages of a ``history``, a list of pairs of text, which some write as JSON text."""
+    found = _parsed(history, "history", where) if is_filled(history) else None
+    if is_missing(found):
+        return []
+    turns = list[Message]()
+    for turn in items_of(found) or [found]:
+        pair = items_of(turn)
+        if pair is None or len(pair) != 2:
+            raise DataError(f"{where}: history must be a list of [question, answer]", "wrong_type")
+        question, answer = (_text(text, "history", where) for text in pair)
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return turns
 
 
 def _messages(messages: Any, name: str, where: str) -> list[Message]:
-    messages = messages.tolist() if hasattr(messages, "tolist") else messages
-    if type(messages) is not list and (not isinstance(messages, Sequence) or isinstance(messages, str)):
+    found = items_of(messages)
+    if found is None:
         raise DataError(f"{where}: {name} must be a list of messages, this is {type(messages).__name__}", "wrong_type")
-    if not messages:
+    if not found:
         raise DataError(f"{where}: {name} must be a list with at least one message", "empty_conversation")
-    return [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(found, 1)]
 
 
 def _message(message: Any, where: str) -> Message:
@@ -395,6 +455,8 @@ def _message(message: Any, where: str) -> Message:
     if len(message) == 2 and message.get("role") in ROLES and isinstance(message.get("content"), str):
         return dict(message)
     fields = _there(message)
+    if isinstance(fields.get("tool_calls"), str):
+        fields = _there({**fields, "tool_calls": _parsed(fields["tool_calls"], "tool_calls", where)})
     refuse_media(fields, where)
     speaker = fields.pop("from", None) if "role" not in fields else fields["role"]
     if speaker is None:
@@ -406,6 +468,8 @@ def _message(message: Any, where: str) -> Message:
     if speaker == "function_call":
         calls = _parsed(content, "value", where)
         fields["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    if fields.get("tool_calls") and is_missing(content):
+        content = None
     if content is None and not fields.get("tool_calls"):
         raise DataError(f"{where} ({role}) has no content", "missing_field")
     fields |= {"role": role, "content": content if content is None else _joined(content, f"{where} ({role})")}
@@ -419,7 +483,7 @@ def _message(message: Any, where: str) -> Message:
 def _weigh(fields: Message, where: str) -> None:
     """OpenAI's ``weight`` as ``train``: 0 leaves the message out, 1 is what it has without one."""
     weight = fields.pop("weight")
-    if isinstance(weight, str) or weight not in (0, 1):
+    if not isinstance(weight, Number) or weight not in (0, 1):
         raise DataError(f"{where}: weight={weight!r} is not supported; it must be the number 0 or 1", "wrong_type")
     if weight == 0 and fields.setdefault("train", False) is not False:
         raise DataError(f"{where}: weight=0 contradicts train={fields['train']!r}; keep one of them", "wrong_type")
@@ -429,10 +493,11 @@ def _joined(content: Any, where: str) -> str:
     """Content as one text; parts of text are joined."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
+    parts = items_of(content)
+    if parts is None:
         raise DataError(f"{where}: content must be text or a list of parts, this is {type(content).__name__}", "wrong_type")
     texts = []
-    for part in content:
+    for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind in PARTS_OF_MEDIA:
             raise DataError(f"{where}: content has a part of type {kind!r}; only text is trained on", "pictures_or_sound")
@@ -447,22 +512,23 @@ def _joined(content: Any, where: str) -> str:
 
 def _tool_calls(calls: Any, where: str) -> list[dict]:
     """As the templates of transformers read them: ``{"type": "function", "function": {"name", "arguments": object}}``."""
-    calls = _parsed(calls, "tool_calls", where)
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+    calls = items_of(calls)
+    if calls is None or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"{where}: tool_calls must be a list of objects", "wrong_type")
     found = []
-    for call in calls:
+    for call in map(_there, calls):
         function = call.get("function") or {name: call[name] for name in ("name", "arguments") if name in call}
         if not isinstance(function, Mapping):
             raise DataError(f"{where}: function must be an object with 'name', this is {type(function).__name__}", "wrong_type")
         function = _there(function)
         if not isinstance(function.get("name"), str):
             raise DataError(f"{where}: a tool call has no name", "missing_field")
-        function["arguments"] = _plain(_parsed(function.get("arguments") or {}, "the arguments of a call", where))
+        given = _parsed(function.get("arguments") or {}, "the arguments of a call", where)
+        function["arguments"] = {} if given is None else given
         if not isinstance(function["arguments"], Mapping):
             kind = type(function["arguments"]).__name__
             raise DataError(f"{where}: the arguments of a call must be a JSON object, this is {kind}", "wrong_type")
-        rest = {name: value for name, value in _there(call).items() if name not in ("function", "name", "arguments")}
+        rest = {name: value for name, value in call.items() if name not in ("function", "name", "arguments")}
         found.append({"type": "function", **rest, "function": function})
     return found
 
@@ -472,22 +538,17 @@ def _parsed(value: Any, name: str, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return plain(json.loads(value))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
 
 
 def _there(fields: Mapping[str, Any]) -> Message:
-    """The fields that are not null: in a message or a call a null is a field that was left out."""
-    return {name: value for name, value in fields.items() if value is not None}
+    """The fields that are not missing: a message or a call that has nothing in a field was written without it.
 
-
-def _plain(value: Any) -> Any:
-    """As JSON has it, nulls included."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    Content without parts is there: it says nothing, which may have to be told.
+    """
+    return {name: value for name, value in fields.items() if not is_missing(value) or (name in WORDS and not is_null(value))}
 
 
 def _text(value: Any, name: str, where: str) -> str:

@@ -21,6 +21,7 @@ from chronicals.data.formats import READERS, is_text, read_file, reader_of
 from chronicals.data.gate import DataError
 from chronicals.data.nulls import cleaner, without_nulls
 from chronicals.data.own_files import own_files
+from chronicals.data.plain_values import is_null
 from chronicals.data.records import BadRow, Record, Row, Unparsed, parsed
 from chronicals.data.rows import KINDS, TELLING
 
@@ -114,8 +115,13 @@ def _named(source: Source) -> list[DataSource] | None:
 
 
 def _in_memory(source: Any) -> Iterable[Record]:
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping) and all(hasattr(part, "features") for part in source.values()):
         raise DataError(f"rows are wanted, this is a {type(source).__name__}; choose one of {', '.join(map(str, source))}")
+    if isinstance(source, Mapping):
+        raise DataError(
+            f"rows are wanted, this is a {type(source).__name__} of {', '.join(map(str, source))}; give a list of objects, one "
+            "a row (of a DataFrame, frame.to_dict('records'))"
+        )
     if hasattr(source, "to_dict") and hasattr(source, "iloc"):
         raise DataError("rows are wanted, this is a DataFrame; give frame.to_dict('records')")
     if not isinstance(source, Iterable):
@@ -156,6 +162,8 @@ def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | Ba
     for ours, theirs in columns.items():
         value: Any = record
         for name in [theirs] if theirs in record else theirs.split("."):
+            if is_null(value):  # of an object that a row does not have it has no fields either
+                break
             if not isinstance(value, Mapping) or name not in value:
                 there = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
                 return BadRow(
@@ -164,7 +172,7 @@ def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | Ba
                     "missing_field",
                 )
             value = value[name]
-        renamed[ours] = value
+        renamed[ours] = None if is_null(value) else value
     return renamed
 
 

@@ -20,7 +20,7 @@ from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import TRAINED, NormalRow, Record, as_instruction, kind_of, with_conversations
+from chronicals.data.rows import TRAINED, NormalRow, Record, as_instruction, kind_of, plain_row, with_conversations
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
@@ -93,7 +93,7 @@ class Tokenizer:
         Raises:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
-        record = with_conversations(record)
+        record = plain_row(with_conversations(record), where)
         kind = kind_of(record, where)
         if kind == "completion" and self.completions_as_chat:
             kind, record = "instruction", as_instruction(record)
@@ -248,6 +248,8 @@ def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
     """int64 ``[T]``, or None where the values are no flat list of whole numbers."""
     try:
         array = np.asarray(values)
+        if array.dtype == object:  # how pandas holds a column of lists
+            array = np.asarray(array.tolist())
     except ValueError:
         return None
     whole = array.dtype.kind in kinds or array.size == 0
