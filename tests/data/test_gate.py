@@ -105,7 +105,8 @@ def test_clean_data_is_described_and_nothing_is_alarmed(rows, tmp_path):
 def test_clean_preferences_alarm_nothing(rule, tmp_path):
     rows = clean_rows(rule)
     report = build_store(rows, encoder(rule, tiny.tokenizer()), WIDTH, tmp_path).report
-    assert report.entries() == [] and report.kinds == {"chat": len(rows)}
+    kind = "preference" if rule == "no_common_prompt" else "unpaired preference"
+    assert report.entries() == [] and report.kinds == {kind: len(rows)} and report.forms == {"chat": len(rows)}
 
 
 @pytest.mark.parametrize("name", names())

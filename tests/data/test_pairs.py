@@ -64,7 +64,7 @@ def test_completions_are_plain_and_warned_about_unless_they_are_asked_to_be_chat
     assert plain.report.kinds == {"completion": 2} and plain.report.count("plain_completion") == 2
     assert plain.report.level("plain_completion", {}) == "warning"
     chats = store_of(rows, tmp_path, completions_as_chat=True)
-    assert chats.key != plain.key and chats.report.kinds == {"instruction": 2}
+    assert chats.key != plain.key and chats.report.kinds == {"completion": 2} and chats.kinds == ["instruction"]
     assert not {"plain_completion", "unread_field"} & chats.report.findings.keys()
     system = {"messages": [{"role": "system", "content": "be kind"}, *CHAT["messages"]]}
     encoder = Tokenizer(tiny.tokenizer(), completions_as_chat=True)

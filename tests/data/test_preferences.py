@@ -360,7 +360,8 @@ def test_a_pair_is_one_item_of_two_documents(tmp_path, processes):
     findings = store.report.findings
     assert findings["empty_answer"].count == findings["unusable_kind"].count == findings["duplicate_row"].count == 1
     assert "row 4: is of kind completion; the objective takes preference" in findings["unusable_kind"].example
-    assert store.report.kinds == {"completion": 2, "chat": 1} and store.chats
+    assert store.report.forms == {"completion": 2, "chat": 1} and store.chats
+    assert store.report.kinds == {"preference": 4, "completion": 1} and store.rows_by_kind == {"preference": 3}
 
 
 SYSTEM_LAST = {**CHATS, "chosen": [assistant("two"), SYSTEM, user("why?"), assistant("so")]}

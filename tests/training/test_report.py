@@ -33,6 +33,8 @@ def test_the_report_of_a_run(tmp_path):
     assert f"torch {importlib.metadata.version('torch')}" in facts["versions"][0] and facts["device"]
     data = cells(page, "Data: train_dataset")
     assert data["rows"] == ["21 (21 chat)"] and "%)" in data["trained tokens"][0]
+    assert data["chat"] == ["21", "17", "4", "0", ""] and data["documents"] == ["17"]
+    assert cells(page, "Data: validation_split=0.2")["chat"] == ["4", "0", "4", "0", ""]
     assert data["warning"][0] == "duplicate_row" and "more than once" in data["warning"][3]
     assert "Data: validation_split=0.2" in page
     settings = cells(page, "Settings")

@@ -15,8 +15,10 @@ from chronicals.cli.options import with_recipe_flags, without_option
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from chronicals.config import ChronicalsConfig, Recipe
+    from chronicals.data import Ledger
     from chronicals.distributed import Mesh
     from chronicals.saving import SavedModel
 
@@ -90,7 +92,7 @@ def train(
     result = trainer.train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:
-        console.print(f"[bold]held out[/] {result.evaluation.to_dict()}")
+        console.print(f"[bold]held out[/] {result.evaluation}")
     if result.model_step != result.steps:
         console.print(f"[bold]best[/]   step {result.model_step}, whose weights the model has")
     console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
@@ -110,11 +112,27 @@ def _put_back_earlier_run(flags: Mapping[str, Any]) -> None:
             pass
 
 
+def _ledger(ledger: Ledger) -> Table:
+    """Rows of a data set by kind, and what becomes of them."""
+    from rich import box
+    from rich.table import Table
+
+    from chronicals.data.ledger import COLUMNS
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("kind", "why") else "right", overflow="fold")
+    for row in ledger.table():
+        table.add_row(*row)
+    return table
+
+
 def _check_data(
     plan: Recipe, config: ChronicalsConfig, saved: SavedModel, tokenizer: Any, ranks: Mesh, resume: bool | Path,
     console: Console,
 ) -> None:  # fmt: skip
     """Report on the data and the length of the run; the reports of a run that is there are left as they are."""
+    from rich.console import Console
     from rich.markup import escape
 
     from chronicals.data.loader import plan_of
@@ -126,7 +144,11 @@ def _check_data(
     reports = None if holds_a_run(config.output_dir) else config.output_dir
     if reports is not None and ranks.writer:
         reports.mkdir(parents=True, exist_ok=True)
-    store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
+    store, held_out = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
+    apart = [] if held_out is None or config.validation_split else [held_out]
+    beside_the_log = Console(stderr=True, highlight=False, quiet=not ranks.writer)
+    for data in (store, *apart):
+        beside_the_log.print(_ledger(data.ledger))
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
     fit_batch(fit_learning_rate(config, ranks), plan_of(store, config), ranks, resumed)
     where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"

@@ -132,7 +132,6 @@ INSTEAD: dict[str, str] = {
     "truncation_mode": "overlong, which is 'cut', 'split' or 'drop'",
     "excess_length_strategy": "overlong, which is 'cut', 'split' or 'drop'",
     "tf32": "mixed_precision='bf16', or 'fp32', which uses no TF32",
-    "warmup_proportion": "warmup_ratio, a share of the steps",
     "eta_min": "min_lr_ratio, the final learning rate as a share of the peak",
     "min_lr": "min_lr_ratio, the final learning rate as a share of the peak",
     "lr_scheduler_kwargs": "min_lr_ratio and wsd_decay_ratio",

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chronicals.data.building import build_store as build_store
+    from chronicals.data.building import open_divided as open_divided
     from chronicals.data.building import open_held_out as open_held_out
     from chronicals.data.building import open_store as open_store
     from chronicals.data.gate import DataError as DataError
     from chronicals.data.gate import DataReport as DataReport
+    from chronicals.data.ledger import Ledger as Ledger
     from chronicals.data.loader import BatchStream as BatchStream
     from chronicals.data.loader import create_dataloader as create_dataloader
     from chronicals.data.loader import filler_token as filler_token
@@ -31,6 +33,7 @@ _HOME = {
     "DataError": "gate",
     "DataReport": "gate",
     "DataSource": "sources",
+    "Ledger": "ledger",
     "PackPlan": "packing",
     "SequencePacker": "packing",
     "Source": "sources",
@@ -40,6 +43,7 @@ _HOME = {
     "build_store": "building",
     "create_dataloader": "loader",
     "filler_token": "loader",
+    "open_divided": "building",
     "open_held_out": "building",
     "open_store": "building",
     "plan_packs": "packing",

@@ -24,9 +24,10 @@ import pyarrow as pa
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Overlong
 from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
-from chronicals.data.documents import UNJUDGED, Documents
+from chronicals.data.documents import UNJUDGED
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.judged_answers import EARLIER, JUDGED
+from chronicals.data.ledger import Ledger
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
 from chronicals.data.rows import TRAINED
@@ -36,8 +37,8 @@ from chronicals.data.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 9
-EARLIER_FORMATS = (8, 7)
+FORMAT = 10
+EARLIER_FORMATS = (9, 8, 7)
 """Formats of which a store may hold the same tokens, so that a run that began with one can go on."""
 
 MINUTE, PATIENCE = 60.0, 30
@@ -54,6 +55,7 @@ def open_store(
     training: TokenStore | None = None,
     report_file: Path | None = None,
     kinds: Collection[str] = TRAINED,
+    scored: bool = False,
 ) -> TokenStore:
     """Tokenised data that has passed the gate; its report is logged.
 
@@ -67,22 +69,61 @@ def open_store(
         training: what is trained on, where this is held-out data.
         report_file: where the report is written as JSON, also when the gate stays shut.
         kinds: of rows that the objective takes.
+        scored: whether nothing of it is trained; so it is, too, where ``training`` is given.
 
     Raises:
         DataError: training on it would be wrong.
         ConfigurationError: ``gate`` names no rule.
     """
+    name = name or _name_of(source)
+    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
+    if training is not None:
+        note_overlap(store, training)
+    return _judged(name, store, _ledger_of_one(store, scored or training is not None), config, report_file)
+
+
+def open_divided(
+    source: Source,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    name: str | None = None,
+    builder: bool = True,
+    embedding_rows: int | None = None,
+    report_file: Path | None = None,
+    kinds: Collection[str] = TRAINED,
+) -> tuple[TokenStore, TokenStore]:
+    """As ``open_store``, in two: what is trained, and the share ``validation_split``, which ``open_held_out`` reports on.
+
+    Raises:
+        DataError: training on it would be wrong, or the share leaves nothing to train on.
+        ConfigurationError: ``gate`` names no rule.
+    """
+    assert config.validation_split
+    name = name or _name_of(source)
+    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
+    if not len(store) or store.report.errors(config.gate):
+        _judged(name, store, _ledger_of_one(store), config, report_file)  # which raises
+    training, held_out = store.split(config.validation_split, config.seed)
+    ledger = _ledger_of_two(store, training, held_out)
+    training = replace(training, report=_with_documents_of(training, store.report))
+    return _judged(name, training, ledger, config, report_file), held_out
+
+
+def _name_of(source: Source) -> str:
+    return str(source) if isinstance(source, (str, Path)) else "dataset"
+
+
+def _tokenised(
+    source: Source, tokenizer: Any, config: ChronicalsConfig, builder: bool, embedding_rows: int | None, kinds: Collection[str]
+) -> TokenStore:
+    """The store of ``source``, and in its report what of it the model's embedding does not hold."""
     check_shares(config.gate)
-    name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
     encoder = Tokenizer.configured(tokenizer, config, kinds)
     store = build_store(
         source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong, config.seed, config.dataset_num_proc
     )
     if embedding_rows is not None:
         note_foreign_ids(store, len(tokenizer), embedding_rows)
-    if training is not None:
-        note_overlap(store, training)
-    _judge(name, store.report, config, report_file)
     return store
 
 
@@ -95,17 +136,41 @@ def open_held_out(held_out: TokenStore, config: ChronicalsConfig, report_file: P
     Raises:
         DataError: it holds nothing that is trained.
     """
-    tokens, targets = int(held_out.lengths.sum()), int(held_out.targets.sum())
-    rows = len(np.unique(held_out.rows))
-    held_out = replace(held_out, report=DataReport(rows, len(held_out), tokens, targets, dict(held_out.report.kinds)))
-    _judge(f"validation_split={config.validation_split}", held_out.report, config, report_file)
-    return held_out
+    kinds, before = held_out.rows_by_kind, held_out.report
+    own = DataReport(sum(kinds.values()), kinds=kinds, forms=dict(before.forms), answers=before.answers)
+    held_out = replace(held_out, report=_with_documents_of(held_out, own))
+    return _judged(f"validation_split={config.validation_split}", held_out, Ledger(kinds, held_out=kinds), config, report_file)
 
 
-def _judge(name: str, report: DataReport, config: ChronicalsConfig, file: Path | None) -> None:
-    """Write and log the report, then raise where training would be wrong."""
+def _with_documents_of(store: TokenStore, report: DataReport) -> DataReport:
+    """``report`` with the documents and tokens of ``store``."""
+    prompts, mismatched = (0, 0) if store.items is None else (store.prompts, store.mismatched)
+    tokens, targets = int(store.lengths.sum()), int(store.targets.sum())
+    return replace(
+        report, documents=len(store), tokens=tokens, targets=targets, prompts=prompts, mismatched=mismatched
+    )
+
+
+def _ledger_of_one(store: TokenStore, scored: bool = False) -> Ledger:
+    """What became of the rows of a data set that is trained, or scored, as a whole."""
+    ledger = store.report.ledger
+    return replace(ledger, trained={}, held_out=ledger.trained) if scored else ledger
+
+
+def _ledger_of_two(store: TokenStore, training: TokenStore, held_out: TokenStore) -> Ledger:
+    """What became of the rows of a data set of which some are held out; a text in pieces counts where any of it is trained."""
+    alone = held_out.subset(np.flatnonzero(~np.isin(held_out.rows, training.rows)))
+    divided = len(np.intersect1d(held_out.rows, training.rows))
+    report = store.report
+    return Ledger(report.kinds, training.rows_by_kind, alone.rows_by_kind, report.left_out, divided)
+
+
+def _judged(name: str, store: TokenStore, ledger: Ledger, config: ChronicalsConfig, file: Path | None) -> TokenStore:
+    """The store with its ledger; write and log the report, and raise where training would be wrong."""
+    report = store.report
     if file is not None:
-        content = {"data": name, **report.to_dict(), "findings": report.entries(config.gate)}
+        counts = {field: value for field, value in report.to_dict().items() if field != "left_out"}  # the ledger has it
+        content = {"data": name, **counts, "ledger": ledger.to_dict(), "findings": report.entries(config.gate)}
         try:  # one process of several writes it, and must not stop alone
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(content, indent=1))
@@ -113,13 +178,14 @@ def _judge(name: str, report: DataReport, config: ChronicalsConfig, file: Path |
             logger.error("%s: the report on the data cannot be written there (%s)", file, error.strerror)
             with suppress(OSError):
                 file.unlink()
-    log_report(name, report, config.gate)
+    log_report(name, report, config.gate, ledger)
     report.check(name, config.gate)
+    return replace(store, ledger=ledger)
 
 
-def log_report(name: str, report: DataReport, shares: Mapping[str, float]) -> None:
+def log_report(name: str, report: DataReport, shares: Mapping[str, float], ledger: Ledger | None = None) -> None:
     """The summary, then a table of what was found."""
-    for level, line in report.table(shares):
+    for level, line in report.table(shares, ledger):
         logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", name, line)
 
 
@@ -268,7 +334,7 @@ def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses
                 for chunk, encoded in tokenising.encoded(chunks_of(rows, EARLIER if JUDGED in kinds else 0)):
                     counts.add(chunk, encoded)
                     if len(encoded.documents):
-                        writer.write_batch(_record_batch(encoded.documents, encoded.hashes, schema))
+                        writer.write_batch(_record_batch(encoded, schema))
                     gc.collect(0)
             raw.flush()
             os.fsync(raw.fileno())
@@ -292,11 +358,12 @@ def _collecting_by_chunks() -> Iterator[None]:
             gc.enable()
 
 
-def _record_batch(documents: Documents, hashes: np.ndarray, schema: pa.Schema) -> pa.RecordBatch:
+def _record_batch(encoded: Encoded, schema: pa.Schema) -> pa.RecordBatch:
+    documents = encoded.documents
     offsets = _column(documents.offsets.astype(np.int32))
     lists = [pa.ListArray.from_arrays(offsets, _column(values)) for values in (documents.ids, documents.trained)]
-    numbers = [_column(values) for values in (documents.targets, documents.rows, hashes, documents.sides, documents.shared)]
-    numbers.append(_column(documents.labels))
+    of_rows = documents.targets, documents.rows, encoded.hashes, encoded.row_kinds
+    numbers = [_column(values) for values in (*of_rows, documents.sides, documents.shared, documents.labels)]
     return pa.RecordBatch.from_arrays([*lists, *numbers][: len(schema)], schema=schema)
 
 

@@ -29,15 +29,18 @@ from chronicals.data.judged_answers import (
     of_other_prompts,
     with_answer_of,
 )
+from chronicals.data.ledger import UNRECOGNISED
 from chronicals.data.preferences import PREFERENCE, SIDES, sides_of
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.rows import (
+    ROW_KINDS,
     TRAINED,
     NormalRow,
     as_instruction,
     check_answers,
     conversation_oddities,
     kind_of,
+    known_kind,
     pair_of,
     plain_row,
     refuse_media,
@@ -114,17 +117,24 @@ class Encoded:
     Attributes:
         documents: each with something to train on.
         hashes: uint64 ``[documents]``, of the rows they came from.
+        row_kinds: int8 ``[documents]``, of the rows they came from, as a token store numbers them.
         report: what was counted of these rows.
     """
 
     documents: Documents
     hashes: np.ndarray
+    row_kinds: np.ndarray
     report: DataReport
 
 
 @dataclass
 class _Recognised:
-    """The rows of a chunk that the tokenizer is given."""
+    """The rows of a chunk that the tokenizer is given.
+
+    Attributes:
+        row_kinds: of every row of the chunk that has one.
+        left_out: the gate's rule for which a row goes, of those that do.
+    """
 
     chunk: Chunk
     report: DataReport
@@ -134,6 +144,8 @@ class _Recognised:
     normal: list[NormalRow] = field(default_factory=list)
     labels: dict[int, int] = field(default_factory=dict)
     judged: dict[int, Record] = field(default_factory=dict)
+    row_kinds: dict[int, str] = field(default_factory=dict)
+    left_out: dict[int, str] = field(default_factory=dict)
 
     def add(self, row: int, side: int, where: str, normal: NormalRow) -> None:
         self.rows.append(row)
@@ -141,7 +153,8 @@ class _Recognised:
         self.wheres.append(where)
         self.normal.append(normal)
 
-    def leave_out(self, rows: set[int]) -> None:
+    def leave_out(self, rows: set[int], rule: str) -> None:
+        self.left_out |= dict.fromkeys(rows, rule)
         kept = [at for at, row in enumerate(self.rows) if row not in rows] if rows else range(len(self.rows))
         self.rows, self.sides = [self.rows[at] for at in kept], [self.sides[at] for at in kept]
         self.wheres, self.normal = [self.wheres[at] for at in kept], [self.normal[at] for at in kept]
@@ -164,7 +177,7 @@ class _RowReport:
     def take_kind(self, kind: str) -> None:
         if self.kind is None:
             self.kind = kind
-            self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
+            self.report.forms[kind] = self.report.forms.get(kind, 0) + 1
 
 
 @dataclass
@@ -213,6 +226,7 @@ class ChunkEncoder:
                 documents = self._documents(row, parsed(record), where, found)
             except DataError as fault:
                 found.report.note(fault.rule, row, str(fault))
+                found.left_out[row] = fault.rule
                 continue
             self._inspect(row, documents, where, found.report)
             for side, normal in enumerate(documents):
@@ -232,7 +246,7 @@ class ChunkEncoder:
                 alone.add(row)
                 continue
             found.add(row, 1, where, self._mismatched(found.judged[row], other, where))
-        found.leave_out(alone)
+        found.leave_out(alone, "no_other_prompt")
 
     def _mismatched(self, own: Record, other: Record, where: str) -> NormalRow:
         mismatched = with_answer_of(own, other)
@@ -265,7 +279,7 @@ class ChunkEncoder:
             for at, tokens in zip(given, again, strict=True):
                 encoded[at] = tokens
         kept = [tokens for row, tokens in zip(found.rows, encoded, strict=True) if row not in alone]
-        found.leave_out(alone)
+        found.leave_out(alone, "no_other_prompt")
         return kept
 
     def _judged_before(self, chunk: Chunk) -> Iterator[Record]:
@@ -281,6 +295,9 @@ class ChunkEncoder:
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
         record = plain_row(with_conversations(record), where)
+        kind = known_kind(record, self.beyond)
+        if kind is not None:
+            found.row_kinds[row] = kind
         refuse_media(record, where)
         refuse_printed_messages(record, where)
         kinds = self.tokenizer.kinds
@@ -368,33 +385,53 @@ class ChunkEncoder:
                 items.setdefault(row, (normal.kind, []))[1].append(piece)
         for row, error in refused.items():
             report.note(error.rule, row, str(error))
+            found.left_out[row] = error.rule
             items.pop(row, None)
         whole = [piece for _, item in items.values() for piece in item]
-        pieces = [piece for kind, item in items.values() for piece in self._fitted(kind, item, report)]
+        pieces = [piece for kind, item in items.values() for piece in self._fitted(kind, item, found)]
         read = Documents.joined(whole)
         fitted = read if len(pieces) == len(whole) and all(map(operator.is_, pieces, whole)) else Documents.joined(pieces)
         read.inspect(self.marks, report)
         kept = fitted.trained_items()
         for row in np.setdiff1d(fitted.rows, kept.rows):
             lost = read.targets[read.rows == row].min() > 0
-            report.note("masked_by_cut" if lost else "masked_row", int(row))
+            found.left_out[int(row)] = "masked_by_cut" if lost else "masked_row"
+            report.note(found.left_out[int(row)], int(row))
         hashes = read.hashes_of(kept.rows)
         report.documents, report.tokens, report.targets = len(kept), len(kept.ids), int(kept.targets.sum())
+        report.prompts, report.mismatched = kept.prompts, kept.mismatched
+        row_kinds = _row_kinds(found, kept)
         for finding in report.findings.values():
             if not finding.example and finding.rows:
                 finding.example = found.chunk.wheres[finding.rows[0] - 1 - found.chunk.first]
             finding.places = [found.chunk.wheres[row - 1 - found.chunk.first] for row in finding.rows]
-        return Encoded(kept, hashes, report)
+        return Encoded(kept, hashes, row_kinds, report)
 
-    def _fitted(self, kind: str, item: list[Piece], report: DataReport) -> list[Piece]:
+    def _fitted(self, kind: str, item: list[Piece], found: _Recognised) -> list[Piece]:
         """A row's item in documents of at most the width together, or the pieces of a text; nothing of a pair without a
         difference."""
         whole = kind != "text" and self.tokenizer.train_on == "answers"
-        fitted = fit(share_prompt(item), self.width, self.overlong or ("cut" if whole else "split"), report)
+        row, overlong = item[0].row, self.overlong or ("cut" if whole else "split")
+        fitted = fit(share_prompt(item), self.width, overlong, found.report)
+        if not fitted:
+            found.left_out[row] = "dropped_row" if overlong == "drop" else "masked_by_cut"
         if len(item) > 1 and item[0].label == UNJUDGED and are_identical(fitted):
-            report.note("identical_answers", item[0].row)
+            found.report.note("identical_answers", row)
+            found.left_out[row] = "identical_answers"
             return []
         return fitted
+
+
+def _row_kinds(found: _Recognised, kept: Documents) -> np.ndarray:
+    """Count the rows of a chunk by kind, and by cause those that gave no document; return the kinds of the documents' rows."""
+    report, there = found.report, {*kept.rows.tolist()}
+    for row in range(found.chunk.first, found.chunk.first + len(found.chunk.records)):
+        kind = found.row_kinds.get(row, UNRECOGNISED)
+        report.kinds[kind] = report.kinds.get(kind, 0) + 1
+        if row not in there:
+            causes, rule = report.left_out.setdefault(kind, {}), found.left_out[row]
+            causes[rule] = causes.get(rule, 0) + 1
+    return np.array([ROW_KINDS.index(found.row_kinds[row]) for row in kept.rows.tolist()], np.int8)
 
 
 def _repeats(record: Record) -> bool:

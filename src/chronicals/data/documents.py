@@ -113,6 +113,16 @@ class Documents:
         first = np.where(filled, self.trained[np.minimum(self.offsets[:-1], max(len(self.trained) - 1, 0))], 0)
         return running[self.offsets[1:]] - running[self.offsets[:-1]] - first
 
+    @property
+    def prompts(self) -> int:
+        """How many are prompts that the answers of an item share."""
+        return int((self.shared < 0).sum())
+
+    @property
+    def mismatched(self) -> int:
+        """How many are answers to another prompt, beside judged ones."""
+        return int(((self.sides == MISMATCHED) & (self.labels != UNJUDGED)).sum())
+
     def trained_items(self) -> Documents:
         """Without the items of which a document has no target; a shared prompt has none."""
         item = np.cumsum(self.sides == 0)

@@ -96,7 +96,7 @@ def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
 def frame_of_encoded(encoded: Encoded) -> Frame:
     documents = encoded.documents
     arrays = [documents.offsets, documents.rows, documents.sides, documents.shared, documents.labels]
-    arrays += [encoded.hashes, documents.ids, documents.trained]
+    arrays += [encoded.hashes, documents.ids, documents.trained, encoded.row_kinds]
     header = {"documents": len(documents), "tokens": len(documents.ids), "report": asdict(encoded.report)}
     return header, b"".join(array.tobytes() for array in arrays)
 
@@ -104,11 +104,11 @@ def frame_of_encoded(encoded: Encoded) -> Frame:
 def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
     documents, tokens = header["documents"], header["tokens"]
     numbers = (np.int64, documents + 1), *[(np.int64, documents)] * 4, (np.uint64, documents)
-    kinds = *numbers, (np.int32, tokens), (np.uint8, tokens)
+    kinds = *numbers, (np.int32, tokens), (np.uint8, tokens), (np.int8, documents)
     arrays, begin = [], 0
     for kind, count in kinds:
         arrays.append(np.frombuffer(body, kind, count, begin))
         begin += arrays[-1].nbytes
-    offsets, rows, sides, shared, labels, hashes, ids, trained = arrays
+    offsets, rows, sides, shared, labels, hashes, ids, trained, row_kinds = arrays
     found = Documents(ids, trained, offsets, rows, sides, shared, labels)
-    return Encoded(found, hashes, DataReport.from_dict(header["report"]))
+    return Encoded(found, hashes, row_kinds, DataReport.from_dict(header["report"]))

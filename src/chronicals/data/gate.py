@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from chronicals.config import ConfigurationError
+from chronicals.data.ledger import Ledger
 
 EXAMPLES = 5
 """Row numbers that are kept of each finding."""
@@ -155,9 +156,13 @@ class DataReport:
         documents: documents stored (a long text becomes several).
         tokens: tokens stored.
         targets: tokens that are predicted and trained on.
-        kinds: rows by kind, as recognised.
+        kinds: rows by kind, as recognised, those that are left out included.
         findings: by the name of the rule.
         answers: whether the rows are whole answers, compared or judged.
+        forms: rows by the kind of their first document, in which form they are trained: a pair may be of chats.
+        left_out: rows that gave no document, by kind and then by the rule that says why.
+        prompts: documents that are prompts, which answers share.
+        mismatched: documents that are answers to other prompts, beside judged ones.
     """
 
     rows: int = 0
@@ -167,6 +172,10 @@ class DataReport:
     kinds: dict[str, int] = field(default_factory=dict)
     findings: dict[str, Finding] = field(default_factory=dict)
     answers: bool = False
+    forms: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
+    prompts: int = 0
+    mismatched: int = 0
 
     def note(self, rule: str, row: int | None = None, example: str = "", count: int = 1) -> None:
         """Count ``row`` (from 0; None is the data as a whole) under ``rule``."""
@@ -187,8 +196,12 @@ class DataReport:
         self.tokens += other.tokens
         self.targets += other.targets
         self.answers |= other.answers
-        for kind, count in other.kinds.items():
-            self.kinds[kind] = self.kinds.get(kind, 0) + count
+        self.prompts += other.prompts
+        self.mismatched += other.mismatched
+        _add_counts(self.kinds, other.kinds)
+        _add_counts(self.forms, other.forms)
+        for kind, causes in other.left_out.items():
+            _add_counts(self.left_out.setdefault(kind, {}), causes)
         for rule, found in other.findings.items():
             self.note(rule, example=found.example, count=found.count)
             kept = self.findings[rule].rows
@@ -220,22 +233,48 @@ class DataReport:
         levels = ("error", "warning", "info")
         return sorted(entries, key=lambda entry: (levels.index(entry["level"]), order.index(entry["rule"])))
 
-    def summary(self) -> str:
-        """One line: rows by kind, documents, tokens, how many are trained."""
-        share = self.targets / max(self.tokens, 1)
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.kinds.items()))
+    @property
+    def ledger(self) -> Ledger:
+        """What became of the rows where none is held out."""
+        kept = {kind: count - sum(self.left_out.get(kind, {}).values()) for kind, count in self.kinds.items()}
+        trained = {kind: count for kind, count in kept.items() if count}
+        return Ledger(self.kinds, trained, left_out=self.left_out)
+
+    def summary(self, ledger: Ledger | None = None) -> str:
+        """One line: rows by kind and what became of them, then documents, tokens and how many are trained of those kept here.
+
+        Args:
+            ledger: of the data, where some of them are held out.
+        """
+        ledger = ledger or self.ledger
+        share, what = self.targets / max(self.tokens, 1), "scored" if ledger.is_scored else "trained"
         return (
-            f"{self.rows:,} rows ({kinds or 'of no kind that is known'}), {self.documents:,} documents, "
-            f"{self.tokens:,} tokens, {self.targets:,} of them trained ({share:.0%})"
+            f"{ledger.words()}, {self.documents_in_words()}, {self.tokens:,} tokens, {self.targets:,} of them {what} "
+            f"({share:.0%})"
         )
 
-    def table(self, shares: Mapping[str, float] | None = None) -> list[tuple[str, str]]:
+    def documents_in_words(self) -> str:
+        """How many documents there are; of compared and judged answers, what they are."""
+        if not self.answers:
+            return f"{self.documents:,} documents"
+        counts = {
+            "answers": self.documents - self.prompts - self.mismatched,
+            "answers to other prompts": self.mismatched,
+            "shared prompts": self.prompts,
+        }
+        return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count or name == "answers")
+
+    def table(self, shares: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> list[tuple[str, str]]:
         """Level and text of each line: the summary, and a row a finding, in columns."""
         entries = self.entries(shares)
         cells = [(e["level"], e["rule"], f"{e['count']:,}", _listed_rows(e), f"{e['what']}: {e['remedy']}") for e in entries]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-        return [("info", self.summary()), *zip((entry["level"] for entry in entries), rows, strict=True)]
+        return [("info", self.summary(ledger)), *zip((entry["level"] for entry in entries), rows, strict=True)]
+
+    def errors(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+        """Findings that touch more rows than they may, as ``entries`` gives them."""
+        return [entry for entry in self.entries(shares) if entry["level"] == "error"]
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -257,12 +296,17 @@ class DataReport:
         if not self.rows:
             raise DataError(f"{name}: holds no rows; give a file with at least one")
         entries = self.entries(shares)
-        wrong = [entry for entry in entries if entry["level"] == "error"]
+        wrong = self.errors(shares)
         nothing = f"nothing to train on in any of {self.rows:,} rows"
         if wrong or not self.targets:
             lines = "".join(f"\n  {describe(entry)}" for entry in (wrong if self.targets else entries))
             broken = f"breaks {len(wrong)} of the gate's rules in {self.rows:,} rows" if self.targets else nothing
             raise DataError(f"{name}: {broken}:{lines}{_how_to_allow(wrong) if self.targets else ''}")
+
+
+def _add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def _how_to_allow(wrong: Sequence[Mapping[str, Any]]) -> str:

@@ -45,6 +45,9 @@ KINDS: list[tuple[str, frozenset[str]]] = [
 ]
 """The kinds of row and the fields that tell them, in the order in which they are looked for."""
 
+ROW_KINDS = (*dict.fromkeys(kind for kind, _ in KINDS),)
+"""Names of the kinds; a token store numbers them so."""
+
 WANTED = [
     *KINDS,
     ("preference", frozenset({"responses", "scores"})),
@@ -193,14 +196,22 @@ def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     """
     if not is_object(record):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
-    there = fields_of(record)
-    kind = kind_among(there, wanted) or _kind_with(there)
+    kind = known_kind(record, wanted)
     if kind is None:
         usual = "messages, prompt and completion, instruction and output, text, or input_ids"
         expected = "; or ".join(EXPECTED[wish] for wish in sorted(wanted) if wish in EXPECTED) or usual
         raise DataError(
             f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected {expected}", "missing_field"
         )
+    return kind
+
+
+def known_kind(record: Any, wanted: Collection[str] = ()) -> str | None:
+    """As ``kind_of``, but None where a row is of no kind."""
+    if not is_object(record):
+        return None
+    there = fields_of(record)
+    kind = kind_among(there, wanted) or _kind_with(there)
     return "chat" if kind == "completion" and not isinstance(record.get("prompt"), (str, NoneType)) else kind
 
 

@@ -1,11 +1,11 @@
 """Token store: an Arrow IPC file, memory-mapped, named by the hash of everything that made it.
 
 One row a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8), how many of its positions predict a trained
-token (``targets``), the number of the ``row`` it came from, and a ``hash`` of that row's tokens. Documents that belong
-together, as the two answers of a preference do, follow each other as one *item*; further columns say which place a document
-has in its item (``side``), how many tokens of their common prompt stand before it (``shared``), and how the row judges its
-answer (``label``). The gate's report lies beside it as JSON. A store is written aside and renamed, so what has the name is
-whole.
+token (``targets``), the number of the ``row`` it came from, a ``hash`` of that row's tokens, and the ``kind`` of that row.
+Documents that belong together, as the two answers of a preference do, follow each other as one *item*; further columns say
+which place a document has in its item (``side``), how many tokens of their common prompt stand before it (``shared``), and how
+the row judges its answer (``label``). The gate's report lies beside it as JSON. A store is written aside and renamed, so what
+has the name is whole.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from chronicals.data.documents import MISMATCHED, UNJUDGED
 from chronicals.data.gate import DataError, DataReport
-from chronicals.data.rows import CHATS
+from chronicals.data.ledger import Ledger
+from chronicals.data.rows import CHATS, ROW_KINDS
 from chronicals.data.shared_prompts import IS_SHARED, SHARED
 from chronicals.data.target_columns import TargetColumn
 
 SCHEMA = pa.schema(
     [
         ("ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.uint8())), ("targets", pa.int64()), ("row", pa.int64()),
-        ("hash", pa.uint64()),
+        ("hash", pa.uint64()), ("kind", pa.int8()),
     ]
 )  # fmt: skip
 
@@ -60,6 +62,8 @@ class TokenStore:
         earlier_keys: keys that earlier versions of this package gave to the same content.
         columns: further values ``[documents]`` by name, segments of Batches: ``side``, and what ``with_column`` adds.
         of_targets: further values of the targets by name, columns of Batches: what ``with_values`` adds.
+        row_kinds: int8 ``[documents]``, the kind of each one's row, by its place in ``ROW_KINDS``.
+        ledger: what became of the rows that were read, where this store is what was kept of them.
     """
 
     path: Path
@@ -76,6 +80,8 @@ class TokenStore:
     earlier_keys: tuple[str, ...] = ()
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     of_targets: Mapping[str, TargetColumn] = field(default_factory=dict)
+    row_kinds: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int8), repr=False)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -96,13 +102,20 @@ class TokenStore:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of row that were read."""
-        return sorted(self.report.kinds)
+        """The kinds of row in whose form documents are trained: of pairs those of their answers."""
+        return sorted(self.report.forms)
+
+    @property
+    def rows_by_kind(self) -> dict[str, int]:
+        """How many rows of each kind the documents come from."""
+        _, first = np.unique(self.rows, return_index=True)
+        counts = np.bincount(self.row_kinds[first], minlength=len(ROW_KINDS)).tolist()
+        return {kind: count for kind, count in zip(ROW_KINDS, counts, strict=True) if count}
 
     @property
     def chats(self) -> bool:
         """Whether any row went through the chat template."""
-        return any(kind in CHATS for kind in self.report.kinds)
+        return any(kind in CHATS for kind in self.report.forms)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int32) and mask (uint8) of a document, as views of the file."""
@@ -113,6 +126,16 @@ class TokenStore:
     def tokens_shared(self) -> int:
         """Tokens that documents have before them and that are there once, for all of an item's."""
         return int(self.before.sum() - self.lengths[self.columns[SHARED] == IS_SHARED].sum()) if SHARED in self.columns else 0
+
+    @property
+    def prompts(self) -> int:
+        """How many documents are prompts that the answers of an item share."""
+        return int((self.columns[SHARED] == IS_SHARED).sum())
+
+    @property
+    def mismatched(self) -> int:
+        """How many documents are answers to another prompt, beside judged ones."""
+        return int(((self.columns[SIDE] == MISMATCHED) & (self.columns[LABEL] != UNJUDGED)).sum())
 
     def is_prompt(self, index: int) -> bool:
         """Whether a document is the prompt that the answers of its item share."""
@@ -155,7 +178,7 @@ class TokenStore:
 
     def subset(self, indices: np.ndarray) -> TokenStore:
         """A store of some of the documents, over the same file; whole items in their order, where there are such."""
-        names = ("lengths", "targets", "rows", "hashes", "id_starts", "trained_starts")
+        names = ("lengths", "targets", "rows", "hashes", "id_starts", "trained_starts", "row_kinds")
         columns = {name: values[indices] for name, values in self.columns.items()}
         of_targets = {name: column.subset(indices) for name, column in self.of_targets.items()}
         return replace(self, columns=columns, of_targets=of_targets, **{name: getattr(self, name)[indices] for name in names})
@@ -193,10 +216,11 @@ class TokenStore:
         batches = [reader.get_batch(n) for n in range(reader.num_record_batches)]
         kinds = ("targets", np.int64), ("row", np.int64), ("hash", np.uint64)
         targets, rows, hashes = (_joined(batches, *kind) for kind in kinds)
+        row_kinds = _joined(batches, "kind", np.int8)
         columns = {name: _joined(batches, name, np.int64) for name in OF_ITEMS if name in reader.schema.names}
         return cls(
             path, lengths, targets, rows, hashes, DataReport.from_dict(meta["report"]), meta["max_id"], ids, trained,
-            id_starts, trained_starts, columns=columns,
+            id_starts, trained_starts, columns=columns, row_kinds=row_kinds,
         )  # fmt: skip
 
 

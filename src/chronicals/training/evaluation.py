@@ -162,7 +162,7 @@ def evaluate_data(
     if isinstance(objective, WithReference):
         objective.check_reference(model)
     embedding_rows = embedding_table(model).shape[0]
-    store = open_store(data, tokenizer, config, embedding_rows=embedding_rows, kinds=objective.row_kinds)
+    store = open_store(data, tokenizer, config, embedding_rows=embedding_rows, kinds=objective.row_kinds, scored=True)
     check_positions(model, store.longest)
     (store,) = with_predictions([store], objective, model, tokenizer, config)
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
+from chronicals.data import Source, TokenStore, open_divided, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Mesh
 from chronicals.models import embedding_table, input_device
 from chronicals.models.loading import RUNS_ON
@@ -91,28 +91,29 @@ def open_stores(
     def report_of(name: str) -> Path | None:
         return reports / f"{name}.json" if reports and ranks.writer else None
 
-    def opened(name: str, source: Source, training: TokenStore | None = None) -> TokenStore:
-        called = str(source) if isinstance(source, (str, Path)) else name
-        return open_store(
-            source, tokenizer, config, called, ranks.local_rank == 0, embedding_rows, training, report_of(name),
-            OBJECTIVES[config.objective].row_kinds,
-        )  # fmt: skip
+    def options(name: str, source: Source) -> dict[str, Any]:
+        return {
+            "source": source, "tokenizer": tokenizer, "config": config, "builder": ranks.local_rank == 0,
+            "name": str(source) if isinstance(source, (str, Path)) else name, "embedding_rows": embedding_rows,
+            "report_file": report_of(name), "kinds": OBJECTIVES[config.objective].row_kinds,
+        }  # fmt: skip
 
     if held_out is not None and config.validation_split:
         raise ConfigurationError(
             f"validation_split={config.validation_split}: eval_dataset is given too, and only one can say what is held out; "
             "give one of them"
         )
-    store = opened("train_dataset", train)
+    rest = None
+    if config.validation_split:
+        store, rest = open_divided(**options("train_dataset", train))
+    else:
+        store = open_store(**options("train_dataset", train))
     if shared := store.tokens_shared:
         whole = shared + int(store.lengths.sum())
         logger.info("answers share their prompts: %s of %s tokens are not computed again", f"{shared:,}", f"{whole:,}")
     if held_out is not None:
-        return store, opened("eval_dataset", held_out, training=store)
-    if not config.validation_split:
-        return store, None
-    training, rest = store.split(config.validation_split, config.seed)
-    return training, open_held_out(rest, config, report_of("eval_dataset"))
+        return store, open_store(**options("eval_dataset", held_out), training=store)
+    return store, None if rest is None else open_held_out(rest, config, report_of("eval_dataset"))
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:

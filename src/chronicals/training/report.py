@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from chronicals.config import ChronicalsConfig
+from chronicals.data import DataReport, Ledger
+from chronicals.data.ledger import COLUMNS
 from chronicals.training.metrics import StepMetrics
 
 PANELS = {
@@ -125,18 +127,20 @@ def _named(found: Mapping) -> str:
 
 
 def _data(found: Mapping) -> str:
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in found["kinds"].items())
-    share = found["targets"] / max(found["tokens"], 1)
+    names = {field.name for field in dataclasses.fields(DataReport)} - {"findings", "left_out"}
+    ledger, report = Ledger(**found["ledger"]), DataReport(**{name: found[name] for name in names})
+    share, what = found["targets"] / max(found["tokens"], 1), "scored" if ledger.is_scored else "trained"
     facts = {
-        "rows": f"{found['rows']:,} ({kinds})", "documents": f"{found['documents']:,}", "tokens": f"{found['tokens']:,}",
-        "trained tokens": f"{found['targets']:,} ({share:.0%})",
+        "rows": f"{found['rows']:,} ({ledger.kinds})", "documents": report.documents_in_words(), "tokens": f"{found['tokens']:,}",
+        f"{what} tokens": f"{found['targets']:,} ({share:.0%})",
     }  # fmt: skip
     findings = [
         (one["level"], one["rule"], f"{one['count']:,}", ", ".join(map(str, one["rows"])), one["what"], one["remedy"])
         for one in found["findings"]
     ]
     columns = ("", "rule", "rows", "the first", "what", "remedy")
-    return _pairs(facts) + (_table(columns, findings, classes=True) if findings else "<p>The gate found nothing wrong.</p>")
+    gate = _table(columns, findings, classes=True) if findings else "<p>The gate found nothing wrong.</p>"
+    return _pairs(facts) + _table(COLUMNS, ledger.table()) + gate
 
 
 def _settings(config: ChronicalsConfig) -> str:

@@ -1,0 +1,112 @@
+"""The ledger of a data set: the rows that were read, by kind, and what became of each.
+
+It is made once, when the data are opened; the log, the report and ``train --check`` render it. A row is in one of three
+places, so what was read is what is trained, held out and left out together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+UNRECOGNISED = "unrecognised"
+"""The kind of rows whose fields tell none, or that cannot be read."""
+
+COLUMNS = ("kind", "read", "trained", "held out", "left out", "why")
+"""Names of the columns of ``Ledger.table``."""
+
+Counts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Rows of one data set by kind.
+
+    Attributes:
+        read: all of them.
+        trained: those of which something is trained.
+        held_out: those that are only scored.
+        left_out: those that are neither, by kind and then by the gate's rule that says why.
+        divided: how many of ``trained`` are texts in several pieces of which some are held out.
+
+    Raises:
+        ValueError: the sums do not agree.
+    """
+
+    read: Counts = field(default_factory=dict)
+    trained: Counts = field(default_factory=dict)
+    held_out: Counts = field(default_factory=dict)
+    left_out: Mapping[str, Counts] = field(default_factory=dict)
+    divided: int = 0
+
+    def __post_init__(self) -> None:
+        for kind in {*self.read, *self.trained, *self.held_out, *self.left_out}:
+            read, trained, held_out, left_out = self._of_kind(kind)
+            if read != trained + held_out + left_out:
+                raise ValueError(
+                    f"{kind}: {read} rows read, but {trained} trained, {held_out} held out and {left_out} left out"
+                )
+
+    def _of_kind(self, kind: str) -> tuple[int, int, int, int]:
+        left_out = sum(self.left_out.get(kind, {}).values())
+        return self.read.get(kind, 0), self.trained.get(kind, 0), self.held_out.get(kind, 0), left_out
+
+    @property
+    def causes(self) -> Counts:
+        """Rows left out, by the gate's rule that says why, the most frequent first."""
+        causes = Counter[str]()
+        for counts in self.left_out.values():
+            causes.update(counts)
+        return dict(causes.most_common())
+
+    @property
+    def kinds(self) -> str:
+        """Rows read, by kind, in words."""
+        return _named(self.read)
+
+    def words(self) -> str:
+        """Return the ledger in one line; what became of the rows is left out where all are trained, or all held out."""
+        read, left_out = sum(self.read.values()), sum(self.causes.values())
+        parts = []
+        if self.trained and (self.held_out or left_out):
+            parts.append(f"{_by_kind(self.trained)} trained")
+        if self.held_out and (self.trained or left_out):
+            parts.append(f"{_by_kind(self.held_out)} held out")
+        if left_out:
+            why = ", ".join(f"{count:,} {rule}" for rule, count in self.causes.items())
+            parts.append(f"{left_out:,} left out ({why})")
+        if self.divided:
+            parts.append(f"{self.divided:,} of those trained are held out in part")
+        became = f": {', '.join(parts)}" if parts else ""
+        return f"{read:,} rows ({self.kinds}){became}" if read else "0 rows"
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return a row for each kind, and one of the sums where there are several, in the columns ``COLUMNS``."""
+        rows = []
+        for kind in sorted(self.read):
+            why = ", ".join(f"{count:,} {rule}" for rule, count in self.left_out.get(kind, {}).items())
+            rows.append((kind, *(f"{count:,}" for count in self._of_kind(kind)), why))
+        if len(rows) > 1:
+            sums = [sum(counts) for counts in zip(*map(self._of_kind, self.read))]
+            rows.append(("all", *(f"{count:,}" for count in sums), ""))
+        return rows
+
+    @property
+    def is_scored(self) -> bool:
+        """True for data that are held out as a whole."""
+        return bool(self.held_out) and not self.trained
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _by_kind(counts: Counts) -> str:
+    """Return how many rows there are, and of which kinds where these are several."""
+    total = f"{sum(counts.values()):,}"
+    return f"{total} ({_named(counts)})" if len(counts) > 1 else total
+
+
+def _named(counts: Counts) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
