@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: the events, the file of metrics, the progress bar."""
+"""What a run tells those who watch it: the events, and the file of metrics."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,6 @@ from chronicals.distributed import Mesh, alone
 from chronicals.standard_json import to_json
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation
-from chronicals.training.heard import is_heard
 from chronicals.training.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -178,58 +175,3 @@ def read_metrics(path: Path) -> list[dict]:
         except json.JSONDecodeError:
             logger.warning("%s: a line is torn and left out: %.40s", path, text)
     return lines
-
-
-class ProgressBar(Callback):
-    """A bar on a terminal; elsewhere twenty lines a run, logged, or printed where nobody hears the log."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.console = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(24), TextColumn("{task.description}"),
-            TimeRemainingColumn(), console=self.console,
-        )  # fmt: skip
-
-    def run_began(self, run: Run) -> None:
-        self.total, self.share = run.total_steps, run.trainable_share
-        self.first, self.began = run.step + 1, time.monotonic()
-        self.task = self.bar.add_task("", total=run.total_steps, completed=run.step)
-        if self.console.is_terminal:
-            self.bar.start()
-
-    def step_done(self, metrics: StepMetrics) -> None:
-        if metrics.step == self.first:
-            self.began = time.monotonic()  # the first step is longer than others
-        words = (
-            f"loss {metrics.loss:.4f} · grad norm {metrics.grad_norm:.3f} · lr {metrics.learning_rate:.2e} · "
-            f"epoch {metrics.epoch:.2f} · {metrics.tokens_per_second:,.0f} tokens/s · {100 * self.share:.3g}% trainable"
-            + (f" · {metrics.memory_gib:.1f} GiB" if metrics.memory_gib else "")
-            + "".join(f" · {name} {value:.4g}" for name, value in metrics.others.items())
-        )
-        self.bar.update(self.task, completed=metrics.step, description=words)
-        shown = metrics.step in (self.first, self.total) or metrics.step % max(self.total // 20, 1) == 0
-        if shown and not self.console.is_terminal:
-            self._say(f"step {metrics.step}/{self.total} · {words}{self._time_left(metrics.step)}")
-
-    def _time_left(self, step: int) -> str:
-        done = step - self.first
-        if not done or step >= self.total:
-            return ""
-        seconds = round((self.total - step) * (time.monotonic() - self.began) / done)
-        return f" · {timedelta(seconds=seconds)} left"
-
-    def _say(self, line: str) -> None:
-        if is_heard(logger):
-            logger.info("%s", line)
-        else:
-            print(line, file=sys.stderr, flush=True)  # noqa: T201
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        logger.info("held-out after step %d: %s", step, evaluation)
-
-    def run_ended(self, run: Run) -> None:
-        if self.console.is_terminal:
-            self.bar.stop()

@@ -20,7 +20,7 @@ from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
-from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
+from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.context import check_dealt, sharing_packs
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
@@ -41,6 +41,7 @@ from chronicals.training.preparation import (
     open_stores,
     teach_generation_to_stop,
 )
+from chronicals.training.progress import ProgressBar
 from chronicals.training.resume import checkpoint_to_resume, claimed, holds_a_run
 from chronicals.training.routers import keep_anchor
 from chronicals.training.run import Run, TrainingResult

@@ -1,0 +1,183 @@
+"""The progress of a run: on a terminal two lines that are never wider than it, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chronicals.training.callbacks import Callback
+from chronicals.training.evaluation import Evaluation
+from chronicals.training.heard import is_heard
+from chronicals.training.metrics import StepMetrics
+from chronicals.training.run import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+
+logger = logging.getLogger(__name__)
+
+LINES_OF_A_RUN = 20
+"""Lines that a run has at least without a terminal, if it has so many steps."""
+
+SECONDS_BETWEEN_LINES = 10.0
+"""The longest time without a line there, unless a step takes longer."""
+
+MOST_LINES = 2
+"""Lines on a terminal, unless what must be seen needs more."""
+
+NARROWEST_BAR, WIDEST_BAR = 8, 24
+"""Characters of the bar; without room for the first there is none."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, in parts of a line.
+
+    Attributes:
+        step, total: steps done, and in all.
+        metrics: of the last step; None before the first.
+        seconds_left: until the last step; None where that is not known yet.
+    """
+
+    step: int
+    total: int
+    metrics: StepMetrics | None = None
+    seconds_left: float | None = None
+
+    def first_parts(self) -> list[str]:
+        """What is always shown, and never cut."""
+        parts = [f"step {self.step}/{self.total}"]
+        if self.metrics is not None:
+            parts.append(f"loss {self.metrics.loss:.4f}")
+        if self.seconds_left is not None:
+            parts.append(f"{_clock(self.seconds_left)} left")
+        return parts
+
+    def further_parts(self) -> list[str]:
+        """What is shown where there is room, what tells most about the run first."""
+        metrics = self.metrics
+        if metrics is None:
+            return []
+        parts = [f"grad norm {metrics.grad_norm:.3f}", f"lr {metrics.learning_rate:.2e}"]
+        parts += [f"{metrics.tokens_per_second:,.0f} tokens/s"]
+        parts += [f"{name} {value:.4g}" for name, value in metrics.others.items()]
+        parts += [f"epoch {metrics.epoch:.2f}"]
+        return parts + ([f"{metrics.memory_gib:.1f} GiB"] if metrics.memory_gib else [])
+
+    def line(self) -> str:
+        """All of it in a line that may be of any length."""
+        return " · ".join([*self.first_parts(), *self.further_parts()])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        separator = ", " if options.ascii_only else " · "
+        step, *rest = self.first_parts()
+        room = options.max_width - len(_fitted([step, *rest], [], options.max_width, separator)[0]) - 1
+        bar = "" if room < NARROWEST_BAR else "-" * min(room, WIDEST_BAR)
+        parts = [f"{step} {bar}" if bar else step, *rest]
+        for number, line in enumerate(_fitted(parts, self.further_parts(), options.max_width, separator)):
+            yield self._with_bar(line, len(step) + 1, len(bar), options.ascii_only) if number == 0 and bar else _text(line)
+
+    def _with_bar(self, line: str, start: int, width: int, ascii_only: bool) -> Text:
+        """The line with the bar drawn over its place."""
+        done = width * min(self.step, self.total) // max(self.total, 1)
+        full, empty = ("#", "-") if ascii_only else ("━", "─")
+        text = _text(line[:start] + full * done + empty * (width - done) + line[start + width :])
+        text.stylize("bar.complete", start, start + done)
+        text.stylize("bar.back", start + done, start + width)
+        return text
+
+
+def _text(line: str) -> Text:
+    from rich.text import Text
+
+    return Text(line, no_wrap=True, overflow="fold")
+
+
+def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator: str) -> list[str]:
+    """Lines of whole parts: all of ``first``, however many lines they need, and of ``further`` what ``MOST_LINES`` hold."""
+    lines = [first[0]]
+    for part in first[1:]:
+        if len(lines[-1] + separator + part) <= width:
+            lines[-1] += separator + part
+        else:
+            lines.append(part)
+    for part in further:
+        if len(lines[-1] + separator + part) <= width:
+            lines[-1] += separator + part
+        elif len(lines) < MOST_LINES and len(part) <= width:
+            lines.append(part)
+    return lines
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+class ProgressBar(Callback):
+    """Two lines with a bar on a terminal; elsewhere lines that are logged, or printed where nobody hears the log."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self.console = Console(stderr=True)
+
+    def run_began(self, run: Run) -> None:
+        from rich.live import Live
+
+        self.step, self.total, self.first = run.step, run.total_steps, run.step + 1
+        self.metrics: StepMetrics | None = None
+        self.began = self.said = time.monotonic()
+        self.last_step_at: float | None = None
+        self.live = Live(console=self.console, get_renderable=self.now, refresh_per_second=4)
+        if self.console.is_terminal:
+            self.live.start()
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        self.step, self.metrics, self.last_step_at = metrics.step, metrics, time.monotonic()
+        if metrics.step == self.first:
+            self.began = self.last_step_at  # the first step is longer than others
+        if not self.console.is_terminal and self._is_due():
+            self.said = self.last_step_at
+            self._say(self.now().line())
+
+    def now(self) -> Progress:
+        """Where the run stands at this moment."""
+        return Progress(self.step, self.total, self.metrics, self._seconds_left())
+
+    def _seconds_a_step(self) -> float | None:
+        """The mean since the first step; None before there is one more."""
+        done = self.step - self.first
+        return None if self.last_step_at is None or done < 1 else (self.last_step_at - self.began) / done
+
+    def _seconds_left(self) -> float | None:
+        seconds = self._seconds_a_step()
+        if seconds is None or self.last_step_at is None or self.step >= self.total:
+            return None
+        since = time.monotonic() - self.last_step_at
+        return max((self.total - self.step) * seconds - since, 0.0)
+
+    def _is_due(self) -> bool:
+        """Whether this step has a line: the first, the last, some between, and any after which it would be quiet too long."""
+        if self.step in (self.first, self.total) or self.step % max(self.total // LINES_OF_A_RUN, 1) == 0:
+            return True
+        quiet = time.monotonic() - self.said
+        return quiet + (self._seconds_a_step() or 0.0) > SECONDS_BETWEEN_LINES
+
+    def _say(self, line: str) -> None:
+        if is_heard(logger):
+            logger.info("%s", line)
+        else:
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        logger.info("held-out after step %d: %s", step, evaluation)
+
+    def run_ended(self, run: Run) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
