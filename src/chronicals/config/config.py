@@ -88,7 +88,8 @@ def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, A
         return line
     annotation = cls.__pydantic_fields__[ours]  # type: ignore[attr-defined]
     try:
-        pydantic.TypeAdapter(Annotated[annotation.rebuild_annotation(), annotation]).validate_python(value)
+        checked_type: Any = Annotated[annotation.rebuild_annotation(), annotation]
+        pydantic.TypeAdapter(checked_type).validate_python(value)
     except pydantic.ValidationError as error:
         return f"{name}: no such field; {_wrong(ours, {**error.errors()[0], 'loc': (ours,)}, given)}"  # type: ignore[dict-item]
     return line

@@ -300,7 +300,7 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
             beside = {"objective": "pretraining", **beside}
     elif ours == "train_on_roles":
         value = foreign_data.roles(value)
-    fields_to_set = {ours: value, **beside}
+    fields_to_set: dict[str, Any] = {str(ours): value, **beside}
     return "use " + " and ".join(f"{each}={one!r}" for each, one in fields_to_set.items()) + remark
 
 

@@ -131,9 +131,11 @@ def _data(found: Mapping) -> str:
     ledger, report = Ledger(**found["ledger"]), DataReport(**{name: found[name] for name in names})
     share, what = found["targets"] / max(found["tokens"], 1), "scored" if ledger.is_scored else "trained"
     facts = {
-        "rows": f"{found['rows']:,} ({ledger.kinds})", "documents": report.documents_in_words(), "tokens": f"{found['tokens']:,}",
+        "rows": f"{found['rows']:,} ({ledger.kinds})",
+        "documents": report.documents_in_words(),
+        "tokens": f"{found['tokens']:,}",
         f"{what} tokens": f"{found['targets']:,} ({share:.0%})",
-    }  # fmt: skip
+    }
     findings = [
         (one["level"], one["rule"], f"{one['count']:,}", ", ".join(map(str, one["rows"])), one["what"], one["remedy"])
         for one in found["findings"]
