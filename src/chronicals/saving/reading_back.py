@@ -220,11 +220,21 @@ def _of_generation(folder: Path, model: Any) -> Iterator[str]:
 
 
 def _of_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
+    """Compare the saved tokenizer as transformers loads it. Where that takes another class for a model of this kind, which
+    splits text otherwise, the files are right, and their own class reads them so."""
     try:
-        stored = load_tokenizer(folder)
+        first = list(_between(load_tokenizer(folder), tokenizer))
     except (ValueError, ImportError) as error:
-        logger.warning("the saved tokenizer is read by its own class alone: %s", error)
-        stored = type(tokenizer).from_pretrained(folder)
+        first = [f"AutoTokenizer cannot load it ({error})"]
+    if not first:
+        return
+    kind = type(tokenizer)
+    yield from _between(kind.from_pretrained(folder), tokenizer)
+    logger.warning("the saved tokenizer is right as %s reads it, not by AutoTokenizer: %s", kind.__name__, first[0])
+
+
+def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
+    """Yield in what a tokenizer that was loaded is not the one that was trained with."""
     if stored.get_vocab() != tokenizer.get_vocab():
         yield "the tokenizer has another vocabulary than the one that was trained with"
     if _merges(stored) != _merges(tokenizer):
