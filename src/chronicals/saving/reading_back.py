@@ -229,8 +229,10 @@ def _of_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
     if not first:
         return
     kind = type(tokenizer)
-    yield from _between(kind.from_pretrained(folder), tokenizer)
-    logger.warning("the saved tokenizer is right as %s reads it, not by AutoTokenizer: %s", kind.__name__, first[0])
+    by_its_class = list(_between(kind.from_pretrained(folder), tokenizer))
+    yield from by_its_class
+    if not by_its_class:
+        logger.warning("the saved tokenizer is right as %s reads it, not by AutoTokenizer: %s", kind.__name__, first[0])
 
 
 def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
