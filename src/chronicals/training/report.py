@@ -132,7 +132,7 @@ def _data(found: Mapping) -> str:
     share, what = found["targets"] / max(found["tokens"], 1), "scored" if ledger.is_scored else "trained"
     facts = {
         "rows": f"{found['rows']:,} ({ledger.kinds})",
-        "documents": report.documents_in_words(),
+        "documents": report.documents_in_words().removesuffix(" documents"),
         "tokens": f"{found['tokens']:,}",
         f"{what} tokens": f"{found['targets']:,} ({share:.0%})",
     }
