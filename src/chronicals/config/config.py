@@ -86,10 +86,10 @@ def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, A
     ours = OURS.get(name, "")
     if f"; use {ours}={value!r}" not in line:
         return line
-    annotation = cls.__pydantic_fields__[ours]  # type: ignore[attr-defined]
+    field = cls.__pydantic_fields__[ours]  # type: ignore[attr-defined]
+    annotation: Any = Annotated[field.rebuild_annotation(), field]
     try:
-        checked_type: Any = Annotated[annotation.rebuild_annotation(), annotation]
-        pydantic.TypeAdapter(checked_type).validate_python(value)
+        pydantic.TypeAdapter(annotation).validate_python(value)
     except pydantic.ValidationError as error:
         return f"{name}: no such field; {_wrong(ours, {**error.errors()[0], 'loc': (ours,)}, given)}"  # type: ignore[dict-item]
     return line

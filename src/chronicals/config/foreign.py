@@ -72,6 +72,7 @@ RENAMED: dict[str, str] = {
     "run_name": "wandb_name wandb_run_name experiment_name mlflow_run_name",
     "output_dir": "out_dir save_dir output_path",
     "cache_dir": "dataset_prepared_path",
+    "chat_template": "chat_template_path",
     "seed": "random_seed random_state data_seed",
     "model": "model_name_or_path model_name model_id pretrained_model_name_or_path",
     "data": "dataset datasets dataset_name dataset_path dataset_id train_file train_data train_dataset data_path "
@@ -284,7 +285,7 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
     ours = OURS.get(name) or (name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None)
     if ours is not None and ours not in fields:
         ours = ours.removeprefix("lora_")
-    if ours not in fields:
+    if ours is None or ours not in fields:
         return None
     remark = f"; {BESIDE[ours]}" if ours in BESIDE else ""
     if value is NOT_SHOWN:

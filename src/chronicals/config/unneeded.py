@@ -17,6 +17,7 @@ _BY_REASON: dict[str, str] = {
         "per_device_eval_batch_size eval_batch_size per_gpu_eval_batch_size eval_accumulation_steps"
     ),
     "loss, perplexity and token accuracy are measured": (
+        "eval_do_concat_batches eval_use_gather_object "
         "compute_accuracy do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split "
         "prediction_loss_only include_for_metrics batch_eval_metrics predict_with_generate eval_table_size "
         "eval_max_new_tokens eval_delay eval_on_start"
@@ -125,6 +126,8 @@ _BY_REASON: dict[str, str] = {
         "peft_ensure_weight_tying merge_lora autocast_adapter_dtype ephemeral_gpu_offload"
     ),
     "this kind of adapter is not part of this version": (
+        "megatron_config megatron_core lora_ga_config velora_config alora_invocation_tokens qalora_group_size "
+        "monteclora_config runtime_config kasa_config peft_version base_model_name_or_path "
         "exclude_modules layer_replication peft_layer_replication use_qalora use_bdlora lora_bias eva_config "
         "corda_config arrow_config relora use_llama_pro oft_rank oft_block_size oft_target module_dropout"
     ),
@@ -173,6 +176,7 @@ _BY_REASON: dict[str, str] = {
         "mlflow_tracking_uri hf_mlflow_log_artifacts"
     ),
     "trackers here are tensorboard, wandb and mlflow": (
+        "trackio_bucket_id trackio_static_space_id "
         "use_comet use_swanlab use_trackio swanlab_project swanlab_run_name trackio_space_id trackio_project_name "
         "trackio_run_name comet_project_name"
     ),
@@ -187,6 +191,9 @@ _BY_REASON: dict[str, str] = {
     ),
     "the reference is computed in the batches of the run": (
         "precompute_ref_batch_size ref_model_adapters ref_model_quantization_bit"
+    ),
+    "an entry of data has them: {path: owner/name, subset: main, split: train}": (
+        "dataset_config dataset_train_split dataset_test_split"
     ),
     "FP8 has no settings: use_fp8": (
         "fp8_backend fp8_enable_fsdp_float8_all_gather"
