@@ -10,8 +10,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from chronicals.config import ChronicalsConfig as ChronicalsConfig
-    from chronicals.export import export as export
-    from chronicals.generation import answer as generate  # noqa: F401
     from chronicals.generation import load_trained as load_trained
     from chronicals.lora import LoRAConfig as LoRAConfig
     from chronicals.lora import apply_lora as apply_lora
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from chronicals.training import Callback as Callback
     from chronicals.training import ChronicalsTrainer as ChronicalsTrainer
     from chronicals.training import TrainingResult as TrainingResult
-    from chronicals.training.evaluation import evaluate_data as evaluate  # noqa: F401
 
 _HOME = {
     "Callback": "chronicals.training:Callback",

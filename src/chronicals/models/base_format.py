@@ -114,7 +114,7 @@ class BaseFormat:
             kind = FourBits(**{name: value for name, value in group.items() if name not in found})
             for which, paths in found.items():
                 paths.update(dict.fromkeys(group.get(which, ()), kind))
-        return cls(**found, by_transformers=stated.get("by_transformers"))
+        return cls(layers=found["layers"], experts=found["experts"], by_transformers=stated.get("by_transformers"))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: each way of quantising once, with the layers that have it."""

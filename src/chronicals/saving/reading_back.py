@@ -95,9 +95,9 @@ def _of_adapters(folder: Path, model: Any) -> Iterator[str]:
                 stored = f"{PREFIX}{path}.{in_file(name)}"
                 left.discard(stored)
                 yield from _of_tensor(file, stored, layer.get_parameter(name), len(layer.pair[0]), layer)
-        for path, layer in trained_tokens(model):
+        for path, tokens in trained_tokens(model):
             left.discard(f"{PREFIX}{path}.{FILE_NAME}")
-            yield from _of_tensor(file, f"{PREFIX}{path}.{FILE_NAME}", layer.values)
+            yield from _of_tensor(file, f"{PREFIX}{path}.{FILE_NAME}", tokens.values)
         values = model.state_dict(keep_vars=True)
         for name in sorted(left):
             own = name.removeprefix(PREFIX).replace(".token_adapter.", ".")
