@@ -24,7 +24,15 @@ from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
-from chronicals.export.whole import CLIENT, in_dtype, name_dtype, prove_beside, write_beside, write_files
+from chronicals.export.whole import (
+    CLIENT,
+    in_dtype,
+    name_dtype,
+    prove_beside,
+    prove_rounded,
+    write_beside,
+    write_files,
+)
 from chronicals.models import load_model
 from chronicals.models.experts import Expert, stack_named, watch_experts
 from chronicals.models.four_bits import ROUTERS
@@ -180,8 +188,9 @@ def write(source: Source, aside: Path, layout: Layout) -> None:
             that the layout cannot store.
     """
     names = _quantised(source, layout)
+    source.check_kept("BF16")
     aside.mkdir(parents=True)
-    write_files(source, aside, lambda stored: layout.written(stored) if stored.name in names else [in_dtype(stored, "BF16")])
+    write_files(source, aside, lambda stored: _written(stored, layout, names))
     write_beside(source, aside)
     name_dtype(aside, "bf16", quantization_config=_described(source, layout, names))
 
@@ -189,8 +198,12 @@ def write(source: Source, aside: Path, layout: Layout) -> None:
 def size(source: Source, layout: Layout) -> int:
     """Bytes of the tensors."""
     names = _quantised(source, layout)
-    new = [layout.written(stored) if name in names else [in_dtype(stored, "BF16")] for name, stored in source.tensors.items()]
-    return sum(tensor.bytes for tensors in new for tensor in tensors)
+    return sum(tensor.bytes for stored in source.tensors.values() for tensor in _written(stored, layout, names))
+
+
+def _written(stored: StoredTensor, layout: Layout, names: Mapping[str, str]) -> list[NewTensor]:
+    """The tensors that take the place of one."""
+    return layout.written(stored) if stored.name in names else [in_dtype(stored, "BF16")]
 
 
 def _quantised(source: Source, layout: Layout) -> dict[str, str]:
@@ -236,13 +249,11 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     """Read the weights back; load them by transformers, and compare with the same arithmetic in torch."""
     names = _quantised(source, layout)
     found = {stored.name: stored for file in sorted(aside.glob("*.safetensors")) for stored in tensors_in(file)}
-    new = [
-        tensor.name
-        for name, stored in source.tensors.items()
-        for tensor in (layout.written(stored) if name in names else [in_dtype(stored, "BF16")])
-    ]
+    new = [tensor.name for stored in source.tensors.values() for tensor in _written(stored, layout, names)]
     proof.equal("every weight is there", "safetensors", sorted(new), sorted(found))
-    errors = {name: relative_error(layout.read(found, name), source.tensors[name].read()) for name in names}
+    source.prove_merged(proof)
+    prove_rounded(source, aside, lambda stored: _written(stored, layout, names), proof)
+    errors = {name: relative_error(layout.read(found, name), source.trained_tensors[name].read()) for name in names}
     worst = max(errors, key=lambda name: errors[name])
     proof.bounded("quantised weights", "safetensors", errors[worst], layout.error, worst)
     simulated = _in_torch(source, found, layout, names)
@@ -255,8 +266,7 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     theirs = logits_of(prove_beside(source, aside, proof), source.documents)
     error = largest_error(theirs, expected)
     proof.bounded("logits beside torch with the same weights and inputs", CLIENT, error, source.at_least(BOUND))
-    trained = logits_of(source.trained(), source.documents)
-    cost = largest_error(theirs, trained)
+    cost = largest_error(theirs, source.trained_logits)
     proof.reported("logits beside the trained model's", CLIENT, cost)
 
 

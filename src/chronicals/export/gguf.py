@@ -15,9 +15,10 @@ import torch
 from chronicals.export import gguf_file, llama_cpp
 from chronicals.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from chronicals.export.importance import importance_of
-from chronicals.export.proof import Proof, cross_entropy, largest_error, relative_error
+from chronicals.export.proof import ROUNDED_ONCE, SUMMED, Proof, cross_entropy, largest_error, relative_error
 from chronicals.export.source import PROBES, Source, logits_of
 from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensors
+from chronicals.export.whole import ROUNDED
 from chronicals.models.gguf_families import as_computed, family_of
 from chronicals.models.gguf_tensors import Restored
 from chronicals.quantization import PackedLinear
@@ -39,6 +40,12 @@ OF_ROUNDING, BLOCK = 2.0, 32
 """The same as a multiple of what such rounding of activations does in torch, where a model makes more of it; and how many
 elements share a scale."""
 
+BESIDE_TRAINED = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
+"""Of torch's logits with the file's weights beside those of the trained model, by what rounding the weights changes."""
+
+FLOATS = ("F32", "F16", "BF16")
+"""Types that are not quantised."""
+
 READER = "gguf"
 
 COMPARED = "logits beside torch with the file's weights"
@@ -53,6 +60,8 @@ def write(source: Source, target: Path, kind: str) -> None:
         ValueError: the package gguf is missing, or llama.cpp where it quantises.
     """
     planned = gguf_file.plan(source.text_config, source.language, _written_as(source, kind))
+    if kind != "f32":
+        source.check_kept("F16" if kind == "f16" else "BF16")
     if kind in gguf_file.TYPES:
         gguf_file.write(target, planned, source.language, _vocabulary(source), kind, _about(source))
         return
@@ -110,12 +119,14 @@ def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
         return
     for name, values in planned.extra.items():
         proof.equal(name, READER, values.tolist(), written.read(name).tolist())
-    if source.saved.adapted:
-        source.prove_merged(proof)
+    source.prove_merged(proof)
     _prove_weights(source, written, found, proof)
+    if kind in gguf_file.TYPES:
+        _prove_rounded(source, written, planned, proof)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
         model = _in_torch(source, found, Path(place), proof)
         source.prove_survival(model, proof)
+        _prove_beside_trained(source, model, kind, proof)
         if llama_cpp.is_there():
             _prove_ids(source, file, proof)
             _prove_logits(source, file, model, kind, proof)
@@ -129,10 +140,42 @@ def _prove_weights(source: Source, written: gguf_file.File, found: Restored, pro
     worst: dict[str, tuple[float, str]] = {}
     for name in found:
         kind = written.type_of(found.pieces[name][0].name)
-        error = relative_error(found[name], source.language[name].read())
+        error = relative_error(found[name], source.trained_language[name].read())
         worst[kind] = max(worst.get(kind, (0.0, name)), (error, name))
     for kind, (error, name) in worst.items():
         proof.bounded(f"weights in {kind}", READER, error, ERRORS.get(kind, 0.0), name)
+
+
+def _prove_rounded(source: Source, written: gguf_file.File, planned: gguf_file.Plan, proof: Proof) -> None:
+    """Every tensor beside the trained weights, summed anew and rounded once to its type."""
+    import gguf
+
+    worst: dict[str, tuple[float, float, str]] = {}
+    for piece in planned.pieces:
+        made = piece.forward([source.trained_language[name].read().float() for name in piece.sources])
+        kind = planned.types[piece.name]
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(made.contiguous().numpy(), kind), kind)
+        expected = torch.from_numpy(np.array(rounded, np.float32)).view(made.shape)
+        error, bound = _difference(written.read(piece.name), expected, kind.name)
+        worst[kind.name] = max(worst.get(kind.name, (-1.0, 0.0, "")), (error, bound, piece.name))
+    for name, (error, bound, where) in worst.items():
+        proof.bounded(f"{ROUNDED}, {name}", READER, error, bound, where)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, kind: str) -> tuple[float, float]:
+    """Of a tensor of a type from what its trained weights become in it, and the bound on that."""
+    if kind in FLOATS:
+        return relative_error(found, expected), SUMMED if kind == "F32" else ROUNDED_ONCE
+    return float((found != expected).float().mean()), ROUNDED_ONCE
+
+
+def _prove_beside_trained(source: Source, model: Any, kind: str, proof: Proof) -> None:
+    """The logits of torch with the file's weights beside the trained model's: bounded where nothing is quantised."""
+    error = largest_error(logits_of(model, source.documents), source.trained_logits)
+    if kind in BESIDE_TRAINED:
+        proof.bounded("logits beside the trained model's", "torch", error, source.at_least(BESIDE_TRAINED[kind]))
+    else:
+        proof.reported("logits beside the trained model's", "torch", error)
 
 
 def _in_torch(source: Source, found: Restored, folder: Path, proof: Proof) -> Any:
@@ -210,7 +253,7 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
         rounded = largest_error(logits_of(model, source.documents), same_weights)
     bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.text_config) else 0.0, OF_ROUNDING * rounded)
     proof.bounded(COMPARED, "llama.cpp", error, source.at_least(bound))
-    trained = logits_of(source.trained(), source.documents)
+    trained = source.trained_logits
     losses = [
         sum(cross_entropy(logits, ids) * (len(ids) - 1) for logits, ids in zip(found, source.documents))
         / sum(len(ids) - 1 for ids in source.documents)

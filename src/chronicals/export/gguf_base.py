@@ -1,4 +1,4 @@
-"""A model in a GGUF file as files of transformers, for what reads those alone: dequantised, in bf16."""
+"""A model in a GGUF file as files of transformers, for what reads those alone: dequantised, in fp32."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from chronicals.models.gguf_tokenizer import tokenizer_of
 def dequantised(file: Path, place: Path) -> Iterator[Path]:
     """A folder of the model's files, which is gone afterwards.
 
+    The weights are fp32, as exact as the blocks are, so that what is made of them is rounded once.
+
     Args:
         place: beside which it is made; its folder may not be there yet.
 
@@ -26,6 +28,6 @@ def dequantised(file: Path, place: Path) -> Iterator[Path]:
     """
     parent = next(folder for folder in place.absolute().parents if folder.exists())
     with tempfile.TemporaryDirectory(dir=parent, prefix=".dequantised-") as folder:
-        load_gguf(file, torch.bfloat16, packed=False).save_pretrained(folder)
+        load_gguf(file, torch.float32, packed=False).save_pretrained(folder)
         tokenizer_of(File(file)).save_pretrained(folder)
         yield Path(folder)

@@ -10,7 +10,8 @@ import functools
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,33 @@ class Change:
         error: of what rounding changed, to that of the exact sum.
         lost: of what rounding changed, to that of what the adapter adds.
         from_files: of what is written less what the base's file holds, to that of what the file holds.
+        lost_in: what would be lost by rounding to a type of 16 bits, by its name in safetensors.
     """
 
     change: float
     error: float
     lost: float
     from_files: float
+    lost_in: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, added: Tensor, total: Tensor, dtype: torch.dtype, norms: tuple[Tensor, Tensor], from_files: float
+    ) -> Change:  # fmt: skip
+        """Return the ratios of a sum of a weight and what an adapter adds, all of them fp32.
+
+        Args:
+            dtype: that the sum is written in.
+            norms: of the whole weight and of the whole sum, of which the others may be some rows.
+            from_files: as the attribute says.
+        """
+
+        def rounded_off(dtype: torch.dtype) -> Tensor:
+            return (total.to(dtype).float() - weight - added).norm()
+
+        off, change = rounded_off(dtype), added.norm()
+        lost_in = {name: _ratio(rounded_off(DTYPES_OF_FILES[name]), change) for name in ("BF16", "F16")}
+        return cls(_ratio(change, norms[0]), _ratio(off, norms[1]), _ratio(off, change), from_files, lost_in)
 
 
 @dataclass(frozen=True)
@@ -108,8 +130,8 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         base_model: the adapter's model, where the adapter does not say or it has moved.
 
     Raises:
-        MergeError: there is no adapter, or it is of a reward model, ``output`` exists, the disk is too full, the adapter does
-            not fit the base, or changes nothing, or more than is plausible.
+        MergeError: there is no adapter, or several, or it is of a reward model, ``output`` exists, the disk is too full, the
+            adapter does not fit the base, or changes nothing, or more than is plausible.
         CheckpointError: the files cannot be written; nothing stays.
     """
     output, saved = Path(output), SavedModel.find(model, base_model)
@@ -117,19 +139,43 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         raise MergeError(f"{model}: holds no adapter; a model that was trained whole needs no merging, use it as it is")
     if saved.is_scored():
         raise MergeError(of_a_reward_model(saved))
+    if output.exists():
+        raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
+    with _base_folder(saved, output) as base:
+        return Sums(saved, base).write(output)
+
+
+@contextmanager
+def summed(saved: SavedModel, output: Path) -> Iterator[tuple[Sums, Merged]]:
+    """An adapter in the weights of its base, each sum in fp32: written to ``output``, and as it is read from the two apart.
+
+    Raises:
+        MergeError: as ``merge``.
+    """
+    with _base_folder(saved, output) as base:
+        sums = Sums(saved, base, exact=True)
+        yield sums, sums.write(output)
+
+
+@contextmanager
+def _base_folder(saved: SavedModel, place: Path) -> Iterator[Path]:
+    """The files of an adapter's base; those of a GGUF file are made beside ``place``, and are gone afterwards.
+
+    Raises:
+        MergeError: there is no such model, or it computes with several adapters.
+    """
     if saved.others:
         raise MergeError(
             f"{saved.beside or saved.place}: the model computes with the sum of {1 + len(saved.others)} adapters of PEFT; load "
             "it (chronicals.saving.SavedModel.find(…).model), call model.merge_and_unload(), and save that"
         )
-    if output.exists():
-        raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     if not saved.base:
         raise MergeError(f"{saved.place}: an adapter that does not name its model; give base_model (--base-model)")
-    if (file := gguf_of(saved.base)) is not None:
-        with dequantised(file, output) as folder:
-            return _merged(saved, folder, output, f"the values of {file}, dequantised to bf16,")
-    return _merged(saved, folder_of(saved.base), output)
+    if (file := gguf_of(saved.base)) is None:
+        yield folder_of(saved.base)
+        return
+    with dequantised(file, place) as folder:
+        yield folder
 
 
 def of_a_reward_model(saved: SavedModel) -> str:
@@ -145,31 +191,120 @@ def of_a_reward_model(saved: SavedModel) -> str:
     )
 
 
-def _merged(saved: SavedModel, base: Path, output: Path, values: str | None = None) -> Merged:
-    """Write the sums; ``values`` says what the adapter is added to, where the files of ``base`` hold just that."""
-    adapter = _Adapter(Path(saved.place), BaseFormat.read(saved.about.get("base")))
-    files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
-    adapter.place_in([stored for tensors in files.values() for stored in tensors], base)
-    if adapter.quantised is not None:
-        adapter.place_quantised(load_without_weights(base))
-    summands = f"{values or adapter.values_of(str(saved.base))} and the adapter {saved.place}"
-    _check_room(output, files)
-    changes: dict[str, Change] = {}
+@dataclass(frozen=True)
+class SummedTensor(StoredTensor):
+    """A weight of a base with its adapter, summed from the two in fp32 whenever it is read; it is in no file.
 
-    def fill(aside: Path) -> None:
-        _copy_small_files(base, saved.beside or Path(saved.place), aside)
-        for file, tensors in files.items():
-            write_file(aside / file.name, tensors, lambda stored: adapter.merged(stored, changes), adapter.shapes)
-        _check(changes)
-        _write_rows(aside, adapter.shapes)
-        if any(isinstance(stored, PackedTensor) for tensors in files.values() for stored in tensors):
-            _write_dense(aside, files)
-        weights = {name: asdict(change) for name, change in changes.items()}
-        report = {"adapter": str(saved.place), "base": saved.base, "sums_of": summands, "weights": weights}
-        (aside / REPORT).write_text(to_json(report, indent=1))
+    Attributes:
+        total: makes the sum.
+    """
 
-    write_folder(output, fill)
-    return Merged(output, str(saved.place), str(saved.base), changes, summands)
+    total: Callable[[], Tensor] = field(kw_only=True)
+
+    def read(self) -> Tensor:
+        return self.total()
+
+
+class Sums:
+    """The weights of a base with an adapter in them, each summed in fp32 from the files of both.
+
+    Args:
+        saved: the adapter.
+        base: folder of its model's files.
+        exact: sums are written in fp32 as they are, for what rounds them to another dtype; not in that of the base's files.
+
+    Raises:
+        MergeError: the adapter does not fit the base.
+    """
+
+    def __init__(self, saved: SavedModel, base: Path, exact: bool = False):
+        self.saved, self.base, self.exact = saved, base, exact
+        self.is_of_gguf = gguf_of(str(saved.base)) is not None
+        self.adapter = _Adapter(Path(saved.place), BaseFormat.read(saved.about.get("base")), self.dtype_of)
+        self.files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
+        self.adapter.place_in([stored for tensors in self.files.values() for stored in tensors], base)
+        if self.adapter.quantised is not None:
+            self.adapter.place_quantised(load_without_weights(base))
+
+    @property
+    def summands(self) -> str:
+        """In words, what is added up."""
+        file, base = gguf_of(str(self.saved.base)), str(self.saved.base)
+        values = self.adapter.values_of(base) if file is None else f"the values of {file}, dequantised to fp32,"
+        return f"{values} and the adapter {self.saved.place}"
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """By name, every weight: summed when it is read, or that of the base where it stays."""
+        found: dict[str, StoredTensor] = {}
+        for tensors in self.files.values():
+            for stored in tensors:
+                found[stored.name] = self._summed(stored) if self._is_made(stored) else stored
+        return found
+
+    def _summed(self, stored: StoredTensor) -> SummedTensor:
+        shape = tuple(self.adapter.shapes.get(stored.name, stored.shape))
+
+        def total() -> Tensor:
+            merged = self.adapter.merged(stored, {})
+            return stored.read() if merged is None else merged
+
+        return SummedTensor(stored.file, stored.name, "F32", shape, 0, 4 * torch.Size(shape).numel(), total=total)
+
+    def _is_made(self, stored: StoredTensor) -> bool:
+        """Whether a weight is none of the base's as its files hold it."""
+        return isinstance(stored, PackedTensor) or self.adapter.replaces(stored.name)
+
+    def dtype_of(self, stored: StoredTensor) -> str:
+        """The dtype that a weight is written in: that of the base's files, or fp32 for what is not copied from them."""
+        if self.exact:
+            return "F32" if self._is_made(stored) else stored.dtype
+        return "BF16" if self.is_of_gguf and stored.dtype == "F32" else stored.dtype  # a GGUF file's own are of many types
+
+    @property
+    def base_bytes(self) -> int:
+        """The size of the base, its weights in 4 bits taken as dense."""
+        return sum(stored.bytes for tensors in self.files.values() for stored in tensors)
+
+    def _bytes(self) -> int:
+        """The size of all that is written."""
+        total = 0
+        for tensors in self.files.values():
+            for stored in tensors:
+                dtype, shape = self.dtype_of(stored), self.adapter.shapes.get(stored.name, stored.shape)
+                whole = torch.Size(shape).numel()
+                total += whole * DTYPES_OF_FILES[dtype].itemsize if dtype in DTYPES_OF_FILES else stored.bytes
+        return total
+
+    def write(self, output: Path) -> Merged:
+        """Write the whole model.
+
+        Raises:
+            MergeError: the disk is too full, or the adapter changes nothing, or more than is plausible.
+            CheckpointError: the files cannot be written; nothing stays.
+        """
+        _check_room(output, self._bytes())
+        changes: dict[str, Change] = {}
+        adapter = self.adapter
+
+        def fill(aside: Path) -> None:
+            _copy_small_files(self.base, self.saved.beside or Path(self.saved.place), aside)
+            for file, tensors in self.files.items():
+                made = functools.partial(adapter.merged, changes=changes)
+                write_file(aside / file.name, tensors, made, adapter.shapes, self.dtype_of)
+            _check(changes)
+            _write_rows(aside, adapter.shapes)
+            if self.is_of_gguf and not self.exact:
+                _write_dtype(aside)
+            if adapter.in_4_bits:
+                _write_dense(aside, self.files)
+            if self.exact or self.is_of_gguf or adapter.shapes:
+                _write_index(aside)
+            weights = {name: asdict(change) for name, change in changes.items()}
+            made_of = {"adapter": str(self.saved.place), "base": self.saved.base, "sums_of": self.summands}
+            (aside / REPORT).write_text(to_json({**made_of, "weights": weights}, indent=1))
+
+        write_folder(output, fill)
+        return Merged(output, str(self.saved.place), str(self.saved.base), changes, self.summands)
 
 
 class _Adapter:
@@ -177,9 +312,11 @@ class _Adapter:
 
     Args:
         quantised: how the base was quantised under it; None where it was not.
+        dtype_of: the dtype that a weight is written in, as safetensors names it.
     """
 
-    def __init__(self, folder: Path, quantised: BaseFormat | None = None):
+    def __init__(self, folder: Path, quantised: BaseFormat | None, dtype_of: Callable[[StoredTensor], str]):
+        self._dtype_of = dtype_of
         self.folder, self.described, self.quantised = folder, describe_adapter(folder), quantised
         self._read = functools.lru_cache(KEPT)(self._load)
         self.shape = shape_of(self.described, self.described["target_modules"])
@@ -248,6 +385,11 @@ class _Adapter:
         if absent and (isinstance(asked, Mapping) or not self.tokens):  # PEFT may store a list's again for a tied head
             raise MergeError(f"{self.folder}: {absent[0]} fits no trainable_token_indices, or no weight of the base")
 
+    def replaces(self, name: str) -> bool:
+        """Whether a weight of the base becomes another."""
+        places: tuple[Container[str], ...] = (self.shapes, self.tokens, self.changed)
+        return any(name in place for place in places) or self._is_dequantised(name)
+
     def _with_tokens(self, stored: StoredTensor, whole: Tensor, changes: dict[str, Change]) -> Tensor:
         """An embedding, fp32, with the rows of the trained tokens."""
         ids, name = self.tokens[stored.name]
@@ -258,11 +400,10 @@ class _Adapter:
                 "adapter was trained on as base_model (--base-model)"
             )
         total = whole.index_copy(0, torch.tensor(ids), rows)
-        kind = DTYPES_OF_FILES.get(stored.dtype, torch.float32)
-        written = total.to(kind).float()
-        changed, off = (rows - whole[ids]).norm(), (written - total)[ids].norm()
-        moved = _ratio((written - whole).norm(), whole.norm())
-        changes[stored.name] = Change(_ratio(changed, whole.norm()), _ratio(off, total.norm()), _ratio(off, changed), moved)
+        dtype = self._written(stored)
+        moved = _ratio((total.to(dtype).float() - whole).norm(), whole.norm())
+        norms = whole.norm(), total.norm()
+        changes[stored.name] = Change.of(whole[ids], rows - whole[ids], rows, dtype, norms, moved)
         return total
 
     def place_quantised(self, model: Any) -> None:
@@ -320,8 +461,12 @@ class _Adapter:
         kind, transposed = self.dequantised[name]
         return kind.values(weight.t()).t() if transposed else kind.values(weight)
 
+    def _written(self, stored: StoredTensor) -> torch.dtype:
+        """The dtype to which the sum is rounded when it is written."""
+        return DTYPES_OF_FILES.get(self._dtype_of(stored), torch.float32)
+
     def merged(self, stored: StoredTensor, changes: dict[str, Change]) -> Tensor | None:
-        """What takes the place of a weight of the base, fp32; None where it stays."""
+        """The weight that takes the place of one of the base, fp32; None where that stays. ``changes`` gets what it does."""
         replaced = self._read(self.names[stored.name]).float() if stored.name in self.shapes else None
         if stored.name in self.tokens:
             return self._with_tokens(stored, stored.read().float() if replaced is None else replaced, changes)
@@ -334,7 +479,7 @@ class _Adapter:
             raise MergeError(f"{error}: the base is quantised; give base_model (--base-model) in 16 or 32 bits") from None
         exact = self._as_trained(weight, stored.name).float() if replaced is None else replaced
         if addition is None:
-            changes[stored.name] = self._change(weight, exact, torch.zeros_like(exact), exact)
+            changes[stored.name] = self._change(stored, weight, exact, torch.zeros_like(exact), exact)
             return exact
         update = addition.update()
         if update.shape != exact.shape:
@@ -348,22 +493,23 @@ class _Adapter:
             update = total - exact
             if update.norm() <= ROUNDED * exact.norm():  # the norms of an adapter that was not trained
                 update = torch.zeros_like(update)
-        changes[stored.name] = self._change(weight, exact, update, total)
+        changes[stored.name] = self._change(stored, weight, exact, update, total)
         return total
 
-    def _change(self, weight: Tensor, exact: Tensor, update: Tensor, total: Tensor) -> Change:
+    def _change(self, stored: StoredTensor, weight: Tensor, exact: Tensor, update: Tensor, total: Tensor) -> Change:
         """Return how a weight of a file is changed.
 
         Args:
+            weight: what the file holds.
             exact: what the adapter was trained over, fp32.
             update: what is added to it.
-            total: their sum, which is rounded to the dtype of the file.
+            total: their sum, which is rounded to the dtype that is written.
         """
-        written, there = total.to(weight.dtype).float(), weight.float()
-        off, changed, moved = (written - exact - update).norm(), update.norm(), 0.0
+        dtype, moved = self._written(stored), 0.0
+        written, there = total.to(dtype).float(), weight.float()
         if written.shape == there.shape:  # else the adapter has an embedding of its own
             moved = _ratio((written - there).norm(), there.norm())
-        return Change(_ratio(changed, exact.norm()), _ratio(off, total.norm()), _ratio(off, changed), moved)
+        return Change.of(exact, update, total, dtype, (exact.norm(), total.norm()), moved)
 
     def _with_magnitudes(self, path: str, weight: Tensor, along: int) -> Tensor:
         """DoRA: each row of ``weight``, whose elements are along this dimension, as long as the adapter says."""
@@ -378,6 +524,21 @@ class _Adapter:
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part / whole) if part else 0.0
+
+
+def check_kept(merged: Merged, dtype: str, remedy: str) -> None:
+    """Raises MergeError where rounding to a type of 16 bits takes nearly all that the adapter adds from every weight.
+
+    Args:
+        dtype: as safetensors names it.
+        remedy: ends the message.
+    """
+    if all(made.lost_in[dtype] >= MOST_LOST for made in merged.changes.values() if made.change):
+        spacing = str(DTYPES_OF_FILES[dtype]).removeprefix("torch.")
+        raise MergeError(
+            f"the adapter is lost: nearly all of its changes are less than the spacing of {spacing}; nothing was written. "
+            f"{remedy}"
+        )
 
 
 def _check(changes: Mapping[str, Change]) -> None:
@@ -411,9 +572,8 @@ def folder_of(base: str) -> Path:
         raise MergeError(f"{base}: the adapter's model is no folder, nor downloaded ({reason}); give base_model") from None
 
 
-def _check_room(output: Path, files: Mapping[Path, list[StoredTensor]]) -> None:
-    """Raises MergeError where the disk has too little."""
-    needed = sum(stored.end - stored.begin for tensors in files.values() for stored in tensors)
+def _check_room(output: Path, needed: int) -> None:
+    """Raises MergeError where the disk has less than these bytes."""
     place = next(folder for folder in output.absolute().parents if folder.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -443,7 +603,13 @@ def _write_rows(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     text = config["text_config"] if "vocab_size" in config.get("text_config", {}) else config
     text["vocab_size"] = max(rows)
     file.write_text(json.dumps(config, indent=2))
-    _write_index(folder)
+
+
+def _write_dtype(folder: Path) -> None:
+    """That the weights of a base in GGUF, dequantised in fp32, are written in bf16."""
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
 
 
 def _write_dense(folder: Path, files: Mapping[Path, list[StoredTensor]]) -> None:

@@ -17,7 +17,15 @@ from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.weight_files import NewTensor, StoredTensor
-from chronicals.export.whole import CLIENT, in_dtype, name_dtype, prove_beside, write_beside, write_files
+from chronicals.export.whole import (
+    CLIENT,
+    in_dtype,
+    name_dtype,
+    prove_beside,
+    prove_rounded,
+    write_beside,
+    write_files,
+)
 from chronicals.kernels.nf4 import SCALE_BLOCK
 from chronicals.models import load_model
 from chronicals.models.gguf_families import NotExpressible
@@ -46,6 +54,7 @@ def write(source: Source, aside: Path) -> None:
         NotExpressible: the model is quantised already, or has no decoder layers with linear layers.
     """
     names = _quantised_names(source)
+    source.check_kept("BF16")
     aside.mkdir(parents=True)
     write_files(source, aside, lambda stored: _written(stored, names))
     write_beside(source, aside)
@@ -103,8 +112,8 @@ def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
 
 def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
     """The tensors of a weight by name, in host memory; on a card where there is one it is quantised there."""
-    weight = stored.read().bfloat16()
-    packed = Packed.of(weight.to("cuda") if torch.cuda.is_available() else weight)
+    weight = stored.read().float()
+    packed = Packed.of(weight.to("cuda") if torch.cuda.is_available() else weight).to(torch.bfloat16)
     tensors = {name: tensor.cpu() for name, tensor in stored_tensors(stored.name, packed).items()}
     described = tensors[f"{stored.name}.{STATE}nf4"]
     blanks = torch.full((DESCRIPTION - len(described),), ord(" "), dtype=torch.uint8)
@@ -119,17 +128,20 @@ def size(source: Source) -> int:
 
 def prove(source: Source, aside: Path, proof: Proof) -> None:
     """Read the weights back; load them by transformers with bitsandbytes, and compare with the same weights in torch."""
-    packed = load_model(aside, torch.bfloat16)
+    packed, stored_names = load_model(aside, torch.bfloat16), _quantised_names(source)
     layers = {f"{path}.weight": layer for path, layer in packed.named_modules() if isinstance(layer, Linear4bit)}
     proof.equal("layers in 4 bits", PACKAGE, sorted(quantised_names(source.folder)), sorted(layers))
     whole = load_model(source.folder, torch.float32)
     inside = sum(parameter.numel() for name, parameter in whole.named_parameters() if name in layers)
     proof.reported("ratio of the weights that are in 4 bits", PACKAGE, inside / sum(p.numel() for p in whole.parameters()))
+    source.prove_merged(proof)
+    prove_rounded(source, aside, lambda stored: _written(stored, stored_names), proof)
+    names = {name: found for found, name in stored_names.items()}
     errors = {}
     for name, parameter in whole.named_parameters():
         if name in layers:
             dense = layers[name].packed.dense().float()
-            errors[name] = relative_error(dense, parameter.data)
+            errors[name] = relative_error(dense, source.trained_tensors[names[name]].read())
             parameter.data = dense
         else:
             parameter.data = parameter.data.bfloat16().float()
@@ -152,6 +164,5 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     rounded = largest_error(logits_of(same_weights.bfloat16(), source.documents), expected)
     bound = source.at_least(max(BOUND, OF_ROUNDING * rounded))
     proof.bounded("logits beside torch with the same weights", f"{CLIENT} with {PACKAGE}", error, bound)
-    trained = logits_of(source.trained(), source.documents)
-    cost = largest_error(found, trained)
+    cost = largest_error(found, source.trained_logits)
     proof.reported("logits beside the trained model's", CLIENT, cost)

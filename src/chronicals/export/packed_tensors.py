@@ -19,7 +19,7 @@ TYPES = {**DTYPES, "U8": torch.uint8}
 
 @dataclass(frozen=True)
 class PackedTensor(StoredTensor):
-    """A weight that is read, and copied, dequantized.
+    """A weight that is read dequantized in fp32, and copied in its dtype.
 
     Attributes:
         dtype: that it had before it was quantized.
@@ -38,10 +38,12 @@ class PackedTensor(StoredTensor):
 
     def read(self) -> Tensor:
         """Raises ValueError where one of its tensors is missing or damaged."""
-        return read_weight(self.name, {name: _read(part) for name, part in self.parts.items()}).dense()
+        packed = read_weight(self.name, {name: _read(part) for name, part in self.parts.items()})
+        return packed.to(torch.float32).dense()
 
     def copy_to(self, out: BinaryIO) -> None:
-        out.write(self.read().view(-1).view(torch.uint8).numpy().data)
+        rounded = self.read().to(DTYPES[self.dtype])
+        out.write(rounded.view(-1).view(torch.uint8).numpy().data)
 
 
 def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[StoredTensor]]:

@@ -99,6 +99,24 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(error) else error  # of which ``max`` would not hear
 
 
+ROUNDED_ONCE = 2e-4
+"""Of a tensor of 16 bits beside the trained one rounded once to its type, relative; and of codes, the ratio that differ.
+Sums that were rounded to bf16 before are beyond it: 1e-3 in fp16, 2e-3 and more of the codes of any type."""
+
+SUMMED = 1e-6
+"""The same of a tensor in fp32, relative: what another order of sums changes."""
+
+
+def beside_rounded(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """The difference of a tensor that was written from what its trained weights become in the same dtype, and its bound."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf, ROUNDED_ONCE
+    if found.is_floating_point() and found.element_size() > 1:
+        return relative_error(found, expected), SUMMED if found.element_size() > 2 else ROUNDED_ONCE
+    codes, others = (x.contiguous().view(-1).view(torch.uint8) for x in (found, expected))
+    return float((codes != others).float().mean()) if len(codes) else 0.0, ROUNDED_ONCE
+
+
 def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Of several tensors, such as the logits of several documents."""
     return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))

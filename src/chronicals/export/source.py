@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +18,14 @@ from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.export.gguf_base import dequantised
-from chronicals.export.merge import folder_of, merge
+from chronicals.export.merge import Merged, Sums, check_kept, folder_of, summed
 from chronicals.export.part_names import language_name, reads_images
 from chronicals.export.proof import Proof, largest_error
 from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
+from chronicals.models.base_format import BaseFormat, without_adapters
 from chronicals.models.gguf_reader import gguf_of
+from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data
 from chronicals.training.reference_record import with_reference
@@ -49,7 +51,9 @@ class Source:
 
     Attributes:
         saved: what was given.
-        folder: the whole model; where an adapter was given, merged with its base.
+        folder: the whole model; where an adapter was given, with it in the base's weights, each sum in fp32.
+        sums: these sums once more, from the files of base and adapter, where an adapter was given.
+        merged: what the adapter changed.
         data: rows that show how much of the training survives, as ``chronicals evaluate`` takes them.
         importance: rows by which llama.cpp weighs the error of quantising.
         vllm_python: interpreter of an environment with vLLM.
@@ -57,6 +61,8 @@ class Source:
 
     saved: SavedModel
     folder: Path
+    sums: Sums | None = None
+    merged: Merged | None = None
     data: str | None = None
     importance: str | None = None
     vllm_python: str | None = None
@@ -85,8 +91,17 @@ class Source:
         """The tensors of the language part by the names that they have in a model of text; of such a model, all."""
         if not reads_images(self.config):
             return self.tensors
-        named = {language_name(name): stored for name, stored in self.tensors.items()}
-        return {name: stored for name, stored in named.items() if name is not None}
+        return _of_language(self.tensors)
+
+    @cached_property
+    def trained_tensors(self) -> dict[str, StoredTensor]:
+        """Every weight as it was trained, by name, read from base and adapter apart, not from our files of sums."""
+        return self.tensors if self.sums is None else self.sums.tensors()
+
+    @cached_property
+    def trained_language(self) -> dict[str, StoredTensor]:
+        """The same of the language part, named as ``language``."""
+        return _of_language(self.trained_tensors) if reads_images(self.config) else self.trained_tensors
 
     @property
     def beside_language(self) -> list[StoredTensor]:
@@ -134,16 +149,33 @@ class Source:
         return documents_of(self.tokenizer)
 
     def trained(self) -> Any:
-        """The model as it was trained, in fp32 or as large models are on a card."""
-        return on_device(self.saved.model(self.dtype))
+        """The model as it was trained, base and adapter apart, in fp32 or as large models are on a card."""
+        model = self.saved.model(self.dtype)
+        form = BaseFormat.read(self.saved.about.get("base"))
+        in_files = self.sums is not None and self.sums.adapter.in_4_bits  # whose values are summed as exact as they are
+        if form is not None and not in_files:
+            dequantise_as_multiplied(model, form)
+        return on_device(model)
+
+    @cached_property
+    def trained_logits(self) -> list[torch.Tensor]:
+        """Of ``documents``, by ``trained``."""
+        return logits_of(self.trained(), self.documents)
 
     def prove_merged(self, proof: Proof) -> None:
-        """Adds whether the merged weights are the trained model."""
-        found, expected = (logits_of(model, self.documents) for model in (self.load(self.folder), self.trained()))
-        error = largest_error(found, expected)
-        stored = {stored.dtype for stored in self.tensors.values()}
-        bound = self.at_least(MERGED if stored == {"F32"} else IN_16_BITS)
-        proof.bounded("merged weights beside the trained model", "transformers", error, bound)
+        """Adds whether the sums of base and adapter, which artefacts are made of, are the trained model."""
+        if self.saved.adapted:
+            bound = self.at_least(MERGED)
+            proof.bounded("merged weights beside the trained model", "transformers", self._error_of_sums, bound)
+
+    @cached_property
+    def _error_of_sums(self) -> float:
+        return largest_error(logits_of(self.load(self.folder), self.documents), self.trained_logits)
+
+    def check_kept(self, dtype: str) -> None:
+        """Raises MergeError where rounding to a type of 16 bits, or to fewer, would make the adapted model its base again."""
+        if self.merged is not None:
+            check_kept(self.merged, dtype, "Export it in fp32 (--to merged-fp32), or by itself (--to adapter)")
 
     @cached_property
     def losses(self) -> dict[str, float]:
@@ -189,7 +221,7 @@ class Source:
     @property
     def dtype(self) -> torch.dtype:
         """What models are compared in: fp32, unless only 16 bits fit."""
-        size = sum(stored.end - stored.begin for stored in self.tensors.values())
+        size = sum(stored.bytes for stored in self.tensors.values()) if self.sums is None else self.sums.base_bytes
         return torch.float32 if size < LARGE else torch.bfloat16
 
     def at_least(self, bound: float) -> float:
@@ -201,6 +233,30 @@ class Source:
         return on_device(load_model(folder, self.dtype))
 
 
+def _of_language(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    named = {language_name(name): stored for name, stored in tensors.items()}
+    return {name: stored for name, stored in named.items() if name is not None}
+
+
+def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
+    """Layers and experts in 4 bits become plain ones of the values that a run's products read.
+
+    Args:
+        form: of the base, which says to which dtype values were rounded for these products.
+    """
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Experts4bit):
+            kind = form.kind_of_experts(without_adapters(path))
+        elif isinstance(module, PackedLinear) and module.in_4_bits:
+            kind = form.kind_of(without_adapters(path))
+        else:
+            continue
+        assert kind is not None, f"{path}: is in 4 bits, and the adapter's folder names it not"
+        kept = module.dtype
+        module.dtype = getattr(torch, kind.products)
+        model.set_submodule(path, module.plain().to(kept))
+
+
 def documents_of(tokenizer: Any) -> list[list[int]]:
     """Token ids of ``PROBES``, and of a conversation as it was trained, where there is a template."""
     found = [tokenizer(text)["input_ids"] for text in PROBES]
@@ -210,7 +266,7 @@ def documents_of(tokenizer: Any) -> list[list[int]]:
 
 
 MERGED, IN_16_BITS = 1e-4, 5e-2
-"""Of logits of merged weights beside those of weights and adapter apart, in fp32 and where either is in 16 bits."""
+"""Of logits of merged weights, which are fp32, beside those of weights and adapter apart, computed in fp32 and in 16 bits."""
 
 LARGE = 8 << 30
 """Bytes of a model's files from which models are compared in bf16."""
@@ -241,7 +297,8 @@ def opened(model: str | Path, base_model: str | None, place: Path, **given: str 
     """
     saved = SavedModel.find(model, base_model)
     if saved.adapted:
-        yield Source(saved, merge(model, place / "merged", base_model).folder, **given)
+        with summed(saved, place / "merged") as (sums, merged):
+            yield Source(saved, merged.folder, sums, merged, **given)
     elif (file := gguf_of(saved.place)) is not None:
         with dequantised(file, place / "dequantised") as folder:
             yield Source(saved, folder, **given)

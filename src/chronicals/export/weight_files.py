@@ -58,6 +58,14 @@ class StoredTensor:
             content = bytearray(file.read(self.end - self.begin))
         return torch.frombuffer(content, dtype=DTYPES[self.dtype]).view(self.shape) if content else torch.empty(self.shape)
 
+    def content(self) -> Tensor:
+        """Its bytes, uint8, whatever its dtype."""
+        content = bytearray(self.bytes)
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            file.readinto(content)
+        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
     def copy_to(self, out: BinaryIO) -> None:
         """Its bytes, a few at a time."""
         with self.file.open("rb") as file:
@@ -130,6 +138,15 @@ class NewTensor:
         assert isinstance(made, StoredTensor), f"{self.name}: a tensor of {self.dtype} can only be copied"
         return made.bytes
 
+    def cast(self) -> Tensor:
+        """The tensor in its dtype, in memory; raises ValueError where a value is too large for that."""
+        made = self.made()
+        if not isinstance(made, StoredTensor):
+            return _cast(made, self)
+        if made.dtype in DTYPES:
+            return _cast(made.read(), self)
+        return made.content().view(WRITTEN.get(self.dtype, torch.uint8))
+
 
 def write_tensors(target: Path, tensors: list[NewTensor]) -> None:
     """Write a file, one tensor after the other.
@@ -165,24 +182,27 @@ def _cast(made: Tensor, tensor: NewTensor) -> Tensor:
 
 def write_file(
     target: Path, tensors: list[StoredTensor], changed: Callable[[StoredTensor], Tensor | None],
-    shapes: Mapping[str, torch.Size],
+    shapes: Mapping[str, torch.Size], dtype_of: Callable[[StoredTensor], str],
 ) -> None:  # fmt: skip
-    """Write a file with the same names and dtypes, one tensor after the other.
+    """Write a file with the same names, one tensor after the other.
 
     Args:
         tensors: what the file holds.
         changed: called for each in turn; the tensor that is written in its place, or None.
         shapes: of those that ``changed`` gives another shape.
+        dtype_of: the dtype that a tensor is written in, as safetensors names it.
     """
 
     def made(stored: StoredTensor) -> Tensor | StoredTensor:
         tensor = changed(stored)
-        return stored if tensor is None else tensor
+        if tensor is not None:
+            return tensor
+        return stored if dtype_of(stored) == stored.dtype else stored.read()
 
     write_tensors(
         target,
         [
-            NewTensor(stored.name, stored.dtype, tuple(shapes.get(stored.name, stored.shape)), partial(made, stored))
+            NewTensor(stored.name, dtype_of(stored), tuple(shapes.get(stored.name, stored.shape)), partial(made, stored))
             for stored in tensors
         ],
     )

@@ -12,9 +12,9 @@ from typing import Any
 from chronicals.export import vllm
 from chronicals.export.compatible import make_compatible
 from chronicals.export.merge import REPORT
-from chronicals.export.proof import Proof, largest_error
+from chronicals.export.proof import Proof, beside_rounded, largest_error
 from chronicals.export.source import Source, documents_of, logits_of
-from chronicals.export.weight_files import DTYPES, INDEX, NewTensor, StoredTensor, write_tensors
+from chronicals.export.weight_files import DTYPES, INDEX, NewTensor, StoredTensor, tensors_in, write_tensors
 from chronicals.models import load_config, load_tokenizer
 from chronicals.saving import MANIFEST
 
@@ -23,7 +23,10 @@ KINDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 BOUNDS = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-4}
 """Of logits beside those of the trained model, by what rounding the weights changes."""
 
-CLIENT = "transformers"
+CLIENT, FILES = "transformers", "safetensors"
+
+ROUNDED = "weights beside the trained ones rounded once"
+"""Name of the comparison that tells whether anything was rounded on the way."""
 
 LEFT_OUT = {MANIFEST, REPORT, INDEX, "chronicals.json"}
 
@@ -34,10 +37,16 @@ def write(source: Source, aside: Path, kind: str) -> None:
     Raises:
         ValueError: a weight is too large for float16.
     """
+    if kind != "fp32":
+        source.check_kept(KINDS[kind])
     aside.mkdir(parents=True)
-    write_files(source, aside, lambda stored: [in_dtype(stored, KINDS[kind])])
+    write_files(source, aside, _in_kind(kind))
     write_beside(source, aside)
     name_dtype(aside, kind)
+
+
+def _in_kind(kind: str) -> Callable[[StoredTensor], list[NewTensor]]:
+    return lambda stored: [in_dtype(stored, KINDS[kind])]
 
 
 def in_dtype(stored: StoredTensor, dtype: str) -> NewTensor:
@@ -83,15 +92,37 @@ def name_dtype(folder: Path, kind: str, **more: Any) -> None:
 
 
 def prove(source: Source, aside: Path, kind: str, proof: Proof) -> None:
-    """Load it by transformers, and compare."""
+    """Read its weights; load it by transformers, and compare."""
+    prove_rounded(source, aside, _in_kind(kind), proof)
     model = prove_beside(source, aside, proof)
     source.prove_survival(model, proof)
     if kind != "fp32":
         vllm.prove(source, aside, source.trained, proof)
-    expected = logits_of(source.trained(), source.documents)
-    found = logits_of(model, source.documents)
-    error = largest_error(found, expected)
+    error = largest_error(logits_of(model, source.documents), source.trained_logits)
     proof.bounded("logits beside the trained model's", CLIENT, error, source.at_least(BOUNDS[kind]))
+
+
+def prove_rounded(
+    source: Source, aside: Path, made: Callable[[StoredTensor], list[NewTensor]], proof: Proof
+) -> None:
+    """Compare all tensors of a folder's files with what the trained weights become, rounded once.
+
+    Args:
+        made: as ``write_files`` takes it.
+    """
+    found = {stored.name: stored for file in sorted(aside.glob("*.safetensors")) for stored in tensors_in(file)}
+    worst: dict[str, tuple[float, float, str]] = {}
+    for stored in source.trained_tensors.values():
+        for new in made(stored):
+            if new.name not in found or found[new.name].dtype != new.dtype:
+                proof.equal("every weight is there", FILES, f"{new.name} in {new.dtype}", None)
+                return
+            expected = new.cast()
+            read = found[new.name].content().view(expected.dtype).view(expected.shape)
+            error, bound = beside_rounded(read, expected)
+            worst[new.dtype] = max(worst.get(new.dtype, (-1.0, 0.0, "")), (error, bound, new.name))
+    for dtype, (error, bound, name) in worst.items():
+        proof.bounded(f"{ROUNDED}, {dtype}", FILES, error, bound, name)
 
 
 def prove_beside(source: Source, aside: Path, proof: Proof) -> Any:

@@ -92,7 +92,7 @@ class BaseFormat:
         inner = within_adapters(model)
         layers = dict(_linear_layers(inner))
         experts = {
-            _without_adapters(path): FourBits.of(module.packed(next(iter(module.stacked))), module.dtype)
+            without_adapters(path): FourBits.of(module.packed(next(iter(module.stacked))), module.dtype)
             for path, module in inner.named_modules()
             if isinstance(module, Experts4bit)
         }
@@ -188,9 +188,9 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
         if is_of_bitsandbytes(module):
             weight = weight_of_layer(module)
             products: Any = module.compute_dtype
-            yield _without_adapters(path), FourBits.of(weight, products or weight.dtype)
+            yield without_adapters(path), FourBits.of(weight, products or weight.dtype)
         elif isinstance(module, PackedLinear) and module.in_4_bits:
-            yield _without_adapters(path), FourBits.of(module.four_bits, module.dtype)
+            yield without_adapters(path), FourBits.of(module.four_bits, module.dtype)
 
 
 def _described_by_transformers(model: Any) -> dict[str, Any] | None:
@@ -203,7 +203,8 @@ def _described_by_transformers(model: Any) -> dict[str, Any] | None:
     return {**json.loads(json.dumps(described, default=str)), "quant_method": str(getattr(method, "value", method))}
 
 
-def _without_adapters(path: str) -> str:
+def without_adapters(path: str) -> str:
+    """The path that a module has in a model without adapters."""
     return ".".join(part for part in path.split(".") if part != BESIDE_ADAPTERS)
 
 
