@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import families
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import MergeError, merge
+from chronicals.export import MergeError, export, merge
 from chronicals.export.additions import SMALL, Part, parts_in_files
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
 from comparison import equal
@@ -93,6 +93,20 @@ def test_the_embedding_of_a_tied_head_is_refused(tmp_path):
     with pytest.raises(MergeError, match=r"model.embed_tokens has an adapter, and its weight is that of the head.*unload"):
         merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_end_of_a_tied_pair_is_exported_by_itself(tmp_path, end, caplog):
+    """What works and what is refused is said when it is attached, before anything is trained."""
+    tiny.llama(3, tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    with caplog.at_level("WARNING"):
+        adapted(tmp_path / "adapter", tmp_path / "base", target_modules=[end])
+    assert "chronicals export takes it as it is (--to adapter), and refuses to merge it" in caplog.text
+    (exported,) = export(tmp_path / "adapter", "adapter", tmp_path / "artefacts")
+    assert not exported.proof.failed and (exported.path / "adapter_model.safetensors").exists()
+    with pytest.raises(MergeError, match="head"):
+        export(tmp_path / "adapter", "merged", tmp_path / "artefacts")
 
 
 def test_an_adapter_of_other_experts_is_refused(tmp_path):

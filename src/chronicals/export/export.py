@@ -185,7 +185,7 @@ def export(
     with (
         without_bars(),
         workspace(folder) as place,
-        opened(_stored(model, tokenizer, place), base_model, place, **given) as source,
+        opened(_stored(model, tokenizer, place), base_model, place, set(asked) == {"adapter"}, **given) as source,
     ):
         eyes = _eyes(source, asked, folder, named)
         if eyes is not None and not eyes[1].exists():

@@ -141,7 +141,7 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         raise MergeError(of_a_reward_model(saved))
     if output.exists():
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
-    with _base_folder(saved, output) as base:
+    with base_folder(saved, output) as base:
         return Sums(saved, base).write(output)
 
 
@@ -152,13 +152,13 @@ def summed(saved: SavedModel, output: Path) -> Iterator[tuple[Sums, Merged]]:
     Raises:
         MergeError: as ``merge``.
     """
-    with _base_folder(saved, output) as base:
+    with base_folder(saved, output) as base:
         sums = Sums(saved, base, exact=True)
         yield sums, sums.write(output)
 
 
 @contextmanager
-def _base_folder(saved: SavedModel, place: Path) -> Iterator[Path]:
+def base_folder(saved: SavedModel, place: Path) -> Iterator[Path]:
     """The files of an adapter's base; those of a GGUF file are made beside ``place``, and are gone afterwards.
 
     Raises:

@@ -18,7 +18,7 @@ from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.export.gguf_base import dequantised
-from chronicals.export.merge import Merged, Sums, check_kept, folder_of, summed
+from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
 from chronicals.export.part_names import language_name, reads_images
 from chronicals.export.proof import Proof, largest_error
 from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
@@ -285,18 +285,24 @@ def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def opened(model: str | Path, base_model: str | None, place: Path, **given: str | None) -> Iterator[Source]:
-    """What a name stands for, as a source.
+def opened(
+    model: str | Path, base_model: str | None, place: Path, apart: bool = False, **given: str | None
+) -> Iterator[Source]:  # fmt: skip
+    """The model of a name, as a source.
 
     Args:
         place: folder for the merged model, where an adapter is given.
+        apart: an adapter is not merged; the folder is that of its base.
         given: further fields of ``Source``.
 
     Raises:
         ValueError: there is no such model, or its adapter cannot be merged.
     """
     saved = SavedModel.find(model, base_model)
-    if saved.adapted:
+    if saved.adapted and apart:
+        with base_folder(saved, place / "base") as base:
+            yield Source(saved, base, **given)
+    elif saved.adapted:
         with summed(saved, place / "merged") as (sums, merged):
             yield Source(saved, merged.folder, sums, merged, **given)
     elif (file := gguf_of(saved.place)) is not None:

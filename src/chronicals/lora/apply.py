@@ -94,7 +94,9 @@ def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:
         if any(layer is end for layer in layers):
             logger.warning(
                 "lora_target_modules: the %s is adapted, and its weight is the %s's too, which has no adapter; PEFT's "
-                "merge_and_unload would change both and give another model: merge with that of chronicals, or leave it out",
+                "merge_and_unload would change both and give another model: merge with that of chronicals, or leave it out. "
+                "chronicals export takes it as it is (--to adapter), and refuses to merge it (merged, gguf, fp8 …, chronicals "
+                "merge): for those leave it out, or untie the two in the base first (tie_word_embeddings: false)",
                 name,
                 other,
             )
