@@ -21,6 +21,7 @@ from chronicals.cli.options import make_room_for, values_of, with_recipe_flags
 REFUSED = {
     "trust_remote_code": "runs no code of a model",
     "chat_template": "takes the tokenizer with the template that it has",
+    "resize_embeddings": "trains the embedding as the model has it",
     "base_model": "starts from a whole model, not from an adapter",
 }
 """Fields of a recipe that a benchmark does not take, and why."""

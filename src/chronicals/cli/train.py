@@ -139,8 +139,9 @@ def _check_data(
     from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run
+    from chronicals.training.vocabulary import rows_needed
 
-    embedding_rows = saved.embedding_rows(plan.trust_remote_code)
+    embedding_rows = rows_needed(tokenizer, saved.embedding_rows(plan.trust_remote_code), config)
     reports = None if holds_a_run(config.output_dir) else config.output_dir
     if reports is not None and ranks.writer:
         reports.mkdir(parents=True, exist_ok=True)

@@ -397,6 +397,9 @@ class ChronicalsConfig:
         "of the data, within a step and from step to step",
     )
     max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
+    resize_embeddings: bool = Field(
+        default=False, description="Give embedding and head rows for tokens of the tokenizer that have none, and train them"
+    )
 
     _evaluation: ClassVar = Heading("Evaluation")
     validation_split: Share = Field(default=0.0, description="Share of the rows held out, instead of data of their own")

@@ -46,6 +46,7 @@ RENAMED: dict[str, str] = {
     "lora_alpha_pattern": "alpha_pattern",
     "lora_modules_to_save": "modules_to_save additional_target",
     "lora_trainable_tokens": "trainable_token_indices peft_trainable_token_indices",
+    "resize_embeddings": "resize_vocab",
     "lora_target_parameters": "target_parameters",
     "lora_init": "init_lora_weights",
     "lora_layers": "layers_to_transform lora_layers_to_transform peft_layers_to_transform",

@@ -12,6 +12,7 @@ from chronicals.export.proof import Proof, largest_error
 from chronicals.export.serving import rank_for_vllm
 from chronicals.export.source import Source, documents_of, logits_of, on_device
 from chronicals.models import load_model, load_tokenizer
+from chronicals.models.saved_tokenizer import save_tokenizer
 from chronicals.saving import MANIFEST
 
 BOUND = 1e-4
@@ -26,7 +27,7 @@ def write(source: Source, aside: Path) -> None:
     if not source.saved.adapted:
         raise ValueError(f"{source.saved.place}: was trained whole and has no adapter; export it merged (--to merged)")
     shutil.copytree(source.saved.place, aside, ignore=shutil.ignore_patterns(MANIFEST, "chronicals.json"))
-    source.tokenizer.save_pretrained(aside)
+    save_tokenizer(source.tokenizer, aside, source.config)
     make_compatible(aside, [])
     (aside / "generation_config.json").unlink(missing_ok=True)
 

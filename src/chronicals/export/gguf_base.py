@@ -12,6 +12,7 @@ import torch
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import File
 from chronicals.models.gguf_tokenizer import tokenizer_of
+from chronicals.models.saved_tokenizer import save_tokenizer
 
 
 @contextmanager
@@ -28,6 +29,7 @@ def dequantised(file: Path, place: Path) -> Iterator[Path]:
     """
     parent = next(folder for folder in place.absolute().parents if folder.exists())
     with tempfile.TemporaryDirectory(dir=parent, prefix=".dequantised-") as folder:
-        load_gguf(file, torch.float32, packed=False).save_pretrained(folder)
-        tokenizer_of(File(file)).save_pretrained(folder)
+        model = load_gguf(file, torch.float32, packed=False)
+        model.save_pretrained(folder)
+        save_tokenizer(tokenizer_of(File(file)), Path(folder), model.config)
         yield Path(folder)

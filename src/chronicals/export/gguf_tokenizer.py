@@ -69,6 +69,8 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
             f"proved; {REMEDY}"
         )
     by_id = {number: text for text, number in tokenizer.get_vocab().items()}
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
+        by_id.pop(tokenizer.pad_token_id, None)  # it needs no row, for nothing reads it
     if by_id and max(by_id) >= rows:
         raise NotExpressible(f"token {by_id[max(by_id)]!r} has id {max(by_id)}, the embedding {rows} rows; resize it first")
     if kind["type"] == "Unigram":
@@ -83,7 +85,7 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
         types=[_type(number, by_id, tokenizer, from_characters) for number in range(rows)],
         merges=[] if from_characters else [merge if isinstance(merge, str) else " ".join(merge) for merge in kind["merges"]],
         scores=[-float(number) for number in range(rows)] if from_characters else [],
-        special=_special(tokenizer, stops),
+        special=_special(tokenizer, stops, rows),
         adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0),
         adds_eos=_adds(tokenizer, tokenizer.eos_token_id, -1),
         space_prefix=_space_prefix(described) if from_characters else None,
@@ -107,7 +109,7 @@ def _of_unigram(
         types=types,
         merges=[],
         scores=unigram.scores,
-        special={**_special(tokenizer, stops), "unk": unigram.unknown},
+        special={**_special(tokenizer, stops, rows), "unk": unigram.unknown},
         adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0),
         adds_eos=_adds(tokenizer, tokenizer.eos_token_id, -1),
         space_prefix=unigram.space_prefix,
@@ -161,10 +163,10 @@ def _type(number: int, by_id: dict[int, str], tokenizer: Any, from_characters: b
     return int(TokenType.NORMAL)
 
 
-def _special(tokenizer: Any, stops: list[int]) -> dict[str, int]:
+def _special(tokenizer: Any, stops: list[int], rows: int) -> dict[str, int]:
     """Special ids; the token that ends a turn is ``eot``, where it is another than the one that ends a text."""
     named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    found = {name: number for name, number in named.items() if number is not None}
+    found = {name: number for name, number in named.items() if number is not None and number < rows}
     if stops and "eos" not in found:
         found["eos"] = stops[0]
     if turn := [stop for stop in stops if stop != found.get("eos")]:

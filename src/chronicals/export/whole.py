@@ -16,6 +16,7 @@ from chronicals.export.proof import Proof, beside_rounded, largest_error
 from chronicals.export.source import Source, documents_of, logits_of
 from chronicals.export.weight_files import DTYPES, INDEX, NewTensor, StoredTensor, tensors_in, write_tensors
 from chronicals.models import load_config, load_tokenizer
+from chronicals.models.saved_tokenizer import save_tokenizer
 from chronicals.saving import MANIFEST
 
 KINDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -75,7 +76,7 @@ def write_beside(source: Source, aside: Path) -> None:
     for file in sorted(source.folder.iterdir()):
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model", ".md", "") and file.name not in LEFT_OUT:
             shutil.copyfile(file, aside / file.name)
-    source.tokenizer.save_pretrained(aside)
+    save_tokenizer(source.tokenizer, aside, source.config)
     make_compatible(aside, source.stops)
 
 

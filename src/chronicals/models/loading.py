@@ -24,6 +24,7 @@ from chronicals.models.gguf_tokenizer import tokenizer_of
 from chronicals.models.hub_names import check_exists
 from chronicals.models.reward_model import is_reward_model, why_no_language_model
 from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
+from chronicals.models.saved_tokenizer import as_declared
 from chronicals.models.towers import read_processors
 from chronicals.versions import check_versions
 
@@ -52,7 +53,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
 
     if (file := gguf_of(name)) is not None:
         return tokenizer_of(File(file))
-    return _load(AutoTokenizer, "tokenizer", name, trust_remote_code)
+    return as_declared(_load(AutoTokenizer, "tokenizer", name, trust_remote_code), name, trust_remote_code)
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:

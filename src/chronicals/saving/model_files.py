@@ -17,6 +17,7 @@ from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, 
 from chronicals.lora.peft_format import CHANGED
 from chronicals.models import describe_packed, load_whole, save_processors, saved_form, score_of, within_adapters
 from chronicals.models.rows import NotByRows, StoredRows, StoredWeights
+from chronicals.models.saved_tokenizer import save_tokenizer
 from chronicals.standard_json import to_json
 
 FSDP = "FSDP"
@@ -94,11 +95,15 @@ def _name_the_class(folder: Path) -> None:
 
 def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
     """The files of the tokenizer and of the processors beside it, by name. They are the same all through a run: a thread that
-    writes a checkpoint must not use a tokenizer that others use."""
+    writes a checkpoint must not use a tokenizer that others use.
+
+    Raises:
+        ValueError: the tokenizer would be read back as another; the message says what to do.
+    """
     with TemporaryDirectory() as made:
         folder = Path(made)
         save_processors(within_adapters(model), folder)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder, within_adapters(model).config)
         return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 

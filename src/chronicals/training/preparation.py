@@ -15,6 +15,7 @@ from chronicals.distributed import Mesh
 from chronicals.models import embedding_table, input_device
 from chronicals.models.loading import RUNS_ON
 from chronicals.objectives import OBJECTIVES
+from chronicals.saving import text_files
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,18 @@ def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
     on_card = device.type == "cuda"
     if config.mixed_precision == "bf16" and on_card and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigurationError("mixed_precision='bf16': this card has no bf16; use mixed_precision='fp16'")
+
+
+def check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Save the tokenizer as the run will in the end, into a folder that goes away, and read it back.
+
+    Raises:
+        ConfigurationError: whoever loads what is saved would get another tokenizer.
+    """
+    try:
+        text_files(model, tokenizer)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def open_stores(

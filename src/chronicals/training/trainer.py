@@ -37,6 +37,7 @@ from chronicals.training.preparation import (
     Source,
     check_class,
     check_precision,
+    check_tokenizer,
     one_device,
     open_stores,
     teach_generation_to_stop,
@@ -52,6 +53,7 @@ from chronicals.training.stopping import Stop
 from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
+from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.training.weight_sharding import WEIGHTS
 from chronicals.versions import check_versions_for
 
@@ -157,6 +159,8 @@ class ChronicalsTrainer:
         model = self.model
         if self.device.type == "cuda":
             identify_compiler()
+        self.config = fit_vocabulary(model, self.tokenizer, self.config, self.ranks)
+        self.ranks.writer_does(partial(check_tokenizer, model, self.tokenizer), ConfigurationError)
         train_store, eval_store = open_stores(
             train_dataset, eval_dataset, embedding_table(model).shape[0], self.tokenizer, self.config, self.ranks,
             reports=self.output_dir,

@@ -45,6 +45,7 @@ from chronicals.training.preparation import Source, check_precision, one_device,
 from chronicals.training.routers import prepare_routers
 from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
+from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import ARM, BitsAndBytesArm, NotRun, wants_bitsandbytes
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
@@ -153,6 +154,8 @@ def verify(
     objective = _defined_objective(config, steps)
     device = one_device(model, Mesh())
     check_precision(config, device)
+    if config.resize_embeddings:
+        config = fit_vocabulary(model, tokenizer, config, Mesh())
     quantise_as_asked(model, config)
     torch.manual_seed(config.seed)
     objective.prepare(model, tokenizer, config)
