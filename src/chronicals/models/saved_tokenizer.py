@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -149,27 +150,45 @@ def first_difference(one: Any, other: Any) -> str | None:
 
 def _compared(tokenizer: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """What is compared, and what computes it of a tokenizer."""
-    yield "special tokens", lambda own: {name: getattr(own, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    yield "special tokens", _special_ids
     yield "ids of special tokens", lambda own: sorted(own.all_special_ids)
     yield "number of tokens", len
     marks = " ".join(tokenizer.all_special_tokens)
     for text in (*TEXTS, f"a{marks} b"):
-        yield f"ids of {text[:20]!r}", lambda own, text=text: own(text)["input_ids"]
-        ids = _outcome(lambda own, text=text: own(text, add_special_tokens=False)["input_ids"], tokenizer)
-        if not isinstance(ids, list):
-            continue
-        yield f"what {text[:20]!r} is decoded to", lambda own, ids=ids: [
-            own.decode(ids),
-            own.decode(ids, skip_special_tokens=True),
-        ]
-        if getattr(tokenizer, "is_fast", False):
-            yield f"places of {text[:20]!r}", lambda own, text=text: own(text, return_offsets_mapping=True)["offset_mapping"]
+        yield f"ids of {text[:20]!r}", partial(_ids, text)
+        ids = _outcome(partial(_bare_ids, text), tokenizer)
+        if isinstance(ids, list):
+            yield f"what {text[:20]!r} is decoded to", partial(_decoded, ids)
+            if getattr(tokenizer, "is_fast", False):
+                yield f"places of {text[:20]!r}", partial(_places, text)
     yield "chat template", lambda own: own.chat_template
     if tokenizer.chat_template is not None:
-        for prompt in (False, True):
-            yield "a rendered chat", lambda own, prompt=prompt: own.apply_chat_template(
-                CONVERSATION, tokenize=False, add_generation_prompt=prompt
-            )
+        yield "a rendered chat", partial(_rendered, False)
+        yield "a rendered prompt", partial(_rendered, True)
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int | None]:
+    return {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+
+
+def _ids(text: str, tokenizer: Any) -> Any:
+    return tokenizer(text)["input_ids"]
+
+
+def _bare_ids(text: str, tokenizer: Any) -> Any:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _places(text: str, tokenizer: Any) -> Any:
+    return tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+
+
+def _decoded(ids: list[int], tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True)]
+
+
+def _rendered(prompt: bool, tokenizer: Any) -> Any:
+    return tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=prompt)
 
 
 def _outcome(compute: Callable[[Any], Any], tokenizer: Any) -> Any:
