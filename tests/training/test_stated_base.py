@@ -11,6 +11,7 @@ from torch import nn
 import generic_bitsandbytes  # noqa: F401
 import runs
 import tiny
+from chronicals.export import export
 from chronicals.export.merge import REPORT, merge
 from chronicals.models import load_model, quantise_layers
 from chronicals.models.base_format import BaseFormat, FourBits
@@ -218,6 +219,16 @@ def test_what_is_merged_is_said_with_both_distances(tmp_path, place):
     assert len(merged.changes) == 14 and changed == {name for name in merged.changes if "q_proj" in name}
 
 
+@pytest.mark.parametrize("way", ["other blocks, some layers", "bitsandbytes, NF4"])
+def test_an_export_is_proved_beside_the_base_that_is_stated(tmp_path, place, way):
+    """Each layer dequantised to the type of its own products, in the sums and in the model beside which they are proved."""
+    model = WAYS[way](place)
+    result = train(tmp_path, model=model, use_lora=True, **{**QUICK, "max_steps": 2})
+    live = answers(model)
+    (exported,) = export(result.model_dir, "merged-fp32", tmp_path / "artefacts")
+    assert (answers(load_model(exported.path, torch.float32)) - live).norm() <= 1e-4 * live.norm()
+
+
 # --- adapters of PEFT by name -------------------------------------------------------------------------------------------
 
 
@@ -240,6 +251,9 @@ def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, act
     if len(active) > 1:
         with pytest.raises(ValueError, match="computes with the sum of 2 adapters of PEFT; load it"):
             merge(result.model_dir, tmp_path / "merged")
+        for form in ("merged", "adapter"):
+            with pytest.raises(ValueError, match="computes with the sum of 2 adapters of PEFT; load it"):
+                export(result.model_dir, form, tmp_path / "artefacts")
     else:
         merge(result.model_dir, tmp_path / "merged")
         assert (answers(load_model(tmp_path / "merged", torch.float32)) - live).norm() <= 1e-5 * live.norm()
