@@ -286,7 +286,7 @@ def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
 
 @contextmanager
 def opened(
-    model: str | Path, base_model: str | None, place: Path, apart: bool = False, **given: str | None
+    model: str | Path, base_model: str | None, place: Path, apart: bool = False, **given: Any
 ) -> Iterator[Source]:  # fmt: skip
     """The model of a name, as a source.
 
