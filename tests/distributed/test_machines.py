@@ -71,7 +71,8 @@ def test_a_decision_says_what_machines_share(tmp_path, monkeypatch):
     spread = decided(monkeypatch, ranks, 4, sharding_ranks=8).reason
     assert spread.endswith("1/8 in each process, each over 2 machines")
     monkeypatch.setattr(needed_memory, "_memory_of", lambda _: 1)
-    assert "each over 2 machines, for the cards of one hold no copy" in decided(monkeypatch, ranks, 4).reason
+    made = decided(monkeypatch, ranks, 4, check_memory=False)  # which would refuse a card of one byte
+    assert "each over 2 machines, for the cards of one hold no copy" in made.reason
 
 
 def test_processes_that_would_share_with_others_are_refused(tmp_path, monkeypatch):
@@ -95,7 +96,7 @@ def test_the_smallest_card_decides(tmp_path, monkeypatch):
     """Each would decide for itself, and wait for others that decided otherwise."""
     ranks, free = Told(0, 2, told=[1 << 40, 1 << 20]), runs.config(tmp_path)
     monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Card", (), {"total_memory": 1 << 40}))
+    monkeypatch.setattr(needed_memory, "card_memory", lambda _: 1 << 40)
     monkeypatch.setattr(needed_memory, "on_each_machine", lambda _: 2)
     assert with_sharding(free, tiny.llama(), ranks).sharding == "weights"
     ranks.told[1] = 1 << 40

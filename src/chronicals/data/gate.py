@@ -92,7 +92,7 @@ RULES = {
     "double_bos": Rule("rows that begin with two BOS tokens", "let one of the two writers of BOS be silent", 0),
     "special_token_in_text": Rule("texts that hold a special token", "remove it, unless this is meant", 1),
     "trained_padding": Rule("rows that train the padding token", "mask it, or choose another pad_token", 0),
-    "vocabulary_too_large": Rule("tokens of the tokenizer that the embedding lacks", "set resize_embeddings", 1),
+    "vocabulary_too_large": Rule("tokens of the tokenizer that the embedding lacks", "set resize_embeddings=True", 1),
     "id_out_of_range": Rule("token ids outside the model's embedding", "use the model's own tokenizer", 0),
     "byte_garbage": Rule("texts with U+FFFD, left by a wrong decoding", "read the source in its own encoding", 0.1),
     "cut_row": Rule(
