@@ -41,6 +41,7 @@ from chronicals.export.proof import cross_entropy, largest_error
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
 from comparison import equal
+from hub import Hub
 
 USUAL = {"max_steps": 3, "use_fused_kernels": False}
 
@@ -438,27 +439,6 @@ def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
     text = card(given, "x", "merged", Proof({}))
     assert "base_model: someone/small" in text and "| learning_rate | 0.001 |" in text
     assert "| data | rows.jsonl |" in text and "secret" not in text
-
-
-class Hub:
-    """In the place of the hub's client: keeps what is uploaded."""
-
-    def __init__(self):
-        self.made, self.files = {}, []
-
-    def create_repo(self, name, private, exist_ok):
-        from huggingface_hub import RepoUrl
-
-        self.made[name] = private
-        return RepoUrl(f"https://huggingface.co/someone/{name}")
-
-    def upload_folder(self, repo_id, folder_path, path_in_repo, ignore_patterns):
-        self.files += [
-            f"{path_in_repo}/{path.name}".strip("/") for path in folder_path.iterdir() if path.name not in ignore_patterns
-        ]
-
-    def upload_file(self, repo_id, path_or_fileobj, path_in_repo):
-        self.files.append(path_in_repo)
 
 
 def test_artefacts_are_uploaded_with_their_proofs(run, tmp_path, monkeypatch):

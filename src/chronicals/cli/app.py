@@ -23,6 +23,7 @@ from chronicals.cli.merge import merge
 from chronicals.cli.moe import app as moe
 from chronicals.cli.options import Command
 from chronicals.cli.plan import plan
+from chronicals.cli.push import push
 from chronicals.cli.quickstart import quickstart
 from chronicals.cli.train import train
 from chronicals.cli.verify import verify
@@ -62,7 +63,7 @@ for registered in data.registered_commands:
     registered.cls = Command
 app.add_typer(data)
 app.add_typer(moe)
-for command in (quickstart, train, evaluate, generate, merge, export, benchmark, plan, verify, doctor):
+for command in (quickstart, train, evaluate, generate, merge, export, push, benchmark, plan, verify, doctor):
     app.command(cls=Command)(command)
 
 

@@ -8,8 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from chronicals.export.export import FORMATS, Exported, ExportError, export
+from chronicals.export.hub import UploadError
 from chronicals.export.merge import Merged, MergeError, merge
 from chronicals.export.proof import Check, NotProved, Proof
+from chronicals.export.saved_upload import Pushed, push_saved
 from chronicals.models.gguf_families import NotExpressible
 
 __all__ = [
@@ -22,8 +24,11 @@ __all__ = [
     "NotExpressible",
     "NotProved",
     "Proof",
+    "Pushed",
+    "UploadError",
     "export",
     "merge",
+    "push_saved",
 ]
 
 

@@ -75,6 +75,9 @@ def _curve(source: Source) -> str:
 
 
 def _proof(proof: Proof) -> str:
+    """Return a table of the comparisons; nothing where none was made."""
+    if not proof.checks:
+        return ""
     lines = ["## Compared with the trained model", ""]
     lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
     for check in proof.checks:

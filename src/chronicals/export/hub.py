@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from chronicals.export.merge import REPORT
+from chronicals.export.workspace import EXPORTS, PROOF
+from chronicals.lora.peft_format import CONFIG_FILE
+from chronicals.saving import MANIFEST
+from chronicals.standard_json import to_json
+
+CARD = "README.md"
+"""The file that the hub shows as a model's card."""
+
+LEFT_OUT = (CARD, MANIFEST, REPORT, f"{EXPORTS}/*", ".*")
+"""Patterns of files that are not uploaded: they describe this machine's copy, or are artefacts of their own."""
+
+WITH_PATHS = (CONFIG_FILE, "chronicals.json")
+"""Files in which paths of this machine may stand, in a folder or in those of named adapters."""
 
 
 class UploadError(ValueError):
     """Nothing more was uploaded; the artefacts are where they were written."""
 
 
-def push(name: str, artefacts: Sequence[Path], card: str, private: bool = True) -> str:
+def push(
+    name: str,
+    artefacts: Sequence[Path],
+    card: str,
+    private: bool | None = None,
+    *,
+    called: str | None = None,
+    base: str | None = None,
+) -> str:
     """Upload artefacts to a repository, which is made if it is not there.
+
+    Paths of this machine in JSON files of ours are uploaded as their last part.
 
     Args:
         name: ``owner/name``, or a name of the user's own.
         artefacts: a folder's files go to the top of the repository if it is the only one, else into a folder of its name.
         card: becomes README.md.
-        private: whether a new repository is.
+        private: whether the repository must be; None makes a new one private and leaves one that is there as it is.
+        called: how errors name the repository, by default as the argument of ``export``.
+        base: the model that adapters are uploaded as being of, where their files name another place.
 
     Returns:
         Its address.
@@ -26,31 +56,121 @@ def push(name: str, artefacts: Sequence[Path], card: str, private: bool = True) 
         UploadError: there is no login, the name cannot be had, or the upload failed.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi()
-    try:
-        address = api.create_repo(name, private=private, exist_ok=True)
+    with _errors_in_one_line(called or f"push_to_hub={name!r}"):
+        _check_owner(api, name)
+        address = api.create_repo(name, private=private is not False, exist_ok=True)
+        if private is not None:
+            _check_visibility(api, address.repo_id, private)
         for artefact in artefacts:
-            if artefact.is_dir():
-                place = "" if len(artefacts) == 1 else artefact.name
-                api.upload_folder(
-                    repo_id=address.repo_id, folder_path=artefact, path_in_repo=place, ignore_patterns=["README.md"]
-                )
-            else:
-                api.upload_file(repo_id=address.repo_id, path_or_fileobj=artefact, path_in_repo=artefact.name)
-            beside = artefact.with_name(f"{artefact.name}.proof.json")
-            if beside.exists():
-                api.upload_file(repo_id=address.repo_id, path_or_fileobj=beside, path_in_repo=beside.name)
-        api.upload_file(repo_id=address.repo_id, path_or_fileobj=card.encode(), path_in_repo="README.md")
-    except (LocalTokenNotFoundError, HFValidationError) as error:
-        raise UploadError(
-            f"push_to_hub={name!r}: {_first_line(error)}; log in with 'hf auth login', or give another name"
-        ) from None
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise UploadError(f"push_to_hub={name!r}: the upload failed: {_first_line(error)}") from None
+            _upload(api, address.repo_id, artefact, len(artefacts) == 1, base)
+        api.upload_file(repo_id=address.repo_id, path_or_fileobj=card.encode(), path_in_repo=CARD)
     return str(address)
 
 
+def _upload(api: Any, repository: str, artefact: Path, alone: bool, base: str | None) -> None:
+    """Upload a file or a folder, and the proof beside it."""
+    if artefact.is_dir():
+        place = "" if alone else artefact.name
+        rewritten = [file for name in WITH_PATHS for file in artefact.rglob(name)]
+        names = [str(file.relative_to(artefact)) for file in rewritten]
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=artefact,
+            path_in_repo=place,
+            ignore_patterns=[*LEFT_OUT, *names],
+        )
+        for file, name in zip(rewritten, names, strict=True):
+            if Path(name).parts[0] != EXPORTS:
+                target = f"{place}/{name}".strip("/")
+                api.upload_file(repo_id=repository, path_or_fileobj=_without_paths(file, base), path_in_repo=target)
+    else:
+        api.upload_file(repo_id=repository, path_or_fileobj=artefact, path_in_repo=artefact.name)
+    proof = artefact.with_name(f"{artefact.name}{PROOF}")
+    if proof.exists():
+        api.upload_file(repo_id=repository, path_or_fileobj=_without_paths(proof), path_in_repo=proof.name)
+
+
+def _without_paths(file: Path, base: str | None = None) -> bytes:
+    """Content of a JSON file in which an absolute path is its last part, and an adapter's base is ``base`` where given."""
+    content = _with_last_parts(json.loads(file.read_text()))
+    if base is not None and file.name == CONFIG_FILE:
+        content["base_model_name_or_path"] = base
+    return to_json(content, indent=1).encode()
+
+
+def _with_last_parts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_last_parts(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_with_last_parts(part) for part in value]
+    if isinstance(value, str) and Path(value).is_absolute():
+        return Path(value).name
+    return value
+
+
+def _check_owner(api: Any, name: str) -> None:
+    """Raises UploadError where the repository's owner is neither the login's user nor an organisation of theirs."""
+    login = api.whoami()
+    owner, sign, short = name.partition("/")
+    owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
+    if sign and owner.lower() not in [one.lower() for one in owners]:
+        raise UploadError(
+            f"belongs to {owner!r}, and the login is of {login['name']!r}; give {login['name']}/{short}, or log in as "
+            "somebody who may write there ('hf auth login')"
+        )
+
+
+def _check_visibility(api: Any, repository: str, private: bool) -> None:
+    """Raises UploadError where a repository that is there already is not as it is asked for."""
+    there = bool(api.repo_info(repository).private)
+    if private and not there:
+        raise UploadError("is there already and is public; give public=True, or another name")
+    if there and not private:
+        raise UploadError("is there already and is private; make it public in the hub's settings, or leave public=True out")
+
+
+@contextmanager
+def _errors_in_one_line(called: str) -> Iterator[None]:
+    """Within: errors of the hub and of the connection are one line with what to do, in which no token stands."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    http_error = HfHubHTTPError.__mro__[1]  # of the hub's HTTP client: no connection, a time-out
+    try:
+        yield
+    except UploadError as error:
+        raise UploadError(f"{called}: {error}") from None
+    except LocalTokenNotFoundError:
+        raise UploadError(
+            f"{called}: there is no login on this machine; log in with 'hf auth login', or set HF_TOKEN"
+        ) from None
+    except HFValidationError as error:
+        raise UploadError(f"{called}: {_first_line(error)}; give another name, as OWNER/NAME") from None
+    except HfHubHTTPError as error:
+        raise UploadError(f"{called}: {_refusal(error)}") from None
+    except (http_error, OSError) as error:
+        raise UploadError(f"{called}: the upload failed: {_first_line(error)}") from None
+
+
+def _refusal(error: Any) -> str:
+    """Return why the hub refused a request, and what to do."""
+    status = error.response.status_code
+    if status == 401:
+        return "the hub does not accept the token of the login; log in anew with 'hf auth login', or renew HF_TOKEN"
+    if status == 403:
+        return (
+            "the login may not write there: the name is somebody else's, or the token may only read; give another name, or "
+            "log in with a token that may write ('hf auth login')"
+        )
+    return f"the upload failed: {_first_line(error)}"
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Return the first line of a message, without the token where it stands there."""
+    from huggingface_hub import get_token
+
+    text, token = str(error), get_token()
+    if token:
+        text = text.replace(token, "…")
+    return text.strip().partition("\n")[0]
