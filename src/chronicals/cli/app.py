@@ -21,6 +21,7 @@ from chronicals.cli.export import export
 from chronicals.cli.generate import generate
 from chronicals.cli.merge import merge
 from chronicals.cli.moe import app as moe
+from chronicals.cli.noise import collected
 from chronicals.cli.options import Command
 from chronicals.cli.plan import plan
 from chronicals.cli.push import push
@@ -74,6 +75,16 @@ def main() -> None:
     first = os.environ.get("RANK", "0") == "0"  # of several processes only the first logs more than warnings
     logging.basicConfig(level=logging.INFO if first else logging.WARNING, handlers=[handler])
     _quieten()
+    with collected():
+        _run(first)
+
+
+def _run(first: bool) -> None:
+    """Run the command; an error that the user can fix is shown, and the process ends.
+
+    Args:
+        first: whether this is the first of several processes, or the only one.
+    """
     try:
         app()
     except (ValueError, OSError, VersionError) as error:

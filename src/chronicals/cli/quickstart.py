@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from chronicals.cli.noise import keep_in
+
 Kind = Literal["sft", "dpo"]
 
 
@@ -41,6 +43,7 @@ def quickstart(
     if folder.exists():
         _require_ours(folder)
         shutil.rmtree(folder)
+    keep_in(folder)
     with _to_be_started_again(folder):
         done, preferences = run_preferences(folder, seed) if objective == "dpo" else (run_quickstart(folder, seed), None)
     table = Table("held out", "before", "after", title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.noise import keep_in
 from chronicals.cli.objective_names import with_known_names
 from chronicals.cli.options import with_recipe_flags, without_option
 
@@ -86,6 +87,8 @@ def train(
     if check:
         _check_data(plan, config, saved, tokenizer, ranks, resume_from or resume, console)
         return
+    if ranks.writer:
+        keep_in(config.output_dir)
     model, config = load_to_train(saved, config, ranks, plan.trust_remote_code)
     trainer = ChronicalsTrainer(model, tokenizer, config)
     trainer.write_recipe = plan.write_to

@@ -11,7 +11,7 @@ REPORTS = ("train_dataset.json", "eval_dataset.json")
 """The gate's reports in the folder of a run."""
 
 RUN = {
-    *REPORTS, "checkpoints", "metrics.jsonl", "model", "report.html", "resume.yaml", "samples.json", "tensorboard",
+    *REPORTS, "checkpoints", "log.txt", "metrics.jsonl", "model", "report.html", "resume.yaml", "samples.json", "tensorboard",
     "trackers.json", "wandb",
 }  # fmt: skip
 """What a run writes into its folder."""

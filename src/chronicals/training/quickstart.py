@@ -27,7 +27,7 @@ HELD_OUT = 0.05
 WRITTEN = frozenset({
     "train.jsonl", "held-out.jsonl", "untrained", "tokens", "model", "checkpoints", "metrics.jsonl", "report.html",
     "samples.json", "train_dataset.json", "eval_dataset.json", "tensorboard", "trackers.json", "run.lock", "reference.json",
-    "train-pairs.jsonl", "held-out-pairs.jsonl", "preference",
+    "log.txt", "train-pairs.jsonl", "held-out-pairs.jsonl", "preference",
 })  # fmt: skip
 """What a quickstart leaves in its folder, and so all that another may delete there."""
 

@@ -1,0 +1,126 @@
+"""Warnings of libraries that a user cannot act on: out of sight while a command of ours runs, and kept in the run's folder.
+
+Nothing of this happens on an import: ``main`` alone collects, in its own process, and puts everything back.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torch", "transformers", "bitsandbytes", "triton")
+"""Packages whose warnings are collected."""
+
+FILE = "log.txt"
+"""The file in a run's folder that they are written to."""
+
+ACTIONABLE = re.compile(r"CUDA initialization|driver|out of memory|newly initialized|HF_TOKEN|pip install", re.IGNORECASE)
+"""What stands in a warning that its reader can do something about; it stays visible."""
+
+FROM_C = "(Triggered internally at"
+"""How torch ends a warning of its C++ code, for which Python names the caller's line."""
+
+
+@dataclass
+class Collected:
+    """Warnings of libraries, in order.
+
+    Attributes:
+        folder: of the run, where the command has one.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    libraries: set[str] = field(default_factory=set)
+    folder: Path | None = None
+
+    def add(self, library: str, text: str) -> None:
+        now = datetime.now().isoformat(timespec="seconds")
+        self.lines.append(f"{now} {library}: {text.strip()}\n")
+        self.libraries.add(library)
+
+    def close(self) -> None:
+        """Write them to the run's folder and say so; without a folder, log them for debugging."""
+        if not self.lines:
+            return
+        if self.folder is None or not self.folder.is_dir():
+            for line in self.lines:
+                logger.debug("%s", line.strip())
+            return
+        file = self.folder / FILE
+        try:
+            with file.open("a", encoding="utf-8") as out:
+                out.writelines(self.lines)
+        except OSError as error:  # must not hide the error that ended the command
+            logger.warning("%s: cannot be written (%s); lost: %d warnings of libraries", file, error, len(self.lines))
+            return
+        count = len(self.lines)
+        named = ", ".join(name for name in LIBRARIES if name in self.libraries)
+        logger.info("%d warning%s of %s, nothing to act on: %s", count, "" if count == 1 else "s", named, file)
+
+
+_current: Collected | None = None
+"""Of the command that runs in this process."""
+
+
+def keep_in(folder: Path) -> None:
+    """Write the warnings that this process collects, where it does, to a run's folder when the command ends."""
+    if _current is not None:
+        _current.folder = folder
+
+
+@contextmanager
+def collected() -> Iterator[Collected]:
+    """Within: warnings of ``LIBRARIES`` are collected instead of shown, both of Python's kind and in logs."""
+    global _current
+    collecting, before = Collected(), _current
+    show, call_handlers = warnings.showwarning, logging.Logger.callHandlers
+
+    def show_or_collect(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        library = _issuer(str(message))
+        if library is None or ACTIONABLE.search(str(message)):
+            show(message, category, filename, lineno, file, line)
+        else:
+            collecting.add(library, f"{filename}:{lineno}: {category.__name__}: {message}")
+
+    def handle_or_collect(self: logging.Logger, record: logging.LogRecord) -> None:
+        library = record.name.partition(".")[0]
+        quiet = record.levelno == logging.WARNING and library in LIBRARIES
+        if quiet and not ACTIONABLE.search(record.getMessage()):
+            collecting.add(library, f"{record.name}: {record.getMessage()}")
+        else:
+            call_handlers(self, record)
+
+    ours: Any = logging.Logger  # whose handlers come and go as libraries are imported: one place sees all records
+    warnings.showwarning, ours.callHandlers, _current = show_or_collect, handle_or_collect, collecting
+    try:
+        yield collecting
+    finally:
+        warnings.showwarning, ours.callHandlers, _current = show, call_handlers, before
+        collecting.close()
+
+
+def _issuer(text: str) -> str | None:
+    """Return the library whose code issued the warning that is shown now; None where it is another's.
+
+    The line that Python names may be the caller's, by ``stacklevel``: the first frame outside of ``warnings`` is the issuer.
+    """
+    if FROM_C in text:
+        return "torch"
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "warnings"):
+        frame = frame.f_back  # type: ignore[assignment]
+    package = "" if frame is None else str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package if package in LIBRARIES else None
