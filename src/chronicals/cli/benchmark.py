@@ -73,9 +73,11 @@ def benchmark(
     if recipe is not None:  # what is wrong in it is told before the imports, which take seconds
         with_known_names(Recipe.from_yaml(recipe, **flags))
 
+    import torch
     from rich.console import Console
     from rich.markup import escape
 
+    from chronicals.benchmark.cpu_estimate import estimate
     from chronicals.benchmark.parity import Tolerance
     from chronicals.benchmark.record import draw, to_dict, write
     from chronicals.benchmark.rounds import Options, Row, measure
@@ -108,6 +110,8 @@ def benchmark(
         work = plan_work(place, name, data, mode, fields, steps, warm_up)
         for changes in (*options.variants, *options.scouted):
             work.config(**changes)  # raises here, before any arm has run, where a field is unknown or has a wrong value
+        if not torch.cuda.is_available():
+            console.print(escape(str(estimate(work, options))))
         with console.status("") as status:
 
             def say(words: str) -> None:

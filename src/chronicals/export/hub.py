@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from chronicals.export.merge import REPORT
 from chronicals.export.workspace import EXPORTS, PROOF
@@ -136,7 +136,7 @@ def _errors_in_one_line(called: str) -> Iterator[None]:
     """Within: errors of the hub and of the connection are one line with what to do, in which no token stands."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-    http_error = HfHubHTTPError.__mro__[1]  # of the hub's HTTP client: no connection, a time-out
+    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])  # of the hub's HTTP client: no connection, a time-out
     try:
         yield
     except UploadError as error:

@@ -1,0 +1,104 @@
+"""How long a benchmark takes without a card: from the FLOPs of its steps and the rate of a product timed here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from chronicals.benchmark.floor import DecoderShape, Job, needed_flops
+from chronicals.benchmark.rounds import BEST_PEERS, Options
+from chronicals.benchmark.shapes import SHAPES
+from chronicals.benchmark.work import Work
+
+ROWS, WIDTH = 512, 1024
+"""Of the product that is timed: large enough for all cores, done in a moment."""
+
+SHARE_OF_PRODUCT = 0.5
+"""Share of a product's rate that a whole step is assumed to reach."""
+
+START_SECONDS = 15
+"""Assumed for the start of a process: imports, and reading the weights."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds that a benchmark takes, about.
+
+    Attributes:
+        step: a step of training.
+        steps: of an arm in a round, with those that are not counted.
+        whole: all of the benchmark, as far as its limits let it go.
+        too_long: an arm is ended by ``arm_timeout`` before its steps are done, and has no figures.
+    """
+
+    step: float
+    steps: int
+    whole: float
+    too_long: bool
+
+    def __str__(self) -> str:
+        text = (
+            f"no card here: on this CPU a step takes about {_duration(self.step)}, an arm of {self.steps} steps "
+            f"{_duration(self.step * self.steps)}, and all of the benchmark up to {_duration(self.whole)}"
+        )
+        if self.too_long:
+            text += (
+                "; arms are ended by --arm-timeout before that and have no figures: give fewer --steps and a smaller "
+                "--warm-up, a smaller --model, --batch-size or --max-seq-length (--model tiny runs anywhere), or a longer --arm-timeout"
+            )
+        return text
+
+
+def estimate(work: Work, options: Options) -> Estimate:
+    """Return how long a benchmark takes on this CPU. Parts that are not counted (a teacher, a reference policy) come on top."""
+    step = _flops_of_a_step(work) / (SHARE_OF_PRODUCT * _product_rate())
+    steps = work.warm_up + work.steps
+    arm = min(START_SECONDS + step * steps, options.arm_timeout)
+    reference = min(START_SECONDS + step * options.reference_steps, options.arm_timeout)
+    ours, peers = 1 + len(options.variants), len(options.against)
+    rounds = options.rounds * (ours + min(peers, BEST_PEERS))
+    whole = START_SECONDS + reference + arm * (ours + peers + len(options.scouted) + rounds)
+    if options.time_limit is not None:
+        whole = min(whole, options.time_limit)
+    return Estimate(step, steps, whole, START_SECONDS + step * steps > options.arm_timeout)
+
+
+def _flops_of_a_step(work: Work) -> float:
+    """FLOPs of a step whose packs are full."""
+    config = work.config()
+    width = config.max_seq_length
+    tokens = config.batch_size * config.gradient_accumulation_steps * width
+    shape = DecoderShape.of(_model_config(work))
+    return tokens * needed_flops(Job(shape, tokens, width, rank=config.lora_rank if config.use_lora else 0))
+
+
+def _model_config(work: Work) -> Any:
+    """Configuration of the model, whose weights need not be written yet."""
+    import transformers
+
+    built_in = SHAPES.get(work.name)
+    if built_in is None:
+        return transformers.AutoConfig.from_pretrained(work.model)
+    return getattr(transformers, built_in.config_class)(**built_in.sizes)
+
+
+def _product_rate() -> float:
+    """FLOPs a second of a matrix product in fp32 here, the best of three."""
+    import torch
+
+    x, weight = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        torch.mm(x, weight)
+        seconds.append(time.perf_counter() - began)
+    return 2 * ROWS * WIDTH * WIDTH / min(seconds)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
