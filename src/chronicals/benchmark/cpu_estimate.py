@@ -44,8 +44,8 @@ class Estimate:
         )
         if self.too_long:
             text += (
-                "; arms are ended by --arm-timeout before that and have no figures: give fewer --steps and a smaller "
-                "--warm-up, a smaller --model, --batch-size or --max-seq-length (--model tiny runs anywhere), or a longer --arm-timeout"
+                "; arms are ended by --arm-timeout before that and have no figures: give fewer --steps, a smaller --warm-up, "
+                "--model (tiny runs anywhere), --batch-size or --max-seq-length, or a longer --arm-timeout"
             )
         return text
 
