@@ -42,7 +42,7 @@ def show(
     rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
     chat_template: Annotated[
-        str | None, typer.Option(help="For a tokenizer without one: chatml, zephyr, or a file with Jinja text")
+        str | None, typer.Option(help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text")
     ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,

@@ -37,7 +37,7 @@ def evaluate(
     ] = None,
     overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
     chat_template: Annotated[
-        str | None, typer.Option(help="For a tokenizer without one: chatml, zephyr, or a file with Jinja text")
+        str | None, typer.Option(help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text")
     ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     gate: Annotated[list[str] | None, typer.Option(help="Fraction of the rows that a finding may concern, name=value")] = None,

@@ -166,16 +166,16 @@ BY_VALUE: dict[str, dict[str, str]] = {
 """By the name, the answers by the value as lower-case text."""
 
 TEMPLATES = (
-    "tokenizer_default alpaca mistral_v1 mistral_v2v3 mistral_v3_tekken mistral_v7_tekken gemma cohere llama3 llama3_2_vision "
-    "llama4 phi_3 phi_35 phi_4 deepseek_v2 deepseek_v3 jamba jinja qwen_25 qwen3 qwen3_5 falcon_h1 nemotron_h exaone "
-    "exaone4 metharme pixtral llava qwen2_vl gemma3 gemma3n gemma4 command_a aya default qwen qwen2.5 qwen-2.5 llama-3 "
-    "llama-3.1 llama2 mistral vicuna unsloth"
+    "tokenizer_default llama3_2_vision phi_4 jamba jinja qwen3_5 metharme pixtral llava gemma4 command_a default qwen mistral "
+    "unsloth"
 )
-"""Names of chat templates in other trainers; where a tokenizer has one it is its own."""
+"""Names of chat templates in other trainers that ours has not; where a tokenizer has one it is its own."""
+
+OUR_TEMPLATES = "a name of docs/templates.md (chatml, llama3, ...), or a file with Jinja text"
 
 OWN_VALUES: dict[str, dict[str, str]] = {
     "chat_template": {
-        **dict.fromkeys(TEMPLATES.split(), f"{OWN_TEMPLATE}; for one without: chatml, zephyr, or a file with Jinja text"),
+        **dict.fromkeys(TEMPLATES.split(), f"{OWN_TEMPLATE}; for one without: {OUR_TEMPLATES}"),
         "tokenizer_default_fallback_chatml": "leave it out, or set chat_template='chatml' for a tokenizer without one",
     },
     "lora_target_modules": {"all": LINEAR},

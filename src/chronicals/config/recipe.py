@@ -56,7 +56,8 @@ class Recipe(ChronicalsConfig):
         description="Names of columns, THEIRS=OURS: question=prompt,answer=completion; in a recipe ours to theirs",
     )
     chat_template: Annotated[str | None, BeforeValidator(not_foreign("chat_template"))] = Field(
-        default=None, description="For a tokenizer without one: chatml, zephyr, or a file with Jinja text; it is saved with it"
+        default=None,
+        description="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text; it is saved with it",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
 

@@ -180,8 +180,8 @@ class ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise TemplateError(
                 f"{where}: has messages, but the tokenizer has no chat template; set tokenizer.chat_template, or "
-                "chat_template='chatml' (zephyr, or a file), use the instruct version of the model, or bring the rows as "
-                "prompt and completion"
+                "chat_template='chatml' (or another name of docs/templates.md, or a file), use the instruct version of the "
+                "model, or bring the rows as prompt and completion"
             )
 
     @functools.cached_property

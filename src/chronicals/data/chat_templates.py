@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +26,109 @@ NAMED = {
 """By name: what begins a message, what asks for an answer, and the token that ends a message where the tokenizer has it; else
 its end of text does."""
 
+FOLDER = Path(__file__).parent / "templates"
+"""Where each template of ``FAMILIES`` has a Jinja file."""
+
+END_OF_TEXT = "eos_token"
+"""Stands in ``FAMILIES`` for the tokenizer's own end of text."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A chat template that models of one family share.
+
+    Attributes:
+        file: the name of its Jinja file, without the ending.
+        stop: the token that ends an answer.
+        tokens: the other special tokens that it writes.
+    """
+
+    file: str
+    stop: str
+    tokens: tuple[str, ...] = ()
+
+
+IM_START = ("<|im_start|>",)
+GEMMA_TURN = ("<start_of_turn>",)
+COHERE_TURN = ("<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")
+DEEPSEEK_TURN = ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>")
+PHI_TURN = ("<|system|>", "<|user|>", "<|assistant|>")
+
+FAMILIES = {
+    "alpaca": Family("alpaca", END_OF_TEXT),
+    "vicuna": Family("vicuna", END_OF_TEXT),
+    "llama2": Family("llama2", END_OF_TEXT),
+    "llama3": Family("llama3", "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>")),
+    "mistral-v1": Family("mistral-v1", END_OF_TEXT),
+    "gemma": Family("gemma", "<end_of_turn>", GEMMA_TURN),
+    "gemma2": Family("gemma", "<end_of_turn>", GEMMA_TURN),
+    "gemma3": Family("gemma3", "<end_of_turn>", GEMMA_TURN),
+    "gemma3n": Family("gemma3", "<end_of_turn>", GEMMA_TURN),
+    "phi3": Family("phi3", "<|end|>", PHI_TURN),
+    "phi3.5": Family("phi3.5", "<|end|>", PHI_TURN),
+    "phi3-small": Family("phi3-small", "<|end|>", PHI_TURN),
+    "cohere": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
+    "command-r": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
+    "aya": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
+    "deepseek-v2": Family("deepseek-v2", END_OF_TEXT, DEEPSEEK_TURN),
+    "exaone": Family("exaone", "[|endofturn|]", ("[|system|]", "[|user|]", "[|assistant|]")),
+    "granite": Family("granite", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
+    "openchat": Family("openchat", "<|end_of_turn|>"),
+    "saiga": Family("saiga", END_OF_TEXT),
+    "nemotron-h": Family("nemotron-h", "<|im_end|>", IM_START),
+    "qwen2.5-vl": Family("qwen2.5-vl", "<|im_end|>", IM_START),
+}
+"""By name; ``benchmarks/public_templates.py`` says which public text each writes the same as."""
+
+SPELLINGS = {re.sub(r"[-_.]", "", name): name for name in (*NAMED, *FAMILIES)}
+"""Names by their letters and digits, so that ``llama-3.1`` and ``phi_35`` are understood, too."""
+
 
 def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     """The same tokenizer, which from now on has the template and saves it.
 
     Args:
-        name: one of ``NAMED`` or the path of a file with Jinja text; None changes nothing.
+        name: one of ``NAMED`` or ``FAMILIES``, or the path of a file with Jinja text; None changes nothing.
 
     Raises:
-        ConfigurationError: there is no such name or file, it is no template, or no token can end its turns.
+        ConfigurationError: there is no such name or file, it is no template, or the tokenizer lacks a token that it writes.
     """
     if name is None:
         return tokenizer
     if tokenizer.chat_template is not None:
         logger.info("chat_template=%r replaces the tokenizer's own", name)
-    tokenizer.chat_template = _named(tokenizer, name) if name in NAMED else _read(name)
+    tokenizer.chat_template = _text(tokenizer, name)
     try:
         ChatTemplate(tokenizer).compiled()
     except jinja2.TemplateSyntaxError as error:
         raise ConfigurationError(f"chat_template={name!r}: line {error.lineno}: {error.message}") from error
     return tokenizer
+
+
+def _text(tokenizer: Any, name: str) -> str:
+    """The Jinja text that a name or a path stands for."""
+    known = SPELLINGS.get(re.sub(r"[-_.]", "", name.lower()))
+    if known in NAMED:
+        return _named(tokenizer, known)
+    if known in FAMILIES:
+        return _of_family(tokenizer, name, FAMILIES[known])
+    return _read(name)
+
+
+def _of_family(tokenizer: Any, name: str, family: Family) -> str:
+    """The text of a family's template, for a tokenizer that has all its special tokens."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    needed = [*family.tokens, family.stop]
+    lacking = [token for token in needed if token not in (END_OF_TEXT, *special)]
+    if lacking:
+        raise ConfigurationError(
+            f"chat_template={name!r}: the tokenizer lacks {', '.join(lacking)}, which this template writes as special "
+            "tokens; add them (tokenizer.add_special_tokens) and resize the model's embeddings, or take "
+            "chat_template='chatml', which can do with the tokenizer's own eos_token"
+        )
+    if family.stop == END_OF_TEXT and tokenizer.eos_token is None:
+        raise ConfigurationError(f"chat_template={name!r}: the tokenizer has no eos_token to end an answer with; set one")
+    return (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
 
 
 def _named(tokenizer: Any, name: str) -> str:
@@ -66,8 +151,9 @@ def _read(name: str) -> str:
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"chat_template={name!r}: not UTF-8 text ({error.reason})") from error
     except OSError as error:
+        names = ", ".join([*NAMED, *FAMILIES])
         raise ConfigurationError(
-            f"chat_template={name!r}: cannot be read ({error.strerror}); give a file, or one of {', '.join(NAMED)}"
+            f"chat_template={name!r}: cannot be read ({error.strerror}); give a file, or one of {names}"
         ) from error
     if "{" not in text:
         raise ConfigurationError(f"chat_template={name!r}: holds no Jinja text, which has {{{{ }}}} and {{% %}}")

@@ -1,0 +1,91 @@
+"""Fixed conversations on which a chat template of ours and a public text must write the same."""
+
+import copy
+import json
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "measure",
+            "description": "Measures a thing; it's quick & <cheap>.",
+            "parameters": {
+                "type": "object",
+                "properties": {"thing": {"type": "string", "description": "What to \"measure\", \u00e9.g. \u6f22\u5b57."}},
+                "required": ["thing"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "stop", "description": "Stops.", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+
+SYSTEM = {"role": "system", "content": " Be brief.\nBe kind. "}
+FIRST = {"role": "user", "content": " How long is it,\n\n\"it's\" <it> & all?\n"}
+SECOND = {"role": "user", "content": "And now? \U0001f642"}
+ANSWER = {"role": "assistant", "content": "\nTwo metres.\n\n  Really. "}
+LAST = {"role": "assistant", "content": "As before: \u00e9 'a' \"b\""}
+THOUGHT = {"role": "assistant", "content": "Two.", "reasoning_content": "\nLet me think.\n"}
+
+
+def _call(number, name, **arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": f"call0000{number}", "function": function}
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [_call(1, "measure", thing="a <\"rope\"> \u00e9", often=2)]}
+CALLS = {"role": "assistant", "content": "Wait.", "tool_calls": [_call(1, "measure", thing="rope"), _call(2, "stop")]}
+MEASURED = {"role": "tool", "name": "measure", "tool_call_id": "call00001", "content": '{"metres": 2}'}
+STOPPED = {"role": "tool", "name": "stop", "tool_call_id": "call00002", "content": "stopped"}
+
+
+def _as_text(messages):
+    """The same messages with the arguments of calls as JSON text."""
+    changed = copy.deepcopy(messages)
+    for message in changed:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return changed
+
+
+WITH_A_CALL = [FIRST, CALL, MEASURED, LAST]
+
+CONVERSATIONS = {
+    "single": ([FIRST, ANSWER], None),
+    "turns": ([FIRST, ANSWER, SECOND, LAST], None),
+    "system": ([SYSTEM, FIRST, ANSWER, SECOND, LAST], None),
+    "tools": (WITH_A_CALL, TOOLS),
+    "arguments as text": (_as_text(WITH_A_CALL), TOOLS),
+    "system and tools": ([SYSTEM, *WITH_A_CALL, SECOND, LAST], TOOLS),
+    "several calls": ([FIRST, CALLS, MEASURED, STOPPED, LAST], TOOLS),
+    "thinking": ([FIRST, THOUGHT], None),
+    "thinking turns": ([FIRST, THOUGHT, SECOND, THOUGHT], None),
+}
+"""By kind: messages, the last of which answers, and tools."""
+
+REFUSED = {"refused": True}
+"""Stands for what a text refuses to write."""
+
+GIVEN = {"bos_token": "<bos>", "eos_token": "<eos>", "strftime_now": lambda form: f"the day as {form}"}
+"""What a text is given beside the conversation: special tokens, and a day that is always the same."""
+
+
+def rendered(text, kind):
+    """A conversation as a text writes it, answered and up to where the last answer begins."""
+    messages, tools = CONVERSATIONS[kind]
+    asked = {"answered": (messages, False), "asked": (messages[:-1], True)}
+    return {name: _written(text, part, tools, prompt) for name, (part, prompt) in asked.items()}
+
+
+def _written(text, messages, tools, generation):
+    try:
+        texts, _ = render_jinja_template(
+            [copy.deepcopy(messages)], tools, chat_template=text, add_generation_prompt=generation, **GIVEN
+        )
+    except Exception:  # a text may raise whatever its author chose
+        return REFUSED
+    return texts[0]

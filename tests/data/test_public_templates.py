@@ -1,0 +1,128 @@
+"""Chat templates by name write what public texts of the same models write, and their answers are trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+from public_conversations import CONVERSATIONS, REFUSED, rendered
+from tokenizers import AddedToken
+
+import tiny
+from chronicals.config import ConfigurationError, Recipe
+from chronicals.config.foreign_values import TEMPLATES
+from chronicals.data import TemplateError, Tokenizer
+from chronicals.data.chat_templates import END_OF_TEXT, FAMILIES, FOLDER, NAMED, SPELLINGS, with_chat_template
+
+PUBLIC = json.loads((Path(__file__).parent / "public_templates.json").read_text(encoding="utf-8"))
+
+TALKS = ("single", "turns", "system")
+"""Kinds of conversation without calls and thoughts, which every template trains if it writes them."""
+
+CALLING: dict[str, tuple[str, ...]] = {}
+"""By name the kinds of conversation with calls that are trained; others are refused."""
+
+THINKING: dict[str, tuple[str, ...]] = {}
+"""By name the kinds of conversation with thoughts that are trained; others are refused."""
+
+
+def plain():
+    """A tokenizer without a chat template that has a beginning and an end of text."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    return tokenizer
+
+
+def with_family(name):
+    """A tokenizer with the named template and all its special tokens."""
+    tokenizer = plain()
+    family = FAMILIES[name]
+    needed = [token for token in (*family.tokens, family.stop) if token != END_OF_TEXT]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in needed], special_tokens=True)
+    return with_chat_template(tokenizer, name)
+
+
+def trained_texts(tokenizer, kind):
+    """What is trained of a conversation, a text for each run of tokens."""
+    messages, tools = CONVERSATIONS[kind]
+    ids, trained = Tokenizer(tokenizer).encode({"messages": messages, "tools": tools}, "row 1")
+    runs = [[]]
+    for token, kept in zip(ids, trained, strict=True):
+        if kept:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def answers(kind):
+    return [message for message in CONVERSATIONS[kind][0] if message["role"] == "assistant"]
+
+
+@pytest.mark.parametrize("name", ["chatml", *FAMILIES])
+def test_one_writes_what_its_public_text_writes(name):
+    if name in FAMILIES:
+        ours = (FOLDER / f"{FAMILIES[name].file}.jinja").read_text(encoding="utf-8")
+    else:
+        ours = with_chat_template(tiny.tokenizer(), name).chat_template
+    written = {kind: rendered(ours, kind) for kind in CONVERSATIONS}
+    assert written == PUBLIC[name]["written"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_and_their_end_are_trained_and_else_refused(name):
+    tokenizer = with_family(name)
+    stop = tokenizer.eos_token if FAMILIES[name].stop == END_OF_TEXT else FAMILIES[name].stop
+    assert tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).stop_token()) == stop
+    trainable = {*CALLING.get(name, ()), *THINKING.get(name, ())}
+    trainable |= {kind for kind in TALKS if PUBLIC[name]["written"][kind]["answered"] != REFUSED}
+    for kind in CONVERSATIONS:
+        if kind not in trainable:
+            with pytest.raises(TemplateError):
+                trained_texts(tokenizer, kind)
+            continue
+        texts = trained_texts(tokenizer, kind)
+        assert len(texts) == len(answers(kind))
+        for text, message in zip(texts, answers(kind)):
+            assert text.endswith(stop) and message["content"].strip() in text
+            if kind in TALKS:
+                assert text.removesuffix(stop).strip() == message["content"].strip()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_token_that_the_tokenizer_lacks_is_named(name):
+    family = FAMILIES[name]
+    tokenizer = plain()
+    if family.stop == END_OF_TEXT:
+        tokenizer.add_tokens([AddedToken(token, special=True) for token in family.tokens], special_tokens=True)
+        tokenizer.eos_token = None
+        lacking = "the tokenizer has no eos_token"
+    else:
+        known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        lacking = next((token for token in (*family.tokens, family.stop) if token not in known), None)
+        if lacking is None:
+            pytest.skip("the tests' own tokenizer has all of ChatML")
+    with pytest.raises(ConfigurationError) as error:
+        with_chat_template(tokenizer, name)
+    assert f"chat_template={name!r}" in str(error.value) and lacking in str(error.value)
+    assert tokenizer.chat_template is None
+
+
+def test_names_are_understood_as_others_spell_them():
+    for spelled, name in {"llama-3": "llama3", "phi_35": "phi3.5", "Phi-3": "phi3", "mistral_v1": "mistral-v1"}.items():
+        tokenizer = plain()
+        family = FAMILIES[name]
+        tokens = [token for token in (*family.tokens, family.stop) if token != END_OF_TEXT]
+        tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens], special_tokens=True)
+        assert with_chat_template(tokenizer, spelled).chat_template == with_family(name).chat_template
+        assert Recipe(model="base", data="rows.jsonl", chat_template=spelled).chat_template == spelled
+    assert len(SPELLINGS) == len(NAMED) + len(FAMILIES)
+    assert not {SPELLINGS.get(name.replace("_", "").replace("-", "").replace(".", "")) for name in TEMPLATES.split()} - {None}
+
+
+def test_every_file_is_of_some_name_and_every_origin_is_complete():
+    assert {path.stem for path in FOLDER.glob("*.jinja")} == {family.file for family in FAMILIES.values()}
+    assert set(PUBLIC) == {"chatml", *FAMILIES}
+    for origin in PUBLIC.values():
+        assert origin["repository"].startswith("https://github.com/") and origin["path"].endswith(".jinja")
+        assert len(origin["sha256"]) == 64 and (len(origin.get("commit", "")) == 40 or origin["package"].startswith("trl "))
