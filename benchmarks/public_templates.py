@@ -41,6 +41,12 @@ SOURCES = {
     "vicuna": (CHAT_TEMPLATES, "vicuna"),
     "llama2": (CHAT_TEMPLATES, "llama-2-chat"),
     "llama3": (TRL, "llama3"),
+    "llama3.1": (TRL, "llama3_1"),
+    "llama3.2": (TRL, "llama3_2"),
+    "llama4": (AXOLOTL, "llama4"),
+    "mistral-v3": (AXOLOTL, "mistral_v2v3"),
+    "mistral-v3-tekken": (AXOLOTL, "mistral_v3_tekken"),
+    "mistral-v7-tekken": (AXOLOTL, "mistral_v7_tekken"),
     "mistral-v1": (AXOLOTL, "mistral_v1"),
     "gemma": (TRL, "gemma"),
     "gemma2": (TRL, "gemma"),
@@ -58,6 +64,9 @@ SOURCES = {
     "openchat": (CHAT_TEMPLATES, "openchat-3.5"),
     "saiga": (CHAT_TEMPLATES, "saiga"),
     "nemotron-h": (AXOLOTL, "nemotron_h"),
+    "qwen2.5": (TRL, "qwen2_5"),
+    "qwen3": (TRL, "qwen3"),
+    "qwen3-instruct": (TRL, "qwen3_instruct_2507"),
     "qwen2.5-vl": (TRL, "qwen2_5_vl"),
 }
 """For each name the repository and the file, without its ending, that it writes the same as. The README of trl says that Gemma

@@ -1,9 +1,11 @@
 """Fixed conversations on which a chat template of ours and a public text must write the same."""
 
 import copy
+import datetime
 import json
+import unittest.mock
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 TOOLS = [
     {
@@ -38,6 +40,7 @@ def _call(number, name, **arguments):
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [_call(1, "measure", thing="a <\"rope\"> \u00e9", often=2)]}
+WITHOUT_CONTENT = {"role": "assistant", "tool_calls": CALL["tool_calls"]}
 CALLS = {"role": "assistant", "content": "Wait.", "tool_calls": [_call(1, "measure", thing="rope"), _call(2, "stop")]}
 MEASURED = {"role": "tool", "name": "measure", "tool_call_id": "call00001", "content": '{"metres": 2}'}
 STOPPED = {"role": "tool", "name": "stop", "tool_call_id": "call00002", "content": "stopped"}
@@ -62,16 +65,28 @@ CONVERSATIONS = {
     "arguments as text": (_as_text(WITH_A_CALL), TOOLS),
     "system and tools": ([SYSTEM, *WITH_A_CALL, SECOND, LAST], TOOLS),
     "several calls": ([FIRST, CALLS, MEASURED, STOPPED, LAST], TOOLS),
+    "content is null": ([FIRST, {**CALL, "content": None}, MEASURED, LAST], TOOLS),
+    "content is missing": ([FIRST, WITHOUT_CONTENT, MEASURED, LAST], TOOLS),
+    "thought in the answer": ([FIRST, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTwo."}, SECOND, LAST], None),
     "thinking": ([FIRST, THOUGHT], None),
     "thinking turns": ([FIRST, THOUGHT, SECOND, THOUGHT], None),
 }
 """By kind: messages, the last of which answers, and tools."""
 
-REFUSED = {"refused": True}
-"""Stands for what a text refuses to write."""
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
 
-GIVEN = {"bos_token": "<bos>", "eos_token": "<eos>", "strftime_now": lambda form: f"the day as {form}"}
-"""What a text is given beside the conversation: special tokens, and a day that is always the same."""
+
+class OneDay(datetime.datetime):
+    """A clock that stands still, for texts that write the date."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2025, 1, 31)
+
+
+def refused(written):
+    """Whether a text refused the conversation; else ``written`` is what it wrote."""
+    return not isinstance(written, str)
 
 
 def rendered(text, kind):
@@ -83,9 +98,10 @@ def rendered(text, kind):
 
 def _written(text, messages, tools, generation):
     try:
-        texts, _ = render_jinja_template(
-            [copy.deepcopy(messages)], tools, chat_template=text, add_generation_prompt=generation, **GIVEN
-        )
-    except Exception:  # a text may raise whatever its author chose
-        return REFUSED
+        with unittest.mock.patch.object(chat_template_utils, "datetime", OneDay):
+            texts, _ = chat_template_utils.render_jinja_template(
+                [copy.deepcopy(messages)], tools, chat_template=text, add_generation_prompt=generation, **SPECIAL
+            )
+    except Exception as error:  # a text may raise whatever its author chose
+        return {"refused": type(error).__name__}
     return texts[0]

@@ -49,6 +49,11 @@ class Family:
 
 
 IM_START = ("<|im_start|>",)
+LLAMA3_TURN = ("<|start_header_id|>", "<|end_header_id|>")
+MISTRAL_V3 = (
+    *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+)
 GEMMA_TURN = ("<start_of_turn>",)
 COHERE_TURN = ("<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")
 DEEPSEEK_TURN = ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>")
@@ -58,8 +63,14 @@ FAMILIES = {
     "alpaca": Family("alpaca", END_OF_TEXT),
     "vicuna": Family("vicuna", END_OF_TEXT),
     "llama2": Family("llama2", END_OF_TEXT),
-    "llama3": Family("llama3", "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>")),
+    "llama3": Family("llama3", "<|eot_id|>", LLAMA3_TURN),
+    "llama3.1": Family("llama3.1", "<|eot_id|>", LLAMA3_TURN),
+    "llama3.2": Family("llama3.2", "<|eot_id|>", LLAMA3_TURN),
+    "llama4": Family("llama4", "<|eot|>", ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>")),
     "mistral-v1": Family("mistral-v1", END_OF_TEXT),
+    "mistral-v3": Family("mistral-v3", END_OF_TEXT, MISTRAL_V3),
+    "mistral-v3-tekken": Family("mistral-v3-tekken", END_OF_TEXT, MISTRAL_V3),
+    "mistral-v7-tekken": Family("mistral-v7-tekken", END_OF_TEXT, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
     "gemma": Family("gemma", "<end_of_turn>", GEMMA_TURN),
     "gemma2": Family("gemma", "<end_of_turn>", GEMMA_TURN),
     "gemma3": Family("gemma3", "<end_of_turn>", GEMMA_TURN),
@@ -76,7 +87,10 @@ FAMILIES = {
     "openchat": Family("openchat", "<|end_of_turn|>"),
     "saiga": Family("saiga", END_OF_TEXT),
     "nemotron-h": Family("nemotron-h", "<|im_end|>", IM_START),
+    "qwen2.5": Family("qwen2.5", "<|im_end|>", IM_START),
     "qwen2.5-vl": Family("qwen2.5-vl", "<|im_end|>", IM_START),
+    "qwen3": Family("qwen3", "<|im_end|>", IM_START),
+    "qwen3-instruct": Family("qwen3-instruct", "<|im_end|>", IM_START),
 }
 """By name; ``benchmarks/public_templates.py`` says which public text each writes the same as."""
 
