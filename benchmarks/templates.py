@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "data")]
 
 from chronicals.data import TemplateError, Tokenizer  # noqa: E402
+from chronicals.data.chat_templates import FAMILIES  # noqa: E402
+from data.public_conversations import CONVERSATIONS  # noqa: E402
 from data.stock_templates import (  # noqa: E402  the tests' own tables
     DIFFERENCES,
     KINDS,
@@ -27,6 +29,7 @@ from data.stock_templates import (  # noqa: E402  the tests' own tables
     twin,
     with_template,
 )
+from data.test_public_templates import PUBLIC, with_family  # noqa: E402
 
 INTRODUCTION = """\
 # Chat templates
@@ -74,6 +77,68 @@ conversations the twin's mask equals ours, or differs as follows.
 """
 
 
+BY_NAME = """\
+
+## By name
+
+`chat_template: NAME` (`--chat-template NAME`) gives a tokenizer one of these templates. Names may be spelled otherwise
+(`llama-3.1`, `phi_35`). Each is written anew and writes, character for character, what the public text beside it writes for the
+conversations of `tests/data/public_conversations.py`: a question, several turns, a system message, tools with one call and
+several, arguments as objects and as text, contents that are null or missing, thoughts; answered, and up to where the answer
+begins. Where the public text refuses a conversation, so does ours. `python benchmarks/public_templates.py` writes down what the
+public texts write, the test compares.
+
+The tokenizer must have the special tokens that a template writes; those that it lacks are named in an error. `chatml` and
+`zephyr` do with its `eos_token`. Last column: the kinds of conversation of which all answers are trained; others are refused.
+
+| name | stop token | the same as | at | trained |
+|---|---|---|---|---|
+"""
+
+LEFT_OUT = """\
+
+Not by name:
+
+- `zephyr` is there, and is not compared: the public text that was found (chujiezheng/chat_templates) takes off blanks and
+  refuses conversations with tools.
+- `yi`, `glm4`, `internlm2`, `olmo2`, `hunyuan`, `baichuan2`, `mistral` v7 without tekken: none of the repositories above has a
+  text of theirs.
+- `falcon`, `solar`, `amberchat`, `chatqa`, `llava`, `glm4moe`, `metharme` (but for the last answer): nothing ends an answer in
+  the public text, so a model would not learn to stop.
+- `deepseek-r1`, and `deepseek-v3` as trl has it: the model is asked to continue with a thought that is left out of the answer.
+- There is a public text, but none of ours yet: `gpt-oss`, `gemma4`, `phi4`, `qwen3-vl`, `qwen3.5`, `qwen3.6`, `jamba`,
+  `command-a`, `cohere2`, `lfm2.5`, `nemotron-3`, `pixtral`, `llama3.2-vision`, `llava-next`, `idefics3`, `smolvlm`. A
+  tokenizer that comes with one of these uses its own, as the first table says.
+"""
+
+
+def trained_kinds(name: str) -> list[str]:
+    """The conversations of the tests whose answers are all trained under a template by name."""
+    tokenizer = with_family(name)
+    kinds = []
+    for kind, (messages, tools) in CONVERSATIONS.items():
+        try:
+            Tokenizer(tokenizer).encode({"messages": messages, "tools": tools}, "row 1")
+        except TemplateError:
+            continue
+        kinds.append(kind)
+    return kinds
+
+
+def by_name() -> str:
+    """A line for each template by name: where the public text is that it equals, and what it trains."""
+    lines = []
+    for name, origin in sorted(PUBLIC.items()):
+        stop = "<|im_end|>" if name == "chatml" else FAMILIES[name].stop
+        repository = origin["repository"].removeprefix("https://github.com/")
+        source = f"[{repository}]({origin['repository']}) `{origin['path']}`"
+        version = origin.get("package") or f"`{origin['commit']}`"
+        kinds = ["single", "turns", "system"] if name == "chatml" else trained_kinds(name)
+        escaped = stop.replace("|", "\\|")
+        lines.append(f"| `{name}` | `{escaped}` | {source} | {version} | {', '.join(kinds)} |")
+    return "\n".join(lines) + "\n"
+
+
 def short(reason: str) -> str:
     """A refusal without the row, and what this conversation happened to say."""
     reason = re.sub(r"^row 1: ", "", reason)
@@ -115,7 +180,8 @@ def page() -> str:
         listed.append(f"| {number}: {phrase} | {because} | {', '.join(' '.join(where).split())} |")
     taken = sum("| yes |" in row for row in rows)
     count = f"\n{len(rows)} templates, {taken} of them taken for some kind of conversation.\n\n"
-    return INTRODUCTION.format(**versions) + count + table + "\n" + TWINS + "\n".join(listed) + "\n"
+    stock = INTRODUCTION.format(**versions) + count + table + "\n" + TWINS + "\n".join(listed) + "\n"
+    return stock + BY_NAME + by_name() + LEFT_OUT
 
 
 def main() -> None:

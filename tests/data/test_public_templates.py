@@ -21,7 +21,10 @@ TALKS = ("single", "turns", "system")
 ONE_CALL = ("tools", "arguments as text", "content is null", "content is missing")
 
 CALLING = {
-    **dict.fromkeys(("qwen2.5", "qwen3", "qwen3-instruct", "llama4"), (*ONE_CALL, "system and tools", "several calls")),
+    **dict.fromkeys(
+        ("qwen2.5", "qwen3", "qwen3-instruct", "llama4", "exaone4", "lfm2"), (*ONE_CALL, "system and tools", "several calls")
+    ),
+    "deepseek-v3": ("tools", "arguments as text", "system and tools", "several calls"),
     **dict.fromkeys(("llama3.1", "llama3.2"), (*ONE_CALL, "system and tools")),
     **dict.fromkeys(("mistral-v3", "mistral-v3-tekken"), ONE_CALL),
 }

@@ -57,6 +57,15 @@ MISTRAL_V3 = (
 GEMMA_TURN = ("<start_of_turn>",)
 COHERE_TURN = ("<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")
 DEEPSEEK_TURN = ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>")
+DEEPSEEK_TOOLS = tuple(
+    f"<\uff5ctool\u2581{part}\uff5c>"
+    for part in (
+        *("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep"),
+        *("outputs\u2581begin", "outputs\u2581end", "output\u2581begin", "output\u2581end"),
+    )
+)
+EXAONE_TURN = ("[|system|]", "[|user|]", "[|assistant|]")
+LFM_TOOLS = tuple(f"<|tool_{part}_{end}|>" for part in ("list", "call", "response") for end in ("start", "end"))
 PHI_TURN = ("<|system|>", "<|user|>", "<|assistant|>")
 
 FAMILIES = {
@@ -82,8 +91,12 @@ FAMILIES = {
     "command-r": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
     "aya": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
     "deepseek-v2": Family("deepseek-v2", END_OF_TEXT, DEEPSEEK_TURN),
-    "exaone": Family("exaone", "[|endofturn|]", ("[|system|]", "[|user|]", "[|assistant|]")),
+    "deepseek-v3": Family("deepseek-v3", "<\uff5cend\u2581of\u2581sentence\uff5c>", DEEPSEEK_TURN + DEEPSEEK_TOOLS),
+    "exaone": Family("exaone", "[|endofturn|]", EXAONE_TURN),
+    "exaone4": Family("exaone4", "[|endofturn|]", (*EXAONE_TURN, "[|tool|]")),
+    "falcon-h1": Family("falcon-h1", "<|im_end|>", IM_START),
     "granite": Family("granite", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
+    "lfm2": Family("lfm2", "<|im_end|>", IM_START + LFM_TOOLS),
     "openchat": Family("openchat", "<|end_of_turn|>"),
     "saiga": Family("saiga", END_OF_TEXT),
     "nemotron-h": Family("nemotron-h", "<|im_end|>", IM_START),
