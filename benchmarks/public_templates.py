@@ -64,6 +64,7 @@ SOURCES = {
     "falcon-h1": (AXOLOTL, "falcon_h1"),
     "lfm2": (TRL, "lfm2_v2"),
     "exaone": (AXOLOTL, "exaone"),
+    "gpt-oss": (TRL, "gptoss"),
     "granite": (CHAT_TEMPLATES, "granite-3.0-instruct"),
     "openchat": (CHAT_TEMPLATES, "openchat-3.5"),
     "saiga": (CHAT_TEMPLATES, "saiga"),

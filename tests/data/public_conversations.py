@@ -26,6 +26,37 @@ TOOLS = [
     },
 ]
 
+RICH = {
+    "type": "function",
+    "function": {
+        "name": "order",
+        "description": "Orders things.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "names": {"type": "array", "items": {"type": "string"}, "nullable": True},
+                "counts": {"type": "array", "items": {"type": "integer"}, "default": [1]},
+                "boxes": {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "number"}}}},
+                "anything": {"type": "array"},
+                "size": {"type": "string", "enum": ["small", "large"], "default": "small", "description": "The size."},
+                "note": {"type": "string", "nullable": True, "default": "none"},
+                "either": {"type": ["string", "integer"]},
+                "one": {"oneOf": [{"type": "string", "description": "A text."}, {"type": "number", "default": 2}]},
+                "other": {"oneOf": [{"type": "object"}, {"type": "number"}]},
+                "place": {
+                    "type": "object",
+                    "properties": {"street": {"type": "string"}, "number": {"type": "integer"}},
+                    "required": ["street"],
+                },
+                "options": {"type": "object"},
+                "fast": {"type": "boolean", "default": False},
+                "unknown": {"description": "Of any type."},
+            },
+            "required": ["names", "size"],
+        },
+    },
+}
+
 SYSTEM = {"role": "system", "content": " Be brief.\nBe kind. "}
 FIRST = {"role": "user", "content": " How long is it,\n\n\"it's\" <it> & all?\n"}
 SECOND = {"role": "user", "content": "And now? \U0001f642"}
@@ -67,6 +98,7 @@ CONVERSATIONS = {
     "several calls": ([FIRST, CALLS, MEASURED, STOPPED, LAST], TOOLS),
     "content is null": ([FIRST, {**CALL, "content": None}, MEASURED, LAST], TOOLS),
     "content is missing": ([FIRST, WITHOUT_CONTENT, MEASURED, LAST], TOOLS),
+    "rich tools": ([FIRST, LAST], [RICH]),
     "thought in the answer": ([FIRST, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTwo."}, SECOND, LAST], None),
     "thinking": ([FIRST, THOUGHT], None),
     "thinking turns": ([FIRST, THOUGHT, SECOND, THOUGHT], None),

@@ -15,7 +15,7 @@ from chronicals.data.chat_templates import END_OF_TEXT, FAMILIES, FOLDER, NAMED,
 
 PUBLIC = json.loads((Path(__file__).parent / "public_templates.json").read_text(encoding="utf-8"))
 
-TALKS = ("single", "turns", "system")
+TALKS = ("single", "turns", "system", "rich tools")
 """Kinds of conversation without calls and thoughts, which every template trains if it writes them."""
 
 ONE_CALL = ("tools", "arguments as text", "content is null", "content is missing")
@@ -26,16 +26,22 @@ CALLING = {
     ),
     "deepseek-v3": ("tools", "arguments as text", "system and tools", "several calls"),
     **dict.fromkeys(("llama3.1", "llama3.2"), (*ONE_CALL, "system and tools")),
-    **dict.fromkeys(("mistral-v3", "mistral-v3-tekken"), ONE_CALL),
+    **dict.fromkeys(("mistral-v3", "mistral-v3-tekken", "gpt-oss"), ONE_CALL),
 }
 """By name the kinds of conversation with calls that are trained; others are refused."""
 
-THINKING = {"qwen3": ("thinking",)}
+THINKING = {"qwen3": ("thinking",), "gpt-oss": ("thinking",)}
 """By name the kinds of conversation with thoughts that are trained; others are refused."""
 
-UNTRAINABLE = {"mistral-v3": ("system",), "mistral-v3-tekken": ("system",)}
-"""Kinds that a template writes in such a way that no answer can be trained: Mistral moves the system message to the question
-that is last."""
+UNTRAINABLE = {"mistral-v3": ("system",), "mistral-v3-tekken": ("system",), "gpt-oss": ("turns", "system")}
+"""Kinds that a template writes in such a way that not every answer can be trained: Mistral moves the system message to the
+question that is last, and gpt-oss ends the last answer alone with the token at which generation stops."""
+
+CALLED = "<|call|>"
+"""Ends a call of gpt-oss, where its stop token ends an answer."""
+
+OPENINGS = ("<think>\n\n</think>", "<|channel|>final<|message|>")
+"""Written by templates into an answer before its content."""
 
 
 def plain():
@@ -106,8 +112,11 @@ def test_answers_and_their_end_are_trained_and_else_refused(name):
         texts = trained_texts(tokenizer, kind)
         assert len(texts) == len(answers(kind))
         for text, message in zip(texts, answers(kind)):
-            assert text.endswith(stop) and (message.get("content") or "").strip() in text
-            said = text.removesuffix(stop).removeprefix("<think>\n\n</think>")
+            assert text.endswith(CALLED if name == "gpt-oss" and "tool_calls" in message else stop)
+            assert (message.get("content") or "").strip() in text
+            said = text.removesuffix(stop)
+            for opening in OPENINGS:
+                said = said.removeprefix(opening)
             assert kind not in TALKS or said.strip() == message["content"].strip()
             for call in message.get("tool_calls", []):
                 assert call["function"]["name"] in text

@@ -95,6 +95,7 @@ FAMILIES = {
     "exaone": Family("exaone", "[|endofturn|]", EXAONE_TURN),
     "exaone4": Family("exaone4", "[|endofturn|]", (*EXAONE_TURN, "[|tool|]")),
     "falcon-h1": Family("falcon-h1", "<|im_end|>", IM_START),
+    "gpt-oss": Family("gpt-oss", "<|return|>", ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")),
     "granite": Family("granite", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
     "lfm2": Family("lfm2", "<|im_end|>", IM_START + LFM_TOOLS),
     "openchat": Family("openchat", "<|end_of_turn|>"),
