@@ -72,6 +72,7 @@ SOURCES = {
     "qwen2.5": (TRL, "qwen2_5"),
     "qwen3": (TRL, "qwen3"),
     "qwen3-instruct": (TRL, "qwen3_instruct_2507"),
+    "qwen3-vl": (TRL, "qwen3_vl"),
     "qwen2.5-vl": (TRL, "qwen2_5_vl"),
 }
 """For each name the repository and the file, without its ending, that it writes the same as. The README of trl says that Gemma

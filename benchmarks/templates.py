@@ -85,11 +85,12 @@ BY_NAME = """\
 (`llama-3.1`, `phi_35`). Each is written anew and writes, character for character, what the public text beside it writes for the
 conversations of `tests/data/public_conversations.py`: a question, several turns, a system message, tools with one call and
 several, tools with arguments of every type, arguments as objects and as text, contents that are null or missing, thoughts;
-answered, and up to where the answer begins. Where the public text refuses a conversation, so does ours. `python benchmarks/public_templates.py` writes down what the
-public texts write, the test compares.
+answered, and up to where the answer begins. Where the public text refuses a conversation, so does ours.
+`python benchmarks/public_templates.py` writes down what the public texts write, the test compares.
 
 The tokenizer must have the special tokens that a template writes; those that it lacks are named in an error. `chatml` and
-`zephyr` do with its `eos_token`. Last column: the kinds of conversation of which all answers are trained; others are refused.
+`zephyr` do with its `eos_token`. Last column: the kinds of conversation of which all answers are trained; others are refused
+with the reason. Several turns of `gpt-oss` take `train_on_turns: last`: only the last answer ends with its stop token.
 
 | name | stop token | the same as | at | trained |
 |---|---|---|---|---|
@@ -106,7 +107,7 @@ Not by name:
 - `falcon`, `solar`, `amberchat`, `chatqa`, `llava`, `glm4moe`, `metharme` (but for the last answer): nothing ends an answer in
   the public text, so a model would not learn to stop.
 - `deepseek-r1`, and `deepseek-v3` as trl has it: the model is asked to continue with a thought that is left out of the answer.
-- There is a public text, but none of ours yet: `gemma4`, `phi4`, `qwen3-vl`, `qwen3.5`, `qwen3.6`, `jamba`,
+- There is a public text, but none of ours yet: `gemma4`, `phi4`, `qwen3.5`, `qwen3.6`, `jamba`,
   `command-a`, `cohere2`, `lfm2.5`, `nemotron-3`, `pixtral`, `llama3.2-vision`, `llava-next`, `idefics3`, `smolvlm`. A
   tokenizer that comes with one of these uses its own, as the first table says.
 """

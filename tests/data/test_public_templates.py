@@ -10,8 +10,10 @@ from tokenizers import AddedToken
 import tiny
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.foreign_values import TEMPLATES
-from chronicals.data import TemplateError, Tokenizer
+from chronicals.data import DataError, TemplateError, Tokenizer
+from chronicals.data.batch_encoding import BatchEncoder
 from chronicals.data.chat_templates import END_OF_TEXT, FAMILIES, FOLDER, NAMED, SPELLINGS, with_chat_template
+from chronicals.data.rows import NormalRow, plain_row
 
 PUBLIC = json.loads((Path(__file__).parent / "public_templates.json").read_text(encoding="utf-8"))
 
@@ -22,7 +24,8 @@ ONE_CALL = ("tools", "arguments as text", "content is null", "content is missing
 
 CALLING = {
     **dict.fromkeys(
-        ("qwen2.5", "qwen3", "qwen3-instruct", "llama4", "exaone4", "lfm2"), (*ONE_CALL, "system and tools", "several calls")
+        ("qwen2.5", "qwen3", "qwen3-instruct", "qwen3-vl", "llama4", "exaone4", "lfm2"),
+        (*ONE_CALL, "system and tools", "several calls"),
     ),
     "deepseek-v3": ("tools", "arguments as text", "system and tools", "several calls"),
     **dict.fromkeys(("llama3.1", "llama3.2"), (*ONE_CALL, "system and tools")),
@@ -120,6 +123,21 @@ def test_answers_and_their_end_are_trained_and_else_refused(name):
             assert kind not in TALKS or said.strip() == message["content"].strip()
             for call in message.get("tool_calls", []):
                 assert call["function"]["name"] in text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_conversations_at_once_are_encoded_alike(name):
+    encoder = Tokenizer(with_family(name))
+    records = [{"messages": messages, "tools": tools} for messages, tools in CONVERSATIONS.values()]
+    rows = [NormalRow.of(plain_row(record, kind), "chat", kind) for record, kind in zip(records, CONVERSATIONS)]
+    together = BatchEncoder(encoder).encode_batch(rows, list(CONVERSATIONS))
+    for row, kind, encoded in zip(rows, CONVERSATIONS, together, strict=True):
+        if isinstance(encoded, DataError):
+            with pytest.raises(TemplateError):
+                encoder.encode_normalised(row, kind)
+            continue
+        ids, trained = encoder.encode_normalised(row, kind)
+        assert encoded[0].tolist() == ids and encoded[1].astype(bool).tolist() == trained
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -105,6 +105,7 @@ FAMILIES = {
     "qwen2.5-vl": Family("qwen2.5-vl", "<|im_end|>", IM_START),
     "qwen3": Family("qwen3", "<|im_end|>", IM_START),
     "qwen3-instruct": Family("qwen3-instruct", "<|im_end|>", IM_START),
+    "qwen3-vl": Family("qwen3-vl", "<|im_end|>", IM_START),
 }
 """By name; ``benchmarks/public_templates.py`` says which public text each writes the same as."""
 
