@@ -26,15 +26,16 @@ Before the first step every row is checked. What is wrong is logged as a table a
 `eval_dataset.json` in `output_dir`: each broken rule, how often, in which rows, and what to do. `chronicals train --check`
 stops after the checks; `chronicals data show recipe.yaml`, or `FILE --model M`, shows rows as the model will see them.
 
-The first line counts the rows by kind, and what becomes of them: every row that was read is trained, held out, or left out for the
-rule that is named. `--check` prints the same as a table, and `report.html` has it, too:
+The first line counts the rows by kind, and what becomes of them: every row that was read is trained, held out, or left out
+for the rule that is named. `--check` prints the same as a table, and `report.html` has it, too:
 
 ```
-train_dataset: 400 rows (200 chat, 200 instruction): 378 (188 chat, 190 instruction) trained, 20 (10 chat, 10 instruction) held out, 2 left out (2 empty_answer), 378 documents, …
+train_dataset: 400 rows (200 chat, 200 instruction): 378 (188 chat, 190 instruction) trained, \
+20 (10 chat, 10 instruction) held out, 2 left out (2 empty_answer), 378 documents, …
 ```
 
-Documents and tokens are those that are trained. Of pairs and judged answers they are named: `200 rows (200 preference), 400 answers,
-200 shared prompts`.
+Documents and tokens are those that are trained. Of pairs and judged answers they are named: `200 rows (200 preference),
+400 answers, 200 shared prompts`.
 
 A rule is an error where it concerns a larger fraction of the rows than its limit, else a warning. All errors are reported at
 once, and training does not start. Rows that cannot be used are left out. A limit is changed by the rule's name, in a recipe

@@ -129,7 +129,12 @@ def test_the_log_says_it(tmp_path, caplog):
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True}], ids=str)
 def test_the_estimate_counts_the_bytes_that_there_are(tmp_path, changes, monkeypatch):
     fixed, usual = [], needed_memory.estimate
-    monkeypatch.setattr(needed_memory, "estimate", lambda *given: fixed.append((given[2].trained, usual(*given))) or fixed[-1][1])
+
+    def estimate(model, step, weights):
+        fixed.append((weights.trained, usual(model, step, weights)))
+        return fixed[-1][1]
+
+    monkeypatch.setattr(needed_memory, "estimate", estimate)
     sizes = []
     for more in ({}, IN_8_BITS):
         model, config = tiny.llama(), runs.config(tmp_path, **changes, **more)
