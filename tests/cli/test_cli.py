@@ -405,12 +405,13 @@ def test_check_of_wrong_data_says_so_and_writes_it(place, within):
     assert (finding["rule"], finding["level"], finding["rows"]) == ("empty_answer", "error", [4])
 
 
-def test_check_leaves_the_report_of_a_run(place, trained, within):
+def test_check_leaves_the_report_of_a_run(place, trained, within, caplog):
+    caplog.set_level("INFO")
     before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
     (place / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(3)))
     done = within("train", "recipe.yaml", "--data", "few.jsonl", "--check")
     assert done.code == 0 and done.stdout == "the data can be trained on; the run in out keeps its own report\n"
-    assert "3 rows (3 chat), 3 documents" in done.stderr
+    assert "3 rows (3 chat), 3 documents" in caplog.text
     assert re.search(r"kind +read +trained +held out +left out +why *\n[ ─]+\n *chat +3 +3 +0 +0", done.stderr)
     assert {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()} == before
 
@@ -531,7 +532,7 @@ def test_the_command_that_is_printed_resumes(place, within, caplog):
     assert within(*first).code == 0
     shutil.rmtree(place / "part" / "checkpoints" / "step-00000004")
     refused = within("train", "recipe.yaml", "--lora-rank", 2, "--output-dir", "part")
-    (printed,) = re.findall(r"go on with chronicals (train .*?), or choose", refused.stderr)
+    (printed,) = re.findall(r"go on with chronicals (train [^,]*), replace it with", refused.stderr)
     assert refused.code == 1 and printed == "train --resume --output-dir part"
     done = within(*printed.split())
     assert done.code == 0 and "2 of 4 steps are done" in caplog.text and "trained 4 steps" in done.stdout

@@ -256,9 +256,10 @@ def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
 
     given = source.Source(SavedModel.find(saved(tmp_path / "whole", name)), tmp_path / "whole")
     nf4.write(given, tmp_path / "ours")
-    model = load_model(tmp_path / "whole", torch.bfloat16)
-    for path, layer in linear_layers(model).items():
-        model.set_submodule(path, Linear4bit.of(layer))
+    model, exact = (load_model(tmp_path / "whole", dtype) for dtype in (torch.bfloat16, torch.float32))
+    for path, layer in linear_layers(exact).items():
+        # From the values of the files, not from those rounded to 16 bits before.
+        model.set_submodule(path, Linear4bit.of(layer).to(torch.bfloat16))
     describe_packed(model)
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))

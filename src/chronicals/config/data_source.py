@@ -79,7 +79,9 @@ def _columns(value: Any) -> Any:
     if not isinstance(texts, list):
         return _of_our_names(texts)
     mapping = dict[str, str]()
-    for text in map(str, texts):
+    # An entry of a list may hold several pairs, too: none of our names has a comma.
+    pairs = [pair for text in texts for pair in as_list(str(text))]
+    for text in pairs:
         theirs, sign, ours = (part.strip() for part in text.partition("="))
         if not (sign and theirs and ours):
             raise PydanticCustomError("columns", "{text} is not THEIRS=OURS, as in question=prompt", {"text": repr(text)})
