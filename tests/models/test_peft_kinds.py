@@ -176,4 +176,4 @@ def test_a_kind_that_attends_goes_through_the_wrapping(tmp_path, caplog):
     )
     assert within_adapters(model) is model
     runs.train(tmp_path, model=model, **FIELDS)
-    assert "takes padded rows" in caplog.text and min(norm for *_, norm in runs.trajectory(tmp_path)) > 0
+    assert "in padded rows" in caplog.text and min(norm for *_, norm in runs.trajectory(tmp_path)) > 0

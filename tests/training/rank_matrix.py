@@ -170,9 +170,10 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     precision.START_SCALE = 2.0**6  # in fp16 no gradient overflows, or a run of so few steps might have none
     ranks = Mesh.current()
-    for number, (objective, weights) in enumerate(json.loads((folder / "pairs.json").read_text())):
+    for objective, weights in json.loads((folder / "pairs.json").read_text()):
         name = f"{objective} over {weights}"
-        turns = [("together", ranks, ranks.writer), ("alone", Mesh(), number % ranks.count == ranks.rank)]
+        # Alone on the first process: on another one transformers takes a run for a part of one, and saves no configuration.
+        turns = [("together", ranks, ranks.writer), ("alone", Mesh(), ranks.writer)]
         for turn, mesh, tells in turns:
             if mesh.count == 1 and not tells:
                 continue
