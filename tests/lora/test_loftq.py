@@ -89,6 +89,8 @@ def test_read_is_quantised_in_memory(tmp_path):
     read = apply_lora(load_model(tmp_path, torch.float32, quantization="nf4", watch=LoftQ(config)), config)
     for (path, layer), (other, mate) in zip(adapters(read), adapters(ours(alpha=12)), strict=True):
         assert path == other and layer.lora_B.any() and isinstance(layer.base_layer, Linear4bit)
+        if not torch.cuda.is_available():
+            assert equal(layer.lora_A, mate.lora_A) and equal(layer.lora_B, mate.lora_B)
         # On a card the singular vectors of near values mix, and have another sign: what is compared is their product.
         assert close(layer.lora_B @ layer.lora_A, mate.lora_B @ mate.lora_A, 5e-3)
 

@@ -46,7 +46,8 @@ def test_it_is_what_the_run_started_from(adapters, tmp_path):
     trainer.objective = objective = Beside()
     trainer.train(tiny.chat_rows())
     assert objective.calls == 1 and objective.tokenizers == [trainer.tokenizer]
-    assert objective.seen[0] < 1e-10 < objective.seen[-1]  # 5e-12 on a card, where adapters take part in the product
+    rounding = 1e-10 if torch.cuda.is_available() else 1e-12  # 5e-12 on a card, where adapters take part in the product
+    assert objective.seen[0] < rounding < objective.seen[-1]
     assert objective.frozen == {}
 
 
