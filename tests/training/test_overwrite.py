@@ -47,23 +47,33 @@ def steps_in(folder: Path) -> list[str]:
 
 
 class Watching(Callback):
-    """What the folder holds after each step, and as the first checkpoint is told."""
+    """Records what the folder holds after the first step, and when the first checkpoint is there (a thread writes it)."""
 
     def __init__(self, folder, fails_after=None):
-        self.folder, self.fails_after, self.seen = folder, fails_after, {}
+        self.folder = folder
+        self.fails_after = fails_after
+        self.after_a_step = None
+        self.after_a_checkpoint = None
+
+    def state(self):
+        return contents(self.folder / "run" / "model"), steps_in(self.folder)
 
     def step_done(self, metrics):
-        self.seen[metrics.step] = contents(self.folder / "run" / "model"), steps_in(self.folder)
+        self.after_a_step = self.after_a_step or self.state()
         if metrics.step == self.fails_after:
             raise RuntimeError("as planned")
+
+    def saved(self, step, folder):
+        self.after_a_checkpoint = self.after_a_checkpoint or self.state()
 
 
 def test_the_earlier_run_is_replaced_at_the_first_checkpoint(run_folder, caplog):
     before = contents(run_folder / "run" / "model")
     watching = Watching(run_folder)
     runs.train(run_folder, tiny.chat_rows(40), max_steps=3, callbacks=[watching], overwrite=True, **SAVES)
-    assert watching.seen[1] == (before, ["step-00000002", "step-00000004"])
-    assert watching.seen[3] == ({}, ["step-00000002"])
+    assert watching.after_a_step == (before, ["step-00000002", "step-00000004"])
+    model, steps = watching.after_a_checkpoint
+    assert model == {} and "step-00000002" in steps and "step-00000004" not in steps
     assert steps_in(run_folder) == ["step-00000002", "step-00000003"]
     assert [step for step, _, _ in runs.trajectory(run_folder)] == [1, 2, 3]
     assert contents(run_folder / "run" / "model") != before
