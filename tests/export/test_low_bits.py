@@ -16,6 +16,7 @@ from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS
 from chronicals.models import describe_packed, load_model
 from chronicals.quantization import Linear4bit
 from chronicals.saving import SavedModel
+from chronicals.versions import transformers_before
 from comparison import equal
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -53,6 +54,15 @@ def of_experts(folder, name):
     return saved(folder, name, **OF_EXPERTS)
 
 
+def limit(check, layout):
+    """The largest error of a right file's logits.
+
+    transformers below 5.21 adds up experts in another order than torch here. Where an input lies between two FP8 codes, the last
+    bit of a sum then decides which it gets, and the logits differ by what FP8 rounds.
+    """
+    return check.bound if layout == "fp8" and transformers_before("5.21") else 1e-5
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ROUTERS)
@@ -61,7 +71,7 @@ def test_experts_are_written_one_by_one(name, layout, tmp_path):
     (exported,) = export(of_experts(tmp_path, name), layout)
     found = {check.name: check for check in exported.proof.checks}
     same = found.get("logits beside torch with the same weights and inputs")
-    assert same.value < 1e-5 if READ_BY_TRANSFORMERS else same is None
+    assert same.value < limit(same, layout) if READ_BY_TRANSFORMERS else same is None
     described = json.loads((exported.path / "config.json").read_text())["quantization_config"]
     assert described["ignore"] == ["lm_head", *(f"model.layers.{n}.{router}" for n in range(2) for router in ROUTERS[name])]
     before, tensors = load_file(tmp_path / "model.safetensors"), load_file(exported.path / "model.safetensors")

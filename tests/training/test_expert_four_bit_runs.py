@@ -260,7 +260,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
 
 
 def test_peft_loads_the_adapter_over_the_dequantised_base(tmp_path):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion="0.20", reason="PEFT 0.19 loads no adapter over experts")
     place = base(tmp_path)
     given = {"quantization": "nf4", "lora_target_modules": "q_proj", "lora_target_parameters": ON_EXPERTS, "max_steps": 3}
     model = load_model(place, torch.float32, quantization="nf4")

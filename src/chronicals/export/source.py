@@ -229,8 +229,14 @@ class Source:
         return bound if self.dtype == torch.float32 else max(bound, IN_16_BITS)
 
     def load(self, folder: Path) -> Any:
-        """A whole model that was written."""
-        return on_device(load_model(folder, self.dtype))
+        """Load a whole model that was written, and compute in ``self.dtype``."""
+        model = load_model(folder, self.dtype)
+        if self.dtype == torch.float32:
+            # transformers below 5.21 leaves unquantised weights that it renames (Mixtral's routers) in the files' 16 bits.
+            for parameter in model.parameters():
+                if parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
+        return on_device(model)
 
 
 def _of_language(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -321,8 +321,18 @@ class _Stacks:
         return packed.codes
 
     def settle(self, model: Any) -> None:
-        """Put the quantised experts in the places of those that were read whole."""
+        """Put the quantised experts in the places of those that were read whole.
+
+        Raises:
+            ValueError: a stack in the files has another shape; transformers below 5.21 does not complain of it.
+        """
         for path, packed in self._packed.items():
+            for own in self.shapes[path].keys() - packed.keys():
+                there, here = tuple(model.get_submodule(path).get_parameter(own).shape), self.shapes[path][own]
+                if there != here:
+                    raise ValueError(
+                        f"{path}.{own} ({list(there)} there, {list(here)} here): of another shape than config.json says"
+                    )
             if packed.keys() == self.shapes[path].keys():
                 model.set_submodule(path, Experts4bit(model.get_submodule(path), packed, self.shapes[path]))
 

@@ -159,6 +159,21 @@ def stored_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
     return stored
 
 
+def _check_projection(model: Any, adapter: str, name: str, stored: Mapping[str, Tensor]) -> None:
+    """Compare a projection of VeRA, which is not trained, with the model's own.
+
+    PEFT below 0.21 reports it as unexpected: it looks for it under a name without the adapter's.
+
+    Raises:
+        ValueError: the model has no tensor of this name, or another one.
+    """
+    own = dict(model.named_buffers(remove_duplicate=False)).get(f"{name}.{adapter}")
+    if own is None:
+        raise ValueError(f"the model has no {name}")
+    if not torch.equal(own.cpu(), stored[name].to(own.dtype)):
+        raise ValueError(f"{name} is another there; projection_prng_key must be the same")
+
+
 def _load_peft(folder: Path, model: Any) -> None:
     """What PEFT's wrapping of a model saved: its adapters, those that are not ``default`` in folders by their names."""
     from peft import PeftConfig, set_peft_model_state_dict
@@ -172,9 +187,10 @@ def _load_peft(folder: Path, model: Any) -> None:
                 if getattr(before, field, None) != getattr(config, field, None):
                     values = getattr(before, field, None), getattr(config, field, None)
                     raise ValueError(f"adapter {adapter!r} has {field}={values[0]!r} there and {values[1]!r} here")
-            found = set_peft_model_state_dict(model, load_file(place / "adapter_model.safetensors"), adapter_name=adapter)
-            if found.unexpected_keys:
-                raise ValueError(f"the model has no {found.unexpected_keys[0]}")
+            stored = load_file(place / "adapter_model.safetensors")
+            found = set_peft_model_state_dict(model, stored, adapter_name=adapter)
+            for name in found.unexpected_keys:
+                _check_projection(model, adapter, name, stored)
     except Exception:
         for name, tensor in trained(model):
             tensor.copy_(own[name])
