@@ -1,12 +1,14 @@
 """Document attention by backend on a card: TFLOP/s forward and backward, bf16, causal, random data.
 
-    python benchmarks/attention.py OUTPUT.json [--rounds 30] [--commit HASH] [--backends flash-attn-4,flash]
+    python benchmarks/attention.py OUTPUT.json [--rounds 30] [--commit HASH] [--backends
+    flash-attn-4,flash]
 
-Shapes are those of Qwen2.5-0.5B (14 query, 2 key heads, width 64) and Llama-3.1-8B (32, 8, 128): documents of one length,
-and ragged ones. Each backend is first compared with the definition in fp64 (first and last document, first and last group
-of heads); one that is wrong or fails is not timed, is named in the table, and makes the exit code 1. Times are of the
-device: a sleeping kernel hides the host, L2 is overwritten before each sample, and backends take turns. FLOPs are
-those of the causal half, 4 · H · D · Σs²/2 forward and 2.5 times that backward.
+Shapes are those of Qwen2.5-0.5B (14 query, 2 key heads, width 64) and Llama-3.1-8B (32, 8, 128):
+documents of one length, and ragged ones. Each backend is first compared with the definition in fp64
+(first and last document, first and last group of heads); one that is wrong or fails is not timed,
+is named in the table, and makes the exit code 1. Times are of the device: a sleeping kernel hides
+the host, L2 is overwritten before each sample, and backends take turns. FLOPs are those of the
+causal half, 4 · H · D · Σs²/2 forward and 2.5 times that backward.
 """
 
 import argparse
@@ -29,7 +31,29 @@ LENGTHS = {
     "8x2048": [2048] * 8,
     "32x512": [512] * 32,
     "2x8192": [8192] * 2,
-    "ragged": [2048, 1733, 1500, 1311, 1204, 1100, 1013, 950, 850, 777, 700, 640, 555, 500, 431, 400, 333, 200, 107, 31, 1],
+    "ragged": [
+        2048,
+        1733,
+        1500,
+        1311,
+        1204,
+        1100,
+        1013,
+        950,
+        850,
+        777,
+        700,
+        640,
+        555,
+        500,
+        431,
+        400,
+        333,
+        200,
+        107,
+        31,
+        1,
+    ],
 }
 ALLOWED = 2**-6
 """Relative Frobenius error against fp64; products of bf16 are at about a quarter of it."""
@@ -42,8 +66,15 @@ class Case:
 
     def __init__(self, heads: int, groups: int, width: int, lengths: list[int]) -> None:
         tokens = sum(lengths)
-        shapes = [(tokens, heads, width), (tokens, groups, width), (tokens, groups, width), (tokens, heads, width)]
-        *qkv, self.upstream = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        shapes = [
+            (tokens, heads, width),
+            (tokens, groups, width),
+            (tokens, groups, width),
+            (tokens, heads, width),
+        ]
+        *qkv, self.upstream = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes
+        )
         self.leaves = [x.requires_grad_() for x in qkv]
         self.bounds = torch.tensor([0, *lengths]).cumsum(0)
         self.cu = self.bounds.to("cuda", torch.int32)
@@ -68,7 +99,12 @@ class Case:
             for group in (0, groups - 1):
                 of_q, of_k = slice(group * shared, (group + 1) * shared), slice(group, group + 1)
                 expected = self.exact(span, of_q, of_k)
-                parts = (found[0][span, of_q], found[1][span, of_q], found[2][span, of_k], found[3][span, of_k])
+                parts = (
+                    found[0][span, of_q],
+                    found[1][span, of_q],
+                    found[2][span, of_k],
+                    found[3][span, of_k],
+                )
                 for piece, part, right in zip(pieces, parts, expected, strict=True):
                     piece.append((part.double().flatten(), right.flatten()))
         return [relative(piece) for piece in pieces]
@@ -80,7 +116,9 @@ class Case:
         )
         seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device="cuda").tril()
         out = attention_reference(q, k, v, seen, self.width**-0.5, None, None)
-        gradients = torch.autograd.grad(out, (q, k, v), self.upstream[span, of_q].double().transpose(0, 1))
+        gradients = torch.autograd.grad(
+            out, (q, k, v), self.upstream[span, of_q].double().transpose(0, 1)
+        )
         return [x.detach().transpose(0, 1) for x in (out, *gradients)]
 
 
@@ -122,8 +160,13 @@ def measure(case: Case, backends: list[str], rounds: int) -> dict:
                 results[name]["forward_ms"].append(forward)
                 results[name]["backward_ms"].append(backward)
     for name in sound:
-        forward, backward = (statistics.median(results[name][which]) for which in ("forward_ms", "backward_ms"))
-        results[name]["tflops"] = {"forward": case.flops / forward / 1e9, "backward": 2.5 * case.flops / backward / 1e9}
+        forward, backward = (
+            statistics.median(results[name][which]) for which in ("forward_ms", "backward_ms")
+        )
+        results[name]["tflops"] = {
+            "forward": case.flops / forward / 1e9,
+            "backward": 2.5 * case.flops / backward / 1e9,
+        }
     return results
 
 
@@ -156,12 +199,19 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     results: dict = {
-        "card": torch.cuda.get_device_name(0), "versions": versions(), "commit": given.commit, "rounds": given.rounds,
-        "heads": HEADS, "lengths": LENGTHS, "cases": {},
-    }  # fmt: skip
+        "card": torch.cuda.get_device_name(0),
+        "versions": versions(),
+        "commit": given.commit,
+        "rounds": given.rounds,
+        "heads": HEADS,
+        "lengths": LENGTHS,
+        "cases": {},
+    }
     for model, (heads, groups, width) in HEADS.items():
         for shape, lengths in LENGTHS.items():
-            found = measure(Case(heads, groups, width, lengths), able(width, given.backends), given.rounds)
+            found = measure(
+                Case(heads, groups, width, lengths), able(width, given.backends), given.rounds
+            )
             chosen = choose_backend(torch.device("cuda"), torch.bfloat16, width)
             results["cases"][f"{model} {shape}"] = {"chosen": chosen, "backends": found}
             given.output.write_text(json.dumps(results, indent=1))

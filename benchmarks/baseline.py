@@ -1,10 +1,12 @@
-"""The base line on a card: the Qwen2.5-0.5B shape, random weights, real text, 8 packs of 2048, full and LoRA r32.
+"""The base line on a card: the Qwen2.5-0.5B shape, random weights, real text, 8 packs of 2048, full
+and LoRA r32.
 
     python benchmarks/baseline.py OUTPUT.json [--steps 200] [--commit HASH]
 
-For each of the two: real tokens/s (median and spread of the steps after warm-up), peak memory, the loss curve, and the
-first losses beside transformers' own loop in fp32 on the same documents: padded rows, its own loss, torch's AdamW, PEFT.
-The text is the source of Python's standard library, a document a top-level definition; the tokenizer is trained on it.
+For each of the two: real tokens/s (median and spread of the steps after warm-up), peak memory, the
+loss curve, and the first losses beside transformers' own loop in fp32 on the same documents: padded
+rows, its own loss, torch's AdamW, PEFT. The text is the source of Python's standard library, a
+document a top-level definition; the tokenizer is trained on it.
 """
 
 import argparse
@@ -31,10 +33,17 @@ from chronicals.training.callbacks import read_metrics
 
 WARM_UP, COMPARED, ROWS = 20, 20, 4
 SHAPE = {
-    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "use_cache": False,
-}  # fmt: skip
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "use_cache": False,
+}
 
 
 def documents() -> list[dict]:
@@ -48,7 +57,11 @@ def documents() -> list[dict]:
         except (SyntaxError, ValueError):
             continue
         lines = text.split("\n")
-        pieces = ("\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in tree.body if hasattr(node, "name"))
+        pieces = (
+            "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            for node in tree.body
+            if hasattr(node, "name")
+        )
         rows += [{"text": piece} for piece in pieces if len(piece) > 80]
     return rows
 
@@ -58,10 +71,12 @@ def versions() -> dict:
     return {
         "card": torch.cuda.get_device_name(0),
         "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
             "transformers": transformers.__version__,
         },
-    }  # fmt: skip
+    }
 
 
 def random_model(dtype: torch.dtype):
@@ -75,11 +90,19 @@ def configuration(kind: str, steps: int, folder: Path, **changes) -> ChronicalsC
     lora = {"use_lora": True, "lora_rank": 32, "lora_alpha": 32, "lora_dropout": 0.0}
     return ChronicalsConfig(
         **{
-            "batch_size": 8, "gradient_accumulation_steps": 1, "max_seq_length": 2048, "max_steps": steps,
-            "warmup_steps": 20, "learning_rate": 2e-4, "save_steps": None, "output_dir": folder / kind,
-            "cache_dir": folder / "tokens", **(lora if kind.startswith("lora") else {}), **changes,
+            "batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "max_seq_length": 2048,
+            "max_steps": steps,
+            "warmup_steps": 20,
+            "learning_rate": 2e-4,
+            "save_steps": None,
+            "output_dir": folder / kind,
+            "cache_dir": folder / "tokens",
+            **(lora if kind.startswith("lora") else {}),
+            **changes,
         }
-    )  # fmt: skip
+    )
 
 
 def ours(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path, **changes) -> dict:
@@ -91,7 +114,11 @@ def ours(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path, **cha
     lines = [line for line in read_metrics(config.output_dir / "metrics.jsonl") if "loss" in line]
     rates = [line["tokens_per_second"] for line in lines[WARM_UP:]]
     return {
-        "tokens_per_second": {"median": statistics.median(rates), "lowest": min(rates), "highest": max(rates)},
+        "tokens_per_second": {
+            "median": statistics.median(rates),
+            "lowest": min(rates),
+            "highest": max(rates),
+        },
         "first_step_seconds": lines[0]["tokens"] / lines[0]["tokens_per_second"],
         "peak_gib": max(line["memory_gib"] for line in lines),
         "fill": statistics.mean(line["fill"] for line in lines),
@@ -103,7 +130,9 @@ def ours(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path, **cha
 
 
 def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> dict:
-    """transformers' own loop, fp32, SDPA, ``ROWS`` padded documents at a time, on the same documents in the same steps."""
+    """transformers' own loop, fp32, SDPA, ``ROWS`` padded documents at a time, on the same
+    documents in the same steps.
+    """
     config = configuration(kind, steps, folder)
     torch.backends.cuda.matmul.allow_tf32 = False
     store = build_store(rows, Tokenizer(tokenizer), config.max_seq_length, config.cache_dir)
@@ -126,10 +155,17 @@ def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> d
         labels[mask] = step.batches[0].input_ids[places]
         total = 0.0
         for start in range(0, len(labels), ROWS):
-            part = {name: inputs[name][start : start + ROWS].cuda() for name in ("input_ids", "attention_mask")}
+            part = {
+                name: inputs[name][start : start + ROWS].cuda()
+                for name in ("input_ids", "attention_mask")
+            }
             width = int(part["attention_mask"].sum(1).max())
             part = {name: tensor[:, :width] for name, tensor in part.items()}
-            out = model(**part, labels=labels[start : start + ROWS, :width].cuda(), num_items_in_batch=step.counts["targets"])
+            out = model(
+                **part,
+                labels=labels[start : start + ROWS, :width].cuda(),
+                num_items_in_batch=step.counts["targets"],
+            )
             out.loss.backward()
             total += out.loss.item()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -152,7 +188,12 @@ def with_peft(model, config: ChronicalsConfig):
     start = {path: layer.lora_A.detach() for path, layer in adapters(twin)}
     model = peft.get_peft_model(
         model,
-        peft.LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=sorted(start)),
+        peft.LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=sorted(start),
+        ),
     )
     fast, slow = [], []
     for path in start:
@@ -161,7 +202,10 @@ def with_peft(model, config: ChronicalsConfig):
         slow.append(layer.lora_A["default"].weight)
         fast.append(layer.lora_B["default"].weight)
     ratio = config.lora_plus_ratio
-    return model, [{"params": slow, "lr": config.learning_rate}, {"params": fast, "lr": config.learning_rate * ratio}]
+    return model, [
+        {"params": slow, "lr": config.learning_rate},
+        {"params": fast, "lr": config.learning_rate * ratio},
+    ]
 
 
 def main() -> None:
@@ -173,8 +217,12 @@ def main() -> None:
     rows = documents()
     tokenizer = train_tokenizer((row["text"] for row in rows), 16384)
     results: dict = {
-        **versions(), "commit": given.commit, "shape": SHAPE, "steps": given.steps, "documents": len(rows)
-    }  # fmt: skip
+        **versions(),
+        "commit": given.commit,
+        "shape": SHAPE,
+        "steps": given.steps,
+        "documents": len(rows),
+    }
     arms = {
         "full": {},
         "lora": {},
@@ -200,7 +248,10 @@ def print_table(results: dict, arms: dict) -> None:
     for kind in arms:
         row, rate = results[kind], results[kind]["tokens_per_second"]
         rates = (f"{rate[name]:9,.0f}" for name in ("median", "lowest", "highest"))
-        shares = f"{row['peak_gib']:9.1f} {row['fill']:9.1%} {row['trainable_share']:9.2%} {row['grad_norms'][-1]:9.3f}"
+        shares = (
+            f"{row['peak_gib']:9.1f} {row['fill']:9.1%} {row['trainable_share']:9.2%} "
+            f"{row['grad_norms'][-1]:9.3f}"
+        )
         print(f"{kind:12}", *rates, shares, f"{row['losses'][0]:.3f} → {row['losses'][-1]:.3f}")
     for kind in ("full", "lora"):
         pairs = list(zip(results[kind]["losses"], results[kind]["plain_fp32"]["losses"]))

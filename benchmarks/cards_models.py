@@ -1,4 +1,6 @@
-"""Models and batches of ``several_cards.py``: drawn at random, on the device, the same in every way and on every rank."""
+"""Models and batches of ``several_cards.py``: drawn at random, on the device, the same in every
+way and on every rank.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def build(row: Row, tiny: bool, device: Any, ranks: Any, way: str) -> Any:
 
 
 def drawn_in_codes(config: Any, device: Any, ranks: Any, way: str) -> Any:
-    """A model whose frozen layers are random codes of NF4, drawn on the device; in shards where weights are, so that no rank
-    ever has them whole."""
+    """A model whose frozen layers are random codes of NF4, drawn on the device; in shards where
+    weights are, so that no rank ever has them whole."""
     import torch
     import transformers
     from torch import nn
@@ -53,7 +55,9 @@ def drawn_in_codes(config: Any, device: Any, ranks: Any, way: str) -> Any:
         shard_frozen(decoder_layers(model), ranks, ranks.count, device, torch.bfloat16, rows)
     else:
         for path, layer in linear_layers(model).items():
-            model.set_submodule(path, Linear4bit(drawn(layer, numbers[layer], 0, 1, torch.bfloat16, device)))
+            model.set_submodule(
+                path, Linear4bit(drawn(layer, numbers[layer], 0, 1, torch.bfloat16, device))
+            )
     generator = torch.Generator(device).manual_seed(1)
     made: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -66,7 +70,11 @@ def drawn_in_codes(config: Any, device: Any, ranks: Any, way: str) -> Any:
                 continue
             if id(parameter) not in made:
                 value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
-                value = value.fill_(1.0) if parameter.ndim == 1 else value.normal_(0, 0.02, generator=generator)
+                value = (
+                    value.fill_(1.0)
+                    if parameter.ndim == 1
+                    else value.normal_(0, 0.02, generator=generator)
+                )
                 made[id(parameter)] = nn.Parameter(value)
             module._parameters[name] = made[id(parameter)]
     return model
@@ -77,7 +85,9 @@ PARTS = 2
 
 
 def drawn(layer: Any, number: int, rank: int, count: int, dtype: Any, device: Any) -> Any:
-    """Random codes of a rank's rows, the same whoever has them, of values with a deviation of about 0.02."""
+    """Random codes of a rank's rows, the same whoever has them, of values with a deviation of
+    about 0.02.
+    """
     import torch
 
     from chronicals.kernels.nf4 import SCALE_BLOCK, Scales, dynamic_code
@@ -92,11 +102,24 @@ def drawn(layer: Any, number: int, rank: int, count: int, dtype: Any, device: An
     codes, absmax, absmax2 = [], [], []
     for part in parts:
         generator = torch.Generator(device).manual_seed(1000 + number * PARTS + part)
-        codes.append(torch.randint(0, 256, (values // 2,), dtype=torch.uint8, device=device, generator=generator))
-        absmax.append(torch.randint(0, 256, (values // BLOCK,), dtype=torch.uint8, device=device, generator=generator))
+        codes.append(
+            torch.randint(
+                0, 256, (values // 2,), dtype=torch.uint8, device=device, generator=generator
+            )
+        )
+        absmax.append(
+            torch.randint(
+                0, 256, (values // BLOCK,), dtype=torch.uint8, device=device, generator=generator
+            )
+        )
         blocks = -(-values // (BLOCK * SCALE_BLOCK))
         absmax2.append(torch.full((blocks,), 0.005, device=device))
-    scales = Scales(torch.cat(absmax), torch.cat(absmax2), dynamic_code(device), torch.tensor(0.03, device=device))
+    scales = Scales(
+        torch.cat(absmax),
+        torch.cat(absmax2),
+        dynamic_code(device),
+        torch.tensor(0.03, device=device),
+    )
     return Packed(torch.cat(codes), scales, (outputs // PARTS * len(parts), width), dtype)
 
 
@@ -116,16 +139,27 @@ def batch_of(number: int, packs: int, width: int, vocabulary: int) -> Any:
     return found.pin_memory() if torch.cuda.is_available() else found
 
 
-def step_of(number: int, first: int, count: int, together: int, packs: int, width: int, vocabulary: int) -> Any:
-    """The batches ``first`` to ``first + count`` of those of a step, of which there are ``together``."""
+def step_of(
+    number: int, first: int, count: int, together: int, packs: int, width: int, vocabulary: int
+) -> Any:
+    """The batches ``first`` to ``first + count`` of those of a step, of which there are
+    ``together``.
+    """
     from chronicals.data.steps import Step
 
-    batches = [batch_of(number * together + first + n, packs, width, vocabulary) for n in range(count)]
+    batches = [
+        batch_of(number * together + first + n, packs, width, vocabulary) for n in range(count)
+    ]
     targets, tokens = together * packs * (width - 1), together * packs * width
     counts = {
-        "targets": targets, "tokens": tokens, "documents": together * packs, "items": together * packs,
-        "first_targets": targets, "packs": together * packs, "slots": tokens,
-    }  # fmt: skip
+        "targets": targets,
+        "tokens": tokens,
+        "documents": together * packs,
+        "items": together * packs,
+        "first_targets": targets,
+        "packs": together * packs,
+        "slots": tokens,
+    }
     return Step(batches, counts, None, None)
 
 
@@ -140,6 +174,11 @@ def dealt(step: Any, ranks: Any) -> Any:
 
     if ranks.context is None:
         return step
-    batches = [part_of(batch, np.full(len(batch.cu_seqlens) - 1, SPLIT), ranks.context) for batch in step.batches]
+    batches = [
+        part_of(batch, np.full(len(batch.cu_seqlens) - 1, SPLIT), ranks.context)
+        for batch in step.batches
+    ]
     on_card = ranks.device.type == "cuda"
-    return dataclasses.replace(step, batches=[batch.pin_memory() for batch in batches] if on_card else batches)
+    return dataclasses.replace(
+        step, batches=[batch.pin_memory() for batch in batches] if on_card else batches
+    )

@@ -18,19 +18,43 @@ from cards_rows import COMPARED, ROWS, SHARED, WARM_UP, Plan, Row
 
 
 def config_of(
-    row: Row, way: str, accumulation: int, packs: int, width: int, tiny: bool, folder: Path, cards: int
-) -> Any:  # fmt: skip
+    row: Row,
+    way: str,
+    accumulation: int,
+    packs: int,
+    width: int,
+    tiny: bool,
+    folder: Path,
+    cards: int,
+) -> Any:
     from chronicals import ChronicalsConfig
 
-    fields = {**row.fields, **({"optimizer_state_dtype": "fp32"} if tiny and "use_lora" not in row.fields else {})}
+    fields = {
+        **row.fields,
+        **({"optimizer_state_dtype": "fp32"} if tiny and "use_lora" not in row.fields else {}),
+    }
     if way in SHARED:
-        fields |= {"context_parallel": cards, "context_heads": 1 if way == "context-keys" else cards}
+        fields |= {
+            "context_parallel": cards,
+            "context_heads": 1 if way == "context-keys" else cards,
+        }
     return ChronicalsConfig(
-        **fields, batch_size=packs, max_seq_length=width, gradient_accumulation_steps=accumulation, max_steps=100,
-        mixed_precision="bf16", sharding="weights" if way == "weights" else "optimizer", objective="pretraining",
-        output_dir=folder / "run", cache_dir=folder / "tokens", report_samples=0, use_torch_compile=False,
-        lr_scheduler="constant", warmup_steps=0, max_grad_norm=1.0,
-    )  # fmt: skip
+        **fields,
+        batch_size=packs,
+        max_seq_length=width,
+        gradient_accumulation_steps=accumulation,
+        max_steps=100,
+        mixed_precision="bf16",
+        sharding="weights" if way == "weights" else "optimizer",
+        objective="pretraining",
+        output_dir=folder / "run",
+        cache_dir=folder / "tokens",
+        report_samples=0,
+        use_torch_compile=False,
+        lr_scheduler="constant",
+        warmup_steps=0,
+        max_grad_norm=1.0,
+    )
 
 
 def measure(plan: Plan) -> dict[str, Any]:
@@ -53,20 +77,36 @@ def measure(plan: Plan) -> dict[str, Any]:
     model = build(row, plan.tiny, device, ranks, plan.way)
     built = time.perf_counter() - began
     losses, norms, times = [], [], []
-    turns = [("compared", plan.cards), ("timed", 1)] if alone and plan.way == "1x" and not row.shares else [("both", 1)]
+    turns = (
+        [("compared", plan.cards), ("timed", 1)]
+        if alone and plan.way == "1x" and not row.shares
+        else [("both", 1)]
+    )
     together = 1 if row.shares else plan.cards
     found: dict[str, Any] = {"seconds_to_build": built}
     for turn, accumulation in turns:
-        config = config_of(row, plan.way, accumulation, packs, width, plan.tiny, plan.folder, plan.cards)
+        config = config_of(
+            row, plan.way, accumulation, packs, width, plan.tiny, plan.folder, plan.cards
+        )
         ranks = sharing_packs(ranks, config, model)
         with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
             session.model.train()
-            found["decisions"] = {name: str(decision) for name, decision in session.decisions.items() if decision.runs}
+            found["decisions"] = {
+                name: str(decision) for name, decision in session.decisions.items() if decision.runs
+            }
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             if turn != "timed":
                 for number in range(COMPARED):
-                    step = step_of(number, 0 if alone else ranks.data_rank, accumulation, together, packs, width, vocabulary)
+                    step = step_of(
+                        number,
+                        0 if alone else ranks.data_rank,
+                        accumulation,
+                        together,
+                        packs,
+                        width,
+                        vocabulary,
+                    )
                     scalars = session.train_once(dealt(step, ranks))
                     losses.append(float(scalars["loss"]))
                     norms.append(float(scalars["grad_norm"]))
@@ -82,14 +122,23 @@ def measure(plan: Plan) -> dict[str, Any]:
             torch.cuda.empty_cache()
     tokens = packs * width * ranks.data_count
     return {
-        **found, "losses": losses, "grad_norms": norms, "seconds": times, "tokens_a_step": tokens,
-        "tokens_per_second": tokens / statistics.median(times), "processes": ranks.count,
+        **found,
+        "losses": losses,
+        "grad_norms": norms,
+        "seconds": times,
+        "tokens_a_step": tokens,
+        "tokens_per_second": tokens / statistics.median(times),
+        "processes": ranks.count,
         "peaks_gib": ranks.gather_values(found.get("peak_gib", 0.0)),
-    }  # fmt: skip
+    }
 
 
-def timed(session: Any, plan: Plan, ranks: Any, packs: int, width: int, vocabulary: int) -> list[float]:
-    """Seconds of each step after the first few, from the end of one to the end of the next; nothing waits between them."""
+def timed(
+    session: Any, plan: Plan, ranks: Any, packs: int, width: int, vocabulary: int
+) -> list[float]:
+    """Seconds of each step after the first few, from the end of one to the end of the next;
+    nothing waits between them.
+    """
     import torch
 
     on_card = ranks.device.type == "cuda"
@@ -104,7 +153,12 @@ def timed(session: Any, plan: Plan, ranks: Any, packs: int, width: int, vocabula
     row = ROWS[plan.row]
     warm_up, count = (WARM_UP, plan.steps) if row.steps is None else (1, min(row.steps, plan.steps))
     steps = [
-        dealt(step_of(COMPARED + number, ranks.data_rank, 1, ranks.data_count, packs, width, vocabulary), ranks)
+        dealt(
+            step_of(
+                COMPARED + number, ranks.data_rank, 1, ranks.data_count, packs, width, vocabulary
+            ),
+            ranks,
+        )
         for number in range(warm_up + count)
     ]
     marks = []
@@ -114,12 +168,16 @@ def timed(session: Any, plan: Plan, ranks: Any, packs: int, width: int, vocabula
     if not on_card:
         return [after - before for before, after in zip(marks[warm_up - 1 :], marks[warm_up:])]
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1000 for before, after in zip(marks[warm_up - 1 :], marks[warm_up:])]
+    return [
+        before.elapsed_time(after) / 1000
+        for before, after in zip(marks[warm_up - 1 :], marks[warm_up:])
+    ]
 
 
 def measure_saves(plan: Plan) -> dict[str, Any]:
-    """What checkpoints midway hold up: step times around them, and what is written. Before a second one the run waits, off the
-    clock, until the first is on the disk: how fast that is does not count. It ends without a last one."""
+    """What checkpoints midway hold up: step times around them, and what is written. Before a
+    second one the run waits, off the clock, until the first is on the disk: how fast that is
+    does not count. It ends without a last one."""
     from chronicals import ChronicalsTrainer
     from chronicals.benchmark.shapes import byte_tokenizer
     from chronicals.distributed import Mesh
@@ -148,7 +206,10 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
                     time.sleep(0.05)
                 waited += time.perf_counter() - began
 
-    rows = [{"text": "a text of no meaning " * (width // 21)} for _ in range(packs * (steps + 1) * ranks.count)]
+    rows = [
+        {"text": "a text of no meaning " * (width // 21)}
+        for _ in range(packs * (steps + 1) * ranks.count)
+    ]
     config = config_of(row, plan.way, 1, packs, width, plan.tiny, plan.folder, plan.cards)
     config = config.replace(max_steps=steps + 1, save_steps=every, save_total_limit=1, trackers=[])
     model = build(row, plan.tiny, ranks.device, ranks, plan.way)
@@ -168,8 +229,9 @@ def held_up(durations: list[float], every: int) -> dict[str, Any]:
     """What saves held up, and how much longer the steps beside their writing took.
 
     Args:
-        durations: of each step but the first, in seconds, a save after each ``every`` steps. The last one before a second save
-            has no figure, for the card ends that step while the run waits off the clock.
+        durations: of each step but the first, in seconds, a save after each ``every`` steps. The
+            last one before a second save has no figure, for the card ends that step while the run
+            waits off the clock.
     """
     starts = range(every, len(durations) + 1, every)
     usual = statistics.median(durations[every // 2 - 1 : every - 2])
@@ -196,15 +258,20 @@ def measure_peer(plan: Plan) -> dict[str, Any]:
     model = build(row, plan.tiny, ranks.device, ranks, plan.way)
     count = COMPARED + WARM_UP + plan.steps
     batches = [
-        batch_of(number * ranks.count + ranks.rank, packs, width, model.config.vocab_size) for number in range(count)
+        batch_of(number * ranks.count + ranks.rank, packs, width, model.config.vocab_size)
+        for number in range(count)
     ]
     found = fsdp2_peers.train(model, plan.way, batches, row.fields, COMPARED, WARM_UP)
     peak = torch.cuda.max_memory_allocated() / 2**30 if ranks.device.type == "cuda" else 0.0
     tokens = packs * width * dist.get_world_size()
     return {
-        **found, "tokens_a_step": tokens, "tokens_per_second": tokens / statistics.median(found["seconds"]),
-        "processes": ranks.count, "peak_gib": peak, "peaks_gib": ranks.gather_values(peak),
-    }  # fmt: skip
+        **found,
+        "tokens_a_step": tokens,
+        "tokens_per_second": tokens / statistics.median(found["seconds"]),
+        "processes": ranks.count,
+        "peak_gib": peak,
+        "peaks_gib": ranks.gather_values(peak),
+    }
 
 
 def _measure_of(plan: Plan) -> Callable[[Plan], dict[str, Any]]:
@@ -228,7 +295,11 @@ def child(plan: Plan) -> None:
         found = {"failed": traceback.format_exc()[-3000:]}
         print(found["failed"], file=sys.stderr, flush=True)
     if os.environ.get("RANK", "0") == "0" or "failed" in found:
-        out = plan.out if "failed" not in found else plan.out.with_name(f"failed-{time.time_ns()}.json")
+        out = (
+            plan.out
+            if "failed" not in found
+            else plan.out.with_name(f"failed-{time.time_ns()}.json")
+        )
         out.write_text(json.dumps(found))
     if dist.is_initialized() and "failed" not in found:
         dist.barrier()

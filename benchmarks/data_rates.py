@@ -1,14 +1,16 @@
-"""The road from token store to Batches on the CPU: plans, assembly, and Batches while Python keeps the main thread busy.
+"""The road from token store to Batches on the CPU: plans, assembly, and Batches while Python keeps
+the main thread busy.
 
 python benchmarks/data_rates.py OUTPUT.json
 
-Lengths are lognormal (median 400, σ 0.8, 2 to the width). Rates of Batches are measured in two ways, each with the main
-thread idle and with the main thread in a loop of pure Python, which gives the GIL away only every
-``sys.getswitchinterval()``:
+Lengths are lognormal (median 400, σ 0.8, 2 to the width). Rates of Batches are measured in two
+ways, each with the main thread idle and with the main thread in a loop of pure Python, which gives
+the GIL away only every ``sys.getswitchinterval()``:
 
-- ``trained``: the main thread takes a step, as a trainer does, and then idles or spins for a fixed time.
-- ``drained``: a second thread takes steps as fast as it can, without end. Here the consumer itself needs the GIL: dropping
-  a tensor gives it away, so this rate falls however Batches are made.
+- ``trained``: the main thread takes a step, as a trainer does, and then idles or spins for a fixed
+  time.
+- ``drained``: a second thread takes steps as fast as it can, without end. Here the consumer itself
+  needs the GIL: dropping a tensor gives it away, so this rate falls however Batches are made.
 """
 
 import json
@@ -61,10 +63,13 @@ def plans(strategy: str, width: int) -> dict:
         rates.append(SEQUENCES / (time.perf_counter() - start))
         fills.append(plan.fill)
     return {
-        "strategy": strategy, "max_seq_length": width, "sequences": SEQUENCES, "first_call_s": first_call,
+        "strategy": strategy,
+        "max_seq_length": width,
+        "sequences": SEQUENCES,
+        "first_call_s": first_call,
         "sequences_per_second": {"median": statistics.median(rates), "samples": rates},
         "fill": {"lowest": min(fills), "samples": fills},
-    }  # fmt: skip
+    }
 
 
 def make_store(folder: Path) -> TokenStore:
@@ -73,16 +78,22 @@ def make_store(folder: Path) -> TokenStore:
     for length in lengths_of(DOCUMENTS, 2048, random):
         ids = random.integers(0, 150_000, length).tolist()
         rows.append({"input_ids": ids, "labels": [IGNORED] * (length // 3) + ids[length // 3 :]})
-    tokenizer = train_tokenizer(["a tokenizer that is asked for nothing but its name"] * 9, vocab_size=300)
+    tokenizer = train_tokenizer(
+        ["a tokenizer that is asked for nothing but its name"] * 9, vocab_size=300
+    )
     return build_store(rows, Tokenizer(tokenizer), 2048, folder)
 
 
 def settings(batch_size: int, width: int) -> ChronicalsConfig:
-    return ChronicalsConfig(batch_size=batch_size, max_seq_length=width, gradient_accumulation_steps=4)
+    return ChronicalsConfig(
+        batch_size=batch_size, max_seq_length=width, gradient_accumulation_steps=4
+    )
 
 
 def assembly(store: TokenStore, batch_size: int, width: int) -> dict:
-    """Bytes written into Batches in a second by one thread, memory allocated afresh for each step as in the stream."""
+    """Bytes written into Batches in a second by one thread, memory allocated afresh for each
+    step as in the stream.
+    """
     stream = BatchStream(store, settings(batch_size, width))
     shape, rates = stream._shape, []
     for step in range(400):
@@ -95,9 +106,10 @@ def assembly(store: TokenStore, batch_size: int, width: int) -> dict:
         rates.append((shape.batches * shape.tokens * 24 + entries * 4) / took)
     rates = rates[20:]
     return {
-        "batch_size": batch_size, "max_seq_length": width,
+        "batch_size": batch_size,
+        "max_seq_length": width,
         "bytes_per_second": {"median": statistics.median(rates), "samples": rates},
-    }  # fmt: skip
+    }
 
 
 def idle(seconds: float) -> None:
@@ -158,41 +170,63 @@ def batches(store: TokenStore, batch_size: int, width: int, measure: Callable[..
             rates[wait].append(measure(stream, wait))
     medians = {wait: statistics.median(samples) for wait, samples in rates.items()}
     return {
-        "consumer": measure.__name__, "batch_size": batch_size, "max_seq_length": width,
+        "consumer": measure.__name__,
+        "batch_size": batch_size,
+        "max_seq_length": width,
         "idle_batches_per_second": {"median": medians[idle], "samples": rates[idle]},
         "spinning_batches_per_second": {"median": medians[spin], "samples": rates[spin]},
         "fall": 1 - medians[spin] / medians[idle],
-    }  # fmt: skip
+    }
 
 
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def main() -> None:
     result: dict = {
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]},
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "load_before": os.getloadavg()[0],
+        },
         "versions": {
-            "python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__,
-            "pyarrow": pa.__version__, "torch": torch.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "numba": numba.__version__,
+            "pyarrow": pa.__version__,
+            "torch": torch.__version__,
         },
         "plans": [plans(strategy, width) for strategy in STRATEGIES for width in (2048, 8192)],
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(Path(folder))
         result["assembly"] = [assembly(store, *shape) for shape in SHAPES]
-        result["batches"] = [batches(store, *shape, measure) for measure in (trained, drained) for shape in SHAPES]
+        result["batches"] = [
+            batches(store, *shape, measure) for measure in (trained, drained) for shape in SHAPES
+        ]
     Path(sys.argv[1]).write_text(json.dumps(result, indent=1))
     for row in result["plans"]:
         rate = row["sequences_per_second"]["median"] / 1e6
-        print(f"{row['strategy']:10} {row['max_seq_length']}: {rate:.1f} million sequences/s, fill {row['fill']['lowest']:.4f}")
+        print(
+            f"{row['strategy']:10} {row['max_seq_length']}: {rate:.1f} million sequences/s, fill "
+            f"{row['fill']['lowest']:.4f}"
+        )
     for row in result["assembly"]:
-        print(f"{row['batch_size']} x {row['max_seq_length']}: {row['bytes_per_second']['median'] / 1e9:.1f} GB/s")
+        print(
+            f"{row['batch_size']} x {row['max_seq_length']}: "
+            f"{row['bytes_per_second']['median'] / 1e9:.1f} GB/s"
+        )
     for row in result["batches"]:
         rates = [row[f"{name}_batches_per_second"]["median"] for name in ("idle", "spinning")]
         shape = f"{row['batch_size']} x {row['max_seq_length']}"
-        print(f"{row['consumer']} {shape}: {rates[0]:.0f} Batches/s idle, {rates[1]:.0f} spinning, fall {row['fall']:.1%}")
+        print(
+            f"{row['consumer']} {shape}: {rates[0]:.0f} Batches/s idle, {rates[1]:.0f} spinning, "
+            f"fall {row['fall']:.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """A mixture in 4 bits on a card: read, checked, trained, once.
 
-    python benchmarks/experts_in_4_bits.py OUTPUT.json [--shape qwen3-30b-a3b] [--layers 4] [--steps 20] [--quick]
+    python benchmarks/experts_in_4_bits.py OUTPUT.json [--shape qwen3-30b-a3b] [--layers 4] [--steps
+    20] [--quick]
 
-A built-in shape with fewer layers and random bf16 weights is written to files and read with ``quantization="nf4"``: the
-seconds and the most memory of host and card meanwhile, beside what the codes take. Checked: codes and scales are those of the
-same model quantised after it was read; logits and gradients of adapters beside the plain model of the dequantised values; the
-same steps with and without CUDA graphs. Then trained on 16,384 tokens a step (medians): adapters on attention over 16 bits,
-over 4 with frozen experts, over 4 with adapters on experts, and all layers recomputed. One table last.
+A built-in shape with fewer layers and random bf16 weights is written to files and read with
+``quantization="nf4"``: the seconds and the most memory of host and card meanwhile, beside what the
+codes take. Checked: codes and scales are those of the same model quantised after it was read;
+logits and gradients of adapters beside the plain model of the dequantised values; the same steps
+with and without CUDA graphs. Then trained on 16,384 tokens a step (medians): adapters on attention
+over 16 bits, over 4 with frozen experts, over 4 with adapters on experts, and all layers
+recomputed. One table last.
 """
 
 import argparse
@@ -47,19 +50,29 @@ def write(shape: str, layers: int, folder: Path, device: str, quick: bool) -> No
     own = SHAPES[shape]
     sizes = {**own.sizes, "num_hidden_layers": layers}
     if quick:
-        sizes |= {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "vocab_size": 512, "head_dim": 32}
+        sizes |= {
+            "hidden_size": 128,
+            "moe_intermediate_size": 64,
+            "num_experts": 8,
+            "vocab_size": 512,
+            "head_dim": 32,
+        }
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
     SHAPES["written"] = dataclasses.replace(own, sizes=sizes)
     build_model("written", folder, device)
 
 
 def most_of_host(anew: bool = False) -> float:
-    """Bytes of this process in memory at most, of what is resident; with ``anew`` counted from here on. NaN where the system
-    does not tell."""
+    """Bytes of this process in memory at most, of what is resident; with ``anew`` counted from
+    here on. NaN where the system does not tell."""
     try:
         if anew:
             Path("/proc/self/clear_refs").write_text("5")
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
     except (OSError, StopIteration):
         return math.nan
     return int(line.split()[1]) * 1024
@@ -76,7 +89,12 @@ def read(folder: Path, device: str) -> tuple[Any, dict[str, float]]:
     card = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
     packed = sum(m.bytes for m in model.modules() if isinstance(m, Experts4bit))
     packed += sum(m.packed.bytes for m in model.modules() if isinstance(m, Linear4bit))
-    largest = max(2 * torch.Size(s).numel() for m in model.modules() if isinstance(m, Experts4bit) for s in m.stacked.values())
+    largest = max(
+        2 * torch.Size(s).numel()
+        for m in model.modules()
+        if isinstance(m, Experts4bit)
+        for s in m.stacked.values()
+    )
     found = {"seconds": seconds, "host GiB more": host, "card GiB": card, "codes GiB": packed / GIB}
     return model.to(device), {**found, "largest stack in 16 bits, GiB": largest / GIB}
 
@@ -91,7 +109,9 @@ def same_codes(model: Any, folder: Path, device: str) -> int:
 
 
 def beside_dequantised(folder: Path, device: str) -> dict[str, float]:
-    """Relative errors of logits and of gradients of adapters, patched, in bf16, beside the plain model in fp32."""
+    """Relative errors of logits and of gradients of adapters, patched, in bf16, beside the plain
+    model in fp32.
+    """
     from chronicals import patch_model
 
     def adapted(model: Any) -> Any:
@@ -109,7 +129,11 @@ def beside_dequantised(folder: Path, device: str) -> dict[str, float]:
             plain.set_submodule(path, module.plain())
     ids = torch.randint(3, 500, (1, 512), device=device)
     found = {}
-    for name, model in (("plain fp32", adapted(plain.float())), ("plain bf16", None), ("4 bits", None)):
+    for name, model in (
+        ("plain fp32", adapted(plain.float())),
+        ("plain bf16", None),
+        ("4 bits", None),
+    ):
         if name == "plain bf16":
             model = plain.bfloat16()
         elif name == "4 bits":
@@ -118,47 +142,84 @@ def beside_dequantised(folder: Path, device: str) -> dict[str, float]:
         out = model(input_ids=ids, labels=ids, use_cache=False)
         trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(out.loss, list(trained.values()))
-        found[name] = out.loss.detach().float(), {key: g.float() for key, g in zip(trained, gradients)}
+        found[name] = (
+            out.loss.detach().float(),
+            {key: g.float() for key, g in zip(trained, gradients)},
+        )
     exact = found.pop("plain fp32")
     errors = {}
     for name, (loss, gradients) in found.items():
         errors[f"loss, {name}"] = float((loss - exact[0]).abs() / exact[0].abs())
-        off = [float((g - exact[1][key]).norm() / exact[1][key].norm()) for key, g in gradients.items()]
+        off = [
+            float((g - exact[1][key]).norm() / exact[1][key].norm()) for key, g in gradients.items()
+        ]
         errors[f"gradients, {name}, median"] = statistics.median(off)
     return errors
 
 
-def train(folder: Path, place: Path, steps: int, width: int, fields: dict[str, Any], device: str) -> dict[str, Any]:
+def train(
+    folder: Path, place: Path, steps: int, width: int, fields: dict[str, Any], device: str
+) -> dict[str, Any]:
     """Tokens a second, GiB at most, and losses."""
     quantization = fields.get("quantization")
     model = load_model(folder, torch.bfloat16, quantization=quantization).to(device)
-    config = ChronicalsConfig(**{
-        "learning_rate": 1e-4, "lora_rank": 16, "lora_dropout": 0.0, "lora_target_modules": ON_ATTENTION, "batch_size": 8,
-        "gradient_accumulation_steps": 1, "max_seq_length": width, "max_steps": steps + WARM, "save_steps": None,
-        "trackers": [], "report_samples": 0, "keep": "last", "objective": "pretraining", "output_dir": place / "run",
-        "cache_dir": place.parent / "tokens", **fields,
-    })  # fmt: skip
-    rows = [{"input_ids": ids} for ids in random_documents("fixed", (steps + WARM + 2) * 8 * width, width, 500)]
+    config = ChronicalsConfig(
+        **{
+            "learning_rate": 1e-4,
+            "lora_rank": 16,
+            "lora_dropout": 0.0,
+            "lora_target_modules": ON_ATTENTION,
+            "batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "max_seq_length": width,
+            "max_steps": steps + WARM,
+            "save_steps": None,
+            "trackers": [],
+            "report_samples": 0,
+            "keep": "last",
+            "objective": "pretraining",
+            "output_dir": place / "run",
+            "cache_dir": place.parent / "tokens",
+            **fields,
+        }
+    )
+    rows = [
+        {"input_ids": ids}
+        for ids in random_documents("fixed", (steps + WARM + 2) * 8 * width, width, 500)
+    ]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     ChronicalsTrainer(model, load_tokenizer(folder), config).train(rows)
     lines = [line for line in read_metrics(place / "run" / "metrics.jsonl") if "loss" in line]
     rates = [line["tokens_per_second"] for line in lines[WARM:]]
     peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
-    return {"tokens/s": statistics.median(rates), "GiB": peak, "losses": [line["loss"] for line in lines], "rates": rates}
+    return {
+        "tokens/s": statistics.median(rates),
+        "GiB": peak,
+        "losses": [line["loss"] for line in lines],
+        "rates": rates,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to try the script on a CPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, to try the script on a CPU"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     width = 2048 if device == "cuda" else 64
-    result: dict[str, Any] = {"shape": given.shape, "layers": given.layers, "torch": torch.__version__}
+    result: dict[str, Any] = {
+        "shape": given.shape,
+        "layers": given.layers,
+        "torch": torch.__version__,
+    }
     result["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "model"
@@ -171,21 +232,39 @@ def main() -> None:
         result["trained"] = {}
         for name, fields in ARMS.items():
             try:
-                result["trained"][name] = train(folder, Path(made) / name, given.steps, width, fields, device)
+                result["trained"][name] = train(
+                    folder, Path(made) / name, given.steps, width, fields, device
+                )
             except Exception as error:  # the other arms are measured
                 result["trained"][name] = {"failed": f"{type(error).__name__}: {error}"}
             gc.collect()  # a model that was trained is in cycles
             if device == "cuda":
                 torch.cuda.empty_cache()
             given.output.write_text(json.dumps(result, indent=1))
-    graphs, none = (result["trained"][name].get("losses", []) for name in ("4 bits", "4 bits, no graphs"))
-    result["graphs beside none"] = max((abs(a - b) / abs(b) for a, b in zip(graphs, none)), default=float("nan"))
+    graphs, none = (
+        result["trained"][name].get("losses", []) for name in ("4 bits", "4 bits, no graphs")
+    )
+    result["graphs beside none"] = max(
+        (abs(a - b) / abs(b) for a, b in zip(graphs, none)), default=float("nan")
+    )
     given.output.write_text(json.dumps(result, indent=1))
     print("\nreading     ", {name: round(value, 2) for name, value in result["reading"].items()})
-    print("differ      ", result["tensors that differ"], "| losses, graphs beside none:", result["graphs beside none"])
-    print("beside plain", {name: f"{value:.1e}" for name, value in result["beside dequantised"].items()})
+    print(
+        "differ      ",
+        result["tensors that differ"],
+        "| losses, graphs beside none:",
+        result["graphs beside none"],
+    )
+    print(
+        "beside plain",
+        {name: f"{value:.1e}" for name, value in result["beside dequantised"].items()},
+    )
     for name, arm in result["trained"].items():
-        told = arm.get("failed") or f"{arm['tokens/s']:9,.0f} tokens/s {arm['GiB']:6.1f} GiB, loss {arm['losses'][-1]:.3f}"
+        told = (
+            arm.get("failed")
+            or f"{arm['tokens/s']:9,.0f} tokens/s {arm['GiB']:6.1f} GiB, loss "
+            f"{arm['losses'][-1]:.3f}"
+        )
         print(f"{name:28} {told}")
     sys.exit(result["tensors that differ"] > 0)
 

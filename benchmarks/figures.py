@@ -1,9 +1,10 @@
-"""Writes the tables of README.md and docs/measured.md, between their marks, and draws the plots, from the result files.
+"""Writes the tables of README.md and docs/measured.md, between their marks, and draws the plots,
+from the result files.
 
     python benchmarks/figures.py
 
-A table of rows is of one commit: the newest in README.md, one table a commit in docs/measured.md. It shows the newest
-measurement of a row, with the range over all of that commit.
+A table of rows is of one commit: the newest in README.md, one table a commit in docs/measured.md.
+It shows the newest measurement of a row, with the range over all of that commit.
 """
 
 import itertools
@@ -20,16 +21,28 @@ from measured_rows import RESULTS, ROOT, Row
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
 
 PICKED = [
-    "rmsnorm 4096 forward", "rmsnorm 4096 backward", "add_rmsnorm 4096 backward", "swiglu 14336 forward",
-    "swiglu 14336 backward", "qk_rope 32/8x128 forward",
-]  # fmt: skip
+    "rmsnorm 4096 forward",
+    "rmsnorm 4096 backward",
+    "add_rmsnorm 4096 backward",
+    "swiglu 14336 forward",
+    "swiglu 14336 backward",
+    "qk_rope 32/8x128 forward",
+]
 OPTIMIZERS = [
     "fused_adamw_ bfloat16 weights, bfloat16 states",
     "fused_adamw_ bfloat16 weights, float32 states",
     "gradient_norm bfloat16",
 ]
-FP8_LAYERS = ["fp8_linear 4096 to 14336", "fp8_linear 14336 to 4096", "fp8_linear 4096 to 4096", "fp8_linear 2048 to 8192"]
-HEADS = ["linear_cross_entropy bf16 dW 8192x4096x128256", "linear_cross_entropy bf16 dW 16384x896x151936"]
+FP8_LAYERS = [
+    "fp8_linear 4096 to 14336",
+    "fp8_linear 14336 to 4096",
+    "fp8_linear 4096 to 4096",
+    "fp8_linear 2048 to 8192",
+]
+HEADS = [
+    "linear_cross_entropy bf16 dW 8192x4096x128256",
+    "linear_cross_entropy bf16 dW 16384x896x151936",
+]
 
 
 def load(name: str) -> dict:
@@ -53,15 +66,21 @@ def speeds() -> list[str]:
         peer = row.peers[0]
         ours, theirs = row.rates("ours"), row.rates(peer)
         cells = [
-            row.name, with_range(ours, ",.0f"), f"{peer} {with_range(theirs, ',.0f')}{attention_of(row, peer)}{in_16_bit(row)}",
-            with_range(row.ratios(peer) or [ours[0] / theirs[0]], ".2f"), mfu(row.arms["ours"]), row.place,
-        ]  # fmt: skip
+            row.name,
+            with_range(ours, ",.0f"),
+            f"{peer} {with_range(theirs, ',.0f')}{attention_of(row, peer)}{in_16_bit(row)}",
+            with_range(row.ratios(peer) or [ours[0] / theirs[0]], ".2f"),
+            mfu(row.arms["ours"]),
+            row.place,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def attention_of(row: Row, peer: str) -> str:
-    """Said of a plain peer with torch's attention, which was its fastest or, without a date, its only one."""
+    """Said of a plain peer with torch's attention, which was its fastest or, without a date, its
+    only one.
+    """
     return " (SDPA)" if "sdpa" in row.arms[peer]["settings"].split(", ") else ""
 
 
@@ -71,7 +90,9 @@ def in_16_bit(row: Row) -> str:
 
 
 def memories() -> list[str]:
-    """Our leanest arm beside the leanest peer, a row a line; arms with fields that no peer has are a line of their own."""
+    """Our leanest arm beside the leanest peer, a row a line; arms with fields that no peer has
+    are a line of their own.
+    """
     found = measured_rows.with_frontier()
     lines = [
         "| | chronicals, nothing saved | chronicals, least memory | with | leanest peer |",
@@ -83,14 +104,23 @@ def memories() -> list[str]:
         for unlike_peers in (False, True):
             names = row.variants(unlike_peers=unlike_peers)
             if names and (name := row.least(names)) != "ours":
-                cells = [row.name, plain, memory_and_speed(row.arms[name]), settings(name), "-" if unlike_peers else theirs]
+                cells = [
+                    row.name,
+                    plain,
+                    memory_and_speed(row.arms[name]),
+                    settings(name),
+                    "-" if unlike_peers else theirs,
+                ]
                 lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def settings(name: str) -> str:
     """The fields of an arm of ours, in words."""
-    words = [value if field == "memory" else f"{field}={value}" for field, value in measured_rows.fields(name).items()]
+    words = [
+        value if field == "memory" else f"{field}={value}"
+        for field, value in measured_rows.fields(name).items()
+    ]
     return f"`{', '.join(words)}`" if words else "the row's own settings"
 
 
@@ -106,8 +136,10 @@ def memory_and_speed(arm: dict) -> str:
 def summary() -> str:
     """What stands in README.md: a table of speed and one of memory, with a plot each."""
     lines = [
-        "Whole training steps on one card, random weights, 16,384 tokens a step (8,192 for the 8B); every arm trains on the "
-        "same weights, documents and labels. `fixed`: documents of 2048 tokens; `ragged`: of 32 to 2048, peers packed where "
+        "Whole training steps on one card, random weights, 16,384 tokens a step (8,192 for the "
+        "8B); every arm trains on the "
+        "same weights, documents and labels. `fixed`: documents of 2048 tokens; `ragged`: of 32 "
+        "to 2048, peers packed where "
         "that is their fastest way. MFU: share of the card's bf16 peak.",
         "",
         f"![speed beside the peers]({address(plots.SPEED)})",
@@ -127,7 +159,8 @@ def every_arm(row: Row) -> str:
     """A sentence on a row apart from the tables: every arm, the fastest first."""
     names = {"ours": "chronicals"}
     told = [
-        f"{names.get(name, name if name in row.peers else f'with {settings(name)}')} {memory_and_speed(arm)}"
+        f"{names.get(name, name if name in row.peers else f'with {settings(name)}')} "
+        f"{memory_and_speed(arm)}"
         for name, arm in row.arms.items()
     ]
     base = ", the base in NF4" if row.in_4_bits else ""
@@ -144,11 +177,16 @@ def arms() -> list[str]:
     lines = [
         "## Rows",
         "",
-        "`chronicals benchmark`, random weights, whole steps; every arm has the same weights, documents, order, labels; only "
-        "documents' tokens count. Rounds: decisive ones, in alternating order; an arm without one ran in the scouting round "
-        "alone. Padding: ratio of the positions computed. The reference step takes for each part (products, attention, "
-        "elementwise bytes, loss, optimizer) the best time seen, by itself or in our own step; it is not a bound "
-        "([how](benchmark.md)). It and MFU are those of 16 bit: an arm in FP8 has neither. In brackets: the range over several "
+        "`chronicals benchmark`, random weights, whole steps; every arm has the same weights, "
+        "documents, order, labels; only "
+        "documents' tokens count. Rounds: decisive ones, in alternating order; an arm without one "
+        "ran in the scouting round "
+        "alone. Padding: ratio of the positions computed. The reference step takes for each part "
+        "(products, attention, "
+        "elementwise bytes, loss, optimizer) the best time seen, by itself or in our own step; it "
+        "is not a bound "
+        "([how](benchmark.md)). It and MFU are those of 16 bit: an arm in FP8 has neither. In "
+        "brackets: the range over several "
         "measurements. A table is of one commit: compare the arms of a row, and rows of one table.",
         "",
         f"![real tokens per second by row and arm]({shown(plots.ROWS)})",
@@ -166,7 +204,8 @@ EARLIER = ", before plain peers could take flash attention"
 
 def arms_at_one_commit(rows: Iterable[Row]) -> list[str]:
     lines = [
-        "| row | arm | real tokens/s | ours, times as fast | MFU | of the reference step | peak GiB | padding | loss "
+        "| row | arm | real tokens/s | ours, times as fast | MFU | of the reference step | peak "
+        "GiB | padding | loss "
         "| last gradient norm | trained | rounds |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -176,7 +215,8 @@ def arms_at_one_commit(rows: Iterable[Row]) -> list[str]:
             norms = [norm for norm in arm["grad_norms"] if norm is not None]
             ratios = row.ratios(name)
             lines.append(
-                f"| {first} | {name} | {with_range(row.rates(name), ',.0f')} | {with_range(ratios, '.2f') if ratios else '-'} "
+                f"| {first} | {name} | {with_range(row.rates(name), ',.0f')} | "
+                f"{with_range(ratios, '.2f') if ratios else '-'} "
                 f"| {mfu(arm)} | {share(arm)} | {arm['peak_gib']:.1f} | {arm['padding_share']:.0%} "
                 f"| {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {norms[-1]:.2f} "
                 f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
@@ -186,27 +226,37 @@ def arms_at_one_commit(rows: Iterable[Row]) -> list[str]:
 
 
 def without_speed(found: list[Row]) -> list[str]:
-    """Arms that failed or were refused, and peers for which there was no time; those that were not installed are no result."""
+    """Arms that failed or were refused, and peers for which there was no time; those that were
+    not installed are no result.
+    """
     lines = []
     for row in found:
         for name, arm in row.result["arms"].items():
             if arm["status"] in ("failed", "refused"):
-                lines.append(f"- {row.title}, {name}: {arm['status']}: {' '.join(str(arm['reason']).split())[:300]}")
+                lines.append(
+                    f"- {row.title}, {name}: {arm['status']}: "
+                    f"{' '.join(str(arm['reason']).split())[:300]}"
+                )
         late = [note for note in row.result["notes"] if ": not measured in the scouting" in note]
         lines += [f"- {row.title}, {note}" for note in late if not note.startswith("ours")]
     return ["", "Without a speed:", "", *lines] if lines else []
 
 
 def preferences() -> list[str]:
-    """DPO and ORPO on pairs of answers, an arm a line, and how each ran; nothing where no row was measured."""
+    """DPO and ORPO on pairs of answers, an arm a line, and how each ran; nothing where no row
+    was measured.
+    """
     found = measured_rows.preferences()
     if not found:
         return []
     lines = [
         "",
-        "`chronicals benchmark --objective dpo` and `orpo`, random weights, whole steps, lognormal lengths. Real tokens are "
-        "those of prompt and answer of both sides, in every arm. Saved: those of them that are not computed, because answers "
-        "share their prompt. Padding: ratio of the positions computed. TRL's ORPO trains the prompts, too, and is compared "
+        "`chronicals benchmark --objective dpo` and `orpo`, random weights, whole steps, "
+        "lognormal lengths. Real tokens are "
+        "those of prompt and answer of both sides, in every arm. Saved: those of them that are "
+        "not computed, because answers "
+        "share their prompt. Padding: ratio of the positions computed. TRL's ORPO trains the "
+        "prompts, too, and is compared "
         "with fp32 by that definition ([how](benchmark.md)).",
     ]
     for commit, rows in itertools.groupby(found, key=lambda row: row.commit):
@@ -216,7 +266,8 @@ def preferences() -> list[str]:
 
 def preferences_at_one_commit(rows: list[Row]) -> list[str]:
     lines = [
-        "| row | prompts | arm | real tokens/s | ours, times as fast | peak GiB | saved | padding | loss | rounds |",
+        "| row | prompts | arm | real tokens/s | ours, times as fast | peak GiB | saved | padding "
+        "| loss | rounds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     settings = []
@@ -228,7 +279,8 @@ def preferences_at_one_commit(rows: list[Row]) -> list[str]:
                 f"| {first} | {prompts} | {name} | {with_range(row.rates(name), ',.0f')} "
                 f"| {with_range(ratios, '.2f') if ratios else '-'} | {arm['peak_gib']:.1f} "
                 f"| {'-' if saved is None else f'{saved:.0%}'} | {arm['padding_share']:.0%} "
-                f"| {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {arm['rounds'] or 'scouting'} |"
+                f"| {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | "
+                f"{arm['rounds'] or 'scouting'} |"
             )
             settings.append(f"- {row.title}, {name}: {arm['settings']}")
             first = prompts = ""
@@ -259,14 +311,16 @@ def ladders() -> list[str]:
             "",
             "## One lever after the other",
             "",
-            f"One lever after the other, {result['kind']}, the 0.5B shape on real text, 8 packs of 2048 a step "
+            f"One lever after the other, {result['kind']}, the 0.5B shape on real text, 8 packs "
+            "of 2048 a step "
             "(padded rows hold other documents in a step):",
             "",
             "| and with it | real tokens/s | peak GiB | first loss | last gradient norm |",
             "|---|---|---|---|---|",
         ]
         lines += [
-            f"| {name} | {rung['tokens_per_second']['median']:,.0f} | {rung['peak_gib']:.1f} | {rung['losses'][0]:.4f} "
+            f"| {name} | {rung['tokens_per_second']['median']:,.0f} | {rung['peak_gib']:.1f} | "
+            f"{rung['losses'][0]:.4f} "
             f"| {rung['grad_norms'][-1]:.3f} |"
             for name, rung in result["rungs"].items()
         ]
@@ -274,7 +328,9 @@ def ladders() -> list[str]:
 
 
 def frontiers() -> list[str]:
-    """What each policy of memory costs and saves, and where the peers stand; the numbers are those of the plot's points."""
+    """What each policy of memory costs and saves, and where the peers stand; the numbers are
+    those of the plot's points.
+    """
     lines: list[str] = []
     for row in measured_rows.rows():
         if not row.scouted:
@@ -289,7 +345,10 @@ def frontiers() -> list[str]:
             "|---|---|---|---|",
         ]
         for number, (name, arm) in enumerate(row.arms.items(), start=1):
-            lines.append(f"| {number} | {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['peak_gib']:.1f} |")
+            lines.append(
+                f"| {number} | {name} | {arm['tokens_per_second']['median']:,.0f} | "
+                f"{arm['peak_gib']:.1f} |"
+            )
     return lines
 
 
@@ -298,21 +357,29 @@ def proofs() -> list[str]:
     lines: list[str] = []
     for path in sorted(RESULTS.glob("fp8-proof*-h200.json")):
         result = json.loads(path.read_text())
-        steps, start = len(result["runs"]["bf16"]["losses"]), "trained" if "pretraining" in result else "random"
+        steps, start = (
+            len(result["runs"]["bf16"]["losses"]),
+            "trained" if "pretraining" in result else "random",
+        )
         plot = shown(path.with_suffix(".png").name)
         lines += [
             "",
-            f"Training in FP8 beside bf16 from the same {start} weights over the same real text, {steps} steps, 1.04 billion "
-            "parameters of width 2048; it holds where losses differ by at most 0.5 % and twice what other kernels make, "
-            "and every layer's gradient has a cosine of 0.99 with that in fp32 and its norm within 10 %:",
+            f"Training in FP8 beside bf16 from the same {start} weights over the same real text, "
+            f"{steps} steps, 1.04 billion "
+            "parameters of width 2048; it holds where losses differ by at most 0.5 % and twice "
+            "what other kernels make, "
+            "and every layer's gradient has a cosine of 0.99 with that in fp32 and its norm "
+            "within 10 %:",
             "",
             f"![losses over those of bf16]({plot})",
             "",
-            "| | difference of losses, last third | between runs in bf16 | lowest cosine | norm off by | holds |",
+            "| | difference of losses, last third | between runs in bf16 | lowest cosine | norm "
+            "off by | holds |",
             "|---|---|---|---|---|---|",
         ]
         lines += [
-            f"| {name} | {one['paired_loss_difference']:.2%} | {one['between_bf16_runs']:.2%} | {one['lowest_cosine']:.3f} "
+            f"| {name} | {one['paired_loss_difference']:.2%} | {one['between_bf16_runs']:.2%} | "
+            f"{one['lowest_cosine']:.3f} "
             f"| {one['norm_deviation']:.0%} | {'yes' if one['holds'] else 'no'} |"
             for name, one in result["verdicts"].items()
         ]
@@ -323,8 +390,10 @@ def patched_step() -> list[str]:
     rows = load("patched-step-h200.json")["rows"]
     lines = [
         "",
-        "A plain loop around a model of transformers, the same shape in bf16, torch's AdamW, 16,384 tokens a step, with "
-        "`flash-attn-4` installed; loss and gradient norm are those of the first step on the same weights:",
+        "A plain loop around a model of transformers, the same shape in bf16, torch's AdamW, "
+        "16,384 tokens a step, with "
+        "`flash-attn-4` installed; loss and gradient norm are those of the first step on the same "
+        "weights:",
         "",
         "| | tokens/s | peak GiB | loss | gradient norm |",
         "|---|---|---|---|---|",
@@ -332,7 +401,10 @@ def patched_step() -> list[str]:
     for name, row in rows.items():
         rate = row["tokens"] / statistics.median(row["milliseconds"]) * 1e3
         name = name.replace("patched", "`patch_model`")
-        lines.append(f"| {name} | {rate:,.0f} | {row['peak_gib']:.1f} | {row['loss']:.4f} | {row['grad_norm']:.3f} |")
+        lines.append(
+            f"| {name} | {rate:,.0f} | {row['peak_gib']:.1f} | {row['loss']:.4f} | "
+            f"{row['grad_norm']:.3f} |"
+        )
     return lines
 
 
@@ -341,7 +413,8 @@ def kernels() -> list[str]:
     rate = rows["copy_bytes_per_second"]
     lines = [
         "",
-        f"Kernels on the same card, bf16, cold cache (copy {rate / 1e12:.2f} TB/s), Liger 0.8.5 or torch in the same run:",
+        f"Kernels on the same card, bf16, cold cache (copy {rate / 1e12:.2f} TB/s), Liger 0.8.5 "
+        "or torch in the same run:",
         "",
         "| kernel | | times as fast |",
         "|---|---|---|",
@@ -350,44 +423,71 @@ def kernels() -> list[str]:
         row = rows["rows"][name]
         times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
         share = row["bytes"] / (times["ours"] * 1e-3) / rate
-        lines.append(f"| {name} | {share:.0%} of the copy rate | {times['liger'] / times['ours']:.2f} (Liger) |")
+        lines.append(
+            f"| {name} | {share:.0%} of the copy rate | {times['liger'] / times['ours']:.2f} "
+            "(Liger) |"
+        )
     optimizers = load("optimizers-h200.json")
     for name in OPTIMIZERS:
         row = optimizers["rows"][name]
         times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
         share = row["bytes"] / (times["ours"] * 1e-3) / optimizers["copy_bytes_per_second"]
         without = ", which keeps no master and states in bf16" if "adamw" in name else ""
-        lines.append(f"| {name} | {share:.0%} of the copy rate | {times['torch'] / times['ours']:.2f} (torch{without}) |")
+        lines.append(
+            f"| {name} | {share:.0%} of the copy rate | {times['torch'] / times['ours']:.2f} "
+            f"(torch{without}) |"
+        )
     for name in HEADS:
-        times = {arm: statistics.median(samples) for arm, samples in rows["rows"][name]["milliseconds"].items()}
+        times = {
+            arm: statistics.median(samples)
+            for arm, samples in rows["rows"][name]["milliseconds"].items()
+        }
         beside = f"{times['liger'] / times['ours']:.2f} (Liger)" if "liger" in times else "-"
-        lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products | {beside} |")
+        lines.append(
+            f"| {name} | {times['ours'] / times['products']:.2f} times its three products | "
+            f"{beside} |"
+        )
     fp8 = load("fp8-h200.json")
     for name, row in fp8["rows"].items():
         times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
         if name.startswith("fp8 "):
             share = row["bytes"] / (times["ours"] * 1e-3) / fp8["copy_bytes_per_second"]
             if "compile" in times:
-                name, beside = f"quantising to {name}", f"{times['compile'] / times['ours']:.2f} (torch.compile)"
+                name, beside = (
+                    f"quantising to {name}",
+                    f"{times['compile'] / times['ours']:.2f} (torch.compile)",
+                )
             else:
                 beside = "-"
             lines.append(f"| {name} | {share:.0%} of the copy rate | {beside} |")
         elif name in FP8_LAYERS:
-            lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products in bf16 | - |")
+            lines.append(
+                f"| {name} | {times['ours'] / times['products']:.2f} times its three products in "
+                "bf16 | - |"
+            )
     for name, row in load("layers-h200.json")["rows"].items():
         times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
-        lines.append(f"| {name}, adapters of rank 16 | {times['ours'] / times['products']:.3f} times the frozen layers | - |")
+        lines.append(
+            f"| {name}, adapters of rank 16 | {times['ours'] / times['products']:.3f} times the "
+            "frozen layers | - |"
+        )
     return lines
 
 
 def low_bits() -> list[str]:
-    """Kernels of 4-bit weights and 8-bit optimizer states beside bitsandbytes', and of distillation beside Liger's."""
+    """Kernels of 4-bit weights and 8-bit optimizer states beside bitsandbytes', and of
+    distillation beside Liger's.
+    """
     four, more = load("low-bits-h100.json"), load("objectives-h200.json")
-    cards = " and ".join(f"{result['card'].removeprefix('NVIDIA ')}, {_commits(result)}" for result in (four, more))
+    cards = " and ".join(
+        f"{result['card'].removeprefix('NVIDIA ')}, {_commits(result)}" for result in (four, more)
+    )
     lines = [
         "",
-        "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, 8-bit states, and the heads of a "
-        f"student and its teacher ({cards}); bitsandbytes 0.50.2 and Liger 0.8.5 in the same run. Moments in 8 bits of weights "
+        "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, 8-bit "
+        "states, and the heads of a "
+        f"student and its teacher ({cards}); bitsandbytes 0.50.2 and Liger 0.8.5 in the same run. "
+        "Moments in 8 bits of weights "
         "without masters take a quarter less in the first sample (94 %, `benchmarks/NOTES.md`):",
         "",
         "| kernel | | times as fast |",
@@ -396,10 +496,14 @@ def low_bits() -> list[str]:
     for result, kinds in ((four, ("nf4", "adamw_8bit")), (more, ("linear_distillation",))):
         for name, row in result["rows"].items():
             if name.startswith(kinds):
-                times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+                times = {
+                    arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()
+                }
                 peers = [peer for peer in ("bitsandbytes", "unsloth", "liger") if peer in times]
                 beside = [f"{times[peer] / times['ours']:.2f} ({peer})" for peer in peers]
-                lines.append(f"| {name} | {_of_its_floor(row, times, result)} | {', '.join(beside) or '-'} |")
+                lines.append(
+                    f"| {name} | {_of_its_floor(row, times, result)} | {', '.join(beside) or '-'} |"
+                )
     return lines
 
 
@@ -413,7 +517,10 @@ def _of_its_floor(row: dict, times: dict[str, float], result: dict) -> str:
     """How near a kernel comes to the bytes that it must move, or to its products."""
     if "products" in times:
         return f"{times['ours'] / times['products']:.2f} times its products"
-    return f"{row['bytes'] / (times['ours'] * 1e-3) / result['copy_bytes_per_second']:.0%} of the copy rate"
+    return (
+        f"{row['bytes'] / (times['ours'] * 1e-3) / result['copy_bytes_per_second']:.0%} of the "
+        "copy rate"
+    )
 
 
 def saves() -> list[str]:
@@ -425,8 +532,10 @@ def saves() -> list[str]:
         commit = staged.get("commit", result.get("commit"))
         lines += [
             "",
-            f"{card}, `{commit}`, {result['layers']} layers of {result['shape']}, {staged['seconds_a_step']:.3f} s "
-            f"a step: a checkpoint of {staged['checkpoint_gb']:.1f} GB holds training for {staged['stall']:.2f} s "
+            f"{card}, `{commit}`, {result['layers']} layers of {result['shape']}, "
+            f"{staged['seconds_a_step']:.3f} s "
+            f"a step: a checkpoint of {staged['checkpoint_gb']:.1f} GB holds training for "
+            f"{staged['stall']:.2f} s "
             f"({', '.join(f'{stall:.2f}' for stall in staged['stalls'])}; bar {result['bar']} s).",
         ]
     return lines
@@ -437,16 +546,24 @@ def data() -> list[str]:
     plan, assembly = rates["plans"][0], rates["assembly"][0]
     lines = [
         "",
-        f"The data path on {rates['machine']['cores']} CPU cores; tokenising beside the bare tokenizer's `encode_batch` over "
+        f"The data path on {rates['machine']['cores']} CPU cores; tokenising beside the bare "
+        "tokenizer's `encode_batch` over "
         "the same texts and beside `datasets`, each from the file to Arrow:",
         "",
         "| | |",
         "|---|---|",
-        f"| plan of packs, {plan['strategy']}, {plan['sequences']:,} documents at {plan['max_seq_length']} "
-        f"| {plan['sequences_per_second']['median'] / 1e6:.1f} million/s, {plan['fill']['lowest']:.2%} full |",
-        f"| assembly of Batches, one thread | {assembly['bytes_per_second']['median'] / 1e9:.1f} GB/s |",
+        f"| plan of packs, {plan['strategy']}, {plan['sequences']:,} documents at "
+        f"{plan['max_seq_length']} "
+        f"| {plan['sequences_per_second']['median'] / 1e6:.1f} million/s, "
+        f"{plan['fill']['lowest']:.2%} full |",
+        f"| assembly of Batches, one thread | {assembly['bytes_per_second']['median'] / 1e9:.1f} "
+        "GB/s |",
     ]
-    return lines + token_stores(load("token-store-cpu.json")) + token_stores(load("token-store-16-cores.json"))
+    return (
+        lines
+        + token_stores(load("token-store-cpu.json"))
+        + token_stores(load("token-store-16-cores.json"))
+    )
 
 
 def token_stores(stores: dict) -> list[str]:
@@ -456,11 +573,13 @@ def token_stores(stores: dict) -> list[str]:
         ours, compared = arms["ours"], stores["samples"][kind]["ours"][0]["rows"]
         lines.append(
             f"| store of {compared:,} {kind}, {cores} cores | {ours:,.0f} rows/s: "
-            f"{ours / arms['encode_batch']:.2f} of `encode_batch`, {ours / arms['datasets.map']:.2f} times `datasets.map` |"
+            f"{ours / arms['encode_batch']:.2f} of `encode_batch`, "
+            f"{ours / arms['datasets.map']:.2f} times `datasets.map` |"
         )
     for kind, run in stores["whole"].items():
         lines.append(
-            f"| {run['rows']:,} {kind}, {cores} cores | {run['seconds']:.0f} s, {run['peak_anonymous_mib']:,.0f} MiB beside "
+            f"| {run['rows']:,} {kind}, {cores} cores | {run['seconds']:.0f} s, "
+            f"{run['peak_anonymous_mib']:,.0f} MiB beside "
             f"the page cache, opened again in {run['reopened_seconds']:.2f} s |"
         )
     return lines
@@ -475,16 +594,35 @@ def startups() -> list[str]:
         note = f"{result['note']}; " if "note" in result else ""
         lines += [
             "",
-            f"{card}, torch {result['versions']['torch']}, `{result['commit']}`, the {result['shape']} shape, "
-            f"{result['mode']}, {result['steps']} steps; cold: without any cache; {note}seconds in the median:",
+            f"{card}, torch {result['versions']['torch']}, `{result['commit']}`, the "
+            f"{result['shape']} shape, "
+            f"{result['mode']}, {result['steps']} steps; cold: without any cache; {note}seconds "
+            "in the median:",
             "",
-            "| | caches | runs | to the first step | imports | model | data | patching | first step | after the last step |",
+            "| | caches | runs | to the first step | imports | model | data | patching | first "
+            "step | after the last step |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for arm, cache in dict.fromkeys((run["arm"], run["cache"]) for run in result["runs"]):
-            runs = [run["seconds"] for run in result["runs"] if (run["arm"], run["cache"]) == (arm, cache) and "seconds" in run]
-            names = ("to first step", "imports", "model", "data", "patching", "first step", "after last step")
-            cells = [f"{statistics.median(run[name] for run in runs):.1f}" for name in names] if runs else ["failed"]
+            runs = [
+                run["seconds"]
+                for run in result["runs"]
+                if (run["arm"], run["cache"]) == (arm, cache) and "seconds" in run
+            ]
+            names = (
+                "to first step",
+                "imports",
+                "model",
+                "data",
+                "patching",
+                "first step",
+                "after last step",
+            )
+            cells = (
+                [f"{statistics.median(run[name] for run in runs):.1f}" for name in names]
+                if runs
+                else ["failed"]
+            )
             lines.append(f"| {arm} | {cache} | {len(runs)} | {' | '.join(cells)} |")
     return ["", "## Start-up", *lines] if lines else []
 
@@ -495,9 +633,12 @@ def objectives() -> list[str]:
     seeds, untuned = result["seeds"], result["untuned"]
     lines = [
         "",
-        f"`benchmarks/objectives_learn.py`, {result['steps']} steps on one CPU core, {seeds} seeds: a small model learns to "
-        f"answer briefly. Before, {untuned['ended']:.0%} of its answers ended, with {untuned['words']:.1f} words in the mean. "
-        "Held-out pairs are answers of the untuned model, ordered by the log-probability over that before (a reward model: by "
+        f"`benchmarks/objectives_learn.py`, {result['steps']} steps on one CPU core, {seeds} "
+        "seeds: a small model learns to "
+        f"answer briefly. Before, {untuned['ended']:.0%} of its answers ended, with "
+        f"{untuned['words']:.1f} words in the mean. "
+        "Held-out pairs are answers of the untuned model, ordered by the log-probability over "
+        "that before (a reward model: by "
         "its score).",
         "",
         "| objective | held-out pairs ordered rightly | answers shorter than before | words |",
@@ -505,20 +646,35 @@ def objectives() -> list[str]:
     ]
     for name, runs in result["preference"].items():
         wins, words = ([run[key] for run in runs if key in run] for key in ("win_rate", "words"))
-        shown_wins, shown_words = (over(values, form) if values else "" for values, form in ((wins, ".0%"), (words, ".1f")))
-        lines.append(f"| `{name}` | {over([run['accuracy'] for run in runs], '.0%')} | {shown_wins} | {shown_words} |")
+        shown_wins, shown_words = (
+            over(values, form) if values else "" for values, form in ((wins, ".0%"), (words, ".1f"))
+        )
+        lines.append(
+            f"| `{name}` | {over([run['accuracy'] for run in runs], '.0%')} | {shown_wins} | "
+            f"{shown_words} |"
+        )
     lines += [
         "",
-        "A student of half the width, by as many steps from the teacher (`distill`) and from the tokens alone (`sft`):",
+        "A student of half the width, by as many steps from the teacher (`distill`) and from the "
+        "tokens alone (`sft`):",
         "",
         "| trained on | held-out KL from the teacher | held-out cross-entropy |",
         "|---|---|---|",
     ]
-    for name, runs in {"nothing": result["distillation"]["teacher"], **result["distillation"]}.items():
+    for name, runs in {
+        "nothing": result["distillation"]["teacher"],
+        **result["distillation"],
+    }.items():
         found = [run["before" if name == "nothing" else "after"] for run in runs]
-        cells = [over([side[key] for side in found], ".2f") for key in ("forward_kl", "cross_entropy")]
+        cells = [
+            over([side[key] for side in found], ".2f") for key in ("forward_kl", "cross_entropy")
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, "", f"![accuracies, win rates and students, a point a seed]({shown('objectives-learn.png')})"]
+    return [
+        *lines,
+        "",
+        f"![accuracies, win rates and students, a point a seed]({shown('objectives-learn.png')})",
+    ]
 
 
 def exports() -> list[str]:
@@ -527,17 +683,24 @@ def exports() -> list[str]:
     kinds = result["kinds"]
     lines = [
         "",
-        f"llama-cpp-python {result['llama-cpp-python']}, gguf {result['gguf']}, `{result['commit']}`, "
-        "`benchmarks/export_matrix.py`: small random models, the largest relative error of logits of the artefact's client "
-        "(llama.cpp, else transformers) beside torch with the weights of the file; of merged models beside the trained one. "
-        "llama.cpp computes over quantised files with activations in 8 bits, which Gemma 3's six layers with random norms "
+        f"llama-cpp-python {result['llama-cpp-python']}, gguf {result['gguf']}, "
+        f"`{result['commit']}`, "
+        "`benchmarks/export_matrix.py`: small random models, the largest relative error of logits "
+        "of the artefact's client "
+        "(llama.cpp, else transformers) beside torch with the weights of the file; of merged "
+        "models beside the trained one. "
+        "llama.cpp computes over quantised files with activations in 8 bits, which Gemma 3's six "
+        "layers with random norms "
         "amplify; Gemma's GELU is a table there.",
         "",
         f"| | {' | '.join(kinds)} |",
         f"|---|{'---|' * len(kinds)}",
     ]
     for name, found in result["models"].items():
-        errors = ["refused" if "refused" in found[kind] else format(found[kind]["error"], ".1e") for kind in kinds]
+        errors = [
+            "refused" if "refused" in found[kind] else format(found[kind]["error"], ".1e")
+            for kind in kinds
+        ]
         lines.append(f"| {name} | {' | '.join(errors)} |")
     return lines + exported_quickstart()
 
@@ -547,17 +710,25 @@ def exported_quickstart() -> list[str]:
     result = load("export-quickstart.json")
     lines = [
         "",
-        f"The quickstart's model (`benchmarks/export_quickstart.py`, `{result['commit']}`): greedy answers of llama.cpp to "
-        f"{len(result['questions'])} held-out questions that are word for word the trained model's, and held-out losses.",
+        f"The quickstart's model (`benchmarks/export_quickstart.py`, `{result['commit']}`): "
+        "greedy answers of llama.cpp to "
+        f"{len(result['questions'])} held-out questions that are word for word the trained "
+        "model's, and held-out losses.",
         "",
-        "| | same answers | logits beside torch with the file's weights | loss, trained | loss, exported |",
+        "| | same answers | logits beside torch with the file's weights | loss, trained | loss, "
+        "exported |",
         "|---|---|---|---|---|",
     ]
     for kind, found in result["kinds"].items():
         checks = found["checks"]
         error = checks["logits beside torch with the file's weights"]
-        losses = [format(checks[f"loss on the data, {side}"], ".3f") for side in ("trained", "exported")]
-        lines.append(f"| {kind} | {found['same']} of {len(result['questions'])} | {error:.1e} | {' | '.join(losses)} |")
+        losses = [
+            format(checks[f"loss on the data, {side}"], ".3f") for side in ("trained", "exported")
+        ]
+        lines.append(
+            f"| {kind} | {found['same']} of {len(result['questions'])} | {error:.1e} | "
+            f"{' | '.join(losses)} |"
+        )
     return lines
 
 
@@ -571,29 +742,46 @@ def long_documents() -> list[str]:
     """Peak memory of steps on one long document beside what the run expected."""
     measured = json.loads((RESULTS / "long-documents-h200.json").read_text())
     lines = [
-        f"Layers of the Llama-3.1-8B shape in NF4 with adapters of rank 32, one document a step ({measured['card']}, torch "
+        "Layers of the Llama-3.1-8B shape in NF4 with adapters of rank 32, one document a step "
+        f"({measured['card']}, torch "
         f"{measured['torch']}, transformers {measured['transformers']}, `{measured['commit']}`).",
         "",
         "| tokens | layers | memory | expected | held | |",
         "|---|---|---|---|---|---|",
     ]
     for row in measured["rows"]:
-        fields = {**row["fields"], "memory": ", ".join(row["fields"].get("memory", ["as the run decides"]))}
-        chunk = f", logits_chunk_size={fields['logits_chunk_size']}" if "logits_chunk_size" in fields else ""
+        fields = {
+            **row["fields"],
+            "memory": ", ".join(row["fields"].get("memory", ["as the run decides"])),
+        }
+        chunk = (
+            f", logits_chunk_size={fields['logits_chunk_size']}"
+            if "logits_chunk_size" in fields
+            else ""
+        )
         off = row["expected_gib"] / row["held_gib"] - 1
         sizes = f"{row['expected_gib']:.1f} GiB | {row['held_gib']:.1f} GiB | {off:+.1%}"
-        lines.append(f"| {row['length']:,} | {row['layers']} | {fields['memory']}{chunk} | {sizes} |")
+        lines.append(
+            f"| {row['length']:,} | {row['layers']} | {fields['memory']}{chunk} | {sizes} |"
+        )
     return lines
 
 
 def figures() -> str:
     """What stands in docs/measured.md: everything."""
     sections = {
-        "## Preference": preferences(), "## Memory": frontiers(), "## Long documents": long_documents(), "## FP8": proofs(),
+        "## Preference": preferences(),
+        "## Memory": frontiers(),
+        "## Long documents": long_documents(),
+        "## FP8": proofs(),
         "## Patched models of transformers": patched_step(),
-        "## Kernels": [*kernels(), *low_bits(), *experts()], "## Objectives": objectives(), "## Export": exports(),
-        "## Several cards": several_cards(), "## Saving": saves(), "## Data": data(),
-    }  # fmt: skip
+        "## Kernels": [*kernels(), *low_bits(), *experts()],
+        "## Objectives": objectives(),
+        "## Export": exports(),
+        "## Several cards": several_cards(),
+        "## Saving": saves(),
+        "## Data": data(),
+    }
     titled = [line for title, lines in sections.items() if lines for line in ("", title, *lines)]
     return "\n".join([*arms(), *startups(), *ladders(), *titled]) + "\n"
 

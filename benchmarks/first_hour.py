@@ -1,11 +1,13 @@
-"""The first hour of somebody who has just cloned the repository: the README's commands on a small model, each with its exit
-code, its duration and the lines that a reader would judge by, and a verdict last.
+"""The first hour of somebody who has just cloned the repository: the README's commands on a small
+model, each with its exit code, its duration and the lines that a reader would judge by, and a
+verdict last.
 
     python benchmarks/first_hour.py [--install] [--full-quickstart] [--folder FOLDER] [--only TEXT]
 
-The commands run in a folder of their own, with a small random model and 400 short chats that are made there; nothing is
-downloaded but what ``--install`` installs: a fresh clone of this checkout, in an environment of its own, as the README says.
-Without it they run by this interpreter and this checkout's source. Exit status 1 if a command did not do what it should.
+The commands run in a folder of their own, with a small random model and 400 short chats that are
+made there; nothing is downloaded but what ``--install`` installs: a fresh clone of this checkout,
+in an environment of its own, as the README says. Without it they run by this interpreter and this
+checkout's source. Exit status 1 if a command did not do what it should.
 """
 
 from __future__ import annotations
@@ -87,60 +89,167 @@ class Step:
 
     def __str__(self) -> str:
         words = [word if len(word) < LONGEST_LINE else "…" for word in self.command]
-        return shlex.join(words) + (f" <<< {self.typed!r}" if self.typed else "") + (" (Ctrl-C)" if self.interrupt else "")
+        return (
+            shlex.join(words)
+            + (f" <<< {self.typed!r}" if self.typed else "")
+            + (" (Ctrl-C)" if self.interrupt else "")
+        )
 
 
 def steps(full_quickstart: bool) -> list[Step]:
     data, base = ["--data", "chats.jsonl"], ["--model", "base"]
     return [
         Step(["python", "-c", MADE]),
-        Step(["python", "-c", "import chronicals; print(*dir(chronicals))"], ["ChronicalsTrainer .*patch_model"]),
+        Step(
+            ["python", "-c", "import chronicals; print(*dir(chronicals))"],
+            ["ChronicalsTrainer .*patch_model"],
+        ),
         Step(["chronicals", "--version"], [r"\d+\.\d+\.\d+"]),
         Step(["chronicals", "--help"], ["quickstart +Train", "doctor +What"]),
         Step(["chronicals", "doctor"], ["torch +│ 2", "transformers +│ 5"], last="^passed "),
         *(
-            [Step(["chronicals", "quickstart"], ["^│ loss", "^│ perplexity", "^documented"], last="chronicals generate")]
+            [
+                Step(
+                    ["chronicals", "quickstart"],
+                    ["^│ loss", "^│ perplexity", "^documented"],
+                    last="chronicals generate",
+                )
+            ]
             if full_quickstart
             else [Step(["python", "-c", SHORT_QUICKSTART], last="^held-out loss")]
         ),
-        Step(["chronicals", "data", "show", "chats.jsonl", *base, "--rows", "1"], ["what about", "⟦"]),
-        Step(["chronicals", "train", *base, *data, "--check"], ["400 rows", "^training: .* steps"], last="can be trained on"),
         Step(
-            ["chronicals", "train", *base, *data, "--validation-split", "0.1", "--num-epochs", "2", *TRAINED],
-            ["100.00%", r"step 1/", "held-out after step", "^trained .* steps, last loss"], last="next: chronicals generate",
+            ["chronicals", "data", "show", "chats.jsonl", *base, "--rows", "1"], ["what about", "⟦"]
         ),
-        Step(["chronicals", "train", "recipe.yaml", "--use-lora", "--output-dir", "adapter"], ["^trained .* steps"]),
         Step(
-            ["chronicals", "train", "recipe.yaml", "--output-dir", "part"], ["^stopped|^interrupted", "train --resume"], 130,
+            ["chronicals", "train", *base, *data, "--check"],
+            ["400 rows", "^training: .* steps"],
+            last="can be trained on",
+        ),
+        Step(
+            [
+                "chronicals",
+                "train",
+                *base,
+                *data,
+                "--validation-split",
+                "0.1",
+                "--num-epochs",
+                "2",
+                *TRAINED,
+            ],
+            ["100.00%", r"step 1/", "held-out after step", "^trained .* steps, last loss"],
+            last="next: chronicals generate",
+        ),
+        Step(
+            ["chronicals", "train", "recipe.yaml", "--use-lora", "--output-dir", "adapter"],
+            ["^trained .* steps"],
+        ),
+        Step(
+            ["chronicals", "train", "recipe.yaml", "--output-dir", "part"],
+            ["^stopped|^interrupted", "train --resume"],
+            130,
             interrupt="step 5/",
         ),
-        Step(["chronicals", "train", "--resume", "--output-dir", "part"], ["^resumed from", "^trained .* steps"]),
-        Step(["chronicals", "evaluate", "chronicals-output", "--data", "held-out.jsonl"], ["token accuracy", '^{"loss"']),
-        Step(["chronicals", "generate", "chronicals-output", "--prompt", "what about 7?"], only_answers=1),
-        Step(["chronicals", "generate", "adapter", "--prompt", "what about 7?", "--max-new-tokens", "8"], only_answers=1),
         Step(
-            ["chronicals", "generate", "chronicals-output", "--temperature", "0.7", "--top-p", "0.9", "--system", "Be brief."],
-            ["/help lists the commands", "/reset +forget"], typed="what about 7?\n/help\nand 8?\n/reset\n/exit\n",
+            ["chronicals", "train", "--resume", "--output-dir", "part"],
+            ["^resumed from", "^trained .* steps"],
+        ),
+        Step(
+            ["chronicals", "evaluate", "chronicals-output", "--data", "held-out.jsonl"],
+            ["token accuracy", '^{"loss"'],
+        ),
+        Step(
+            ["chronicals", "generate", "chronicals-output", "--prompt", "what about 7?"],
+            only_answers=1,
+        ),
+        Step(
+            [
+                "chronicals",
+                "generate",
+                "adapter",
+                "--prompt",
+                "what about 7?",
+                "--max-new-tokens",
+                "8",
+            ],
+            only_answers=1,
+        ),
+        Step(
+            [
+                "chronicals",
+                "generate",
+                "chronicals-output",
+                "--temperature",
+                "0.7",
+                "--top-p",
+                "0.9",
+                "--system",
+                "Be brief.",
+            ],
+            ["/help lists the commands", "/reset +forget"],
+            typed="what about 7?\n/help\nand 8?\n/reset\n/exit\n",
             only_answers=2,
         ),
         Step(
-            ["chronicals", "export", "adapter", "--to", "merged-fp32,gguf-q8_0", "--output", "exported"],
-            ["chat template .*equal", "llama-server -m"], last="^next",
+            [
+                "chronicals",
+                "export",
+                "adapter",
+                "--to",
+                "merged-fp32,gguf-q8_0",
+                "--output",
+                "exported",
+            ],
+            ["chat template .*equal", "llama-server -m"],
+            last="^next",
         ),
-        Step(["chronicals", "verify", *base, *data, *TRAINED, "--max-steps", "20"], ["^note|passed"], last="^passed 5 steps"),
         Step(
-            ["chronicals", "benchmark", "--model", "tiny", "--mixed-precision", "fp32", "--steps", "3", "--warm-up", "2",
-             "--rounds", "1", "--time-limit", "300"],
+            ["chronicals", "verify", *base, *data, *TRAINED, "--max-steps", "20"],
+            ["^note|passed"],
+            last="^passed 5 steps",
+        ),
+        Step(
+            [
+                "chronicals",
+                "benchmark",
+                "--model",
+                "tiny",
+                "--mixed-precision",
+                "fp32",
+                "--steps",
+                "3",
+                "--warm-up",
+                "2",
+                "--rounds",
+                "1",
+                "--time-limit",
+                "300",
+            ],
             ["^│ ours", "^reference step|^no reference step", "real tokens a step"],
         ),
         Step(["chronicals", "train", *base, *data, "--lr", "1e-3"], ["--learning-rate"], 2),
-        Step(["chronicals", "train", *base, *data, "--learning-rte", "1e-3"], ["--learning-rate"], 2),
+        Step(
+            ["chronicals", "train", *base, *data, "--learning-rte", "1e-3"], ["--learning-rate"], 2
+        ),
         Step(["chronicals", "trian"], ["Did you mean 'train'"], 2),
-        Step(["chronicals", "train", "wrong-name.yaml"], ["learning_rat.*did you mean 'learning_rate'"], 1),
+        Step(
+            ["chronicals", "train", "wrong-name.yaml"],
+            ["learning_rat.*did you mean 'learning_rate'"],
+            1,
+        ),
         Step(["chronicals", "train", "wrong-value.yaml"], ["batch_size.*none"], 1),
-        Step(["chronicals", "train", *base, "--data", "chat.jsonl", "--output-dir", "none"], ["chat.jsonl"], 1),
-        Step(["chronicals", "generate", "chronicals-output", "--prompt", "hi", "--top-k", "5"], ["--top-k 5.*temperature"], 1),
-    ]  # fmt: skip
+        Step(
+            ["chronicals", "train", *base, "--data", "chat.jsonl", "--output-dir", "none"],
+            ["chat.jsonl"],
+            1,
+        ),
+        Step(
+            ["chronicals", "generate", "chronicals-output", "--prompt", "hi", "--top-k", "5"],
+            ["--top-k 5.*temperature"],
+            1,
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -154,19 +263,30 @@ class Outcome:
 
     @property
     def lines(self) -> list[str]:
-        return [line.rstrip() for line in (self.stderr + "\n" + self.stdout).splitlines() if line.strip()]
+        return [
+            line.rstrip()
+            for line in (self.stderr + "\n" + self.stdout).splitlines()
+            if line.strip()
+        ]
 
     def judged(self, step: Step) -> list[str]:
         """The lines by which the step is judged: those that match, the last, and the answers."""
         said = self.stdout.splitlines()[: step.only_answers or 0]
         wanted = [*step.shows, *filter(None, [step.last])]
-        shown = [next((line for line in self.lines if re.search(pattern, line)), None) for pattern in wanted]
+        shown = [
+            next((line for line in self.lines if re.search(pattern, line)), None)
+            for pattern in wanted
+        ]
         return [line for line in dict.fromkeys([*shown, *said]) if line]
 
     def wrong(self, step: Step) -> list[str]:
         """What is not as it should be, in words; empty if all is."""
         found = [] if self.code == step.code else [f"exit code {self.code}, not {step.code}"]
-        found += [f"no line matches {text!r}" for text in step.shows if not any(re.search(text, line) for line in self.lines)]
+        found += [
+            f"no line matches {text!r}"
+            for text in step.shows
+            if not any(re.search(text, line) for line in self.lines)
+        ]
         if step.last and not (self.lines and re.search(step.last, self.lines[-1])):
             found.append(f"the last line does not match {step.last!r}: {self.lines[-1:]}")
         answers = self.stdout.splitlines()
@@ -177,12 +297,20 @@ class Outcome:
         return found
 
 
-def run(step: Step, folder: Path, programs: dict[str, list[str]], environment: dict[str, str]) -> Outcome:
+def run(
+    step: Step, folder: Path, programs: dict[str, list[str]], environment: dict[str, str]
+) -> Outcome:
     """Run a command in ``folder``."""
     command, began = [*programs[step.command[0]], *step.command[1:]], time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            text=True,
         )
         try:
             if step.interrupt:
@@ -201,8 +329,18 @@ def _read(file) -> str:
 
 
 def install(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """A fresh clone, installed as the README says; the programs, and the environment they run in."""
-    pip = ["environment/bin/python", "-m", "pip", "install", "--quiet", "--constraint", "clone/constraints.txt"]
+    """A fresh clone, installed as the README says; the programs, and the environment they run
+    in.
+    """
+    pip = [
+        "environment/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--constraint",
+        "clone/constraints.txt",
+    ]
     for command in (
         ["git", "clone", "--quiet", str(ROOT), "clone"],
         [sys.executable, "-m", "venv", "environment"],
@@ -210,10 +348,16 @@ def install(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
     ):
         began = time.monotonic()
         done = subprocess.run(command, cwd=folder)
-        print(f"$ {shlex.join(command)}\n    exit {done.returncode}, {time.monotonic() - began:.1f} s", flush=True)
+        print(
+            f"$ {shlex.join(command)}\n    exit {done.returncode}, {time.monotonic() - began:.1f} "
+            "s",
+            flush=True,
+        )
         if done.returncode:
             raise SystemExit("first hour: failed: it could not be installed")
-    programs = {name: [str(folder / "environment" / "bin" / name)] for name in ("chronicals", "python")}
+    programs = {
+        name: [str(folder / "environment" / "bin" / name)] for name in ("chronicals", "python")
+    }
     return programs, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -226,11 +370,23 @@ def in_place() -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--install", action="store_true", help="install a fresh clone first, in an environment of its own")
-    parser.add_argument("--full-quickstart", action="store_true", help="not the short one: minutes more on a CPU")
-    parser.add_argument("--folder", type=Path, help="run here and keep everything (default: a temporary folder)")
-    parser.add_argument("--only", default="", help="besides the first, only commands that contain this text")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="install a fresh clone first, in an environment of its own",
+    )
+    parser.add_argument(
+        "--full-quickstart", action="store_true", help="not the short one: minutes more on a CPU"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="run here and keep everything (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--only", default="", help="besides the first, only commands that contain this text"
+    )
     given = parser.parse_args()
     began, failed = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="chronicals-first-hour-") as scratch:
@@ -238,7 +394,11 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         programs, environment = install(folder) if given.install else in_place()
         environment |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "120", "HOME": str(folder)}
-        chosen = [step for number, step in enumerate(steps(given.full_quickstart)) if not number or given.only in str(step)]
+        chosen = [
+            step
+            for number, step in enumerate(steps(given.full_quickstart))
+            if not number or given.only in str(step)
+        ]
         for step in chosen:
             print(f"$ {step}", flush=True)
             done = run(step, folder, programs, environment)
@@ -251,7 +411,11 @@ def main() -> int:
                 print(*(f"    > {line[:LONGEST_LINE]}" for line in done.lines[-8:]), sep="\n")
     minutes = (time.monotonic() - began) / 60
     told = f"{len(chosen)} commands in {minutes:.1f} minutes"
-    print(f"first hour: failed: {len(failed)} of {told}: {json.dumps(failed)}" if failed else f"first hour: passed: {told}")
+    print(
+        f"first hour: failed: {len(failed)} of {told}: {json.dumps(failed)}"
+        if failed
+        else f"first hour: passed: {told}"
+    )
     return bool(failed)
 
 

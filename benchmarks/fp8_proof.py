@@ -1,15 +1,18 @@
-"""Does training in FP8 train what training in bf16 does? A model of about 1B, width 2048, real text.
+"""Does training in FP8 train what training in bf16 does? A model of about 1B, width 2048, real
+text.
 
     python benchmarks/fp8_proof.py OUTPUT.json [--steps 300] [--pretraining 300] [--commit HASH]
 
-The weights that all begin from were trained in bf16 from random ones on every other document: what is fine-tuned has been
-trained, and from random weights the first steps part any two runs for good. Then four runs over the other documents in the
-same order: bf16; bf16 with other kernels (plain norms, MLPs and loss), whose difference is the measure; FP8; FP8 with a planted
-fault, gradients scaled by 1.1 in every product. At steps 1, 100 and 300 the gradient of each layer is set beside plain
-transformers in fp32 at the same weights.
+The weights that all begin from were trained in bf16 from random ones on every other document: what
+is fine-tuned has been trained, and from random weights the first steps part any two runs for good.
+Then four runs over the other documents in the same order: bf16; bf16 with other kernels (plain
+norms, MLPs and loss), whose difference is the measure; FP8; FP8 with a planted fault, gradients
+scaled by 1.1 in every product. At steps 1, 100 and 300 the gradient of each layer is set beside
+plain transformers in fp32 at the same weights.
 
-It holds when over steps 200 to 300 the mean paired difference of the losses is at most 0.5 % of the loss and at most twice that
-of the two bf16 runs, every layer's cosine is at least 0.99, and every layer's norm is within 10 %.
+It holds when over steps 200 to 300 the mean paired difference of the losses is at most 0.5 % of the
+loss and at most twice that of the two bf16 runs, every layer's cosine is at least 0.99, and every
+layer's norm is within 10 %.
 """
 
 import argparse
@@ -35,10 +38,16 @@ from chronicals.verification.verify import documents_of
 
 VOCABULARY, RATE, COSINE, NORM, LOSS, TIMES = 16384, 2e-4, 0.99, 0.1, 0.005, 2.0
 SHAPE = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "vocab_size": VOCABULARY, "tie_word_embeddings": True, "max_position_embeddings": 4096,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
     "use_cache": False,
-}  # fmt: skip
+}
 """1.04 billion parameters."""
 
 BATCH, WIDTH = 4, 2048
@@ -52,17 +61,26 @@ RUNS = {
 
 def configuration(steps: int, folder: Path, **changes) -> ChronicalsConfig:
     return ChronicalsConfig(
-        batch_size=BATCH, gradient_accumulation_steps=1, max_seq_length=WIDTH, max_steps=steps,
-        warmup_steps=min(20, steps // 2), learning_rate=RATE, use_torch_compile=False, output_dir=folder / "run",
-        cache_dir=folder / "tokens", **changes,
-    )  # fmt: skip
+        batch_size=BATCH,
+        gradient_accumulation_steps=1,
+        max_seq_length=WIDTH,
+        max_steps=steps,
+        warmup_steps=min(20, steps // 2),
+        learning_rate=RATE,
+        use_torch_compile=False,
+        output_dir=folder / "run",
+        cache_dir=folder / "tokens",
+        **changes,
+    )
 
 
 def of_larger_gradients(usual):
     """A product of ``FP8`` whose dy has scales 1.1 times too large."""
 
     def product(self, dy, *x):
-        rows, columns = (part and part._replace(scale=part.scale * 1.1) for part in (dy.rows, dy.columns))
+        rows, columns = (
+            part and part._replace(scale=part.scale * 1.1) for part in (dy.rows, dy.columns)
+        )
         return usual(self, dy._replace(rows=rows, columns=columns), *x)
 
     return product
@@ -73,7 +91,9 @@ def layer_of(name: str) -> str:
     return f"layer {parts[2]}" if parts[1] == "layers" else name
 
 
-def beside_fp32(ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+def beside_fp32(
+    ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
+) -> dict[str, dict[str, float]]:
     """Cosine of each layer's gradient, and its norm over that in fp32."""
     sums: dict[str, list[torch.Tensor]] = {}
     for name, gradient in exact.items():
@@ -87,7 +107,9 @@ def beside_fp32(ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -
     return found
 
 
-def run(model, store, config: ChronicalsConfig, padding: int, looked_at: set[int]) -> tuple[dict, TrainingPath]:
+def run(
+    model, store, config: ChronicalsConfig, padding: int, looked_at: set[int]
+) -> tuple[dict, TrainingPath]:
     device = next(model.parameters()).device
     stream = BatchStream(store, config, padding, pin=device.type == "cuda")
     plain = PlainArm(model, device, config, usual_attention=True) if looked_at else None
@@ -109,7 +131,9 @@ def run(model, store, config: ChronicalsConfig, padding: int, looked_at: set[int
 def paired(left: list[float], right: list[float]) -> float:
     """Mean of |difference| over the last third of the steps, relative to the loss."""
     rest = slice(2 * len(left) // 3, None)
-    return statistics.mean(abs(a - b) for a, b in zip(left[rest], right[rest])) / statistics.mean(right[rest])
+    return statistics.mean(abs(a - b) for a, b in zip(left[rest], right[rest])) / statistics.mean(
+        right[rest]
+    )
 
 
 def judge(runs: dict[str, dict]) -> dict[str, dict]:
@@ -121,9 +145,12 @@ def judge(runs: dict[str, dict]) -> dict[str, dict]:
         layers = [layer for step in runs[name]["gradients"].values() for layer in step.values()]
         cosine, away = min(x["cosine"] for x in layers), max(abs(x["norm"] - 1) for x in layers)
         verdicts[name] = {
-            "paired_loss_difference": difference, "between_bf16_runs": measure, "lowest_cosine": cosine, "norm_deviation": away,
+            "paired_loss_difference": difference,
+            "between_bf16_runs": measure,
+            "lowest_cosine": cosine,
+            "norm_deviation": away,
             "holds": difference <= min(LOSS, TIMES * measure) and cosine >= COSINE and away <= NORM,
-        }  # fmt: skip
+        }
     return verdicts
 
 
@@ -147,22 +174,38 @@ def main() -> None:
     rows = documents()
     tokenizer = train_tokenizer((row["text"] for row in rows), VOCABULARY)
     runs: dict[str, dict] = {}
-    result = {**(versions() if torch.cuda.is_available() else {}), "commit": given.commit, "shape": SHAPE, "runs": runs}
+    result = {
+        **(versions() if torch.cuda.is_available() else {}),
+        "commit": given.commit,
+        "shape": SHAPE,
+        "runs": runs,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        stores = [build_store(half, Tokenizer(tokenizer), WIDTH, Path(folder) / "tokens") for half in (rows[::2], rows[1::2])]
+        stores = [
+            build_store(half, Tokenizer(tokenizer), WIDTH, Path(folder) / "tokens")
+            for half in (rows[::2], rows[1::2])
+        ]
         config = configuration(given.pretraining, Path(folder))
         pretraining, path = run(model_of({}), stores[0], config, tokenizer.pad_token_id, set())
         weights = {name: path.weight(name).to("cpu", torch.bfloat16) for name in path.trained}
         result["pretraining"] = pretraining["losses"]
         del path
         for name, changes in RUNS.items():
-            looked_at = {1, given.steps // 3, given.steps} if name != "bf16, other kernels" else set()
+            looked_at = (
+                {1, given.steps // 3, given.steps} if name != "bf16, other kernels" else set()
+            )
             with ExitStack() as around:
                 if "too large" in name:
                     for name_of in ("input_gradient", "weight_gradient"):
-                        around.enter_context(mock.patch.object(FP8, name_of, of_larger_gradients(getattr(FP8, name_of))))
+                        around.enter_context(
+                            mock.patch.object(
+                                FP8, name_of, of_larger_gradients(getattr(FP8, name_of))
+                            )
+                        )
                 config = configuration(given.steps, Path(folder), **changes)
-                runs[name], _ = run(model_of(weights), stores[1], config, tokenizer.pad_token_id, looked_at)
+                runs[name], _ = run(
+                    model_of(weights), stores[1], config, tokenizer.pad_token_id, looked_at
+                )
             gc.collect()
             torch.cuda.empty_cache()
             given.output.write_text(json.dumps(result))

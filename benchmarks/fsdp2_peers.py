@@ -1,8 +1,10 @@
-"""Peers of ``several_cards.py``: transformers' model under torch's FSDP2, as accelerate wraps it, with what makes it faster.
+"""Peers of ``several_cards.py``: transformers' model under torch's FSDP2, as accelerate wraps it,
+with what makes it faster.
 
-A way is ``fsdp2`` and, in any order behind it, ``-compile`` (each layer by torch.compile), ``-liger`` (Liger's kernels and its
-fused loss) and ``-recompute`` (each layer again in the backward pass). Weights, gradients on the wire and states are bf16.
-Documents of one length are rows of a batch, so nothing is padded or packed.
+A way is ``fsdp2`` and, in any order behind it, ``-compile`` (each layer by torch.compile),
+``-liger`` (Liger's kernels and its fused loss) and ``-recompute`` (each layer again in the backward
+pass). Weights, gradients on the wire and states are bf16. Documents of one length are rows of a
+batch, so nothing is padded or packed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def parts_of(way: str) -> set[str]:
     """Raises ValueError where the way has an unknown part."""
     parts = set(way.split("-")[1:])
     if unknown := parts - PARTS:
-        raise ValueError(f"{way}: no part {', '.join(sorted(unknown))}; there are {', '.join(sorted(PARTS))}")
+        raise ValueError(
+            f"{way}: no part {', '.join(sorted(unknown))}; there are {', '.join(sorted(PARTS))}"
+        )
     return parts
 
 
@@ -52,7 +56,8 @@ def wrapped(model: Any, way: str) -> Any:
 
 
 def choose_attention(model: Any, ids: Tensor) -> str:
-    """The first of transformers' flash attentions that trains here, else sdpa; the model is left with it.
+    """The first of transformers' flash attentions that trains here, else sdpa; the model is left
+    with it.
 
     Args:
         ids: of a short document.
@@ -69,7 +74,9 @@ def choose_attention(model: Any, ids: Tensor) -> str:
     return "sdpa"
 
 
-def train(model: Any, way: str, batches: list[Any], fields: dict[str, Any], compared: int, warm_up: int) -> dict[str, Any]:
+def train(
+    model: Any, way: str, batches: list[Any], fields: dict[str, Any], compared: int, warm_up: int
+) -> dict[str, Any]:
     """Train a step a batch; what ``several_cards.py`` keeps of it.
 
     Args:
@@ -81,7 +88,9 @@ def train(model: Any, way: str, batches: list[Any], fields: dict[str, Any], comp
     device = next(model.parameters()).device
     attention = choose_attention(model, _rows(batches[0], device)[0][:1, :256])
     model = wrapped(model, way)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=fields["learning_rate"], fused=True, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=fields["learning_rate"], fused=True, weight_decay=0.0
+    )
     losses, norms, marks = [], [], []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -100,7 +109,9 @@ def train(model: Any, way: str, batches: list[Any], fields: dict[str, Any], comp
         marks.append(_mark(device))
     if device.type == "cuda":
         torch.cuda.synchronize()
-    times = [_between(before, after) for before, after in zip(marks, marks[1:])][compared + warm_up - 1 :]
+    times = [_between(before, after) for before, after in zip(marks, marks[1:])][
+        compared + warm_up - 1 :
+    ]
     return {"losses": losses, "grad_norms": norms, "seconds": times, "attention": attention}
 
 

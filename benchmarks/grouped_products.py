@@ -1,17 +1,20 @@
-"""Products of experts on a card: errors, TFLOP/s of every launch, and a whole layer, beside transformers' ways.
+"""Products of experts on a card: errors, TFLOP/s of every launch, and a whole layer, beside
+transformers' ways.
 
-    python benchmarks/grouped_products.py OUTPUT.json [--commit HASH] [--shapes NAME ...] [--samples N]
+    python benchmarks/grouped_products.py OUTPUT.json [--commit HASH] [--shapes NAME ...] [--samples
+    N]
     TRITON_INTERPRET=1 python benchmarks/grouped_products.py OUTPUT.json --shapes smoke --samples 1      (without a card)
 
-First the errors against fp64, expert by expert, of ours and of transformers' grouped_mm, on few tokens of each shape. Then for
-each of the six products of a layer the median of several calls, by launch and ``as trained``, as the function chooses, beside
-torch's grouped product; then the kernels between them as shares of the copy rate; then the whole layer, forward and backward,
-beside grouped_mm and the loop over experts. Routing is random and uneven. All samples in the file; tables last. A launch
-that does not run is a line of the table.
+First the errors against fp64, expert by expert, of ours and of transformers' grouped_mm, on few
+tokens of each shape. Then for each of the six products of a layer the median of several calls, by
+launch and ``as trained``, as the function chooses, beside torch's grouped product; then the kernels
+between them as shares of the copy rate; then the whole layer, forward and backward, beside
+grouped_mm and the loop over experts. Routing is random and uneven. All samples in the file; tables
+last. A launch that does not run is a line of the table.
 
-On a card with FP8 the products with a weight, and the layer, also in FP8: by launch with both kinds of sums, as trained, and
-torch's scaled grouped product with scales of rows and of columns, of operands that were quantised beforehand; the layer with
-its quantising, weights trained, and frozen.
+On a card with FP8 the products with a weight, and the layer, also in FP8: by launch with both kinds
+of sums, as trained, and torch's scaled grouped product with scales of rows and of columns, of
+operands that were quantised beforehand; the layer with its quantising, weights trained, and frozen.
 """
 
 import argparse
@@ -75,35 +78,53 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_CARD = DEVICE.type == "cuda"
 
 OFF_IN_FP8 = 0.08
-"""Of a tensor of the layer, relative to fp64: two operands a product, each off by 2.6 % in the root mean square."""
+"""Of a tensor of the layer, relative to fp64: two operands a product, each off by 2.6 % in the
+root mean square.
+"""
 
 
 def products() -> dict[str, ProductLaunch]:
-    """Launches of a product that are tried: columns, depth, warps, stages, group, persistent, boxes."""
+    """Launches of a product that are tried: columns, depth, warps, stages, group, persistent,
+    boxes.
+    """
     tried = [
-        (256, 64, 8, 3, 8, False, True), (256, 64, 8, 3, 16, False, True), (256, 64, 8, 3, 8, True, True),
-        (256, 64, 8, 4, 16, False, True), (256, 64, 8, 4, 8, True, True), (256, 64, 8, 4, 8, False, False),
-    ]  # fmt: skip
+        (256, 64, 8, 3, 8, False, True),
+        (256, 64, 8, 3, 16, False, True),
+        (256, 64, 8, 3, 8, True, True),
+        (256, 64, 8, 4, 16, False, True),
+        (256, 64, 8, 4, 8, True, True),
+        (256, 64, 8, 4, 8, False, False),
+    ]
     return {name(launch): launch for launch in (ProductLaunch(*given) for given in tried)}
 
 
 def gradients() -> dict[str, ProductLaunch]:
     """Of a weight gradient: rows too."""
     tried = [
-        (256, 64, 8, 3, 8, False, True, 128), (256, 64, 8, 4, 8, False, True, 128), (256, 64, 8, 5, 8, False, True, 128),
-        (256, 64, 8, 5, 4, False, True, 128), (256, 64, 8, 5, 16, False, True, 128), (256, 64, 8, 7, 8, False, True, 128),
-        (256, 64, 8, 5, 8, False, False, 128), (256, 32, 8, 7, 8, False, True, 128), (128, 64, 8, 5, 8, False, True, 128),
-    ]  # fmt: skip
+        (256, 64, 8, 3, 8, False, True, 128),
+        (256, 64, 8, 4, 8, False, True, 128),
+        (256, 64, 8, 5, 8, False, True, 128),
+        (256, 64, 8, 5, 4, False, True, 128),
+        (256, 64, 8, 5, 16, False, True, 128),
+        (256, 64, 8, 7, 8, False, True, 128),
+        (256, 64, 8, 5, 8, False, False, 128),
+        (256, 32, 8, 7, 8, False, True, 128),
+        (128, 64, 8, 5, 8, False, True, 128),
+    ]
     return {name(launch): launch for launch in (ProductLaunch(*given) for given in tried)}
 
 
 def products_in_fp8() -> dict[str, tuple[ProductLaunch, bool]]:
     """And whether sums stay in the tensor cores' registers."""
     tried = [
-        (256, 128, 8, 3, 8, False, True), (256, 128, 8, 3, 16, False, True), (256, 128, 8, 3, 8, True, True),
-        (128, 128, 4, 4, 8, False, True), (128, 128, 8, 3, 8, False, True), (128, 128, 8, 4, 8, False, True),
+        (256, 128, 8, 3, 8, False, True),
+        (256, 128, 8, 3, 16, False, True),
+        (256, 128, 8, 3, 8, True, True),
+        (128, 128, 4, 4, 8, False, True),
+        (128, 128, 8, 3, 8, False, True),
+        (128, 128, 8, 4, 8, False, True),
         (128, 128, 8, 4, 8, False, False),
-    ]  # fmt: skip
+    ]
     found = {}
     for given, fast in every(tried, (True, False)):
         launch = ProductLaunch(*given)
@@ -150,7 +171,12 @@ def median(call: Callable[[], object], samples: int) -> list[float]:
 
 def layer_of(shape: tuple[int, ...]) -> Qwen3MoeExperts:
     _, experts, each, width, inner = shape
-    config = Qwen3MoeConfig(hidden_size=width, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=each)
+    config = Qwen3MoeConfig(
+        hidden_size=width,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=each,
+    )
     config._experts_implementation = "grouped_mm"
     with DEVICE:
         layer = Qwen3MoeExperts(config).to(KIND)
@@ -163,15 +189,23 @@ def ways(layer: Qwen3MoeExperts) -> dict[str, Callable[[Tensor, Tensor, Tensor],
     """The layer as ours, also in FP8, as transformers' grouped_mm and as its loop over experts."""
     first, second = ExpertWeights(layer.gate_up_proj), ExpertWeights(layer.down_proj)
     in_fp8 = [of._replace(in_fp8=FP8Experts(of.weight, False, DEVICE)) for of in (first, second)]
-    eight = {} if lacks_fp8(DEVICE) else {"fp8": lambda x, chosen, shares: fused_experts(x, chosen, shares, *in_fp8)}
+    eight = (
+        {}
+        if lacks_fp8(DEVICE)
+        else {"fp8": lambda x, chosen, shares: fused_experts(x, chosen, shares, *in_fp8)}
+    )
     return eight | {
         "ours": lambda x, chosen, shares: fused_experts(x, chosen, shares, first, second),
-        "grouped_mm": lambda x, chosen, shares: ALL_EXPERTS_FUNCTIONS["grouped_mm"](layer, x, chosen, shares),
+        "grouped_mm": lambda x, chosen, shares: ALL_EXPERTS_FUNCTIONS["grouped_mm"](
+            layer, x, chosen, shares
+        ),
         "loop": lambda x, chosen, shares: type(layer).forward.__wrapped__(layer, x, chosen, shares),
     }
 
 
-def both_ways(way: Callable, layer: Qwen3MoeExperts, x: Tensor, chosen: Tensor, shares: Tensor, dy: Tensor) -> list[Tensor]:
+def both_ways(
+    way: Callable, layer: Qwen3MoeExperts, x: Tensor, chosen: Tensor, shares: Tensor, dy: Tensor
+) -> list[Tensor]:
     out = way(x, chosen, shares)
     return [out, *torch.autograd.grad(out, [x, shares, *layer.parameters()], dy)]
 
@@ -192,14 +226,19 @@ def errors(shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
     return found
 
 
-def exactly(layer: Qwen3MoeExperts, x: Tensor, chosen: Tensor, shares: Tensor, dy: Tensor) -> list[Tensor]:
+def exactly(
+    layer: Qwen3MoeExperts, x: Tensor, chosen: Tensor, shares: Tensor, dy: Tensor
+) -> list[Tensor]:
     """In fp64, an expert's weights at a time."""
     wide = torch.float64
     x, shares, dy = (tensor.detach().to(wide) for tensor in (x, shares, dy))
     y, d_x, d_shares = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(shares)
     grads: list[list[Tensor]] = [[], []]
     for expert in range(layer.num_experts):
-        leaves = [weight[expert].detach().to(wide).requires_grad_() for weight in (layer.gate_up_proj, layer.down_proj)]
+        leaves = [
+            weight[expert].detach().to(wide).requires_grad_()
+            for weight in (layer.gate_up_proj, layer.down_proj)
+        ]
         token, rank = torch.where(chosen == expert)
         rows, share = x[token].requires_grad_(), shares[token, rank].requires_grad_()
         gate, up = (rows @ leaves[0].t()).chunk(2, 1)
@@ -214,7 +253,9 @@ def exactly(layer: Qwen3MoeExperts, x: Tensor, chosen: Tensor, shares: Tensor, d
 
 
 def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[], object]]]]:
-    """By product its FLOP and what is timed: ours by launch, and torch's grouped product over rows sorted beforehand."""
+    """By product its FLOP and what is timed: ours by launch, and torch's grouped product over
+    rows sorted beforehand.
+    """
     tokens, experts, each, width, inner = shape
     chosen, _ = routed(tokens, experts, each)
     to = dispatch_to_experts(chosen, experts)
@@ -222,20 +263,29 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
     with torch.no_grad():
         x, dy = random(tokens, width).detach(), random(tokens, width).detach()
         h, unit = random(pairs, 2 * inner).detach(), random(pairs, inner).detach()
-        w1, w2 = (random(experts, *s, scale=0.02).detach() for s in ((2 * inner, width), (width, inner)))
+        w1, w2 = (
+            random(experts, *s, scale=0.02).detach() for s in ((2 * inner, width), (width, inner))
+        )
     sorted_x, sorted_dy = (rows[to.order_S.long() // each] for rows in (x, dy))
     ends = to.bounds[1:].contiguous()
 
-    def of_rows(x: Tensor, w: Tensor, gathers: bool, peer: Tensor) -> dict[str, Callable[[], object]]:
+    def of_rows(
+        x: Tensor, w: Tensor, gathers: bool, peer: Tensor
+    ) -> dict[str, Callable[[], object]]:
         found: dict[str, Callable[[], object]] = {
-            label: (lambda launch=launch: launch_product(launch, x, w, to, gathers)) for label, launch in products().items()
+            label: (lambda launch=launch: launch_product(launch, x, w, to, gathers))
+            for label, launch in products().items()
         }
         found["as trained"] = lambda: grouped_product(x, w, to, gathers)
         return found | {"torch": lambda: F.grouped_mm(peer, w.mT, offs=ends)}
 
-    def of_weight(a: Tensor, b: Tensor, gathers: int, peers: tuple[Tensor, Tensor]) -> dict[str, Callable[[], object]]:
+    def of_weight(
+        a: Tensor, b: Tensor, gathers: int, peers: tuple[Tensor, Tensor]
+    ) -> dict[str, Callable[[], object]]:
         found: dict[str, Callable[[], object]] = {
-            label: (lambda launch=launch: launch_weight_gradient(launch, a, b, to, gathers, 1.0, KIND))
+            label: (
+                lambda launch=launch: launch_weight_gradient(launch, a, b, to, gathers, 1.0, KIND)
+            )
             for label, launch in gradients().items()
         }
         source, which = (a, 0) if gathers == FIRST else (b, 1)
@@ -246,7 +296,9 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
             rows[which] = source[to.order_S // each]
             return launch_weight_gradient(launch, *rows, to, NEITHER, 1.0, KIND)
 
-        found |= {f"copied, {label}": partial(of_copies, launch) for label, launch in gradients().items()}
+        found |= {
+            f"copied, {label}": partial(of_copies, launch) for label, launch in gradients().items()
+        }
         found["copy alone"] = lambda: source[to.order_S // each]
         found["as trained"] = lambda: grouped_weight_gradient(a, b, to, gathers)
         return found | {"torch": lambda: F.grouped_mm(peers[0].t(), peers[1], offs=ends)}
@@ -262,38 +314,62 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
     }
 
 
-def calls_in_fp8(shape: tuple[int, ...]) -> dict[str, tuple[float, Tensor, dict[str, Callable[[], object]]]]:
-    """By product its FLOP, what is expected of it in 16 bit, and what is timed, of operands quantised beforehand."""
+def calls_in_fp8(
+    shape: tuple[int, ...],
+) -> dict[str, tuple[float, Tensor, dict[str, Callable[[], object]]]]:
+    """By product its FLOP, what is expected of it in 16 bit, and what is timed, of operands
+    quantised beforehand.
+    """
     tokens, experts, each, width, inner = shape
     chosen, _ = routed(tokens, experts, each)
     to, pairs = dispatch_to_experts(chosen, experts), tokens * each
     ends = to.bounds[1:].contiguous()
     token_of = to.order_S.long() // each
 
-    def of(x: Tensor, w: Tensor, gathers: bool, fast: bool) -> tuple[Tensor, dict[str, Callable[[], object]]]:
+    def of(
+        x: Tensor, w: Tensor, gathers: bool, fast: bool
+    ) -> tuple[Tensor, dict[str, Callable[[], object]]]:
         (x8, _), (w8, _) = fp8_quantize(x, "row"), fp8_quantize_experts(w)
         assert x8 is not None and w8 is not None
         scales = x8.scale, w8.scale
         found: dict[str, Callable[[], object]] = {
             label: partial(
-                launch_product, launch, x8.values, w8.values, to, gathers, scales=scales, dtype=KIND, fast=as_fast
+                launch_product,
+                launch,
+                x8.values,
+                w8.values,
+                to,
+                gathers,
+                scales=scales,
+                dtype=KIND,
+                fast=as_fast,
             )
             for label, (launch, as_fast) in products_in_fp8().items()
         }
-        found["as trained"] = partial(fp8_grouped_product, x8, w8, to, gathers, dtype=KIND, fast=fast)
+        found["as trained"] = partial(
+            fp8_grouped_product, x8, w8, to, gathers, dtype=KIND, fast=fast
+        )
         found["bf16 as trained"] = partial(grouped_product, x, w, to, gathers)
         peer = Scaled(*(part[token_of] for part in x8)) if gathers else x8
         columns = w8.scale[:, None].expand(-1, w.shape[1]).contiguous()
         if hasattr(torch, "_scaled_grouped_mm"):
             found["torch"] = lambda: torch._scaled_grouped_mm(
-                peer.values, w8.values.mT, peer.scale.flatten(), columns, offs=ends, out_dtype=KIND, use_fast_accum=fast
+                peer.values,
+                w8.values.mT,
+                peer.scale.flatten(),
+                columns,
+                offs=ends,
+                out_dtype=KIND,
+                use_fast_accum=fast,
             )
         return grouped_product(x, w, to, gathers), found
 
     with torch.no_grad():
         x, dy = random(tokens, width).detach(), random(tokens, width).detach()
         h, unit = random(pairs, 2 * inner).detach(), random(pairs, inner).detach()
-        w1, w2 = (random(experts, *s, scale=0.02).detach() for s in ((2 * inner, width), (width, inner)))
+        w1, w2 = (
+            random(experts, *s, scale=0.02).detach() for s in ((2 * inner, width), (width, inner))
+        )
         w1t, w2t = (w.mT.contiguous() for w in (w1, w2))
     first, second = 4.0 * pairs * width * inner, 2.0 * pairs * width * inner
     return {
@@ -315,32 +391,53 @@ def between(shape: tuple[int, ...], rate: float, samples: int) -> dict[str, dict
     timed = {
         "expert_dispatch": (24 * pairs, lambda: dispatch_to_experts(chosen, experts)),
         "expert_glu forward": (6 * inner * pairs, lambda: expert_glu(h, Gate())),
-        "expert_glu backward": (12 * inner * pairs, lambda: expert_glu_gradient(g, h, flat, to.order_S, Gate())),
-        "expert_combine": (2 * width * (pairs + tokens), lambda: expert_combine(z, to.places_S, each, flat)),
+        "expert_glu backward": (
+            12 * inner * pairs,
+            lambda: expert_glu_gradient(g, h, flat, to.order_S, Gate()),
+        ),
+        "expert_combine": (
+            2 * width * (pairs + tokens),
+            lambda: expert_combine(z, to.places_S, each, flat),
+        ),
     }
     if not lacks_fp8(DEVICE):
         w = random(experts, 2 * inner, width).detach()
         rows, _ = fp8_quantize_experts(w)
         assert rows is not None
-        x, gradient = random(tokens, width).detach(), partial(expert_glu_fp8_gradient, g, h, flat, to.order_S, Gate())
+        x, gradient = (
+            random(tokens, width).detach(),
+            partial(expert_glu_fp8_gradient, g, h, flat, to.order_S, Gate()),
+        )
         timed |= {
             "fp8 of x by rows": (3 * width * tokens, lambda: fp8_quantize(x, "row")),
             "fp8 of gate and up's weights": (5 * w.numel(), lambda: fp8_quantize_experts(w)),
-            "... with known scales, transposed": (3 * w.numel(), lambda: fp8_quantize_experts(w, "columns", rows.scale)),
+            "... with known scales, transposed": (
+                3 * w.numel(),
+                lambda: fp8_quantize_experts(w, "columns", rows.scale),
+            ),
             "fp8 weights transposed": (2 * w.numel(), lambda: fp8_experts_transposed(rows)),
             "expert_glu_fp8 forward": (5 * inner * pairs, lambda: expert_glu_fp8(h, Gate(), False)),
-            "expert_glu_fp8 backward, fp8 alone": (8 * inner * pairs, lambda: gradient(False, False)),
+            "expert_glu_fp8 backward, fp8 alone": (
+                8 * inner * pairs,
+                lambda: gradient(False, False),
+            ),
             "expert_glu_fp8 backward, all": (14 * inner * pairs, lambda: gradient(True, True)),
         }
     found = {}
     for label, (size, call) in timed.items():
         times = median(call, samples)
-        found[label] = {"milliseconds": times, "bytes": size, "share": size / rate / statistics.median(times) * 1e3}
+        found[label] = {
+            "milliseconds": times,
+            "bytes": size,
+            "share": size / rate / statistics.median(times) * 1e3,
+        }
     return found
 
 
 def layers(shape: tuple[int, ...], samples: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of the whole layer by way: forward, forward and backward, and that with frozen weights."""
+    """Milliseconds of the whole layer by way: forward, forward and backward, and that with
+    frozen weights.
+    """
     layer, x = layer_of(shape), random(shape[0], shape[3])
     chosen, shares = routed(*shape[:3])
     shares.requires_grad_()
@@ -351,10 +448,16 @@ def layers(shape: tuple[int, ...], samples: int) -> dict[str, dict[str, list[flo
         with torch.no_grad():
             found[arm] = {"forward": median(lambda way=way: way(x, chosen, shares), few)}
         before = allocated()
-        found[arm]["both"] = median(lambda way=way: both_ways(way, layer, x, chosen, shares, dy), few)
-        found[arm]["extra_gib"] = [(torch.cuda.max_memory_allocated() - before) / 2**30 if ON_CARD else 0.0]
+        found[arm]["both"] = median(
+            lambda way=way: both_ways(way, layer, x, chosen, shares, dy), few
+        )
+        found[arm]["extra_gib"] = [
+            (torch.cuda.max_memory_allocated() - before) / 2**30 if ON_CARD else 0.0
+        ]
         layer.requires_grad_(False)
-        found[arm]["frozen"] = median(lambda way=way: torch.autograd.grad(way(x, chosen, shares), [x, shares], dy), few)
+        found[arm]["frozen"] = median(
+            lambda way=way: torch.autograd.grad(way(x, chosen, shares), [x, shares], dy), few
+        )
         layer.requires_grad_(True)
     return found
 
@@ -389,7 +492,9 @@ def measured(shape: tuple[int, ...], rate: float, samples: int) -> dict:
     for product, (flop, arms) in timed.items():
         found["products"][product] = {"flop": flop, "milliseconds": {}, "failed": {}}
         expected = arms["torch"]()
-        found["products"][product]["copy alone"] = median(arms.pop("copy alone"), samples) if "copy alone" in arms else []
+        found["products"][product]["copy alone"] = (
+            median(arms.pop("copy alone"), samples) if "copy alone" in arms else []
+        )
         for arm, call in arms.items():
             times = attempted(partial(checked, call, expected, samples))
             where = "failed" if isinstance(times, str) else "milliseconds"
@@ -407,7 +512,12 @@ def measured(shape: tuple[int, ...], rate: float, samples: int) -> dict:
 
 def measured_in_fp8(shape: tuple[int, ...], samples: int) -> dict[str, dict]:
     timed, found = calls_in_fp8(shape), {}
-    attempted(partial(compile_all, [call for _, _, arms in timed.values() for arm, call in arms.items() if arm != "torch"]))
+    attempted(
+        partial(
+            compile_all,
+            [call for _, _, arms in timed.values() for arm, call in arms.items() if arm != "torch"],
+        )
+    )
     for product, (flop, expected, arms) in timed.items():
         found[product] = {"flop": flop, "milliseconds": {}, "failed": {}}
         for arm, call in arms.items():
@@ -417,14 +527,18 @@ def measured_in_fp8(shape: tuple[int, ...], samples: int) -> dict[str, dict]:
 
 
 def compile_all(launches: list[Callable[[], object]]) -> None:
-    """Beside each other, where this Triton can; one that does not compile is met again when it is timed."""
+    """Beside each other, where this Triton can; one that does not compile is met again when it
+    is timed.
+    """
     if can_compile_only():
         with compiling_only():
             for call in launches:
                 attempted(call)
 
 
-def checked(call: Callable[[], object], expected: Tensor, samples: int, most: float = 1e-2) -> list[float]:
+def checked(
+    call: Callable[[], object], expected: Tensor, samples: int, most: float = 1e-2
+) -> list[float]:
     """The times of a call whose result is the expected one."""
     difference = ((call() - expected).norm() / expected.norm()).item()
     if not difference <= most:
@@ -441,33 +555,59 @@ def attempted(call: Callable[[], object]) -> object:
 
 
 def print_tables(results: dict) -> None:
-    print(f"{results['card']}: copy {results['copy_bytes_per_second'] / 1e12:.2f} TB/s, cuBLAS {results['cublas']:.0f} TFLOP/s")
+    print(
+        f"{results['card']}: copy {results['copy_bytes_per_second'] / 1e12:.2f} TB/s, cuBLAS "
+        f"{results['cublas']:.0f} TFLOP/s"
+    )
     for shape, found in results["shapes"].items():
         print(f"\n{shape} (tokens, experts, each, width, inner) = {tuple(found['shape'])}")
         for arm, by in found["errors"].items():
-            print(f"  error {arm:12} " + "  ".join(f"{what} {error:.1e}" for what, error in by.items()))
+            print(
+                f"  error {arm:12} "
+                + "  ".join(f"{what} {error:.1e}" for what, error in by.items())
+            )
         for product, row in found["products"].items():
-            rates = {arm: row["flop"] / statistics.median(times) / 1e9 for arm, times in row["milliseconds"].items()}
+            rates = {
+                arm: row["flop"] / statistics.median(times) / 1e9
+                for arm, times in row["milliseconds"].items()
+            }
             best = max((arm for arm in rates if arm != "torch"), key=rates.__getitem__, default="")
-            print(f"  {product}: best {best} {rates.get(best, 0):.0f} TFLOP/s, torch {rates.get('torch', 0):.0f}")
+            print(
+                f"  {product}: best {best} {rates.get(best, 0):.0f} TFLOP/s, torch "
+                f"{rates.get('torch', 0):.0f}"
+            )
             for arm, rate in sorted(rates.items(), key=lambda item: -item[1]):
                 print(f"      {rate:6.0f}  {arm}")
             if row["copy alone"]:
-                print(f"      {statistics.median(row['copy alone']):.3f} ms of it are the copy, where rows are copied")
+                print(
+                    f"      {statistics.median(row['copy alone']):.3f} ms of it are the copy, "
+                    "where rows are copied"
+                )
             for arm, why in row["failed"].items():
                 print(f"      failed  {arm}: {why}")
         for product, row in found.get("fp8", {}).items():
-            rates = {arm: row["flop"] / statistics.median(times) / 1e9 for arm, times in row["milliseconds"].items()}
-            words = ", ".join(f"{arm} {rates.get(arm, 0):.0f}" for arm in ("as trained", "bf16 as trained", "torch"))
+            rates = {
+                arm: row["flop"] / statistics.median(times) / 1e9
+                for arm, times in row["milliseconds"].items()
+            }
+            words = ", ".join(
+                f"{arm} {rates.get(arm, 0):.0f}"
+                for arm in ("as trained", "bf16 as trained", "torch")
+            )
             print(f"  fp8 {product}: {words} TFLOP/s")
             for arm, rate in sorted(rates.items(), key=lambda item: -item[1]):
                 print(f"      {rate:6.0f}  {arm}")
             for arm, why in row["failed"].items():
                 print(f"      failed  {arm}: {why}")
         for kernel, row in found["between"].items():
-            print(f"  {kernel:34} {statistics.median(row['milliseconds']):8.3f} ms  {row['share']:.0%} of copy")
+            print(
+                f"  {kernel:34} {statistics.median(row['milliseconds']):8.3f} ms  "
+                f"{row['share']:.0%} of copy"
+            )
         for what in ("forward", "both", "frozen", "extra_gib"):
-            line = "  ".join(f"{arm} {statistics.median(by[what]):9.3f}" for arm, by in found["layer"].items())
+            line = "  ".join(
+                f"{arm} {statistics.median(by[what]):9.3f}" for arm, by in found["layer"].items()
+            )
             print(f"  layer {what:10} {line}")
 
 
@@ -475,21 +615,32 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--shapes", nargs="*", default=["qwen3-30b-a3b", "olmoe-1b-7b", "mixtral-8x7b"], choices=list(SHAPES))
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        default=["qwen3-30b-a3b", "olmoe-1b-7b", "mixtral-8x7b"],
+        choices=list(SHAPES),
+    )
     parser.add_argument("--samples", type=int, default=9)
     given = parser.parse_args()
     torch.manual_seed(0)
     with contextlib.nullcontext() if ON_CARD else interpreting():
         results = all_of(given)
     print_tables(results)
-    for shape, found in results["shapes"].items() if ON_CARD else ():  # the interpreter cuts bf16 off
+    for shape, found in (
+        results["shapes"].items() if ON_CARD else ()
+    ):  # the interpreter cuts bf16 off
         ours, peer = found["errors"]["ours"], found["errors"]["grouped_mm"]
         for what, error in ours.items():
             if not error <= max(1.5 * peer[what], 1e-2):
-                raise SystemExit(f"{shape}: error of {what} {error:.2e} beside {peer[what]:.2e} of grouped_mm")
+                raise SystemExit(
+                    f"{shape}: error of {what} {error:.2e} beside {peer[what]:.2e} of grouped_mm"
+                )
         for what, error in found["errors"].get("fp8", {}).items():
             if not error <= OFF_IN_FP8:
-                raise SystemExit(f"{shape}: error of {what} in FP8 {error:.2e}, allowed {OFF_IN_FP8}")
+                raise SystemExit(
+                    f"{shape}: error of {what} in FP8 {error:.2e}, allowed {OFF_IN_FP8}"
+                )
 
 
 def all_of(given: argparse.Namespace) -> dict:
@@ -497,14 +648,24 @@ def all_of(given: argparse.Namespace) -> dict:
     rate = copy_rate()
     results: dict = {
         "card": torch.cuda.get_device_name(0) if ON_CARD else "none",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "commit": given.commit, "copy_bytes_per_second": rate, "cublas": cublas_rate(), "shapes": {},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "commit": given.commit,
+        "copy_bytes_per_second": rate,
+        "cublas": cublas_rate(),
+        "shapes": {},
         "chosen": {
             "product": name(product_launch(128, 1536, DEVICE)),
             "weight_gradient": name(weight_gradient_launch(1536, 2048, DEVICE)),
-            "fp8_product": {fast: name(fp8_product_launch(128, 1536, DEVICE, fast=fast)) for fast in (True, False)},
+            "fp8_product": {
+                fast: name(fp8_product_launch(128, 1536, DEVICE, fast=fast))
+                for fast in (True, False)
+            },
         },
-    }  # fmt: skip
+    }
     for shape in given.shapes:
         results["shapes"][shape] = measured(SHAPES[shape], rate, given.samples)
         given.output.write_text(json.dumps(results))

@@ -1,9 +1,11 @@
-"""Every kernel on a card: its error, its share of the measured copy rate or of cuBLAS, beside Liger and torch.compile.
+"""Every kernel on a card: its error, its share of the measured copy rate or of cuBLAS, beside Liger
+and torch.compile.
 
     python benchmarks/kernel_rates.py OUTPUT.json [--commit HASH] [--only NAME ...]
 
-Tensors of at least 256 MB, so that the L2 cache is cold; the arms of a row take turns; a sample is one call, or a run of
-calls, with the device busy before it, so that the host is not measured. Median, with all samples in the file. One table last.
+Tensors of at least 256 MB, so that the L2 cache is cold; the arms of a row take turns; a sample is
+one call, or a run of calls, with the device busy before it, so that the host is not measured.
+Median, with all samples in the file. One table last.
 """
 
 import argparse
@@ -38,7 +40,13 @@ from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
 from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
-from chronicals.kernels.fp8 import SCALINGS, Scaled, fp8_quantize, fp8_quantize_reference, fp8_transposed
+from chronicals.kernels.fp8 import (
+    SCALINGS,
+    Scaled,
+    fp8_quantize,
+    fp8_quantize_reference,
+    fp8_transposed,
+)
 from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
@@ -51,7 +59,11 @@ from chronicals.kernels.grouped_product import SECOND, grouped_product, grouped_
 from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
-from chronicals.kernels.linear_distillation import Divergence, LinearHead, linear_distillation_reference
+from chronicals.kernels.linear_distillation import (
+    Divergence,
+    LinearHead,
+    linear_distillation_reference,
+)
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -67,7 +79,9 @@ from chronicals.patching import decoder_layer, fuse_weights, patch_parts
 donated.donated_buffer = False  # a compiled backward is called again and again here
 
 SAMPLES, WARM_UP, ELEMENTS = 15, 3, 2**27
-"""Samples of an arm, calls before them, and elements of the main tensor of a row (256 MB in bf16)."""
+"""Samples of an arm, calls before them, and elements of the main tensor of a row (256 MB in
+bf16).
+"""
 
 LIGER = importlib.util.find_spec("liger_kernel") is not None
 BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
@@ -82,8 +96,10 @@ class Row:
         name: kernel, direction and shape.
         arms: calls by name; ``ours`` first.
         bytes: that must move, or
-        products: calls whose time is the floor: the same products, or the same layers without adapters.
-        error: of ours beside the plain operation's own, both against fp64; ours must be at most 1.5 times as large.
+        products: calls whose time is the floor: the same products, or the same layers without
+            adapters.
+        error: of ours beside the plain operation's own, both against fp64; ours must be at most 1.5
+            times as large.
         calls: of a sample, one after the other.
     """
 
@@ -104,17 +120,26 @@ def relative(got, expected) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def errors(ours: Callable, plain: Callable, inputs: list[Tensor], rows: int = 512) -> tuple[float, float]:
-    """Largest relative error over outputs and gradients, on the first rows, of ours and of the plain operation."""
+def errors(
+    ours: Callable, plain: Callable, inputs: list[Tensor], rows: int = 512
+) -> tuple[float, float]:
+    """Largest relative error over outputs and gradients, on the first rows, of ours and of the
+    plain operation.
+    """
     small = [x[:rows] if x.shape[0] > rows and x.ndim > 1 else x for x in inputs]
 
     def run(function: Callable, kind: torch.dtype) -> list[Tensor]:
-        leaves = [x.detach().to(kind).requires_grad_() if x.is_floating_point() else x for x in small]
+        leaves = [
+            x.detach().to(kind).requires_grad_() if x.is_floating_point() else x for x in small
+        ]
         out = function(*leaves)
         outs = [out] if isinstance(out, Tensor) else list(out)
         torch.manual_seed(1)
         upstream = [torch.randn(o.shape, device="cuda").bfloat16().to(o.dtype) for o in outs]
-        return [*outs, *torch.autograd.grad(outs, [x for x in leaves if x.is_floating_point()], upstream)]
+        return [
+            *outs,
+            *torch.autograd.grad(outs, [x for x in leaves if x.is_floating_point()], upstream),
+        ]
 
     exact = run(plain, torch.float64)
     pairs = [[relative(g, e) for g, e in zip(run(f, torch.bfloat16), exact)] for f in (ours, plain)]
@@ -131,12 +156,29 @@ def backward(function: Callable, inputs: list[Tensor]) -> Callable[[], object]:
     return lambda: torch.autograd.grad(outs, wanted, upstream, retain_graph=True)
 
 
-def pair(name: str, ours: Callable, plain: Callable, peers: dict[str, Callable], inputs: list[Tensor], moved: tuple[int, int]):
+def pair(
+    name: str,
+    ours: Callable,
+    plain: Callable,
+    peers: dict[str, Callable],
+    inputs: list[Tensor],
+    moved: tuple[int, int],
+):
     """A row forward and a row backward of an elementwise or row kernel."""
     arms = {"ours": ours, **peers, "compile": torch.compile(plain)}
     error = errors(ours, plain, inputs)
-    yield Row(f"{name} forward", {arm: partial(f, *inputs) for arm, f in arms.items()}, bytes=moved[0], error=error)
-    yield Row(f"{name} backward", {arm: backward(f, inputs) for arm, f in arms.items()}, bytes=moved[1], error=error)
+    yield Row(
+        f"{name} forward",
+        {arm: partial(f, *inputs) for arm, f in arms.items()},
+        bytes=moved[0],
+        error=error,
+    )
+    yield Row(
+        f"{name} backward",
+        {arm: backward(f, inputs) for arm, f in arms.items()},
+        bytes=moved[1],
+        error=error,
+    )
 
 
 def norms():
@@ -149,13 +191,28 @@ def norms():
             from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
             from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-            peers["liger"] = lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
-            with_residual["liger"] = lambda x, r, w: LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-6, 0.0, "llama", False)
-        yield from pair(f"rmsnorm {width}", kernels.fused_rmsnorm, rmsnorm_reference, peers, [x, weight], (2 * size, 3 * size))
+            peers["liger"] = lambda x, w: LigerRMSNormFunction.apply(
+                x, w, 1e-6, 0.0, "llama", False
+            )
+            with_residual["liger"] = lambda x, r, w: LigerFusedAddRMSNormFunction.apply(
+                x, r, w, 1e-6, 0.0, "llama", False
+            )
         yield from pair(
-            f"add_rmsnorm {width}", kernels.fused_add_rmsnorm, add_rmsnorm_reference, with_residual,
-            [x, residual, weight], (4 * size, 4 * size),
-        )  # fmt: skip
+            f"rmsnorm {width}",
+            kernels.fused_rmsnorm,
+            rmsnorm_reference,
+            peers,
+            [x, weight],
+            (2 * size, 3 * size),
+        )
+        yield from pair(
+            f"add_rmsnorm {width}",
+            kernels.fused_add_rmsnorm,
+            add_rmsnorm_reference,
+            with_residual,
+            [x, residual, weight],
+            (4 * size, 4 * size),
+        )
 
 
 def others():
@@ -170,10 +227,21 @@ def others():
             of_norm["liger"] = lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
             of_softmax["liger"] = LigerSoftmaxFunction.apply
         yield from pair(
-            f"layernorm {width}", kernels.fused_layernorm, layernorm_reference, of_norm, [x, weight, bias],
+            f"layernorm {width}",
+            kernels.fused_layernorm,
+            layernorm_reference,
+            of_norm,
+            [x, weight, bias],
             (2 * size, 3 * size),
-        )  # fmt: skip
-        yield from pair(f"softmax {width}", kernels.fused_softmax, softmax_reference, of_softmax, [x], (2 * size, 3 * size))
+        )
+        yield from pair(
+            f"softmax {width}",
+            kernels.fused_softmax,
+            softmax_reference,
+            of_softmax,
+            [x],
+            (2 * size, 3 * size),
+        )
     for heads, groups, width in ((14, 2, 64), (32, 8, 128)):
         tokens = ELEMENTS // ((heads + groups) * width)
         q, k = (random(tokens, h, width) for h in (heads, groups))
@@ -185,12 +253,18 @@ def others():
             return kernels.fused_qk_norm_rope(q, k, a, b, *(table[: len(q)] for table in tables))
 
         def plain(q, k, a, b, tables=tables):
-            return qk_norm_rope_reference(q, k, a, b, *(table[: len(q)].to(q.dtype) for table in tables))
+            return qk_norm_rope_reference(
+                q, k, a, b, *(table[: len(q)].to(q.dtype) for table in tables)
+            )
 
         yield from pair(
-            f"qk_norm_rope {heads}/{groups}x{width}", ours, plain, {}, [q, k, random(width), random(width)],
+            f"qk_norm_rope {heads}/{groups}x{width}",
+            ours,
+            plain,
+            {},
+            [q, k, random(width), random(width)],
             (2 * size, 3 * size),
-        )  # fmt: skip
+        )
 
 
 def gated():
@@ -203,13 +277,24 @@ def gated():
             from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
             peers["liger"] = LigerSiLUMulFunction.apply
-        yield from pair(f"swiglu {width}", kernels.fused_swiglu, swiglu_reference, peers, [gate, up], (3 * size, 5 * size))
+        yield from pair(
+            f"swiglu {width}",
+            kernels.fused_swiglu,
+            swiglu_reference,
+            peers,
+            [gate, up],
+            (3 * size, 5 * size),
+        )
         if LIGER:
             peers["liger"] = LigerGELUMulFunction.apply
         yield from pair(
-            f"geglu tanh {width}", partial(kernels.fused_geglu, approximate="tanh"),
-            partial(geglu_reference, approximate="tanh"), peers, [gate, up], (3 * size, 5 * size),
-        )  # fmt: skip
+            f"geglu tanh {width}",
+            partial(kernels.fused_geglu, approximate="tanh"),
+            partial(geglu_reference, approximate="tanh"),
+            peers,
+            [gate, up],
+            (3 * size, 5 * size),
+        )
 
 
 def rotations():
@@ -224,13 +309,22 @@ def rotations():
 
             peers["liger"] = lambda q, k, cos=cos, sin=sin: LigerRopeFunction.apply(q, k, cos, sin)
         yield from pair(
-            f"qk_rope {heads}/{groups}x{width}", lambda q, k, cos=cos, sin=sin: kernels.fused_qk_rope(q, k, cos, sin),
-            lambda q, k, cos=cos, sin=sin: qk_rope_reference(q, k, cos.to(q.dtype), sin.to(q.dtype)), peers, [q, k],
+            f"qk_rope {heads}/{groups}x{width}",
+            lambda q, k, cos=cos, sin=sin: kernels.fused_qk_rope(q, k, cos, sin),
+            lambda q, k, cos=cos, sin=sin: qk_rope_reference(
+                q, k, cos.to(q.dtype), sin.to(q.dtype)
+            ),
+            peers,
+            [q, k],
             (2 * size, 2 * size),
-        )  # fmt: skip
+        )
         yield Row(
             f"qk_rope in place {heads}/{groups}x{width}",
-            {"ours": lambda q=q, k=k, cos=cos, sin=sin: kernels.fused_qk_rope(q, k, cos, sin, in_place=True)},
+            {
+                "ours": lambda q=q, k=k, cos=cos, sin=sin: kernels.fused_qk_rope(
+                    q, k, cos, sin, in_place=True
+                )
+            },
             bytes=2 * size,
         )
 
@@ -268,20 +362,32 @@ def heads():
         shape = f"{tokens}x{width}x{vocabulary}"
         arms = {"ours": Captured(both_ways(partial(call, gradient_type=torch.bfloat16)))}
         if LIGER:
-            from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+            from liger_kernel.ops.fused_linear_cross_entropy import (
+                LigerFusedLinearCrossEntropyFunction,
+            )
 
-            arms["liger"] = both_ways(lambda h, w, t=targets: LigerFusedLinearCrossEntropyFunction.apply(h, w, t)[0])
+            arms["liger"] = both_ways(
+                lambda h, w, t=targets: LigerFusedLinearCrossEntropyFunction.apply(h, w, t)[0]
+            )
         yield Row(f"linear_cross_entropy bf16 dW {shape}", arms, products=three, error=error)
         yield Row(
             f"linear_cross_entropy fp32 dW {shape}",
             {"ours": Captured(both_ways(call))},
             products=partial(three, kind=torch.float32),
         )
-        yield Row(f"linear_cross_entropy frozen {shape}", {"ours": Captured(both_ways(call, frozen=True))}, products=two)
+        yield Row(
+            f"linear_cross_entropy frozen {shape}",
+            {"ours": Captured(both_ways(call, frozen=True))},
+            products=two,
+        )
         some = partial(token_log_probability_reference, targets=small)
         yield Row(
             f"token_log_probability {shape}",
-            {"ours": lambda h=hidden, w=weight, t=targets: kernels.token_log_probability(h, w, t)[0]},
+            {
+                "ours": lambda h=hidden, w=weight, t=targets: kernels.token_log_probability(
+                    h, w, t
+                )[0]
+            },
             products=lambda h=hidden, w=weight: torch.mm(h, w.t()),
             error=errors(
                 lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True),
@@ -293,18 +399,31 @@ def heads():
 
 
 def distillation():
-    """A student of half its teacher's width, the heads of both read; beside it Liger's fused linear JSD."""
-    for tokens, width, teachers_width, vocabulary in ((16384, 896, 1792, 151936), (8192, 2048, 4096, 128256)):
+    """A student of half its teacher's width, the heads of both read; beside it Liger's fused
+    linear JSD.
+    """
+    for tokens, width, teachers_width, vocabulary in (
+        (16384, 896, 1792, 151936),
+        (8192, 2048, 4096, 128256),
+    ):
         hidden, weight = random(tokens, width), random(vocabulary, width, scale=0.02)
-        taught, theirs = random(tokens, teachers_width), random(vocabulary, teachers_width, scale=0.02)
-        targets, logits = torch.randint(0, vocabulary, (tokens,), device="cuda"), random(tokens, vocabulary, scale=0.1)
+        taught, theirs = (
+            random(tokens, teachers_width),
+            random(vocabulary, teachers_width, scale=0.02),
+        )
+        targets, logits = (
+            torch.randint(0, vocabulary, (tokens,), device="cuda"),
+            random(tokens, vocabulary, scale=0.1),
+        )
 
         def call(hidden, weight, of, taught=taught, theirs=theirs, targets=targets, **options):
             student, teacher = LinearHead(hidden, weight), LinearHead(taught, theirs)
             return kernels.linear_distillation(student, teacher, targets, of, **options).loss
 
         def plain(hidden, weight, of, taught=taught[:512], theirs=theirs, targets=targets[:512]):
-            return linear_distillation_reference(LinearHead(hidden, weight), LinearHead(taught, theirs), targets, of).loss
+            return linear_distillation_reference(
+                LinearHead(hidden, weight), LinearHead(taught, theirs), targets, of
+            ).loss
 
         def both_ways(function, hidden=hidden, weight=weight):
             leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
@@ -327,16 +446,29 @@ def distillation():
 
                 arms["liger"] = both_ways(liger)
             small = {"taught": taught[:512], "targets": targets[:512], "of": of}
-            error = errors(partial(call, **small), partial(plain, of=of), [hidden[:512], weight], rows=len(weight))
+            error = errors(
+                partial(call, **small),
+                partial(plain, of=of),
+                [hidden[:512], weight],
+                rows=len(weight),
+            )
             yield Row(f"linear_distillation {name} {shape}", arms, products=four, error=error)
 
 
 def optimizers():
-    """494 million weights in 169 tensors, as Qwen2.5-0.5B has them; torch's fused one keeps no master, and states in the type
-    of the weights."""
-    shapes = [(151936, 896), *[(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864)] * 24]
+    """494 million weights in 169 tensors, as Qwen2.5-0.5B has them; torch's fused one keeps no
+    master, and states in the type of the weights."""
+    shapes = [
+        (151936, 896),
+        *[(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864)]
+        * 24,
+    ]
     factor, applies = torch.ones((), device="cuda"), torch.tensor(True, device="cuda")
-    for kind, states in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2):
+    for kind, states in (
+        (torch.bfloat16,) * 2,
+        (torch.bfloat16, torch.float32),
+        (torch.float32,) * 2,
+    ):
         tensors = Tensors()
         for shape in shapes:
             weight = torch.randn(shape, device="cuda").to(kind)
@@ -353,14 +485,24 @@ def optimizers():
             parameter.grad = gradient
         torchs = torch.optim.AdamW(plain, fused=True)
         arms = {
-            "ours": lambda t=tensors: kernels.fused_adamw_(t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies),
+            "ours": lambda t=tensors: kernels.fused_adamw_(
+                t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies
+            ),
             "torch": torchs.step,
         }
         names = [str(x).removeprefix("torch.") for x in (kind, states)]
-        moved = (kind.itemsize + 4 * states.itemsize + 2 * kind.itemsize + (4 if kind == torch.bfloat16 else 0)) * elements
+        moved = (
+            kind.itemsize
+            + 4 * states.itemsize
+            + 2 * kind.itemsize
+            + (4 if kind == torch.bfloat16 else 0)
+        ) * elements
         yield Row(f"fused_adamw_ {names[0]} weights, {names[1]} states", arms, bytes=moved)
         gradients = tensors.gradients
-        arms = {"ours": lambda g=gradients: gradient_norm(g), "torch": lambda g=gradients: gradient_norm_reference(g)}
+        arms = {
+            "ours": lambda g=gradients: gradient_norm(g),
+            "torch": lambda g=gradients: gradient_norm_reference(g),
+        }
         if states == torch.float32:
             yield Row(f"gradient_norm {names[0]}", arms, bytes=kind.itemsize * elements)
         torch.cuda.empty_cache()
@@ -368,7 +510,9 @@ def optimizers():
 
 
 def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
-    """The same weights with moments in 8 bits, without masters, as bitsandbytes has them, and with."""
+    """The same weights with moments in 8 bits, without masters, as bitsandbytes has them, and
+    with.
+    """
     for master in (False, True):
         tensors = QuantizedTensors()
         for shape in shapes:
@@ -376,8 +520,9 @@ def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
             tensors.weights.append(weight)
             tensors.gradients.append(torch.randn_like(weight))
             for signed, codes, scales in (
-                (True, tensors.means, tensors.mean_scales), (False, tensors.squares, tensors.square_scales),
-            ):  # fmt: skip
+                (True, tensors.means, tensors.mean_scales),
+                (False, tensors.squares, tensors.square_scales),
+            ):
                 quantized = quantize_moment(torch.zeros(1, device="cuda"), signed)
                 codes.append(torch.full_like(weight, int(quantized[0]), dtype=torch.uint8))
                 scales.append(torch.zeros(-(-weight.numel() // SIZE), device="cuda"))
@@ -386,7 +531,9 @@ def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
                 tensors.lows.append(torch.zeros_like(weight, dtype=torch.int16))
         elements = sum(weight.numel() for weight in tensors.weights)
         arms: dict[str, Callable[[], object]] = {
-            "ours": lambda t=tensors: adamw_8bit_(t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies)
+            "ours": lambda t=tensors: adamw_8bit_(
+                t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies
+            )
         }
         moved = int((10 + 4 * master + 16 / SIZE) * elements)
         name = f"adamw_8bit_ bf16 weights, {'with' if master else 'without'} masters"
@@ -396,13 +543,15 @@ def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
             for parameter, gradient in zip(plain, tensors.gradients):
                 parameter.grad = gradient
             theirs = importlib.import_module("bitsandbytes.optim").AdamW8bit(plain).step
-            yield Row(f"{name}, in turn with bitsandbytes", {**arms, "bitsandbytes": theirs}, bytes=moved)
+            yield Row(
+                f"{name}, in turn with bitsandbytes", {**arms, "bitsandbytes": theirs}, bytes=moved
+            )
         torch.cuda.empty_cache()
 
 
 def adapters():
-    """Layers of the 8B shape at 8192 tokens with adapters of rank 16, forward and backward, beside the frozen products; and
-    the products under dropout by themselves."""
+    """Layers of the 8B shape at 8192 tokens with adapters of rank 16, forward and backward,
+    beside the frozen products; and the products under dropout by themselves."""
     tokens, rank = 8192, 16
     layers = {
         "qkv": (4096, (4096, 1024, 1024)),
@@ -415,28 +564,53 @@ def adapters():
         padding = columns_for([rank] * len(sizes))
         x = with_padding(weights[0], (tokens, inner), padding).normal_().requires_grad_()
         upstream = with_padding(weights[0], (tokens, sum(sizes)), padding).normal_()
-        merged, frozen = (Merged.fused(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0))
-        matrices = [(random(rank, inner).float().requires_grad_(), random(n, rank).float().requires_grad_()) for n in sizes]
+        merged, frozen = (
+            Merged.fused(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0)
+        )
+        matrices = [
+            (random(rank, inner).float().requires_grad_(), random(n, rank).float().requires_grad_())
+            for n in sizes
+        ]
 
         def adapted(dropout, x=x, upstream=upstream, merged=merged, matrices=matrices):
             of_layers = [Adapter(a, b, 0.5, dropout) for a, b in matrices]
             y = merged_linear(x, merged, of_layers, True, True)
-            return torch.autograd.grad(y, [x, *(matrix for pair in matrices for matrix in pair)], upstream)
+            return torch.autograd.grad(
+                y, [x, *(matrix for pair in matrices for matrix in pair)], upstream
+            )
 
         def plain(x=x, upstream=upstream, matrix=frozen.storage.matrix):
             return torch.mm(x.detach(), matrix.t()), torch.mm(upstream, matrix)
 
         for suffix, dropout in (("", 0.0), (" dropout 0.05", 0.05)):
-            yield Row(f"merged_linear {name}{suffix}", {"ours": Captured(partial(adapted, dropout))}, products=Captured(plain))
+            yield Row(
+                f"merged_linear {name}{suffix}",
+                {"ours": Captured(partial(adapted, dropout))},
+                products=Captured(plain),
+            )
         to, (downs, ups) = merged.padding, zip(*matrices)
-        write = partial(write_adapters, to.down, to.up, to.sizes, to.ranks, downs, ups, [0.5] * len(sizes))
+        write = partial(
+            write_adapters, to.down, to.up, to.sizes, to.ranks, downs, ups, [0.5] * len(sizes)
+        )
         moved = 6 * sum(matrix.numel() for pair in matrices for matrix in pair)
         yield Row(f"adapter_padding {name}", {"ours": Captured(write)}, bytes=moved)
     y, factor = random(tokens, 2 * 14336), random(2 * 14336).float()
-    yield Row("column_scaling forward", {"ours": lambda: scale_columns(y, factor, out=y)}, bytes=4 * y.numel())
+    yield Row(
+        "column_scaling forward",
+        {"ours": lambda: scale_columns(y, factor, out=y)},
+        bytes=4 * y.numel(),
+    )
     into = torch.empty_like(y)
-    yield Row("column_scaling backward", {"ours": lambda: scaled_columns_gradient(y, factor, into, y)}, bytes=6 * y.numel())
-    for tokens, sizes, rank in ((8192, (14336,) * 2, 16), (8192, (4096, 1024, 1024), 16), (2**14, (4864,) * 2, 32)):
+    yield Row(
+        "column_scaling backward",
+        {"ours": lambda: scaled_columns_gradient(y, factor, into, y)},
+        bytes=6 * y.numel(),
+    )
+    for tokens, sizes, rank in (
+        (8192, (14336,) * 2, 16),
+        (8192, (4096, 1024, 1024), 16),
+        (2**14, (4864,) * 2, 32),
+    ):
         yield from gradients_of_adapters(tokens, sizes, rank)
     x, g, a = random(2**14, 4864), random(2**14, 32), random(32, 4864)
     seed, size = dropped_products.draw_seed(x), x.numel() * 2
@@ -464,21 +638,31 @@ def gradients_of_adapters(tokens: int, sizes: tuple[int, ...], rank: int):
         torch.mm(dy.t(), u, out_dtype=torch.float32)
 
     yield Row(
-        f"adapter_gradients {'+'.join(map(str, sizes))} r{rank}", {"ours": call, "products": products}, bytes=dy.numel() * 2
+        f"adapter_gradients {'+'.join(map(str, sizes))} r{rank}",
+        {"ours": call, "products": products},
+        bytes=dy.numel() * 2,
     )
 
 
 def layers():
-    """Four fused decoder layers of the 8B shape over 8192 tokens, forward and backward, with adapters of rank 16 on every
-    linear layer, beside the same layers frozen, which give the gradient of their input alone. A sample is 0.3 s of one arm:
-    within it the card comes to the clock at which it would train with this arm alone."""
+    """Four fused decoder layers of the 8B shape over 8192 tokens, forward and backward, with
+    adapters of rank 16 on every linear layer, beside the same layers frozen, which give the
+    gradient of their input alone. A sample is 0.3 s of one arm: within it the card comes to the
+    clock at which it would train with this arm alone."""
     count, tokens = 4, 8192
     shape = LlamaConfig(
-        num_hidden_layers=count, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=256, max_position_embeddings=tokens,
-    )  # fmt: skip
+        num_hidden_layers=count,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=256,
+        max_position_embeddings=tokens,
+    )
     x = random(1, tokens, 4096).requires_grad_()
-    upstream = with_padding(x, (tokens, 4096), columns_for([16])).normal_()[None]  # as the norm above gives it
+    upstream = with_padding(x, (tokens, 4096), columns_for([16])).normal_()[
+        None
+    ]  # as the norm above gives it
 
     def built(dropout: float | None) -> LlamaModel:
         with torch.device("cuda"):
@@ -500,10 +684,13 @@ def layers():
         bounds = torch.arange(0, tokens + 1, tokens // documents, dtype=torch.int32, device="cuda")
         positions = (torch.arange(tokens, device="cuda") % (tokens // documents))[None]
         given = {
-            "position_embeddings": models["frozen"].rotary_emb(x, positions), "position_ids": positions,
-            "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": tokens // documents,
+            "position_embeddings": models["frozen"].rotary_emb(x, positions),
+            "position_ids": positions,
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": tokens // documents,
             "max_length_k": tokens // documents,
-        }  # fmt: skip
+        }
         calls = {}
         for name, model in models.items():
             asked = [x, *(p for p in model.layers.parameters() if p.requires_grad)]
@@ -514,12 +701,17 @@ def layers():
         frozen = calls.pop("frozen")
         for name, call in calls.items():
             yield Row(
-                f"decoder layers {documents} x {tokens // documents}{name}", {"ours": call}, products=frozen, calls=6
-            )  # fmt: skip
+                f"decoder layers {documents} x {tokens // documents}{name}",
+                {"ours": call},
+                products=frozen,
+                calls=6,
+            )
 
 
 class Captured:
-    """A call as a CUDA graph, as a step has it: on a stream that goes first, without what the host takes."""
+    """A call as a CUDA graph, as a step has it: on a stream that goes first, without what the
+    host takes.
+    """
 
     def __init__(self, call: Callable[[], object]):
         self.launched, self.graph = call, torch.cuda.CUDAGraph()
@@ -537,18 +729,26 @@ class Captured:
 
 
 def fp8():
-    """Quantisation of 2^27 values, whose scales over a tensor and over columns take a read more; and a layer of the 8B shape
-    at 8192 tokens, its products in FP8 beside those in bf16."""
+    """Quantisation of 2^27 values, whose scales over a tensor and over columns take a read more;
+    and a layer of the 8B shape at 8192 tokens, its products in FP8 beside those in bf16."""
     rows, width = ELEMENTS // 4096, 4096
     x = random(rows, width)
     for scaling in SCALINGS:
         for layout, written in (("rows", 1), ("both", 2)):
             read = 4 if scaling == "tensor" or (scaling == "row" and layout == "both") else 2
             call = Captured(partial(fp8_quantize, x, scaling, torch.float8_e4m3fn, layout))
-            plain = torch.compile(partial(fp8_quantize_reference, x, scaling, torch.float8_e4m3fn, layout))
-            yield Row(f"fp8 {scaling} {layout} {width}", {"ours": call, "compile": plain}, bytes=(read + written) * ELEMENTS)
+            plain = torch.compile(
+                partial(fp8_quantize_reference, x, scaling, torch.float8_e4m3fn, layout)
+            )
+            yield Row(
+                f"fp8 {scaling} {layout} {width}",
+                {"ours": call, "compile": plain},
+                bytes=(read + written) * ELEMENTS,
+            )
     in_rows = fp8_quantize(x)[0]
-    yield Row("fp8 turned 4096", {"ours": Captured(partial(fp8_transposed, in_rows))}, bytes=2 * ELEMENTS)
+    yield Row(
+        "fp8 turned 4096", {"ours": Captured(partial(fp8_transposed, in_rows))}, bytes=2 * ELEMENTS
+    )
     for name, call, moved in (
         ("a norm", lambda **amax: kernels.fused_add_rmsnorm(x, x, None, **amax), 8),
         ("a unit", lambda **amax: glu_of_both(x, "silu", **amax), 3),
@@ -556,8 +756,19 @@ def fp8():
         arms = {"ours": Captured(lambda call=call: call(amax=Amax())), "without": Captured(call)}
         yield Row(f"amax of {name} {width}", arms, bytes=moved * ELEMENTS)
     yield from gradients_of_qkv(rows)
-    for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192), (2048, 2048), (1536, 8960)):
-        x, weight, dy = random(8192, inner), random(outer, inner, scale=inner**-0.5), random(8192, outer)
+    for inner, outer in (
+        (4096, 14336),
+        (14336, 4096),
+        (4096, 4096),
+        (2048, 8192),
+        (2048, 2048),
+        (1536, 8960),
+    ):
+        x, weight, dy = (
+            random(8192, inner),
+            random(outer, inner, scale=inner**-0.5),
+            random(8192, outer),
+        )
 
         def three(x=x, weight=weight, dy=dy):
             return torch.mm(x, weight.t()), torch.mm(dy, weight), torch.mm(dy.t(), x)
@@ -566,23 +777,36 @@ def fp8():
             (a, at), (c, ct) = (fp8_quantize(t, scaling, layout="both") for t in (x, dy))
             b, bt = fp8_quantize(weight, OF_WEIGHTS[scaling], layout="both")
             pairs = ((a, b, True), (c, bt, False), (ct, at, False))
-            return lambda: [scaled_product(left, right, torch.bfloat16, fast) for left, right, fast in pairs]
+            return lambda: [
+                scaled_product(left, right, torch.bfloat16, fast) for left, right, fast in pairs
+            ]
 
         def layer(scaling, frozen, x=x, weight=weight, dy=dy):
             leaves = x.detach().requires_grad_(), weight.detach().requires_grad_(not frozen)
-            known = Layouts(*fp8_quantize(weight, OF_WEIGHTS[scaling], layout="both")) if frozen else None
+            known = (
+                Layouts(*fp8_quantize(weight, OF_WEIGHTS[scaling], layout="both"))
+                if frozen
+                else None
+            )
             asked = leaves[:1] if frozen else leaves
-            return Captured(lambda: torch.autograd.grad(fp8_linear(*leaves, scaling=scaling, known=known), asked, dy))
+            return Captured(
+                lambda: torch.autograd.grad(
+                    fp8_linear(*leaves, scaling=scaling, known=known), asked, dy
+                )
+            )
 
-        arms = {"ours" if scaling == "tensor" else scaling: layer(scaling, False) for scaling in OF_WEIGHTS}
+        arms = {
+            "ours" if scaling == "tensor" else scaling: layer(scaling, False)
+            for scaling in OF_WEIGHTS
+        }
         arms |= {"frozen": layer("tensor", True), "frozen block": layer("block", True)}
         arms |= {f"products {scaling}": products(scaling) for scaling in OF_WEIGHTS}
         yield Row(f"fp8_linear {inner} to {outer}", arms, products=three)
 
 
 def gradients_of_qkv(tokens: int):
-    """QKV's gradient in both FP8 layouts at the widths of the 8B shape, from before the rotation: with its amax found by the
-    rotation's backward kernel, and read once more for it."""
+    """QKV's gradient in both FP8 layouts at the widths of the 8B shape, from before the
+    rotation: with its amax found by the rotation's backward kernel, and read once more for it."""
     ones, heads, written = random(128) * 0 + 1, (32, 8), tokens * 5120
     qkv, upstream = random(tokens, 6144), [random(tokens, count, 128) for count in (32, 8, 8)]
     angles = torch.rand(tokens, 64, device="cuda").repeat(1, 2) * 6
@@ -594,7 +818,9 @@ def gradients_of_qkv(tokens: int):
     def both_layouts(rotate, amax):
         leaf = qkv.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(rotate(leaf, *tables, gradient_amax=amax), leaf, upstream)
-        return fp8_quantize(gradient, layout="both", amax=None if amax is None else amax.take(gradient))
+        return fp8_quantize(
+            gradient, layout="both", amax=None if amax is None else amax.take(gradient)
+        )
 
     for name, rotate, moved in (
         ("QKV's gradient", partial(fused_qkv_rope, heads=heads), 4 * written + 8 * qkv.numel()),
@@ -605,7 +831,9 @@ def gradients_of_qkv(tokens: int):
 
 
 def nf4():
-    """2^26 weights in 4 bits, with plain and with quantised scales, beside bitsandbytes' own kernels."""
+    """2^26 weights in 4 bits, with plain and with quantised scales, beside bitsandbytes' own
+    kernels.
+    """
     weight = random(8192, 8192)
     count = weight.numel()
     packed, absmax = quantize_nf4(weight)
@@ -617,38 +845,66 @@ def nf4():
     yield Row("nf4 quantise", quantising, bytes=2 * count + count // 2 + absmax.nbytes)
     for name, scales in (("plain", Scales(absmax)), ("quantised", quantised)):
         arms = dequantising(weight, packed, scales)
-        yield Row(f"nf4 dequantise, {name} scales", arms, bytes=2 * count + count // 2 + scales.absmax.nbytes)
-    apart = torch.empty((len(weight), weight.shape[1] + 64), dtype=weight.dtype, device=weight.device)[:, : weight.shape[1]]
+        yield Row(
+            f"nf4 dequantise, {name} scales",
+            arms,
+            bytes=2 * count + count // 2 + scales.absmax.nbytes,
+        )
+    apart = torch.empty(
+        (len(weight), weight.shape[1] + 64), dtype=weight.dtype, device=weight.device
+    )[:, : weight.shape[1]]
     beside_adapters = {"ours": partial(dequantize_4bit, packed, quantised, apart)}
-    yield Row("nf4 dequantise, beside adapters", beside_adapters, bytes=2 * count + count // 2 + quantised.absmax.nbytes)
+    yield Row(
+        "nf4 dequantise, beside adapters",
+        beside_adapters,
+        bytes=2 * count + count // 2 + quantised.absmax.nbytes,
+    )
     yield nf4_of_weights("a weight of 4096 x 4096", 12 * [(4096, 4096)])
     yield nf4_of_weights("the weights of a layer of an 8B", LAYER_OF_8B)
 
 
-LAYER_OF_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+LAYER_OF_8B = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+]
 """Outputs and inputs of q, k, v, o, gate, up and down."""
 
 
 def dequantising(weight: Tensor, packed: Tensor, scales: Scales) -> dict[str, Callable[[], object]]:
-    """Ours and, where they are installed, bitsandbytes' and Unsloth's way to the same values, which are compared."""
+    """Ours and, where they are installed, bitsandbytes' and Unsloth's way to the same values,
+    which are compared.
+    """
     dense = torch.empty_like(weight)
-    arms: dict[str, Callable[[], object]] = {"ours": partial(dequantize_4bit, packed, scales, dense)}
+    arms: dict[str, Callable[[], object]] = {
+        "ours": partial(dequantize_4bit, packed, scales, dense)
+    }
     if BITSANDBYTES:
         theirs = importlib.import_module("bitsandbytes.functional")
-        codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=scales.nested)
+        codes, state = theirs.quantize_4bit(
+            weight, quant_type="nf4", compress_statistics=scales.nested
+        )
         assert torch.equal(codes.view(-1), packed) and torch.equal(state.absmax, scales.absmax)
         arms["bitsandbytes"] = partial(theirs.dequantize_4bit, codes, state)
         assert torch.equal(arms["bitsandbytes"](), arms["ours"]())
         if UNSLOTH:
             fast = importlib.import_module("unsloth.kernels.utils").fast_dequantize
-            arms["unsloth"] = partial(fast, codes, state, use_global_buffer=True)  # as its layers call it
-            torch.testing.assert_close(arms["unsloth"](), dense, rtol=2**-8, atol=0)  # a bit of bf16
+            arms["unsloth"] = partial(
+                fast, codes, state, use_global_buffer=True
+            )  # as its layers call it
+            torch.testing.assert_close(
+                arms["unsloth"](), dense, rtol=2**-8, atol=0
+            )  # a bit of bf16
     return arms
 
 
 def nf4_of_weights(name: str, shapes: list[tuple[int, int]]) -> Row:
-    """Several weights with quantised scales, one after the other: what a layer asks for, where each launch counts. Together
-    they are more than the L2 cache holds."""
+    """Several weights with quantised scales, one after the other: what a layer asks for, where
+    each launch counts. Together they are more than the L2 cache holds."""
     each, moved = list[dict[str, Callable[[], object]]](), 0
     for shape in shapes:
         weight = random(*shape)
@@ -669,27 +925,40 @@ def gguf_blocks():
     """2^26 weights in the blocks of GGUF files."""
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
     for kind, (block, size) in KINDS.items():
-        packed = torch.randint(0, 256, (out.numel() // block * size,), dtype=torch.uint8, device="cuda")
+        packed = torch.randint(
+            0, 256, (out.numel() // block * size,), dtype=torch.uint8, device="cuda"
+        )
         call = partial(dequantize_gguf, packed, out, kind)
         yield Row(f"gguf dequantise, {kind}", {"ours": call}, bytes=packed.nbytes + 2 * out.numel())
 
 
 def experts():
-    """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``, ``grouped_product`` and its gradient of the
-    weights beside torch's, ``expert_glu``, ``expert_combine``, and ``fused_experts`` beside transformers' grouped_mm."""
+    """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``,
+    ``grouped_product`` and its gradient of the weights beside torch's, ``expert_glu``,
+    ``expert_combine``, and ``fused_experts`` beside transformers' grouped_mm."""
     tokens, count, each, width, inner = 32768, 128, 8, 2048, 768
     shares, chosen = torch.randn(tokens, count, device="cuda").softmax(1).topk(each, 1)
     to, pairs = dispatch_to_experts(chosen, count), tokens * each
     x, unit, both = random(tokens, width), random(pairs, inner), random(pairs, 2 * inner)
     rows, ends, flat = x[to.order_S.long() // each], to.bounds[1:].contiguous(), shares.reshape(-1)
-    first, second = random(count, 2 * inner, width, scale=0.02), random(count, width, inner, scale=0.02)
-    yield Row("expert_dispatch", {"ours": lambda: dispatch_to_experts(chosen, count)}, bytes=24 * pairs)
-    yield Row("expert_glu forward", {"ours": lambda: expert_glu(both, Gate())}, bytes=6 * inner * pairs)
+    first, second = (
+        random(count, 2 * inner, width, scale=0.02),
+        random(count, width, inner, scale=0.02),
+    )
+    yield Row(
+        "expert_dispatch", {"ours": lambda: dispatch_to_experts(chosen, count)}, bytes=24 * pairs
+    )
+    yield Row(
+        "expert_glu forward", {"ours": lambda: expert_glu(both, Gate())}, bytes=6 * inner * pairs
+    )
     glu_gradient = partial(expert_glu_gradient, unit, both, flat, to.order_S, Gate())
     yield Row("expert_glu backward", {"ours": glu_gradient}, bytes=12 * inner * pairs)
     combined = {"ours": lambda: expert_combine(rows, to.places_S, each, flat)}
     yield Row("expert_combine", combined, bytes=2 * width * (pairs + tokens))
-    product = {"ours": lambda: grouped_product(x, first, to, True), "torch": lambda: F.grouped_mm(rows, first.mT, offs=ends)}
+    product = {
+        "ours": lambda: grouped_product(x, first, to, True),
+        "torch": lambda: F.grouped_mm(rows, first.mT, offs=ends),
+    }
     yield Row("grouped_product gate and up", product, products=lambda: rows @ first[0].t())
     gradient = {
         "ours": lambda: grouped_weight_gradient(both, x, to, SECOND),
@@ -703,38 +972,59 @@ def experts():
         return lambda: torch.autograd.grad(function(), leaves, dy)
 
     def ours() -> Tensor:
-        return fused_experts(leaves[0], chosen, leaves[1], ExpertWeights(first), ExpertWeights(second))
+        return fused_experts(
+            leaves[0], chosen, leaves[1], ExpertWeights(first), ExpertWeights(second)
+        )
 
     def dense() -> object:
         for _ in range(3):
             torch.mm(rows, first[0].t())
             torch.mm(unit, second[0].t())
 
-    peer = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=width, moe_intermediate_size=inner, num_experts=1))
-    peer.num_experts, peer.gate_up_proj, peer.down_proj = count, nn.Parameter(first), nn.Parameter(second)
+    peer = Qwen3MoeExperts(
+        Qwen3MoeConfig(hidden_size=width, moe_intermediate_size=inner, num_experts=1)
+    )
+    peer.num_experts, peer.gate_up_proj, peer.down_proj = (
+        count,
+        nn.Parameter(first),
+        nn.Parameter(second),
+    )
     theirs = partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], peer, leaves[0], chosen, leaves[1])
     leaves_of_peer = [*leaves[:2], peer.gate_up_proj, peer.down_proj]
-    arms = {"ours": layer(ours), "grouped_mm": lambda: torch.autograd.grad(theirs(), leaves_of_peer, dy)}
+    arms = {
+        "ours": layer(ours),
+        "grouped_mm": lambda: torch.autograd.grad(theirs(), leaves_of_peer, dy),
+    }
     yield Row("fused_experts, forward and backward", arms, products=dense)
 
 
 def experts_in_fp8():
-    """The same layer's parts in FP8: ``fp8_experts`` (weights trained: rows, then columns with known scales),
-    ``fp8_grouped_product`` beside torch's with scales of rows and columns, ``expert_glu_fp8`` where adapters alone, or nothing,
-    learns."""
+    """The same layer's parts in FP8: ``fp8_experts`` (weights trained: rows, then columns with
+    known scales), ``fp8_grouped_product`` beside torch's with scales of rows and columns,
+    ``expert_glu_fp8`` where adapters alone, or nothing, learns."""
     tokens, count, each, width, inner = 32768, 128, 8, 2048, 768
     shares, chosen = torch.randn(tokens, count, device="cuda").softmax(1).topk(each, 1)
     to, pairs = dispatch_to_experts(chosen, count), tokens * each
     x, unit, both = random(tokens, width), random(pairs, inner), random(pairs, 2 * inner)
-    weight, flat, ends = random(count, 2 * inner, width, scale=0.02), shares.reshape(-1), to.bounds[1:].contiguous()
+    weight, flat, ends = (
+        random(count, 2 * inner, width, scale=0.02),
+        shares.reshape(-1),
+        to.bounds[1:].contiguous(),
+    )
     (x8, _), (both8, _) = fp8_quantize(x, "row"), fp8_quantize(both, "row")
     rows, columns = fp8_quantize_experts(weight, "both")
     sizes = weight.numel()
     yield Row("fp8_experts rows", {"ours": lambda: fp8_quantize_experts(weight)}, bytes=5 * sizes)
     again = partial(fp8_quantize_experts, weight, "columns", rows.scale)
     yield Row("fp8_experts columns, known scales", {"ours": again}, bytes=3 * sizes)
-    yield Row("fp8_experts transposed", {"ours": lambda: fp8_experts_transposed(rows)}, bytes=2 * sizes)
-    yield Row("expert_glu_fp8 forward", {"ours": lambda: expert_glu_fp8(both, Gate(), False)}, bytes=5 * inner * pairs)
+    yield Row(
+        "fp8_experts transposed", {"ours": lambda: fp8_experts_transposed(rows)}, bytes=2 * sizes
+    )
+    yield Row(
+        "expert_glu_fp8 forward",
+        {"ours": lambda: expert_glu_fp8(both, Gate(), False)},
+        bytes=5 * inner * pairs,
+    )
     gradient = partial(expert_glu_fp8_gradient, unit, both, flat, to.order_S, Gate(), False, False)
     yield Row("expert_glu_fp8 backward", {"ours": gradient}, bytes=8 * inner * pairs)
     token_of = to.order_S.long() // each
@@ -743,7 +1033,9 @@ def experts_in_fp8():
     def theirs(values: Tensor, scale: Tensor, weight: Scaled, fast: bool) -> Tensor:
         of_columns = weight.scale[:, None].expand(-1, weight.values.shape[1]).contiguous()
         options = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
-        return torch._scaled_grouped_mm(values, weight.values.mT, scale.flatten(), of_columns, **options)
+        return torch._scaled_grouped_mm(
+            values, weight.values.mT, scale.flatten(), of_columns, **options
+        )
 
     first = {
         "ours": lambda: fp8_grouped_product(x8, rows, to, True, fast=True),
@@ -761,10 +1053,21 @@ def experts_in_fp8():
 
 
 GROUPS = {
-    "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
-    "distillation": distillation, "adapters": adapters, "layers": layers, "fp8": fp8, "nf4": nf4,
-    "gguf": gguf_blocks, "experts": experts, "experts_in_fp8": experts_in_fp8,
-}  # fmt: skip
+    "optimizers": optimizers,
+    "norms": norms,
+    "others": others,
+    "gated": gated,
+    "rotations": rotations,
+    "heads": heads,
+    "distillation": distillation,
+    "adapters": adapters,
+    "layers": layers,
+    "fp8": fp8,
+    "nf4": nf4,
+    "gguf": gguf_blocks,
+    "experts": experts,
+    "experts_in_fp8": experts_in_fp8,
+}
 
 
 def sample(call: Callable[[], object], calls: int = 1) -> float:
@@ -790,13 +1093,20 @@ def measure(row: Row) -> dict:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ours = row.arms["ours"]
-    (ours.launched if isinstance(ours, Captured) else ours)()  # what is captured has its memory already
+    (
+        ours.launched if isinstance(ours, Captured) else ours
+    )()  # what is captured has its memory already
     peak = torch.cuda.max_memory_allocated() - before
     row.samples = {name: [] for name in arms}
     for _ in range(SAMPLES):
         for name, call in arms.items():
             row.samples[name].append(sample(call, row.calls))
-    return {"bytes": row.bytes, "error": row.error, "extra_gib": peak / 2**30, "milliseconds": row.samples}
+    return {
+        "bytes": row.bytes,
+        "error": row.error,
+        "extra_gib": peak / 2**30,
+        "milliseconds": row.samples,
+    }
 
 
 def copy_rate() -> float:
@@ -812,12 +1122,21 @@ def print_table(rows: dict[str, dict], rate: float) -> None:
     for name, row in rows.items():
         times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
         floor = row["bytes"] / rate * 1e3 or times["products"]
-        share = f"{floor / times['ours']:6.1%} of copy" if row["bytes"] else f"{times['ours'] / floor:6.3f}x products"
+        share = (
+            f"{floor / times['ours']:6.1%} of copy"
+            if row["bytes"]
+            else f"{times['ours'] / floor:6.3f}x products"
+        )
         others = "  ".join(
-            f"{arm} {time / times['ours']:.2f}x" for arm, time in times.items() if arm not in ("ours", "products")
+            f"{arm} {time / times['ours']:.2f}x"
+            for arm, time in times.items()
+            if arm not in ("ours", "products")
         )
         error = "" if row["error"] is None else f"error {row['error'][0]:.1e}/{row['error'][1]:.1e}"
-        print(f"{name:50} {times['ours']:8.3f} ms {share}  +{row['extra_gib']:.2f} GiB  {others}  {error}")
+        print(
+            f"{name:50} {times['ours']:8.3f} ms {share}  +{row['extra_gib']:.2f} GiB  {others}  "
+            f"{error}"
+        )
 
 
 def main() -> None:
@@ -830,9 +1149,15 @@ def main() -> None:
     rate = copy_rate()
     results: dict = {
         "card": torch.cuda.get_device_name(0),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "commit": given.commit, "copy_bytes_per_second": rate, "rows": {},
-    }  # fmt: skip
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "commit": given.commit,
+        "copy_bytes_per_second": rate,
+        "rows": {},
+    }
     for group in given.only:
         for row in GROUPS[group]():
             results["rows"][row.name] = measure(row)
@@ -842,7 +1167,10 @@ def main() -> None:
     print_table(results["rows"], rate)
     for name, row in results["rows"].items():
         if row["error"] is not None and not row["error"][0] <= max(1.5 * row["error"][1], 8e-3):
-            raise SystemExit(f"{name}: error {row['error'][0]:.2e} beside {row['error'][1]:.2e} of the plain operation")
+            raise SystemExit(
+                f"{name}: error {row['error'][0]:.2e} beside {row['error'][1]:.2e} of the plain "
+                "operation"
+            )
 
 
 if __name__ == "__main__":

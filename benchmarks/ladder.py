@@ -1,10 +1,12 @@
-"""One lever at a time, from padded rows to captured steps: the Qwen2.5-0.5B shape, real text, 8 packs of 2048 a step.
+"""One lever at a time, from padded rows to captured steps: the Qwen2.5-0.5B shape, real text, 8
+packs of 2048 a step.
 
     python benchmarks/ladder.py OUTPUT.json [--kind full|lora] [--steps 30] [--commit HASH]
 
-Every rung is the trainer with everything of the rungs before it, and one thing more: real tokens/s (median and spread of the
-steps after warm-up), peak memory, the first losses and the gradient norm, which must not change but by rounding (padded rows
-hold other documents in a step). What has no switch in the configuration is taken out where the trainer reaches for it.
+Every rung is the trainer with everything of the rungs before it, and one thing more: real tokens/s
+(median and spread of the steps after warm-up), peak memory, the first losses and the gradient norm,
+which must not change but by rounding (padded rows hold other documents in a step). What has no
+switch in the configuration is taken out where the trainer reaches for it.
 """
 
 import argparse
@@ -53,13 +55,26 @@ def _torchs_adamw_(tensors: Tensors, lr, betas, eps, weight_decay, factor=None, 
     gradients = [g.float() for g in tensors.gradients]
     if factor is not None:
         gradients = torch._foreach_mul(gradients, factor)
-    one = 1.0 if apply is None else [apply.float()] * len(tensors.steps)  # a single tensor would go by the host
+    one = (
+        1.0 if apply is None else [apply.float()] * len(tensors.steps)
+    )  # a single tensor would go by the host
     torch._foreach_add_(tensors.steps, one)
     torch._fused_adamw_(
-        weights, gradients, list(tensors.means), list(tensors.squares), [], list(tensors.steps),
-        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        weights,
+        gradients,
+        list(tensors.means),
+        list(tensors.squares),
+        [],
+        list(tensors.steps),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
         found_inf=None if apply is None else (~apply).float(),
-    )  # fmt: skip
+    )
     if tensors.lows:
         torch._foreach_copy_(list(tensors.weights), weights)
 
@@ -68,7 +83,8 @@ _order = choice.order
 WITHOUT = {
     "parts": [mock.patch("chronicals.training.session.patch_parts", _no_parts)],
     "layers": [
-        mock.patch(f"chronicals.training.{module}.why_not_fused", _not_fused) for module in ("session", "decisions")
+        mock.patch(f"chronicals.training.{module}.why_not_fused", _not_fused)
+        for module in ("session", "decisions")
     ],
     "attention": [mock.patch("chronicals.attention.choice.order", _torchs_attention)],
     "optimizer": [
@@ -79,7 +95,11 @@ WITHOUT = {
 """What stands in the way of each lever that is no field of the configuration."""
 
 RUNGS: list[tuple[str, dict, tuple[str, ...]]] = [
-    ("padded rows", {**OFF, "use_sequence_packing": False, "use_fused_kernels": False}, tuple(WITHOUT)),
+    (
+        "padded rows",
+        {**OFF, "use_sequence_packing": False, "use_fused_kernels": False},
+        tuple(WITHOUT),
+    ),
     ("packed", {**OFF, "use_fused_kernels": False}, tuple(WITHOUT)),
     ("linear cross-entropy", OFF, tuple(WITHOUT)),
     ("fused parts", OFF, ("layers", "attention", "optimizer")),
@@ -107,7 +127,9 @@ def print_table(rungs: dict[str, dict]) -> None:
         rate = row["tokens_per_second"]["median"]
         first = first or rate
         losses = f"{row['losses'][0]:.4f} → {row['losses'][-1]:.4f}"
-        print(f"{name:30}{rate:10,.0f}{rate / first:7.2f}{row['peak_gib']:7.1f}{losses:>18}{row['grad_norms'][-1]:8.3f}")
+        print(
+            f"{name:30}{rate:10,.0f}{rate / first:7.2f}{row['peak_gib']:7.1f}{losses:>18}{row['grad_norms'][-1]:8.3f}"
+        )
 
 
 def main() -> None:
@@ -121,13 +143,25 @@ def main() -> None:
         parser.error(f"--steps {given.steps}: the first {WARM_UP} are told apart, give more")
     rows = documents()
     tokenizer = train_tokenizer((row["text"] for row in rows), 16384)
-    result: dict = {**versions(), "commit": given.commit, "shape": SHAPE, "kind": given.kind, "rungs": {}}
+    result: dict = {
+        **versions(),
+        "commit": given.commit,
+        "shape": SHAPE,
+        "kind": given.kind,
+        "rungs": {},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, changes, missing) in enumerate(RUNGS):
             with without(missing):
                 folder = Path(scratch) / str(number)
                 result["rungs"][name] = ours(
-                    given.kind, rows, tokenizer, given.steps, folder, cache_dir=Path(scratch), **changes
+                    given.kind,
+                    rows,
+                    tokenizer,
+                    given.steps,
+                    folder,
+                    cache_dir=Path(scratch),
+                    **changes,
                 )
             _masters.clear()
             gc.collect()

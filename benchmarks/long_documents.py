@@ -1,12 +1,15 @@
-"""Peak memory of steps on one long document beside what the run expected, and what was live at the peak.
+"""Peak memory of steps on one long document beside what the run expected, and what was live at the
+peak.
 
-    python benchmarks/long_documents.py OUTPUT.json [--lengths 16384,65536,131072] [--layers 8] [--policies default,lean]
+    python benchmarks/long_documents.py OUTPUT.json [--lengths 16384,65536,131072] [--layers 8]
+    [--policies default,lean]
         [--where] [--shape 8b|tiny] [--commit HASH]
 
-QLoRA of rank 32 over layers of the Llama-3.1-8B shape with random weights in NF4, one document a step. Each combination of
-a length and a set of memory policies is written to the file as soon as it is measured; one that runs out of memory, or
-that the run refuses, is recorded with what it said. ``--where`` records the allocator's history and lists the largest
-tensors that were live at the peak by the line that made them.
+QLoRA of rank 32 over layers of the Llama-3.1-8B shape with random weights in NF4, one document a
+step. Each combination of a length and a set of memory policies is written to the file as soon as it
+is measured; one that runs out of memory, or that the run refuses, is recorded with what it said.
+``--where`` records the allocator's history and lists the largest tensors that were live at the peak
+by the line that made them.
 """
 
 from __future__ import annotations
@@ -35,20 +38,30 @@ GIB = 2**30
 
 SHAPES = {
     "8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
     "tiny": {
-        "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
     },
-}  # fmt: skip
+}
 
 POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
     "nothing": {"memory": []},
     "elementwise": {"memory": ["recompute_elementwise"]},
     "layers": {"memory": ["recompute_layers"]},
-    "lean": {"memory": ["recompute_layers", "offload_activations", "tiled_mlp"], "logits_chunk_size": 512},
+    "lean": {
+        "memory": ["recompute_layers", "offload_activations", "tiled_mlp"],
+        "logits_chunk_size": 512,
+    },
 }
 """Sets of fields that a row is measured with, by the name that stands in the file."""
 
@@ -83,9 +96,14 @@ class PeakOfSteps(Callback):
 
 def build_model(shape: str, layers: int, longest: int) -> Any:
     config = transformers.LlamaConfig(
-        **SHAPES[shape], num_hidden_layers=layers, max_position_embeddings=longest, rope_theta=500000.0,
-        bos_token_id=None, eos_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        **SHAPES[shape],
+        num_hidden_layers=layers,
+        max_position_embeddings=longest,
+        rope_theta=500000.0,
+        bos_token_id=None,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -93,7 +111,9 @@ def build_model(shape: str, layers: int, longest: int) -> Any:
 
 def document(tokenizer: Any, length: int) -> str:
     """Return a text of at least ``length`` tokens."""
-    words = [f"{first}{second}" for first in ("ta", "ro", "mi") for second in ("ka", "len", "sud", "ort")]
+    words = [
+        f"{first}{second}" for first in ("ta", "ro", "mi") for second in ("ka", "len", "sud", "ort")
+    ]
     drawn = random.Random(length)
     piece = " ".join(drawn.choice(words) for _ in range(4096))
     tokens = len(tokenizer(piece)["input_ids"])
@@ -101,7 +121,8 @@ def document(tokenizer: Any, length: int) -> str:
 
 
 def live_at_peak(snapshot: dict[str, Any], before: int) -> list[dict[str, Any]]:
-    """Return the tensors that were live when most bytes were, largest first, those of one line and size together.
+    """Return the tensors that were live when most bytes were, largest first, those of one line and
+    size together.
 
     Args:
         snapshot: of ``torch.cuda.memory._snapshot``.
@@ -122,7 +143,9 @@ def live_at_peak(snapshot: dict[str, Any], before: int) -> list[dict[str, Any]]:
     for event in at_peak.values():
         if event["size"] >= LEAST_SHOWN:
             groups[_line(event["frames"]), event["size"]] += 1
-    rows = [{"line": line, "gib": size / GIB, "count": count} for (line, size), count in groups.items()]
+    rows = [
+        {"line": line, "gib": size / GIB, "count": count} for (line, size), count in groups.items()
+    ]
     small = sum(e["size"] for e in at_peak.values() if e["size"] < LEAST_SHOWN)
     rows.append({"line": "smaller tensors of the step", "gib": small / GIB, "count": 1})
     rows.append({"line": "before the step", "gib": before / GIB, "count": 1})
@@ -135,22 +158,41 @@ def _line(frames: list[dict[str, Any]]) -> str:
     return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in ours[:3])
 
 
-def measure(model: Any, tokenizer: Any, length: int, fields: dict[str, Any], folder: Path, where: bool) -> dict[str, Any]:
-    """Train two steps and return peak, estimate, loss, gradient norm and seconds of the second step."""
+def measure(
+    model: Any, tokenizer: Any, length: int, fields: dict[str, Any], folder: Path, where: bool
+) -> dict[str, Any]:
+    """Train two steps and return peak, estimate, loss, gradient norm and seconds of the second
+    step.
+    """
     rows = [{"text": document(tokenizer, length)}]
     config = ChronicalsConfig(
-        use_lora=True, lora_rank=32, lora_alpha=32, lora_dropout=0.0, quantization="nf4", batch_size=1,
-        gradient_accumulation_steps=1, max_seq_length=length, max_steps=2, warmup_steps=0, trackers=[],
-        report_samples=0, save_steps=None, output_dir=folder / "run", cache_dir=folder / "tokens", overlong="cut",
+        use_lora=True,
+        lora_rank=32,
+        lora_alpha=32,
+        lora_dropout=0.0,
+        quantization="nf4",
+        batch_size=1,
+        gradient_accumulation_steps=1,
+        max_seq_length=length,
+        max_steps=2,
+        warmup_steps=0,
+        trackers=[],
+        report_samples=0,
+        save_steps=None,
+        output_dir=folder / "run",
+        cache_dir=folder / "tokens",
+        overlong="cut",
         gate={"cut_stop": 1.0},
         **fields,
-    )  # fmt: skip
+    )
     expected = Expected()
     memory_log.addFilter(expected)
     found: dict[str, Any] = {"length": length, "layers": len(model.model.layers), "fields": fields}
     before = torch.cuda.memory_allocated()
     if where:
-        torch.cuda.memory._record_memory_history(max_entries=400_000, context="alloc", stacks="python")
+        torch.cuda.memory._record_memory_history(
+            max_entries=400_000, context="alloc", stacks="python"
+        )
     started = time.monotonic()
     try:
         result = ChronicalsTrainer(model, tokenizer, config, callbacks=[PeakOfSteps()]).train(rows)
@@ -184,11 +226,16 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
     lengths = [int(length) for length in given.lengths.split(",")]
-    tokenizer = train_tokenizer(["the quick brown fox takes the long way home"] * 20, vocab_size=300)
+    tokenizer = train_tokenizer(
+        ["the quick brown fox takes the long way home"] * 20, vocab_size=300
+    )
     done: dict[str, Any] = {
-        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__,
-        "transformers": transformers.__version__, "commit": given.commit, "rows": [],
-    }  # fmt: skip
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": given.commit,
+        "rows": [],
+    }
     for length in lengths:
         for name in given.policies.split(","):
             model = build_model(given.shape, given.layers, max(lengths))
@@ -198,7 +245,11 @@ def main() -> None:
             given.output.write_text(json.dumps(done, indent=1))
             held, expected = row["held_gib"], row.get("expected_gib")
             off = f", off by {expected / held - 1:+.1%}" if expected and held else ""
-            print(f"{length:>7} {name:<12} held {held:6.2f} GiB, expected {expected}{off} {row.get('error', '')}", flush=True)
+            print(
+                f"{length:>7} {name:<12} held {held:6.2f} GiB, expected {expected}{off} "
+                f"{row.get('error', '')}",
+                flush=True,
+            )
             del model
             gc.collect()
 

@@ -1,15 +1,19 @@
-"""LoRA+ beside LoRA at equal steps: the held-out loss of each at the best of five learning rates of its own.
+"""LoRA+ beside LoRA at equal steps: the held-out loss of each at the best of five learning rates of
+its own.
 
-    python benchmarks/lora_plus.py OUTPUT.json [--steps 60] [--base-steps 200] [--seeds 5] [--rates 5]
+    python benchmarks/lora_plus.py OUTPUT.json [--steps 60] [--base-steps 200] [--seeds 5] [--rates
+    5]
 
-The base is a model of the quickstart's size (``training/quickstart.py``), trained whole on the questions about one half of the
-standard library's modules. Adapters are then trained over it on questions about the other half, of which a tenth is held out.
-Each method takes the learning rate with the lowest held-out loss on the first seed, of rates that are a factor of 3 apart and
-the same for both; then the other seeds follow at that rate. A seed decides the adapters' start and the order of the packs. With
-LoRA+ B learns 16 times faster than A (Hayou, Ghosh and Yu, 2024).
+The base is a model of the quickstart's size (``training/quickstart.py``), trained whole on the
+questions about one half of the standard library's modules. Adapters are then trained over it on
+questions about the other half, of which a tenth is held out. Each method takes the learning rate
+with the lowest held-out loss on the first seed, of rates that are a factor of 3 apart and the same
+for both; then the other seeds follow at that rate. A seed decides the adapters' start and the order
+of the packs. With LoRA+ B learns 16 times faster than A (Hayou, Ghosh and Yu, 2024).
 
-OUTPUT.json holds every loss of every run, and what it was measured on; beside it is a plot of the same name. A best rate at an
-end of the five is reported, since a better one may lie beyond. On one core the whole takes about half an hour.
+OUTPUT.json holds every loss of every run, and what it was measured on; beside it is a plot of the
+same name. A best rate at an end of the five is reported, since a better one may lie beyond. On one
+core the whole takes about half an hour.
 """
 
 import argparse
@@ -45,7 +49,9 @@ RANK, WIDTH = 16, 512
 
 
 def halves() -> tuple[list[dict], list[dict], list[dict]]:
-    """Rows for the base, for the adapters, and those held out; a module's questions are in one half."""
+    """Rows for the base, for the adapters, and those held out; a module's questions are in one
+    half.
+    """
     base, adapted, held = [], [], []
     for number, row in enumerate(questions_and_answers()):
         module = row["messages"][0]["content"].partition(".")[0]
@@ -57,43 +63,88 @@ def halves() -> tuple[list[dict], list[dict], list[dict]]:
 
 
 def configuration(folder: Path, steps: int, **changes: Any) -> ChronicalsConfig:
-    return ChronicalsConfig(**{
-        "batch_size": 2, "gradient_accumulation_steps": 1, "max_seq_length": WIDTH, "max_steps": steps,
-        "warmup_steps": max(1, steps // 10), "mixed_precision": "fp32", "adam_beta2": 0.98, "save_steps": None, "trackers": [],
-        "report_samples": 0, "keep": "last", "output_dir": folder / "run", "cache_dir": folder.parent / "tokens", **changes,
-    })  # fmt: skip
+    return ChronicalsConfig(
+        **{
+            "batch_size": 2,
+            "gradient_accumulation_steps": 1,
+            "max_seq_length": WIDTH,
+            "max_steps": steps,
+            "warmup_steps": max(1, steps // 10),
+            "mixed_precision": "fp32",
+            "adam_beta2": 0.98,
+            "save_steps": None,
+            "trackers": [],
+            "report_samples": 0,
+            "keep": "last",
+            "output_dir": folder / "run",
+            "cache_dir": folder.parent / "tokens",
+            **changes,
+        }
+    )
 
 
 def make_base(folder: Path, rows: list[dict], every: list[dict], steps: int, size: Any) -> Path:
     """A trained model and its tokenizer, which has seen all texts."""
     _write_model(folder / "untrained", every, size, seed=0)
-    model, tokenizer = load_model(folder / "untrained", torch.float32), load_tokenizer(folder / "untrained")
-    config = configuration(folder / "base", steps, learning_rate=size.learning_rate, weight_decay=0.1)
+    model, tokenizer = (
+        load_model(folder / "untrained", torch.float32),
+        load_tokenizer(folder / "untrained"),
+    )
+    config = configuration(
+        folder / "base", steps, learning_rate=size.learning_rate, weight_decay=0.1
+    )
     return ChronicalsTrainer(model, tokenizer, config).train(rows).model_dir
 
 
-def adapt(folder: Path, base: Path, rows: list[dict], held: list[dict], args: argparse.Namespace, **changes: Any) -> dict:
+def adapt(
+    folder: Path,
+    base: Path,
+    rows: list[dict],
+    held: list[dict],
+    args: argparse.Namespace,
+    **changes: Any,
+) -> dict:
     """One run: its losses, and the loss of the held-out rows afterwards."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         config = configuration(
-            Path(place), args.steps, use_lora=True, lora_rank=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, **changes
+            Path(place),
+            args.steps,
+            use_lora=True,
+            lora_rank=RANK,
+            lora_alpha=2 * RANK,
+            lora_dropout=0.0,
+            **changes,
         )
         model, tokenizer = load_model(base, torch.float32), load_tokenizer(base)
         began = time.perf_counter()
         result = ChronicalsTrainer(model, tokenizer, config).train(rows, held)
-        lines = [line for line in read_metrics(Path(place) / "run" / "metrics.jsonl") if "loss" in line]
+        lines = [
+            line for line in read_metrics(Path(place) / "run" / "metrics.jsonl") if "loss" in line
+        ]
     assert result.evaluation is not None
     return {
-        "rate": config.learning_rate, "seed": config.seed, "held_out": result.evaluation.loss,
-        "losses": [line["loss"] for line in lines], "grad_norms": [line["grad_norm"] for line in lines],
+        "rate": config.learning_rate,
+        "seed": config.seed,
+        "held_out": result.evaluation.loss,
+        "losses": [line["loss"] for line in lines],
+        "grad_norms": [line["grad_norm"] for line in lines],
         "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+    }
 
 
-def compare(name: str, folder: Path, base: Path, data: tuple[list[dict], list[dict]], args: argparse.Namespace) -> dict:
+def compare(
+    name: str,
+    folder: Path,
+    base: Path,
+    data: tuple[list[dict], list[dict]],
+    args: argparse.Namespace,
+) -> dict:
     """The search and the seeds of one method."""
     rates = RATES[: args.rates]
-    search = [adapt(folder, base, *data, args, learning_rate=rate, seed=1, **METHODS[name]) for rate in rates]
+    search = [
+        adapt(folder, base, *data, args, learning_rate=rate, seed=1, **METHODS[name])
+        for rate in rates
+    ]
     best = min(search, key=lambda run: run["held_out"])
     more = [
         adapt(folder, base, *data, args, learning_rate=best["rate"], seed=seed, **METHODS[name])
@@ -102,10 +153,14 @@ def compare(name: str, folder: Path, base: Path, data: tuple[list[dict], list[di
     runs = [best, *more]
     losses = [run["held_out"] for run in runs]
     return {
-        "rate": best["rate"], "rate_is_at_an_end": best["rate"] in (rates[0], rates[-1]), "held_out": losses,
-        "mean": statistics.mean(losses), "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
-        "search": search, "runs": runs,
-    }  # fmt: skip
+        "rate": best["rate"],
+        "rate_is_at_an_end": best["rate"] in (rates[0], rates[-1]),
+        "held_out": losses,
+        "mean": statistics.mean(losses),
+        "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+        "search": search,
+        "runs": runs,
+    }
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -114,7 +169,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rates, steps = figure.subplots(1, 2)
     for name, found in result["methods"].items():
         search = found["search"]
-        rates.plot([run["rate"] for run in search], [run["held_out"] for run in search], "o-", label=name)
+        rates.plot(
+            [run["rate"] for run in search], [run["held_out"] for run in search], "o-", label=name
+        )
         losses = [statistics.mean(at) for at in zip(*(run["losses"] for run in found["runs"]))]
         steps.plot(range(1, len(losses) + 1), losses, label=f"{name}, rate {found['rate']:g}")
     rates.set(xscale="log", xlabel="learning rate", ylabel="held-out loss, first seed")
@@ -125,7 +182,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=60, help="of every run with adapters")
     parser.add_argument("--base-steps", type=int, default=200)
@@ -135,14 +194,24 @@ def main() -> None:
     args = parser.parse_args()
     base_rows, rows, held = halves()
     result: dict[str, Any] = {
-        "steps": args.steps, "base_steps": args.base_steps, "seeds": args.seeds, "rank": RANK, "alpha": 2 * RANK,
-        "width": args.width, "rows": {"base": len(base_rows), "adapters": len(rows), "held_out": len(held)},
-        "machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "versions": versions(),
-        "commit": current_commit(), "methods": {},
-    }  # fmt: skip
+        "steps": args.steps,
+        "base_steps": args.base_steps,
+        "seeds": args.seeds,
+        "rank": RANK,
+        "alpha": 2 * RANK,
+        "width": args.width,
+        "rows": {"base": len(base_rows), "adapters": len(rows), "held_out": len(held)},
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "commit": current_commit(),
+        "methods": {},
+    }
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        base = make_base(folder, base_rows, [*base_rows, *rows], args.base_steps, replace(CPU, width=args.width))
+        base = make_base(
+            folder, base_rows, [*base_rows, *rows], args.base_steps, replace(CPU, width=args.width)
+        )
         for name in METHODS:
             result["methods"][name] = compare(name, folder, base, (rows, held), args)
             args.output.write_text(json.dumps(result, indent=1))
@@ -150,7 +219,10 @@ def main() -> None:
     for name, found in result["methods"].items():
         spread = "" if found["deviation"] is None else f" ± {found['deviation']:.4f}"
         end = ", at an end of the rates" if found["rate_is_at_an_end"] else ""
-        print(f"{name}: held-out loss {found['mean']:.4f}{spread} over {args.seeds} seeds, rate {found['rate']:g}{end}")
+        print(
+            f"{name}: held-out loss {found['mean']:.4f}{spread} over {args.seeds} seeds, rate "
+            f"{found['rate']:g}{end}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The rows of the benchmark as they stand in `results/`, read for the tables (`figures.py`) and the plots (`plots.py`).
+"""The rows of the benchmark as they stand in `results/`, read for the tables (`figures.py`) and the
+plots (`plots.py`).
 
-A row may have been measured several times: `results/row-NAME-CARD.json`, `results/row-NAME-CARD-2.json` and so on, CARD being
-h100, h200 or another. Measurements at one commit are a row with a range; those at another commit are another row.
+A row may have been measured several times: `results/row-NAME-CARD.json`,
+`results/row-NAME-CARD-2.json` and so on, CARD being h100, h200 or another. Measurements at one
+commit are a row with a range; those at another commit are another row.
 """
 
 import json
@@ -19,9 +21,15 @@ WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
 """Rows with a frontier of memory and speed."""
 
 SPELT = {
-    "lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states", "dpo": "DPO", "orpo": "ORPO",
+    "lora": "LoRA",
+    "qlora": "QLoRA",
+    "dora": "DoRA",
+    "fp8": "FP8",
+    "8bit": "8-bit states",
+    "dpo": "DPO",
+    "orpo": "ORPO",
     "distill": "distilled",
-}  # fmt: skip
+}
 
 MIXTURES = {"olmoe 1b 7b": "OLMoE-1B-7B", "30b a3b": "Qwen3-30B-A3B (8 of its 48 layers)"}
 """Models of rows whose names have several words."""
@@ -49,7 +57,9 @@ class Row:
     @property
     def name(self) -> str:
         """The title as a reader of the README has it: `0.5B full, fixed`."""
-        model = next((model for model in MIXTURES if self.title.startswith(model)), self.title.split()[0])
+        model = next(
+            (model for model in MIXTURES if self.title.startswith(model)), self.title.split()[0]
+        )
         *mode, data = self.title.removeprefix(model).split()
         words = [MIXTURES.get(model, model.upper()), *(SPELT.get(word, word) for word in mode)]
         return f"{' '.join(words)}, {data}"
@@ -107,16 +117,23 @@ class Row:
     def rates(self, name: str) -> list[float]:
         """Tokens per second of an arm in all measurements that it has a speed in."""
         arms = [result["arms"].get(name, {}) for result in (self.result, *self.others)]
-        return [arm["tokens_per_second"]["median"] for arm in arms if arm.get("status") == "measured"]
+        return [
+            arm["tokens_per_second"]["median"] for arm in arms if arm.get("status") == "measured"
+        ]
 
     def ratios(self, name: str) -> list[float]:
-        """Ours over an arm in all measurements that compare them in the same rounds; of a row without such rounds, the ratio
-        of what both were scouted with."""
+        """Ours over an arm in all measurements that compare them in the same rounds; of a row
+        without such rounds, the ratio of what both were scouted with."""
         results = (self.result, *self.others)
-        paired = [result["ratios"][name]["median"] for result in results if name in result["ratios"]]
+        paired = [
+            result["ratios"][name]["median"] for result in results if name in result["ratios"]
+        ]
         if paired or any(result["ratios"] for result in results) or name.startswith("ours"):
             return paired
-        scouted = [[result["arms"].get(arm, {}).get("tokens_per_second") for arm in ("ours", name)] for result in results]
+        scouted = [
+            [result["arms"].get(arm, {}).get("tokens_per_second") for arm in ("ours", name)]
+            for result in results
+        ]
         return [ours["median"] / peer["median"] for ours, peer in scouted if ours and peer]
 
     def least(self, names: list[str]) -> str:
@@ -125,7 +142,11 @@ class Row:
 
     def variants(self, *, unlike_peers: bool) -> list[str]:
         """Arms of ours whose fields the peers have, too, or those that have fields of their own."""
-        return [name for name in self.arms if name.startswith("ours") and bool(own_fields(name)) == unlike_peers]
+        return [
+            name
+            for name in self.arms
+            if name.startswith("ours") and bool(own_fields(name)) == unlike_peers
+        ]
 
 
 def rows() -> list[Row]:
@@ -167,8 +188,8 @@ def row_of(title: str, results: list[dict]) -> Row:
 
 
 def with_peers(*, apart: bool = False) -> list[Row]:
-    """Those that compare ours with peers: dense ones in 16 bit at the newest commit of them; ``apart``, those over bases in 4
-    bits and those of mixtures, each at its own newest commit."""
+    """Those that compare ours with peers: dense ones in 16 bit at the newest commit of them;
+    ``apart``, those over bases in 4 bits and those of mixtures, each at its own newest commit."""
     of_kind = [row for row in rows() if (row.in_4_bits or row.routed) == apart]
     found = [row for row in of_kind if row.peers and "ours" in row.arms and not row.taught]
     if apart:
@@ -187,7 +208,9 @@ def is_scouted(name: str, arm: dict) -> bool:
 
 
 def fields(name: str) -> dict[str, str]:
-    """The configuration fields in which an arm of ours differs from the row's: {'memory': 'recompute_layers'}."""
+    """The configuration fields in which an arm of ours differs from the row's: {'memory':
+    'recompute_layers'}.
+    """
     return {field: value.strip("[]").replace("'", "") for field, value in FIELD.findall(name)}
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/moe_card.py OUTPUT.json [--layers 12] [--hidden 1024] [--steps 30]
 
-A model of random weights (bf16, 64 experts of which 8 for a token, window 1024). Checked first: its logits beside the same
-weights in fp32; experts and attention of every implementation beside eager; a step with losses of routers, replayed as CUDA
-graphs, beside the same step without graphs. Then timed, in tokens a second of whole training steps of 16,384 tokens
-(medians): without losses of routers, with metrics alone, with balance and z, with the heads, with the anchor; and decoding of
+A model of random weights (bf16, 64 experts of which 8 for a token, window 1024). Checked first: its
+logits beside the same weights in fp32; experts and attention of every implementation beside eager;
+a step with losses of routers, replayed as CUDA graphs, beside the same step without graphs. Then
+timed, in tokens a second of whole training steps of 16,384 tokens (medians): without losses of
+routers, with metrics alone, with balance and z, with the heads, with the anchor; and decoding of
 one text: absorbed products beside expanded ones, at several lengths of the cache. One table last.
 """
 
@@ -29,7 +30,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "without losses of routers": {},
     "metrics alone": {"metrics": True},
     "balance, z": {"balance": 0.01, "z": 0.001},
-    "balance, z, temporal, locality": {"balance": 0.01, "z": 0.001, "temporal": 0.01, "locality": 0.01},
+    "balance, z, temporal, locality": {
+        "balance": 0.01,
+        "z": 0.001,
+        "temporal": 0.01,
+        "locality": 0.01,
+    },
     "balance and heads": {"balance": 0.01, "layer_ahead": 0.3, "token_ahead": 0.1},
     "balance and anchor": {"balance": 0.01, "anchor": 0.1},
 }
@@ -39,11 +45,21 @@ WARM = 5
 def build(tokenizer: Any, layers: int, hidden: int, device: str) -> Any:
     torch.manual_seed(0)
     config = ChronicalsMoeConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 256), head_dim=64, sliding_window=1024, kv_lora_rank=256, num_experts=64,
-        num_experts_per_tok=8, moe_intermediate_size=hidden // 2, max_position_embeddings=65536,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 256),
+        head_dim=64,
+        sliding_window=1024,
+        kv_lora_rank=256,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=hidden // 2,
+        max_position_embeddings=65536,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     return ChronicalsMoeForCausalLM(config).to(device, torch.bfloat16)
 
 
@@ -62,7 +78,9 @@ def checked(model: Any) -> dict[str, float]:
             model.set_attn_implementation(attention)
             model.set_experts_implementation(experts)
             out = model(ids).logits.float()
-            found[f"bf16 beside fp32, {attention}, {experts}"] = float((out - exact).norm() / exact.norm())
+            found[f"bf16 beside fp32, {attention}, {experts}"] = float(
+                (out - exact).norm() / exact.norm()
+            )
     wide.set_attn_implementation("sdpa")
     wide.set_experts_implementation("grouped_mm")
     cache = wide(ids[:, :-8], use_cache=True).past_key_values
@@ -70,22 +88,37 @@ def checked(model: Any) -> dict[str, float]:
     for token in ids[:, -8:].split(1, 1):
         out = wide(token, past_key_values=cache, use_cache=True)
         steps.append(out.logits)
-    found["fp32 steps beside one shot"] = float((torch.cat(steps, 1) - exact[:, -8:]).norm() / exact[:, -8:].norm())
+    found["fp32 steps beside one shot"] = float(
+        (torch.cat(steps, 1) - exact[:, -8:]).norm() / exact[:, -8:].norm()
+    )
     return found
 
 
-def train(model: Any, tokenizer: Any, folder: Path, router: dict, steps: int, **changes: Any) -> list[dict]:
+def train(
+    model: Any, tokenizer: Any, folder: Path, router: dict, steps: int, **changes: Any
+) -> list[dict]:
     """Metrics of a run's steps."""
     rows = [{"text": text["text"]} for text in small.as_texts(small.rows()[0])]
     fields: dict[str, Any] = {
-        "objective": "pretraining", "learning_rate": 1e-4, "batch_size": 8, "gradient_accumulation_steps": 1,
-        "max_seq_length": 2048, "max_steps": steps, "save_steps": None, "report_samples": 0, "trackers": [], "keep": "last",
-        "output_dir": folder / "run", "cache_dir": folder / "tokens",
-    }  # fmt: skip
+        "objective": "pretraining",
+        "learning_rate": 1e-4,
+        "batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_seq_length": 2048,
+        "max_steps": steps,
+        "save_steps": None,
+        "report_samples": 0,
+        "trackers": [],
+        "keep": "last",
+        "output_dir": folder / "run",
+        "cache_dir": folder / "tokens",
+    }
     if router:
         fields["router"] = router
     ChronicalsTrainer(model, tokenizer, ChronicalsConfig(**{**fields, **changes})).train(rows)
-    lines = (json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    lines = (
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    )
     return [line for line in lines if "loss" in line]
 
 
@@ -122,8 +155,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--packs", type=int, default=8, help="of 2048 tokens in a step")
-    parser.add_argument("--cached", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of the cache")
-    parser.add_argument("--device", default="cuda", help="cpu tries the script, and times nothing worth keeping")
+    parser.add_argument(
+        "--cached", type=int, nargs="+", default=[1024, 8192, 32768], help="lengths of the cache"
+    )
+    parser.add_argument(
+        "--device", default="cuda", help="cpu tries the script, and times nothing worth keeping"
+    )
     given = parser.parse_args()
     began = time.perf_counter()
     tokenizer = small.tokenizer_of(small.rows()[0])
@@ -135,7 +172,9 @@ def main() -> None:
     result["card"] = torch.cuda.get_device_name(0) if on_card else given.device
     for length in given.cached:
         for absorbed in (True, False):
-            result["decoding"][f"{length}, {'absorbed' if absorbed else 'expanded'}"] = decoding(model, length, absorbed)
+            result["decoding"][f"{length}, {'absorbed' if absorbed else 'expanded'}"] = decoding(
+                model, length, absorbed
+            )
         small.write(given.output, result)
     del model
     with tempfile.TemporaryDirectory() as name:
@@ -150,7 +189,11 @@ def main() -> None:
                 lines = train(fresh, tokenizer, folder, router, given.steps, batch_size=given.packs)
                 rate = statistics.median(line["tokens_per_second"] for line in lines[WARM:])
                 peak = torch.cuda.max_memory_allocated() / 2**30 if on_card else 0.0
-                result["training"][arm] = {"tokens_per_second": rate, "peak_gib": peak, "last": lines[-1]}
+                result["training"][arm] = {
+                    "tokens_per_second": rate,
+                    "peak_gib": peak,
+                    "last": lines[-1],
+                }
             except Exception as error:  # the other arms are worth having
                 result["errors"][arm] = f"{type(error).__name__}: {error}"
             small.write(given.output, result)
@@ -169,13 +212,23 @@ def main() -> None:
             except Exception as error:
                 result["errors"][f"use_cuda_graphs={graphs}"] = f"{type(error).__name__}: {error}"
         result["losses_with_graphs_and_without"] = both
-    result["about"] = small.about(began, arguments={name: str(value) for name, value in vars(given).items()})
+    result["about"] = small.about(
+        began, arguments={name: str(value) for name, value in vars(given).items()}
+    )
     small.write(given.output, result)
     lines = [[f"error: {name}", value] for name, value in result["checks"].items()]
     if len(both) == 2:
-        lines += [["loss, CUDA graphs beside none, last step", abs(both[0][-1] - both[1][-1]) / both[1][-1]]]
+        lines += [
+            [
+                "loss, CUDA graphs beside none, last step",
+                abs(both[0][-1] - both[1][-1]) / both[1][-1],
+            ]
+        ]
     lines += [[f"ms a token, cache of {name}", value] for name, value in result["decoding"].items()]
-    lines += [[f"tokens/s, {arm}", found["tokens_per_second"]] for arm, found in result["training"].items()]
+    lines += [
+        [f"tokens/s, {arm}", found["tokens_per_second"]]
+        for arm, found in result["training"].items()
+    ]
     lines += [[f"failed: {arm}", error[:90]] for arm, error in result["errors"].items()]
     small.show([f"{result['parameters']:,} parameters, {result['card']}", "found"], lines)
 

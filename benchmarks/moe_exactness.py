@@ -2,13 +2,15 @@
 
     python benchmarks/moe_exactness.py OUTPUT.json [--seeds 5]
 
-The native mixture, of random weights, a window of 8 tokens, 2 of 8 experts, texts of 33. For each seed: the largest difference
-of logits between implementations of experts and attention, ``patch_model`` among them, and its class (fp32 absolute, bf16
-relative to the norm); greedy texts; what a token changes before it; step by step beside one shot, beyond the window;
-left-padded beside alone; saved and loaded. Then transformers' families, 2 of 4 experts: logits and greedy texts. In bf16 a
-rounding may choose another expert, so there each implementation is given the same experts, drawn for each token, and the shares
-of the class's routers. A model that is patched whole rounds in other places than its class; it is held against fp32, beside its
-class. Bars: fp32 1e-5, bf16 2e-2, of the two errors 1.5, everything else exactly 0 or equal.
+The native mixture, of random weights, a window of 8 tokens, 2 of 8 experts, texts of 33. For each
+seed: the largest difference of logits between implementations of experts and attention,
+``patch_model`` among them, and its class (fp32 absolute, bf16 relative to the norm); greedy texts;
+what a token changes before it; step by step beside one shot, beyond the window; left-padded beside
+alone; saved and loaded. Then transformers' families, 2 of 4 experts: logits and greedy texts. In
+bf16 a rounding may choose another expert, so there each implementation is given the same experts,
+drawn for each token, and the shares of the class's routers. A model that is patched whole rounds in
+other places than its class; it is held against fp32, beside its class. Bars: fp32 1e-5, bf16 2e-2,
+of the two errors 1.5, everything else exactly 0 or equal.
 """
 
 import argparse
@@ -36,21 +38,36 @@ import families
 
 WINDOW, LENGTH, PAD = 8, 33, 5
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "sliding_window": WINDOW, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
-    "num_experts": 8, "moe_intermediate_size": 24, "pad_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": WINDOW,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_experts": 8,
+    "moe_intermediate_size": 24,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 GREEDY = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def random_model(**changes: Any) -> Any:
     model = ChronicalsMoeForCausalLM(ChronicalsMoeConfig(**{**SIZES, **changes})).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1 if parameter.ndim == 1 else 0.15)
+        torch.nn.init.normal_(
+            parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1 if parameter.ndim == 1 else 0.15
+        )
     return model
 
 
-def logits(model: Any, ids: torch.Tensor, attention: str, experts: str, **given: Any) -> torch.Tensor:
+def logits(
+    model: Any, ids: torch.Tensor, attention: str, experts: str, **given: Any
+) -> torch.Tensor:
     model.set_attn_implementation(attention)
     model.set_experts_implementation(experts)
     return model(ids, **given).logits.float()
@@ -69,7 +86,9 @@ def measured(seed: int) -> dict[str, float]:
     padded = model(ids.masked_fill(mask == 0, 0), attention_mask=mask).logits[0, PAD:]
     found["left-padded beside alone"] = float((padded - model(ids[:1, PAD:]).logits[0]).abs().max())
     for dtype in (torch.float32, torch.bfloat16):
-        found[f"saved and loaded {str(dtype).removeprefix('torch.')}"] = _drift(model.to(dtype), ids)
+        found[f"saved and loaded {str(dtype).removeprefix('torch.')}"] = _drift(
+            model.to(dtype), ids
+        )
     return found
 
 
@@ -92,15 +111,22 @@ def compared(model: Any, ids: torch.Tensor, attention: str) -> dict[str, float]:
     """Each implementation and its class, in fp32 and bf16."""
     exact = logits(model, ids, "eager", "eager")
     ways = {experts: model for experts in EXPERTS} | {PATCHED: patched(model)}
-    found = {f"fp32 {way}": float((_by(way, of, ids, attention) - exact).abs().max()) for way, of in ways.items()}
+    found = {
+        f"fp32 {way}": float((_by(way, of, ids, attention) - exact).abs().max())
+        for way, of in ways.items()
+    }
     model.set_experts_implementation("eager")
     own = model.generate(ids, **GREEDY)
-    found["greedy tokens that differ"] = float(sum((_text(way, of, ids) != own).sum() for way, of in ways.items()))
+    found["greedy tokens that differ"] = float(
+        sum((_text(way, of, ids) != own).sum() for way, of in ways.items())
+    )
     low = copy.deepcopy(model).bfloat16()
     chosen = drawn_experts(low, ids)
     with routed(low, chosen):
         plain = logits(low, ids, "eager", "eager")
-    for way, of in ({experts: low for experts in EXPERTS} | {PATCHED_EXPERTS: patched(low, all_parts=False)}).items():
+    for way, of in (
+        {experts: low for experts in EXPERTS} | {PATCHED_EXPERTS: patched(low, all_parts=False)}
+    ).items():
         with routed(of, chosen):
             found[f"bf16 {way}"] = _apart(_by(way, of, ids, "eager"), plain)
     wide, all_of_it = copy.deepcopy(low).float(), patched(low)
@@ -117,7 +143,11 @@ def _apart(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def layers_of(model: Any) -> list[Any]:
     """Modules that hold the experts of a layer."""
-    return [module for module in model.modules() if getattr(module, "gate_up_proj", torch.zeros(0)).ndim == 3]
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "gate_up_proj", torch.zeros(0)).ndim == 3
+    ]
 
 
 def patched(model: Any, all_parts: bool = True) -> Any:
@@ -144,12 +174,16 @@ def _text(way: str, model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def drawn_experts(model: Any, ids: torch.Tensor) -> list[tuple]:
-    """For each layer of experts, experts that are drawn, other ones for each token, and the shares that its router gives."""
+    """For each layer of experts, experts that are drawn, other ones for each token, and the
+    shares that its router gives.
+    """
     found: list[tuple] = []
 
     def note(module: Any, inputs: tuple) -> None:
         _, experts, shares = inputs
-        found.append((torch.rand(len(experts), len(module.down_proj)).topk(experts.shape[1]).indices, shares))
+        found.append(
+            (torch.rand(len(experts), len(module.down_proj)).topk(experts.shape[1]).indices, shares)
+        )
 
     hooks = [layer.register_forward_pre_hook(note) for layer in layers_of(model)]
     model(ids)
@@ -160,9 +194,14 @@ def drawn_experts(model: Any, ids: torch.Tensor) -> list[tuple]:
 
 @contextmanager
 def routed(model: Any, chosen: list[tuple]) -> Iterator[None]:
-    """Within: layers of experts are given these experts and shares, one after the other, for one forward pass."""
+    """Within: layers of experts are given these experts and shares, one after the other, for one
+    forward pass.
+    """
     given = iter(chosen)
-    hooks = [layer.register_forward_pre_hook(lambda _, inputs: (inputs[0], *next(given))) for layer in layers_of(model)]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: (inputs[0], *next(given)))
+        for layer in layers_of(model)
+    ]
     try:
         yield
     finally:
@@ -178,7 +217,10 @@ def _leak(model: Any, ids: torch.Tensor) -> float:
         for j in range(1, LENGTH):
             other = ids.clone()
             other[:, j] = 2 + (other[:, j] - 1) % 59
-            worst = max(worst, float((logits(model, other, attention, "batched_mm") - first)[:, :j].abs().max()))
+            worst = max(
+                worst,
+                float((logits(model, other, attention, "batched_mm") - first)[:, :j].abs().max()),
+            )
     return worst
 
 
@@ -220,9 +262,18 @@ def main() -> None:
     each = [row for run in of_families for row in run.values()]
     found |= {OF_FAMILIES + name: max(row[name] for row in each) for name in each[0]}
     bars = {name: bar(name) for name in found}
-    result = {"largest": found, "bars": bars, "runs": runs, "families": of_families, "about": small.about(began, sizes=SIZES)}
+    result = {
+        "largest": found,
+        "bars": bars,
+        "runs": runs,
+        "families": of_families,
+        "about": small.about(began, sizes=SIZES),
+    }
     small.write(given.output, result)
-    small.show(["largest over seeds", "bar", "found", "passes"], [[n, bar(n), v, v <= bar(n)] for n, v in found.items()])
+    small.show(
+        ["largest over seeds", "bar", "found", "passes"],
+        [[n, bar(n), v, v <= bar(n)] for n, v in found.items()],
+    )
 
 
 if __name__ == "__main__":

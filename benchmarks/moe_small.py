@@ -1,4 +1,6 @@
-"""What the benchmarks of mixtures of experts share: small mixtures, real text, and how a result is written."""
+"""What the benchmarks of mixtures of experts share: small mixtures, real text, and how a result
+is written.
+"""
 
 import functools
 import json
@@ -26,7 +28,9 @@ CACHE = Path(tempfile.gettempdir()) / "chronicals-moe-small"
 
 @functools.cache
 def rows() -> tuple[list[dict], list[dict]]:
-    """Chat rows from the documentation of Python's standard library: to train on, and every tenth held out."""
+    """Chat rows from the documentation of Python's standard library: to train on, and every
+    tenth held out.
+    """
     found = questions_and_answers()
     return [row for n, row in enumerate(found) if n % 10], found[::10]
 
@@ -42,11 +46,25 @@ def tokenizer_of(some: list[dict]) -> Any:
 def native(tokenizer: Any, seed: int, **changes: Any) -> ChronicalsMoeForCausalLM:
     """16 experts of which each token gets 2, 8 layers, a million parameters."""
     sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "sliding_window": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-        "v_head_dim": 16, "num_experts": 16, "num_experts_per_tok": K, "moe_intermediate_size": 32, "num_shared_experts": 1,
-        "lookahead_rank": 128, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_experts": 16,
+        "num_experts_per_tok": K,
+        "moe_intermediate_size": 32,
+        "num_shared_experts": 1,
+        "lookahead_rank": 128,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     torch.manual_seed(seed)
     return ChronicalsMoeForCausalLM(ChronicalsMoeConfig(**{**sizes, **changes}))
 
@@ -56,35 +74,60 @@ def qwen3_moe(tokenizer: Any, seed: int, **changes: Any) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "num_experts": 16, "num_experts_per_tok": K, "moe_intermediate_size": 64, "norm_topk_prob": True,
-        "tie_word_embeddings": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 16,
+        "num_experts_per_tok": K,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     torch.manual_seed(seed)
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **changes}))
 
 
 def configuration(folder: Path, **changes: Any) -> ChronicalsConfig:
     usual = {
-        "learning_rate": 3e-3, "batch_size": 8, "gradient_accumulation_steps": 1, "max_seq_length": 256, "warmup_steps": 10,
-        "mixed_precision": "fp32", "report_samples": 0, "trackers": [], "save_steps": None, "keep": "last",
-        "output_dir": folder / "run", "cache_dir": CACHE,
-    }  # fmt: skip
+        "learning_rate": 3e-3,
+        "batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_seq_length": 256,
+        "warmup_steps": 10,
+        "mixed_precision": "fp32",
+        "report_samples": 0,
+        "trackers": [],
+        "save_steps": None,
+        "keep": "last",
+        "output_dir": folder / "run",
+        "cache_dir": CACHE,
+    }
     return ChronicalsConfig(**{**usual, **changes})
 
 
 def metrics(folder: Path) -> list[dict]:
     """Of each step of the run in ``folder``."""
-    lines = (json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    lines = (
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    )
     return [line for line in lines if "loss" in line]
 
 
 def about(began: float, **settings: Any) -> dict[str, Any]:
     """Where and with what a result was made."""
     return {
-        "machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "versions": versions(),
-        "commit": current_commit(), "seconds": round(time.perf_counter() - began, 1), **settings,
-    }  # fmt: skip
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "commit": current_commit(),
+        "seconds": round(time.perf_counter() - began, 1),
+        **settings,
+    }
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -100,4 +143,9 @@ def show(columns: list[str], lines: list[list[Any]]) -> None:
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    return {"mean": statistics.mean(values), "least": min(values), "most": max(values), "values": values}
+    return {
+        "mean": statistics.mean(values),
+        "least": min(values),
+        "most": max(values),
+        "values": values,
+    }

@@ -1,10 +1,12 @@
-"""A plain training step of a Hugging Face model with and without ``patch_model``: memory, speed, the same loss.
+"""A plain training step of a Hugging Face model with and without ``patch_model``: memory, speed,
+the same loss.
 
     python benchmarks/patched_step.py OUTPUT.json [--commit HASH]
 
-The Qwen2.5-0.5B shape, random weights in bf16, 16,384 random tokens a step: 8 rows of 2048, or one row of 16,384 that
-holds documents of 64 to 2048 tokens with restarting positions. torch's fused AdamW, clipping, no recomputation. The loss
-and the gradient norm of the first step are those of both models on the same weights; medians, with the samples in the file.
+The Qwen2.5-0.5B shape, random weights in bf16, 16,384 random tokens a step: 8 rows of 2048, or one
+row of 16,384 that holds documents of 64 to 2048 tokens with restarting positions. torch's fused
+AdamW, clipping, no recomputation. The loss and the gradient norm of the first step are those of
+both models on the same weights; medians, with the samples in the file.
 """
 
 import argparse
@@ -29,21 +31,27 @@ def rows() -> dict[str, dict[str, torch.Tensor]]:
     ids = torch.randint(10, SHAPE["vocab_size"], (8, TOKENS // 8), generator=generator)
     lengths: list[int] = []
     while sum(lengths) < TOKENS:
-        lengths.append(min(int(torch.randint(64, 2049, (), generator=generator)), TOKENS - sum(lengths)))
+        lengths.append(
+            min(int(torch.randint(64, 2049, (), generator=generator)), TOKENS - sum(lengths))
+        )
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = ids.view(1, -1)
     return {
         "8 rows of 2048": {"input_ids": ids, "labels": ids},
         "documents in one row": {
-            "input_ids": packed, "labels": packed.masked_fill(positions == 0, -100), "position_ids": positions
+            "input_ids": packed,
+            "labels": packed.masked_fill(positions == 0, -100),
+            "position_ids": positions,
         },
-    }  # fmt: skip
+    }
 
 
 def measure(inputs: dict[str, torch.Tensor], patched: bool) -> dict:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SHAPE), dtype=torch.bfloat16).train()
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen2Config(**SHAPE), dtype=torch.bfloat16
+        ).train()
     if patched:
         patch_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -75,12 +83,15 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     given = parser.parse_args()
     versions = {
-        name: module.__version__ for name, module in (("torch", torch), ("triton", triton), ("transformers", transformers))
+        name: module.__version__
+        for name, module in (("torch", torch), ("triton", triton), ("transformers", transformers))
     }
     results: dict = {
-        "card": torch.cuda.get_device_name(0), "versions": {"python": platform.python_version(), **versions},
-        "commit": given.commit, "rows": {},
-    }  # fmt: skip
+        "card": torch.cuda.get_device_name(0),
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": given.commit,
+        "rows": {},
+    }
     for kind, inputs in rows().items():
         for patched in (False, True):
             name = f"{kind}, {'patched' if patched else 'plain'}"
@@ -90,7 +101,8 @@ def main() -> None:
             torch.cuda.empty_cache()
             rate = TOKENS / statistics.median(row["milliseconds"])
             print(
-                f"{name:32} {rate:6.1f}k tokens/s  {row['peak_gib']:6.1f} GiB  loss {row['loss']:.4f}  "
+                f"{name:32} {rate:6.1f}k tokens/s  {row['peak_gib']:6.1f} GiB  loss "
+                f"{row['loss']:.4f}  "
                 f"gradient norm {row['grad_norm']:.4f}",
                 flush=True,
             )
@@ -98,7 +110,9 @@ def main() -> None:
         plain, patched = (results["rows"][f"{kind}, {arm}"] for arm in ("plain", "patched"))
         for field in ("loss", "grad_norm"):
             if abs(plain[field] - patched[field]) > 0.01 * abs(plain[field]):
-                raise SystemExit(f"{kind}: {field} {patched[field]} where the plain model has {plain[field]}")
+                raise SystemExit(
+                    f"{kind}: {field} {patched[field]} where the plain model has {plain[field]}"
+                )
 
 
 if __name__ == "__main__":

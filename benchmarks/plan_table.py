@@ -20,25 +20,51 @@ ROOT = Path(__file__).parent.parent
 CARDS = (8, 64, 256, 1024)
 GIGA = 1e9
 SIZES = {
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
 }
 USUAL = {"batch_size": 4, "max_seq_length": 2048, "gradient_accumulation_steps": 1}
 WORKS = {
     "8B full, states in bf16": ("8B", {"use_lora": False, "optimizer_state_dtype": "bf16"}, CARDS),
     "the same, 16 micro-batches": (
-        "8B", {"use_lora": False, "optimizer_state_dtype": "bf16", "gradient_accumulation_steps": 16}, CARDS,
+        "8B",
+        {"use_lora": False, "optimizer_state_dtype": "bf16", "gradient_accumulation_steps": 16},
+        CARDS,
     ),
     "8B LoRA, rank 32": ("8B", {"use_lora": True, "lora_rank": 32}, CARDS),
     "8B LoRA, packs of 131,072 on 8 cards each": (
-        "8B", {"use_lora": True, "lora_rank": 32, "batch_size": 1, "max_seq_length": 131072, "context_parallel": 8}, CARDS,
+        "8B",
+        {
+            "use_lora": True,
+            "lora_rank": 32,
+            "batch_size": 1,
+            "max_seq_length": 131072,
+            "context_parallel": 8,
+        },
+        CARDS,
     ),
     "70B QLoRA, rank 32": ("70B", {"quantization": "nf4", "lora_rank": 32}, CARDS),
     "8B full, states in bf16, weights divided": (
-        "8B", {"use_lora": False, "optimizer_state_dtype": "bf16", "sharding": "weights"}, CARDS,
+        "8B",
+        {"use_lora": False, "optimizer_state_dtype": "bf16", "sharding": "weights"},
+        CARDS,
     ),
-    "70B full, states in bf16": ("70B", {"use_lora": False, "optimizer_state_dtype": "bf16"}, CARDS),
-}  # fmt: skip
+    "70B full, states in bf16": (
+        "70B",
+        {"use_lora": False, "optimizer_state_dtype": "bf16"},
+        CARDS,
+    ),
+}
 
 INTRODUCTION = """\
 # What a run takes on several cards
@@ -87,7 +113,9 @@ This page is written by `python benchmarks/plan_table.py`.
 def planned(size: str, fields: dict, gpus: int) -> Plan:
     config = ChronicalsConfig(**{**USUAL, **fields})
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES[size], num_key_value_heads=8, vocab_size=128256))
+        model = LlamaForCausalLM(
+            LlamaConfig(**SIZES[size], num_key_value_heads=8, vocab_size=128256)
+        )
     if config.quantization:
         quantise_layers(model)
     attach_adapters(model, config, None)
@@ -98,7 +126,14 @@ def row(work: str, one: Plan) -> str:
     held = f"{one.held / GIGA:.0f}" + ("" if one.fits else ", too much")
     times = (f"{seconds:.2f} s" for seconds in (one.computing, one.exposed, one.slowed))
     rest = (*times, f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}")
-    cells = (work, f"{one.gpus:,}", held, one.recomputed or "-", one.stay or "-", f"{one.sent.total / GIGA:.1f}")
+    cells = (
+        work,
+        f"{one.gpus:,}",
+        held,
+        one.recomputed or "-",
+        one.stay or "-",
+        f"{one.sent.total / GIGA:.1f}",
+    )
     return f"| {' | '.join(map(str, (*cells, *(rest if one.fits else ('-',) * 5))))} |\n"
 
 
@@ -106,7 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planning.md")
     given = parser.parse_args()
-    rows = [row(work, planned(size, fields, gpus)) for work, (size, fields, cards) in WORKS.items() for gpus in cards]
+    rows = [
+        row(work, planned(size, fields, gpus))
+        for work, (size, fields, cards) in WORKS.items()
+        for gpus in cards
+    ]
     given.out.write_text(INTRODUCTION + "".join(rows))
 
 

@@ -1,4 +1,5 @@
-"""Writes docs/gate.md: every rule of the gate, and what it finds in a file with one fault planted for it.
+"""Writes docs/gate.md: every rule of the gate, and what it finds in a file with one fault planted
+for it.
 
 ``python benchmarks/planted_faults.py [--out docs/gate.md]``; a second on a CPU.
 """
@@ -58,18 +59,25 @@ rows with one such fault planted in it: chats, or the rows of the objective that
 def found(rule: str) -> str:
     """The rule's verdict on each file planted for it."""
     names = [name for name in PLANTED if rule_of(name) == rule]
-    return "; ".join(" ".join([*name.split("/")[1:2], verdict(name)]) for name in names) or "tests of its own"
+    return (
+        "; ".join(" ".join([*name.split("/")[1:2], verdict(name)]) for name in names)
+        or "tests of its own"
+    )
 
 
 def verdict(name: str) -> str:
-    """On a planted file, in which the rule must find that row, and nothing that does not come along."""
+    """On a planted file, in which the rule must find that row, and nothing that does not come
+    along.
+    """
     rule = rule_of(name)
     with tempfile.TemporaryDirectory() as folder:
         path, tokenizer, number = planted(name, Path(folder))
         report: DataReport = build_store(path, encoder(name, tokenizer), WIDTH, Path(folder)).report
     finding = report.findings[rule]
     if finding.rows != [number] or set(report.findings) != {rule} | ALONG.get(name, set()):
-        raise SystemExit(f"{name}: planted in row {number}, found {json.dumps(report.to_dict()['findings'])}")
+        raise SystemExit(
+            f"{name}: planted in row {number}, found {json.dumps(report.to_dict()['findings'])}"
+        )
     along = "".join(f", with `{other}`" for other in sorted(set(report.findings) - {rule}))
     return f"{report.level(rule, {})}, row {number} of {report.rows}{along}"
 
@@ -78,7 +86,9 @@ def page() -> str:
     random.seed(0)
     lines = []
     for rule, (what, remedy, share) in RULES.items():
-        above = {None: "never, it is no fault", 0: "any", 1: "never"}.get(share) or f"{share:.0%} of the rows"
+        above = {None: "never, it is no fault", 0: "any", 1: "never"}.get(
+            share
+        ) or f"{share:.0%} of the rows"
         lines.append(f"| `{rule}` | {above} | {what} | {remedy} | {found(rule)} |")
     return INTRODUCTION + "\n".join(lines) + "\n"
 

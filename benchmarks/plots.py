@@ -1,4 +1,6 @@
-"""Draws the plots of README.md and docs/measured.md from the result files; `figures.py` calls it."""
+"""Draws the plots of README.md and docs/measured.md from the result files; `figures.py` calls
+it.
+"""
 
 import json
 import statistics
@@ -49,7 +51,9 @@ def widest(row: Row) -> float:
 
 
 def draw_speed(path: Path, found: list[Row]) -> None:
-    """Ours and the peers without recomputation, over the fastest peer of the row: a group of bars a row."""
+    """Ours and the peers without recomputation, over the fastest peer of the row: a group of
+    bars a row.
+    """
     figure = new_figure(8, 4.4)
     axis = figure.subplots()
     place, labels = 0.0, []
@@ -73,17 +77,27 @@ def draw_speed(path: Path, found: list[Row]) -> None:
 
 
 def draw_memory(path: Path, found: list[Row]) -> None:
-    """Tokens per second over peak memory: a panel a row, what no other arm of ours beats joined by a line."""
+    """Tokens per second over peak memory: a panel a row, what no other arm of ours beats joined
+    by a line.
+    """
     figure = new_figure(9.5, 3.4)
     for axis, row in zip(figure.subplots(1, len(found), squeeze=False)[0], found):
-        ours = sorted((arm["peak_gib"], median(arm)) for name, arm in row.arms.items() if name.startswith("ours"))
-        best = [point for at, point in enumerate(ours) if all(rate < point[1] for _, rate in ours[:at])]
+        ours = sorted(
+            (arm["peak_gib"], median(arm))
+            for name, arm in row.arms.items()
+            if name.startswith("ours")
+        )
+        best = [
+            point for at, point in enumerate(ours) if all(rate < point[1] for _, rate in ours[:at])
+        ]
         axis.plot(*zip(*ours), "o", color=OURS, label="chronicals")
         axis.plot(*zip(*best), "-", color=OURS, lw=1)
         for rank, name in enumerate(row.peers):
             point = row.arms[name]["peak_gib"], median(row.arms[name])
             axis.plot(*point, "s", color="0.45")
-            axis.annotate(name, point, xytext=(3, -10 if rank else 5), textcoords="offset points", fontsize=7)
+            axis.annotate(
+                name, point, xytext=(3, -10 if rank else 5), textcoords="offset points", fontsize=7
+            )
         axis.set_title(row.name, fontsize=9)
         axis.set_xlabel("peak memory, GiB", fontsize=8)
         axis.tick_params(labelsize=7)
@@ -96,16 +110,26 @@ def draw_memory(path: Path, found: list[Row]) -> None:
 
 
 def draw_rows(path: Path, found: list[Row]) -> None:
-    """Bars of the medians of every arm, a panel a row, with the quartiles and the reference step."""
+    """Bars of the medians of every arm, a panel a row, with the quartiles and the reference
+    step.
+    """
     heights = [1 + len(row.compared) for row in found]
     figure = new_figure(9, 0.34 * sum(heights) + 0.6)
-    panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[
+        :, 0
+    ]
     for axis, row in zip(panels, found):
         arms, reference_step = row.compared, row.result["floor"]
         for place, (name, arm) in enumerate(reversed(arms.items())):
             rate = median(arm)
             low, high = (abs(rate - quartile) for quartile in arm["tokens_per_second"]["quartiles"])
-            axis.barh(place, rate, color=OURS if name.startswith("ours") else PEERS, xerr=[[low], [high]], height=0.7)
+            axis.barh(
+                place,
+                rate,
+                color=OURS if name.startswith("ours") else PEERS,
+                xerr=[[low], [high]],
+                height=0.7,
+            )
             axis.text(
                 rate + high,
                 place,
@@ -122,20 +146,34 @@ def draw_rows(path: Path, found: list[Row]) -> None:
         axis.margins(x=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel(
-        "real tokens per second; dotted: reference step, best time seen of each part, not a bound", fontsize=8
+        "real tokens per second; dotted: reference step, best time seen of each part, not a bound",
+        fontsize=8,
     )
     save(figure, path)
 
 
 def draw_frontier(path: Path, row: Row) -> None:
-    """Median tokens per second over peak memory, an arm a numbered point; the numbers are those of the table below it."""
+    """Median tokens per second over peak memory, an arm a numbered point; the numbers are those
+    of the table below it.
+    """
     figure = new_figure(8, 4)
     axis = figure.subplots()
     for number, (name, arm) in enumerate(row.arms.items(), start=1):
         ours, point = name.startswith("ours"), (arm["peak_gib"], median(arm))
         axis.plot(*point, "o" if ours else "s", color=OURS if ours else "0.45")
-        axis.annotate(f"{number}" if ours else f"{number} {name}", point, xytext=(5, 3), textcoords="offset points", fontsize=8)
-    axis.set(xlabel="peak memory, GiB", ylabel="real tokens per second", title=row.title, xlim=(0, 1.15 * widest(row)))
+        axis.annotate(
+            f"{number}" if ours else f"{number} {name}",
+            point,
+            xytext=(5, 3),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axis.set(
+        xlabel="peak memory, GiB",
+        ylabel="real tokens per second",
+        title=row.title,
+        xlim=(0, 1.15 * widest(row)),
+    )
     axis.set_ylim(0, 1.1 * max(map(median, row.arms.values())))
     axis.yaxis.set_major_formatter("{x:,.0f}")
     save(figure, path)
@@ -148,8 +186,13 @@ def draw_proof(path: Path, runs: dict[str, dict]) -> None:
     base = runs["bf16"]["losses"]
     for name, run in runs.items():
         deviations = [100 * (ours / plain - 1) for ours, plain in zip(run["losses"], base)]
-        means = [statistics.mean(deviations[max(0, step - 19) : step + 1]) for step in range(len(deviations))]
-        axis.plot(range(1, len(means) + 1), means, label=name, color="0.5" if name == "bf16" else None)
+        means = [
+            statistics.mean(deviations[max(0, step - 19) : step + 1])
+            for step in range(len(deviations))
+        ]
+        axis.plot(
+            range(1, len(means) + 1), means, label=name, color="0.5" if name == "bf16" else None
+        )
     axis.set(xlabel="step", ylabel="loss over that of bf16, %")
     axis.legend(fontsize=7)
     save(figure, path)

@@ -1,7 +1,9 @@
-"""Writes tests/data/public_templates.json: what public chat templates write for the tests' conversations.
+"""Writes tests/data/public_templates.json: what public chat templates write for the tests'
+conversations.
 
-``python benchmarks/public_templates.py --clone axolotl-ai-cloud/axolotl=DIR --clone chujiezheng/chat_templates=DIR``; the
-texts of trl are read from the installed package. Seconds on a CPU.
+``python benchmarks/public_templates.py --clone axolotl-ai-cloud/axolotl=DIR --clone
+chujiezheng/chat_templates=DIR``; the texts of trl are read from the installed package. Seconds on a
+CPU.
 """
 
 from __future__ import annotations
@@ -75,14 +77,17 @@ SOURCES = {
     "qwen3-vl": (TRL, "qwen3_vl"),
     "qwen2.5-vl": (TRL, "qwen2_5_vl"),
 }
-"""For each name the repository and the file, without its ending, that it writes the same as. The README of trl says that Gemma
-and Gemma 2 have one text."""
+"""For each name the repository and the file, without its ending, that it writes the same as. The
+README of trl says that Gemma and Gemma 2 have one text."""
 
 
 def origin(name: str) -> dict[str, str]:
     """The place where the public text of a name can be read."""
     repository, file = SOURCES[name]
-    place = {"repository": f"https://github.com/{repository}", "path": f"{FOLDERS[repository]}/{file}.jinja"}
+    place = {
+        "repository": f"https://github.com/{repository}",
+        "path": f"{FOLDERS[repository]}/{file}.jinja",
+    }
     if repository == TRL:
         return {**place, "package": f"trl {importlib.metadata.version('trl')}"}
     return {**place, "commit": COMMITS[repository]}
@@ -94,13 +99,19 @@ def public_text(name: str, clones: dict[str, str]) -> bytes:
     if repository == TRL:
         package = importlib.util.find_spec("trl")
         assert package is not None and package.submodule_search_locations
-        return (Path(package.submodule_search_locations[0]) / "chat_templates" / f"{file}.jinja").read_bytes()
+        return (
+            Path(package.submodule_search_locations[0]) / "chat_templates" / f"{file}.jinja"
+        ).read_bytes()
     shown = f"{COMMITS[repository]}:{FOLDERS[repository]}/{file}.jinja"
-    return subprocess.run(["git", "-C", clones[repository], "show", shown], check=True, capture_output=True).stdout
+    return subprocess.run(
+        ["git", "-C", clones[repository], "show", shown], check=True, capture_output=True
+    ).stdout
 
 
 def as_used(name: str, text: str) -> str:
-    """The text as its repository says to use it: chujiezheng/chat_templates is indented to be read."""
+    """The text as its repository says to use it: chujiezheng/chat_templates is indented to be
+    read.
+    """
     indented = SOURCES[name][0] == CHAT_TEMPLATES
     return text.replace("    ", "").replace("\n", "") if indented else text
 
@@ -117,11 +128,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     help = "a clone that has the commit named here"
     parser.add_argument("--clone", action="append", default=[], metavar="REPOSITORY=DIR", help=help)
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "public_templates.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "tests" / "data" / "public_templates.json"
+    )
     arguments = parser.parse_args()
     clones = dict(clone.split("=", 1) for clone in arguments.clone)
     entries = {name: entry(name, clones) for name in SOURCES}
-    arguments.out.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    arguments.out.write_text(
+        json.dumps(entries, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

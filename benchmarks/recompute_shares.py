@@ -2,10 +2,11 @@
 
     python benchmarks/recompute_shares.py [FILE ...]
 
-All `results/row-*.json`, or those named. Anew are the kinds of kernels in profiles, the reference step (`floor`) from its parts
-by themselves and the profile of our own step, every arm's share of it, whether it ran in FP8, and MFU, which such an arm has
-not. Speeds, losses, kernels and `commit` stay as they were measured; `recomputed_at` is the commit of the code that did this.
-A row that would have no reference step now ends it with an error, for it is to be measured again.
+All `results/row-*.json`, or those named. Anew are the kinds of kernels in profiles, the reference
+step (`floor`) from its parts by themselves and the profile of our own step, every arm's share of
+it, whether it ran in FP8, and MFU, which such an arm has not. Speeds, losses, kernels and `commit`
+stay as they were measured; `recomputed_at` is the commit of the code that did this. A row that
+would have no reference step now ends it with an error, for it is to be measured again.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from chronicals.benchmark.record import current_commit, write
 
 RESULTS = Path(__file__).parent / "results"
 CUT = 160
-"""Characters of a kernel's name that a profile keeps; what a name says that was cut is what was read before."""
+"""Characters of a kernel's name that a profile keeps; what a name says that was cut is what was
+read before.
+"""
 
 
 def recomputed(result: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +31,10 @@ def recomputed(result: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SystemExit: an arm in 16 bit is faster than the reference step.
     """
-    arms = {name: recomputed_arm(name, arm, result["row"]["fields"]) for name, arm in result["arms"].items()}
+    arms = {
+        name: recomputed_arm(name, arm, result["row"]["fields"])
+        for name, arm in result["arms"].items()
+    }
     if not result["floor"]:
         return {**result, "arms": arms}
     step = reference_step(result["floor"], arms.get("ours", {}))
@@ -37,7 +43,9 @@ def recomputed(result: dict[str, Any]) -> dict[str, Any]:
             continue
         share = arm["tokens_per_second"]["median"] / step.tokens_per_second
         if share > 1 and not arm["fp8"] and not name.startswith("ours "):
-            raise SystemExit(f"{name} ran at {share:.1%} of the reference step: measure the row again")
+            raise SystemExit(
+                f"{name} ran at {share:.1%} of the reference step: measure the row again"
+            )
         arm["share_of_floor"] = None if arm["fp8"] or share > 1 else share
     by_itself = {part: by_itself_of(result["floor"])[part] for part in PARTS}
     return {**result, "floor": {**step.to_dict(), "by_itself": by_itself}, "arms": arms}
@@ -49,7 +57,9 @@ def by_itself_of(floor: dict[str, Any]) -> dict[str, float]:
 
 
 def reference_step(floor: dict[str, Any], ours: dict[str, Any]) -> ReferenceStep:
-    measured = ReferenceStep(**{part: by_itself_of(floor)[part] for part in PARTS}, tokens=floor["tokens"])
+    measured = ReferenceStep(
+        **{part: by_itself_of(floor)[part] for part in PARTS}, tokens=floor["tokens"]
+    )
     profile = (ours.get("profile") or {}).get("milliseconds_a_step")
     if not profile or ours["fp8"] or "tokens_per_second" not in ours:
         return measured
@@ -62,7 +72,9 @@ def recomputed_arm(name: str, arm: dict[str, Any], fields: dict[str, Any]) -> di
     if "settings" not in arm:
         return arm
     of_ours = name == "ours" or name.startswith("ours ")
-    fp8 = arm.get("fp8", of_ours and ("use_fp8=True" in arm["settings"] or bool(fields.get("use_fp8"))))
+    fp8 = arm.get(
+        "fp8", of_ours and ("use_fp8=True" in arm["settings"] or bool(fields.get("use_fp8")))
+    )
     arm = {**arm, "fp8": fp8}
     if fp8 and "mfu" in arm:
         arm["mfu"] = None
@@ -83,7 +95,9 @@ def recomputed_profile(profile: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path)
     for path in parser.parse_args().files or sorted(RESULTS.glob("row-*.json")):
         result = recomputed(json.loads(path.read_text()))

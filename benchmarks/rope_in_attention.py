@@ -1,10 +1,12 @@
-"""Rotary embedding in attention's load of queries and keys, against the kernel that rotates them in place beforehand.
+"""Rotary embedding in attention's load of queries and keys, against the kernel that rotates them in
+place beforehand.
 
     python benchmarks/rope_in_attention.py OUTPUT.json [--commit HASH]
 
-The same causal attention forward with and without the rotation in its loads; what that adds stands beside the time of
-``fused_qk_rope(in_place=True)``. Queries are rotated once a program, but a block of keys in each of the programs whose
-queries see it, and the backward pass would have to do so again, twice.
+The same causal attention forward with and without the rotation in its loads; what that adds stands
+beside the time of ``fused_qk_rope(in_place=True)``. Queries are rotated once a program, but a block
+of keys in each of the programs whose queries see it, and the backward pass would have to do so
+again, twice.
 """
 
 import argparse
@@ -31,32 +33,56 @@ def _load(at, table, cos_ptr, sin_ptr, HALF: tl.constexpr, ROTATED: tl.constexpr
     i = tl.arange(0, HALF)[None, :]
     a, b = tl.load(at + i), tl.load(at + HALF + i)
     if ROTATED:
-        cos, sin = tl.load(cos_ptr + table + i).to(tl.float32), tl.load(sin_ptr + table + i).to(tl.float32)
+        cos, sin = (
+            tl.load(cos_ptr + table + i).to(tl.float32),
+            tl.load(sin_ptr + table + i).to(tl.float32),
+        )
         x, y = a.to(tl.float32), b.to(tl.float32)
-        a, b = (x * cos - y * sin).to(at.dtype.element_ty), (y * cos + x * sin).to(at.dtype.element_ty)
+        a, b = (
+            (x * cos - y * sin).to(at.dtype.element_ty),
+            (y * cos + x * sin).to(at.dtype.element_ty),
+        )
     return a, b
 
 
 @triton.jit
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, length, scale,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Documents of ``length`` tokens laid end to end: q ``[T, H, D]``, k and v ``[T, K, D]``, tables ``[T, D]``."""
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    length,
+    scale,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTATED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Documents of ``length`` tokens laid end to end: q ``[T, H, D]``, k and v ``[T, K, D]``,
+    tables ``[T, D]``.
+    """
     WIDTH: tl.constexpr = 2 * HALF
     head = tl.program_id(1)
     group = head // (HEADS // GROUPS)
     first, block = tl.program_id(2) * length, tl.num_programs(0) - 1 - tl.program_id(0)
     rows = block * M + tl.arange(0, M)
     token = (first + rows).to(tl.int64)[:, None]
-    q_a, q_b = _load(q_ptr + (token * HEADS + head) * WIDTH, token * WIDTH, cos_ptr, sin_ptr, HALF, ROTATED)
+    q_a, q_b = _load(
+        q_ptr + (token * HEADS + head) * WIDTH, token * WIDTH, cos_ptr, sin_ptr, HALF, ROTATED
+    )
     largest = tl.full((M,), -float("inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     out = tl.zeros((M, WIDTH), tl.float32)
     for start in range(0, (block + 1) * M, N):
         columns = start + tl.arange(0, N)
         key = (first + columns).to(tl.int64)[:, None]
-        k_a, k_b = _load(k_ptr + (key * GROUPS + group) * WIDTH, key * WIDTH, cos_ptr, sin_ptr, HALF, ROTATED)
+        k_a, k_b = _load(
+            k_ptr + (key * GROUPS + group) * WIDTH, key * WIDTH, cos_ptr, sin_ptr, HALF, ROTATED
+        )
         z = (tl.dot(q_a, tl.trans(k_a)) + tl.dot(q_b, tl.trans(k_b))) * (scale * 1.44269504)
         if start + N > block * M:
             z = tl.where(columns[None, :] <= rows[:, None], z, -float("inf"))
@@ -70,12 +96,28 @@ def _attention_kernel(
     tl.store(at, (out / total[:, None]).to(out_ptr.dtype.element_ty))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, length: int, rotated: bool) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, length: int, rotated: bool
+) -> Tensor:
     out, (tokens, heads, width) = torch.empty_like(q), q.shape
     _attention_kernel[(length // 128, heads, tokens // length)](
-        q, k, v, out, cos, sin, length, width**-0.5, heads, k.shape[1], width // 2, rotated, 128, 64,
-        num_warps=4 if width == 64 else 8, num_stages=3,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        cos,
+        sin,
+        length,
+        width**-0.5,
+        heads,
+        k.shape[1],
+        width // 2,
+        rotated,
+        128,
+        64,
+        num_warps=4 if width == 64 else 8,
+        num_stages=3,
+    )
     return out
 
 
@@ -86,7 +128,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 
 
 def measure(heads: int, groups: int, width: int, tokens: int = 16384, length: int = 2048) -> dict:
-    q, k, v = (torch.randn(tokens, n, width, device="cuda").bfloat16() for n in (heads, groups, groups))
+    q, k, v = (
+        torch.randn(tokens, n, width, device="cuda").bfloat16() for n in (heads, groups, groups)
+    )
     angles = torch.rand(tokens, width // 2, device="cuda").repeat(1, 2) * 6
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     expected = reference(*qk_rope_reference(q, k, cos, sin), v, length).float()
@@ -115,9 +159,15 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     results: dict = {
-        "card": torch.cuda.get_device_name(0), "commit": given.commit, "rows": {},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-    }  # fmt: skip
+        "card": torch.cuda.get_device_name(0),
+        "commit": given.commit,
+        "rows": {},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+    }
     for heads, groups, width in ((14, 2, 64), (32, 8, 128)):
         row = measure(heads, groups, width)
         results["rows"][f"{heads}/{groups} heads of {width}"] = row

@@ -1,14 +1,17 @@
-"""Every row of the measured tables, with its frontier of memory and speed, by name: what `chronicals benchmark` runs for it.
+"""Every row of the measured tables, with its frontier of memory and speed, by name: what
+`chronicals benchmark` runs for it.
 
-    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 560] [--work FOLDER] [--commit HASH] [--run 2] [--note TEXT]
+    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 560] [--work FOLDER] [--commit HASH]
+    [--run 2] [--note TEXT]
 
-All of them, or those named, one after the other on the card at hand; a JSON file and bars each in FOLDER, called after the row
-and the card (`row-0.5b-full-fixed-h200.json`), and after the run where it is a further one (`...-h200-2.json`). The time limit
-is that of all together: each row has an equal share of what is left, and ends when it is over. A file is written anew after
-every arm and round, so a run that is killed leaves what it had. A short table of all rows comes last. Weights and
-compilers' caches are shared, with later calls, too, where `--work` names their place. Where another row is measured on another
-card of the machine at the same time, `--note` says so in the file. Then `benchmarks/figures.py` makes the
-tables from what lies in `benchmarks/results`.
+All of them, or those named, one after the other on the card at hand; a JSON file and bars each in
+FOLDER, called after the row and the card (`row-0.5b-full-fixed-h200.json`), and after the run where
+it is a further one (`...-h200-2.json`). The time limit is that of all together: each row has an
+equal share of what is left, and ends when it is over. A file is written anew after every arm and
+round, so a run that is killed leaves what it had. A short table of all rows comes last. Weights and
+compilers' caches are shared, with later calls, too, where `--work` names their place. Where another
+row is measured on another card of the machine at the same time, `--note` says so in the file. Then
+`benchmarks/figures.py` makes the tables from what lies in `benchmarks/results`.
 """
 
 import argparse
@@ -60,9 +63,19 @@ IN_4_BITS = scouted(
     "memory=[recompute_layers,offload_activations,tiled_mlp],logits_chunk_size=512,optimizer_state_dtype=bf16",
     "memory=[recompute_layers,offload_activations],logits_chunk_size=512",
 )
-"""What is least beside a base in 4 bits: a layer's input on its way, a tile of an MLP, few rows of logits."""
+"""What is least beside a base in 4 bits: a layer's input on its way, a tile of an MLP, few rows
+of logits.
+"""
 
-LEAN_IN_4_BITS = ["--memory", "recompute_layers", "--memory", "offload_activations", "--logits-chunk-size", "512", *BF16_STATES]
+LEAN_IN_4_BITS = [
+    "--memory",
+    "recompute_layers",
+    "--memory",
+    "offload_activations",
+    "--logits-chunk-size",
+    "512",
+    *BF16_STATES,
+]
 """Where Unsloth recomputes to have an 8B model below 9 GiB."""
 
 IN_FP8 = scouted(
@@ -73,50 +86,111 @@ IN_FP8 = scouted(
 
 
 def on_pairs(objective: str, share: int) -> list[str]:
-    """Of a preference row whose prompts are so many percent of their rows' tokens; of the same model half is compared in more
-    steps."""
-    return ["--objective", objective, "--data", f"pairs-{share}", *([] if share == 50 else ["--reference-steps", "2"])]
+    """Of a preference row whose prompts are so many percent of their rows' tokens; of the same
+    model half is compared in more steps."""
+    return [
+        "--objective",
+        objective,
+        "--data",
+        f"pairs-{share}",
+        *([] if share == 50 else ["--reference-steps", "2"]),
+    ]
 
 
 PEERS_ON_PAIRS = against("trl", "unsloth-alone")
-"""Unsloth's recomputation, 5,516 tokens/s beside 10,728 (8B, ORPO, LoRA, H200), is no peer where memory is not short."""
+"""Unsloth's recomputation, 5,516 tokens/s beside 10,728 (8B, ORPO, LoRA, H200), is no peer where
+memory is not short.
+"""
 
 PREFERENCE = {
     f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *PEERS_ON_PAIRS]
     for share in (50, 30, 70)
     for objective in ("dpo", "orpo")
-    for kind, options in (("0.5b-full", SMALL), ("8b-lora", [*LARGE, *LORA]), ("8b-qlora", [*LARGE, *QLORA]))
+    for kind, options in (
+        ("0.5b-full", SMALL),
+        ("8b-lora", [*LARGE, *LORA]),
+        ("8b-qlora", [*LARGE, *QLORA]),
+    )
 }
 
 ROWS = {
-    "row-0.5b-full-fixed": [*SMALL, *LEANEST, *POLICIES, *against("torch-compile", "liger", "unsloth")],
-    "row-0.5b-full-ragged": [*SMALL, *RAGGED, *against("liger", "trl", "unsloth-padded", "unsloth")],
-    "row-0.5b-lora-fixed": [*SMALL, *LORA, *variants("lora_dropout=0.05"), *POLICIES, *against("liger", "unsloth")],
+    "row-0.5b-full-fixed": [
+        *SMALL,
+        *LEANEST,
+        *POLICIES,
+        *against("torch-compile", "liger", "unsloth"),
+    ],
+    "row-0.5b-full-ragged": [
+        *SMALL,
+        *RAGGED,
+        *against("liger", "trl", "unsloth-padded", "unsloth"),
+    ],
+    "row-0.5b-lora-fixed": [
+        *SMALL,
+        *LORA,
+        *variants("lora_dropout=0.05"),
+        *POLICIES,
+        *against("liger", "unsloth"),
+    ],
     "row-0.5b-lora-ragged": [
-        *SMALL, *LORA, *RAGGED, *against("liger", "trl", "unsloth-padded", "unsloth-compiled", "unsloth"),
+        *SMALL,
+        *LORA,
+        *RAGGED,
+        *against("liger", "trl", "unsloth-padded", "unsloth-compiled", "unsloth"),
     ],
     "row-0.5b-full-2k": [*SMALL, "--batch-size", "1", *variants("use_cuda_graphs=false")],
     "row-0.5b-full-64k": [*SMALL, "--batch-size", "32", "--steps", "10"],
     "row-8b-full-fixed": [*LARGE, *BF16_STATES, *against("liger", "unsloth")],
     "row-8b-full-fp8-fixed": [*LARGE, *BF16_STATES, "--use-fp8", *against("liger")],
-    "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *IN_FP8, *POLICIES, *against("liger", "unsloth")],
+    "row-8b-lora-fixed": [
+        *LARGE,
+        *LORA,
+        *variants("use_fp8=true"),
+        *IN_FP8,
+        *POLICIES,
+        *against("liger", "unsloth"),
+    ],
     "row-0.5b-qlora-ragged": [
-        *SMALL, *QLORA, *RAGGED,
+        *SMALL,
+        *QLORA,
+        *RAGGED,
         *against("trl", "unsloth-compiled", "unsloth-padded", "unsloth"),
     ],
-    "row-8b-qlora-fixed": [*LARGE, *QLORA, *variants("memory=[recompute_layers]"), *IN_4_BITS, *against("trl", "unsloth")],
+    "row-8b-qlora-fixed": [
+        *LARGE,
+        *QLORA,
+        *variants("memory=[recompute_layers]"),
+        *IN_4_BITS,
+        *against("trl", "unsloth"),
+    ],
     "row-8b-qlora-lean-fixed": [*LARGE, *QLORA, *LEAN_IN_4_BITS, *against("unsloth-recompute")],
     "row-8b-lora-dora-fixed": [*LARGE, *LORA, *variants("use_dora=true")],
-    "row-8b-full-8bit-fixed": [*LARGE, *BF16_STATES, *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32")],
+    "row-8b-full-8bit-fixed": [
+        *LARGE,
+        *BF16_STATES,
+        *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32"),
+    ],
     "row-30b-a3b-lora-fixed": [*MIXTURE, *LORA, *against("trl", "unsloth")],
     "row-30b-a3b-qlora-fixed": [*MIXTURE, *QLORA, *against("trl", "unsloth")],
     "row-olmoe-1b-7b-full-fixed": [
-        "--model", "olmoe-1b-7b", *BF16_STATES, *variants("master_weights=false"),
-        *against("trl-recompute", "unsloth-recompute"),  # weights, gradients and states are 52 GiB, activations 20 to 27
+        "--model",
+        "olmoe-1b-7b",
+        *BF16_STATES,
+        *variants("master_weights=false"),
+        *against(
+            "trl-recompute", "unsloth-recompute"
+        ),  # weights, gradients and states are 52 GiB, activations 20 to 27
     ],
-    "row-0.5b-full-distill-fixed": [*SMALL, "--objective", "distill", "--distill.teacher", "qwen3-8b", *against("liger")],
+    "row-0.5b-full-distill-fixed": [
+        *SMALL,
+        "--objective",
+        "distill",
+        "--distill.teacher",
+        "qwen3-8b",
+        *against("liger"),
+    ],
     **PREFERENCE,
-}  # fmt: skip
+}
 
 
 STOPPING = 10
@@ -125,8 +199,22 @@ STOPPING = 10
 
 def measure(name: str, output: Path, work: Path, seconds: float, options: list[str]) -> bool:
     """Whether the row was measured to its end."""
-    program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *ROWS[name]]
-    given = ["--output", str(output), "--folder", str(work), "--time-limit", f"{seconds:.0f}", *options]
+    program = [
+        sys.executable,
+        "-c",
+        "from chronicals.cli import main; main()",
+        "benchmark",
+        *ROWS[name],
+    ]
+    given = [
+        "--output",
+        str(output),
+        "--folder",
+        str(work),
+        "--time-limit",
+        f"{seconds:.0f}",
+        *options,
+    ]
     return BoundProcess([*program, *given]).wait() == 0
 
 
@@ -149,7 +237,10 @@ def card() -> str:
 
 def table(files: list[Path]) -> str:
     """An arm a line, of the rows whose files are there."""
-    lines = [f"{'row, arm':60} {'tokens/s':>9} {'MFU':>6} {'of ref. step':>12} {'GiB':>6} {'padding':>8} rounds"]
+    lines = [
+        f"{'row, arm':60} {'tokens/s':>9} {'MFU':>6} {'of ref. step':>12} {'GiB':>6} "
+        f"{'padding':>8} rounds"
+    ]
     for path in filter(Path.exists, files):
         result = json.loads(path.read_text())
         lines.append(f"{path.stem}, {result['commit']}, {result['seconds']:.0f} s")
@@ -157,22 +248,36 @@ def table(files: list[Path]) -> str:
             if arm["status"] != "measured":
                 lines.append(f"  {name[:57]:58} {arm['status']}: {arm['reason']}"[:160])
                 continue
-            mfu, share = ("-" if part is None else f"{part:.1%}" for part in (arm.get("mfu"), arm["share_of_floor"]))
+            mfu, share = (
+                "-" if part is None else f"{part:.1%}"
+                for part in (arm.get("mfu"), arm["share_of_floor"])
+            )
             lines.append(
-                f"  {name[:57]:58} {arm['tokens_per_second']['median']:9,.0f} {mfu:>6} {share:>12} {arm['peak_gib']:6.1f} "
+                f"  {name[:57]:58} {arm['tokens_per_second']['median']:9,.0f} {mfu:>6} "
+                f"{share:>12} {arm['peak_gib']:6.1f} "
                 f"{arm['padding_share']:8.1%} {arm['rounds']}"
             )
-        ratios = ", ".join(f"{name} {ratio['median']:.3f}" for name, ratio in result["ratios"].items())
-        lines += [f"  ours / {ratios}"] * bool(ratios) + [f"  {note}"[:160] for note in result["notes"]]
+        ratios = ", ".join(
+            f"{name} {ratio['median']:.3f}" for name, ratio in result["ratios"].items()
+        )
+        lines += [f"  ours / {ratios}"] * bool(ratios) + [
+            f"  {note}"[:160] for note in result["notes"]
+        ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--time-limit", type=float, default=560, help="seconds that all of it may take")
-    parser.add_argument("--arm-timeout", type=float, default=180, help="seconds one process of an arm may take")
+    parser.add_argument(
+        "--time-limit", type=float, default=560, help="seconds that all of it may take"
+    )
+    parser.add_argument(
+        "--arm-timeout", type=float, default=180, help="seconds one process of an arm may take"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="decisive rounds of a row")
     parser.add_argument("--work", type=Path, help="keep weights and compilers' caches here")
     parser.add_argument("--commit", help="to record")
@@ -192,7 +297,10 @@ def main() -> None:
         *(["--commit", given.commit] if given.commit else []),
     ]
     options += ["--model", given.model, "--mixed-precision", "fp32"] if given.model else []
-    ends, place = time.monotonic() + given.time_limit, "-".join([card(), *([str(given.run)] if given.run else [])])
+    ends, place = (
+        time.monotonic() + given.time_limit,
+        "-".join([card(), *([str(given.run)] if given.run else [])]),
+    )
     files = [given.folder / f"{name}-{place}.json" for name in names]
     with tempfile.TemporaryDirectory(prefix="chronicals-rows-") as folder:
         for number, (name, output) in enumerate(zip(names, files)):

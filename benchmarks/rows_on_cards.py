@@ -1,12 +1,14 @@
 """Rows of the measured tables on several cards of one machine, a row on each card at a time.
 
-    python benchmarks/rows_on_cards.py FOLDER NAME ... [--cards 4] [--time-limit 585] [--seconds 560] [--work FOLDER]
+    python benchmarks/rows_on_cards.py FOLDER NAME ... [--cards 4] [--time-limit 585] [--seconds
+    560] [--work FOLDER]
         [options of rows.py: --rounds 0 --commit HASH ...]
 
-A card that has ended a row takes the next of those named, until the time limit; a row has ``--seconds``, or what is left.
-Weights of built-in shapes are written once, before the first row, and what a trial of a peer found holds for rows as long.
-Cores are divided evenly, and each file says that other rows ran at the same time. What a row prints is in WORK/NAME.log; a
-short table of all rows comes last.
+A card that has ended a row takes the next of those named, until the time limit; a row has
+``--seconds``, or what is left. Weights of built-in shapes are written once, before the first row,
+and what a trial of a peer found holds for rows as long. Cores are divided evenly, and each file
+says that other rows ran at the same time. What a row prints is in WORK/NAME.log; a short table of
+all rows comes last.
 """
 
 import argparse
@@ -38,10 +40,15 @@ build_model(sys.argv[1], Path(sys.argv[2]), "cuda" if torch.cuda.is_available() 
 
 
 def models_of(name: str, other: str | None) -> set[str]:
-    """Built-in shapes whose weights the row reads; ``other`` than its own where the script is tried."""
+    """Built-in shapes whose weights the row reads; ``other`` than its own where the script is
+    tried.
+    """
     options = one_card.ROWS[name]
     values = dict(zip(options, options[1:]))
-    return {other or values["--model"], *([values["--distill.teacher"]] if "--distill.teacher" in values else [])}
+    return {
+        other or values["--model"],
+        *([values["--distill.teacher"]] if "--distill.teacher" in values else []),
+    }
 
 
 @dataclass
@@ -69,7 +76,12 @@ class Cards:
         seen = given.split(",")[card] if given else str(card)
         threads = str(max(1, (os.cpu_count() or 1) // self.count))
         place = str(self.work / f"card-{card}" / "unsloth")
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": seen, "OMP_NUM_THREADS": threads, "UNSLOTH_COMPILE_LOCATION": place}
+        return {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": seen,
+            "OMP_NUM_THREADS": threads,
+            "UNSLOTH_COMPILE_LOCATION": place,
+        }
 
     def write_weights(self, models: Sequence[str]) -> None:
         """Of each model once, as many at a time as there are cards.
@@ -77,7 +89,11 @@ class Cards:
         Raises:
             SystemExit: one could not be written.
         """
-        missing = [name for name in models if not (self.work / "weights" / name / "tokenizer.json").exists()]
+        missing = [
+            name
+            for name in models
+            if not (self.work / "weights" / name / "tokenizer.json").exists()
+        ]
         for start in range(0, len(missing), self.count):
             some = missing[start : start + self.count]
             places = [str(self.work / "weights" / name) for name in some]
@@ -101,15 +117,31 @@ class Cards:
             with (self.work / f"{name}.log").open("w") as log:
                 began = time.monotonic()
                 process = BoundProcess(
-                    self.command(name, place, limit), env=self.environment(card), stdout=log, stderr=subprocess.STDOUT
+                    self.command(name, place, limit),
+                    env=self.environment(card),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
                 )
                 code = process.wait()
-            print(f"card {card}: {name}, {time.monotonic() - began:.0f} s{', failed' if code else ''}", flush=True)
+            print(
+                f"card {card}: {name}, {time.monotonic() - began:.0f} "
+                f"s{', failed' if code else ''}",
+                flush=True,
+            )
 
     def command(self, name: str, place: Path, seconds: float) -> list[str]:
         script = str(Path(__file__).with_name("rows.py"))
         limits = ["--time-limit", f"{seconds:.0f}", "--note", NOTE]
-        return [sys.executable, script, str(self.folder), name, "--work", str(place), *limits, *self.options]
+        return [
+            sys.executable,
+            script,
+            str(self.folder),
+            name,
+            "--work",
+            str(place),
+            *limits,
+            *self.options,
+        ]
 
     def _next(self) -> Iterator[str]:
         while True:
@@ -121,32 +153,49 @@ class Cards:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--cards", type=int, default=2)
-    parser.add_argument("--time-limit", type=float, default=585, help="seconds that all of it may take")
+    parser.add_argument(
+        "--time-limit", type=float, default=585, help="seconds that all of it may take"
+    )
     parser.add_argument("--seconds", type=float, default=560, help="that a row may take")
     parser.add_argument("--work", type=Path, help="keep weights, logs and compilers' caches here")
     parser.add_argument("--model", help="another built-in shape than the rows', to try the script")
     given, options = parser.parse_known_args()
     if unknown := set(given.names) - set(one_card.ROWS):
-        parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(one_card.ROWS)}")
+        parser.error(
+            f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(one_card.ROWS)}"
+        )
     ends = time.monotonic() + given.time_limit
     given.folder.mkdir(parents=True, exist_ok=True)
     options += ["--model", given.model] if given.model else []
     with tempfile.TemporaryDirectory(prefix="chronicals-rows-") as folder:
         work = given.work or Path(folder)
-        cards = Cards(given.folder, work, given.cards, options, given.seconds, ends, list(given.names))
-        cards.write_weights(sorted(set().union(*(models_of(name, given.model) for name in given.names))))
-        threads = [threading.Thread(target=cards.measure, args=(card,), daemon=True) for card in range(given.cards)]
+        cards = Cards(
+            given.folder, work, given.cards, options, given.seconds, ends, list(given.names)
+        )
+        cards.write_weights(
+            sorted(set().union(*(models_of(name, given.model) for name in given.names)))
+        )
+        threads = [
+            threading.Thread(target=cards.measure, args=(card,), daemon=True)
+            for card in range(given.cards)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     for name in cards.names:
         print(f"not begun, the time limit is reached: {name}")
-    print(one_card.table(sorted(path for name in given.names for path in given.folder.glob(f"{name}-*.json"))))
+    print(
+        one_card.table(
+            sorted(path for name in given.names for path in given.folder.glob(f"{name}-*.json"))
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
     python benchmarks/shared_prompts.py OUTPUT.json [--commit HASH] [--tokens 16384] [--shares 0.5]
 
-A pack of pairs, each prompt in it once, forward and backward of one layer's attention, as CUDA graphs, as steps are. Gathered
-keys are what chronicals runs: each answer's keys and values are put behind its prompt's, and an attention of documents follows.
-A tree mask (FlexAttention; Dong et al., 2024) leaves them where they are: a token sees the prompt and the tokens of its own
-answer before it. The mask's blocks are made for every pack, once for all layers, and stand apart; their first compilation takes
-four minutes. Both give the same numbers, within bf16's rounding, or nothing is written.
+A pack of pairs, each prompt in it once, forward and backward of one layer's attention, as CUDA
+graphs, as steps are. Gathered keys are what chronicals runs: each answer's keys and values are put
+behind its prompt's, and an attention of documents follows. A tree mask (FlexAttention; Dong et al.,
+2024) leaves them where they are: a token sees the prompt and the tokens of its own answer before
+it. The mask's blocks are made for every pack, once for all layers, and stand apart; their first
+compilation takes four minutes. Both give the same numbers, within bf16's rounding, or nothing is
+written.
 """
 
 import argparse
@@ -43,10 +45,12 @@ class Pack:
     """Pairs of one pack of T tokens.
 
     Attributes:
-        bounds: int32 ``[N + 1]``: both answers of a pair and its prompt, one document after the other.
+        bounds: int32 ``[N + 1]``: both answers of a pair and its prompt, one document after the
+            other.
         longest: tokens of the longest document.
         keys: what they attend to.
-        order: int64 ``[T]``: the token of the pack that stands at each place where each prompt comes before its answers.
+        order: int64 ``[T]``: the token of the pack that stands at each place where each prompt
+            comes before its answers.
         item, side: int32 ``[T]`` in that order: the pair, and 0, 1 or -1 for the prompt.
     """
 
@@ -70,16 +74,29 @@ def drawn(tokens: int, share: float, device: torch.device, seed: int = 1) -> Pac
         left -= prompt + 2 * (row - prompt)
     if left:
         lengths[-1] = lengths[-1][0] + left, lengths[-1][1]
-    documents = [(part, shared, side) for p, a in lengths for part, shared, side in ((a, p, 0), (a, p, 1), (p, IS_SHARED, 2))]
+    documents = [
+        (part, shared, side)
+        for p, a in lengths
+        for part, shared, side in ((a, p, 0), (a, p, 1), (p, IS_SHARED, 2))
+    ]
     sizes, shared, sides = (np.array(column, np.int64) for column in zip(*documents))
     bounds = np.append(0, np.cumsum(sizes)).astype(np.int32)
     starts = bounds[:-1].reshape(-1, 3)
-    order = [np.arange(s[n], s[n] + d) for s, (p, a) in zip(starts, lengths) for n, d in ((2, p), (0, a), (1, a))]
+    order = [
+        np.arange(s[n], s[n] + d)
+        for s, (p, a) in zip(starts, lengths)
+        for n, d in ((2, p), (0, a), (1, a))
+    ]
     item = np.repeat(np.arange(len(lengths)), [p + 2 * a for p, a in lengths])
     side = np.concatenate([np.repeat([-1, 0, 1], [p, a, a]) for p, a in lengths])
     columns = (np.concatenate(order), item.astype(np.int32), side.astype(np.int32))
     keys = shared_keys(shared, sides, bounds, tokens).map(lambda x: x.to(device))
-    return Pack(torch.as_tensor(bounds).to(device), int(sizes.max()), keys, *(torch.as_tensor(x).to(device) for x in columns))
+    return Pack(
+        torch.as_tensor(bounds).to(device),
+        int(sizes.max()),
+        keys,
+        *(torch.as_tensor(x).to(device) for x in columns),
+    )
 
 
 def gathered(pack: Pack, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,7 +109,11 @@ def tree_mask(pack: Pack) -> BlockMask:
     item, side = pack.item, pack.side
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (item[key] == item[query]) & ((side[key] < 0) | (side[key] == side[query]))
+        return (
+            (key <= query)
+            & (item[key] == item[query])
+            & ((side[key] < 0) | (side[key] == side[query]))
+        )
 
     return compiled_mask(seen, None, None, len(item), len(item), device=item.device)
 
@@ -122,9 +143,14 @@ def timed(name: str, call: Callable[[], Any], seconds: dict[str, float]) -> Any:
     return made
 
 
-def measure(heads: int, groups: int, width: int, tokens: int, share: float, device: torch.device) -> dict:
+def measure(
+    heads: int, groups: int, width: int, tokens: int, share: float, device: torch.device
+) -> dict:
     pack = drawn(tokens, share, device)
-    *inputs, dy = (torch.randn(tokens, n, width, device=device, dtype=torch.bfloat16) for n in (heads, groups, groups, heads))
+    *inputs, dy = (
+        torch.randn(tokens, n, width, device=device, dtype=torch.bfloat16)
+        for n in (heads, groups, groups, heads)
+    )
     ours = [x.requires_grad_() for x in inputs]
     trees = [x.detach()[pack.order].requires_grad_() for x in inputs]
     first: dict[str, float] = {}
@@ -136,7 +162,9 @@ def measure(heads: int, groups: int, width: int, tokens: int, share: float, devi
     expected, found = ([x.float() for x in timed(name, call, first)] for name, call in arms.items())
     errors = [((b - a[pack.order]).norm() / a.norm()).item() for a, b in zip(expected, found)]
     if not max(errors) < LIKE:
-        raise SystemExit(f"{heads}/{groups} heads of {width}, prompts of {share:.0%}: errors {errors}")
+        raise SystemExit(
+            f"{heads}/{groups} heads of {width}, prompts of {share:.0%}: errors {errors}"
+        )
     arms = {name: Captured(call) for name, call in arms.items()} if device.type == "cuda" else arms
     arms["the mask of a pack"] = lambda: tree_mask(pack)
     samples: dict[str, list[float]] = {name: [] for name in arms}
@@ -145,7 +173,12 @@ def measure(heads: int, groups: int, width: int, tokens: int, share: float, devi
             taken = sample(call)
             if turn >= WARM_UP:
                 samples[name].append(taken)
-    return {"errors": errors, "pairs": int(pack.item[-1]) + 1, "milliseconds": samples, "first_call_seconds": first}
+    return {
+        "errors": errors,
+        "pairs": int(pack.item[-1]) + 1,
+        "milliseconds": samples,
+        "first_call_seconds": first,
+    }
 
 
 def main() -> None:
@@ -153,21 +186,37 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="of prompts among the tokens of rows")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.3, 0.5, 0.7],
+        help="of prompts among the tokens of rows",
+    )
     given = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda")
     results: dict = {
-        "card": torch.cuda.get_device_name(0), "commit": given.commit, "tokens": given.tokens, "rows": {},
+        "card": torch.cuda.get_device_name(0),
+        "commit": given.commit,
+        "tokens": given.tokens,
+        "rows": {},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }  # fmt: skip
+    }
     for heads, groups, width in ((14, 2, 64), (32, 8, 128)):
         for share in given.shares:
             row = measure(heads, groups, width, given.tokens, share, device)
             name = f"{heads}/{groups} heads of {width}, prompts of {share:.0%}"
             results["rows"][name] = row
             given.output.write_text(json.dumps(results))
-            print(name, {arm: round(statistics.median(times), 3) for arm, times in row["milliseconds"].items()}, flush=True)
+            print(
+                name,
+                {
+                    arm: round(statistics.median(times), 3)
+                    for arm, times in row["milliseconds"].items()
+                },
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

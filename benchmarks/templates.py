@@ -127,7 +127,9 @@ def trained_kinds(name: str) -> list[str]:
 
 
 def by_name() -> str:
-    """A line for each template by name: where the public text is that it equals, and what it trains."""
+    """A line for each template by name: where the public text is that it equals, and what it
+    trains.
+    """
     lines = []
     for name, origin in sorted(PUBLIC.items()):
         stop = "<|im_end|>" if name == "chatml" else FAMILIES[name].stop
@@ -145,7 +147,11 @@ def short(reason: str) -> str:
     reason = re.sub(r"^row 1: ", "", reason)
     reason = re.sub(r"^message \d+: |^the chat template (refuses the conversation: )?", "", reason)
     reason = reason.split("; ")[0].split(", so ")[0]
-    return re.sub(r"does not render '.*' in", "does not render a part of", reason).replace("|", "\\|").strip()
+    return (
+        re.sub(r"does not render '.*' in", "does not render a part of", reason)
+        .replace("|", "\\|")
+        .strip()
+    )
 
 
 def line(name: str) -> str:
@@ -160,12 +166,25 @@ def line(name: str) -> str:
             found |= differences(name, row)
     try:
         tokenizer = with_template(shipped(name))
-        stop = f"`{tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).stop_token())}`".replace("|", "\\|")
+        stop = f"`{tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).stop_token())}`".replace(
+            "|", "\\|"
+        )
     except TemplateError:
         stop = "none"
-    numbers = [str(number) for number, (difference, _, _) in enumerate(DIFFERENCES, 1) if difference in found]
-    beside = "no twin" if not twin(name) else ", ".join(numbers) or ("refused" if "yes" not in cells else "equal")
-    why = "; ".join(f"{', '.join(kinds) if len(kinds) < len(KINDS) else 'all'}: {reason}" for reason, kinds in reasons.items())
+    numbers = [
+        str(number)
+        for number, (difference, _, _) in enumerate(DIFFERENCES, 1)
+        if difference in found
+    ]
+    beside = (
+        "no twin"
+        if not twin(name)
+        else ", ".join(numbers) or ("refused" if "yes" not in cells else "equal")
+    )
+    why = "; ".join(
+        f"{', '.join(kinds) if len(kinds) < len(KINDS) else 'all'}: {reason}"
+        for reason, kinds in reasons.items()
+    )
     return f"| {name} | {' | '.join(cells)} | {stop} | {beside} | {why} |"
 
 
@@ -181,7 +200,9 @@ def page() -> str:
         listed.append(f"| {number}: {phrase} | {because} | {', '.join(' '.join(where).split())} |")
     taken = sum("| yes |" in row for row in rows)
     count = f"\n{len(rows)} templates, {taken} of them taken for some kind of conversation.\n\n"
-    stock = INTRODUCTION.format(**versions) + count + table + "\n" + TWINS + "\n".join(listed) + "\n"
+    stock = (
+        INTRODUCTION.format(**versions) + count + table + "\n" + TWINS + "\n".join(listed) + "\n"
+    )
     return stock + BY_NAME + by_name() + LEFT_OUT
 
 

@@ -1,11 +1,14 @@
-"""Building token stores: rates beside the bare tokenizer and ``datasets.map``, and the memory of a million rows.
+"""Building token stores: rates beside the bare tokenizer and ``datasets.map``, and the memory of a
+million rows.
 
-    python benchmarks/token_store.py OUTPUT.json [--rows 1000000] [--compared 100000] [--commit HASH]
+    python benchmarks/token_store.py OUTPUT.json [--rows 1000000] [--compared 100000] [--commit
+    HASH]
 
-Rows are pieces of the Python sources that are on this machine, of lognormal length. Each arm runs in its own process, in
-turn, three times; anonymous memory, that of its children included (PSS), is sampled every 0.5 s. The bare tokenizer's rate is
-``encode_batch`` over texts (or over conversations already rendered) that are in memory, its results thrown away;
-``datasets`` reads the same file as ours, with ``load_dataset``, and maps over all cores.
+Rows are pieces of the Python sources that are on this machine, of lognormal length. Each arm runs
+in its own process, in turn, three times; anonymous memory, that of its children included (PSS), is
+sampled every 0.5 s. The bare tokenizer's rate is ``encode_batch`` over texts (or over conversations
+already rendered) that are in memory, its results thrown away; ``datasets`` reads the same file as
+ours, with ``load_dataset``, and maps over all cores.
 """
 
 import argparse
@@ -74,7 +77,11 @@ def ours(folder: Path, data: Path, tokenizer, count: int) -> dict:
     built = time.perf_counter() - begun
     begun = time.perf_counter()
     open_store(head, tokenizer, config)
-    return {"seconds": built, "reopened_seconds": time.perf_counter() - begun, "tokens": int(store.lengths.sum())}
+    return {
+        "seconds": built,
+        "reopened_seconds": time.perf_counter() - begun,
+        "tokens": int(store.lengths.sum()),
+    }
 
 
 def rendered(folder: Path, data: Path, tokenizer, count: int) -> list[str]:
@@ -82,7 +89,12 @@ def rendered(folder: Path, data: Path, tokenizer, count: int) -> list[str]:
     if not kept.exists():
         rows = load(data, count)
         template = "messages" in rows[0]
-        texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) if template else row["text"] for row in rows]
+        texts = [
+            tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            if template
+            else row["text"]
+            for row in rows
+        ]
         kept.write_text(json.dumps(texts))
     return json.loads(kept.read_text())
 
@@ -92,7 +104,9 @@ def bare(folder: Path, data: Path, tokenizer, count: int) -> dict:
     texts = rendered(folder, data, tokenizer, count)
     begun, tokens = time.perf_counter(), 0
     for start in range(0, count, CHUNK):
-        tokens += sum(map(len, tokenizer.backend_tokenizer.encode_batch(texts[start : start + CHUNK])))
+        tokens += sum(
+            map(len, tokenizer.backend_tokenizer.encode_batch(texts[start : start + CHUNK]))
+        )
     return {"seconds": time.perf_counter() - begun, "tokens": tokens}
 
 
@@ -108,7 +122,12 @@ def datasets_map(folder: Path, data: Path, tokenizer, count: int) -> dict:
         return {"input_ids": tokenizer(batch["text"], add_special_tokens=False)["input_ids"]}
 
     begun = time.perf_counter()
-    rows = datasets.load_dataset("json", data_files=str(head), split="train", cache_dir=str(folder / f"datasets-{os.getpid()}"))
+    rows = datasets.load_dataset(
+        "json",
+        data_files=str(head),
+        split="train",
+        cache_dir=str(folder / f"datasets-{os.getpid()}"),
+    )
     done = rows.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=rows.column_names)
     return {"seconds": time.perf_counter() - begun, "tokens": sum(map(len, done["input_ids"]))}
 
@@ -130,14 +149,20 @@ def run_arm(arm: str, folder: Path, data: Path, count: int) -> None:
     threading.Thread(target=sample, daemon=True).start()
     result = ARMS[arm](folder, data, tokenizer, count)
     ended.set()
-    result |= {"rows": count, "rows_per_second": count / result["seconds"], "peak_anonymous_mib": peak[0] / 1024}
+    result |= {
+        "rows": count,
+        "rows_per_second": count / result["seconds"],
+        "peak_anonymous_mib": peak[0] / 1024,
+    }
     print(json.dumps(result))
 
 
 def anonymous(process: str) -> int:
     """KiB of a process that may have ended; what it shares with others by its part of it."""
     try:
-        return int(Path(f"/proc/{process}/smaps_rollup").read_text().split("Pss_Anon:")[1].split()[0])
+        return int(
+            Path(f"/proc/{process}/smaps_rollup").read_text().split("Pss_Anon:")[1].split()[0]
+        )
     except (OSError, IndexError):
         return 0
 
@@ -153,7 +178,19 @@ def descendants(process: str) -> set[str]:
 
 
 def measured(arm: str, folder: Path, data: Path, count: int) -> dict:
-    command = [sys.executable, __file__, "-", "--arm", arm, "--folder", str(folder), "--data", str(data), "--rows", str(count)]
+    command = [
+        sys.executable,
+        __file__,
+        "-",
+        "--arm",
+        arm,
+        "--folder",
+        str(folder),
+        "--data",
+        str(data),
+        "--rows",
+        str(count),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{arm}: {done.stderr[-2000:]}")
@@ -163,7 +200,9 @@ def measured(arm: str, folder: Path, data: Path, count: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--compared", type=int, default=100_000)
@@ -183,33 +222,53 @@ def compare(options: argparse.Namespace) -> None:
         folder = Path(name)
         texts, chats = folder / "texts.jsonl", folder / "chats.jsonl"
         write_rows(texts, chats, options.rows)
-        train_tokenizer((row["text"] for row in load(texts, 20_000)), 32_000).save_pretrained(folder / "tokenizer")
+        train_tokenizer((row["text"] for row in load(texts, 20_000)), 32_000).save_pretrained(
+            folder / "tokenizer"
+        )
         samples: dict[str, dict[str, list[dict]]] = {}
         for _ in range(ROUNDS):
             for kind, data in (("texts", texts), ("conversations", chats)):
                 for arm in ARMS:
-                    samples.setdefault(kind, {}).setdefault(arm, []).append(measured(arm, folder, data, options.compared))
+                    samples.setdefault(kind, {}).setdefault(arm, []).append(
+                        measured(arm, folder, data, options.compared)
+                    )
         whole = {
             "texts": measured("ours", folder, texts, options.rows),
             "conversations": measured("ours", folder, chats, options.rows),
         }
     rates = {
-        kind: {arm: statistics.median(run["rows_per_second"] for run in runs) for arm, runs in arms.items()}
+        kind: {
+            arm: statistics.median(run["rows_per_second"] for run in runs)
+            for arm, runs in arms.items()
+        }
         for kind, arms in samples.items()
     }
     result = {
-        "machine": {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor() or platform.machine()},
-        "versions": {name: version(name) for name in ("tokenizers", "transformers", "datasets", "pyarrow")},
-        "commit": options.commit, "rates": rates, "samples": samples, "whole": whole,
-    }  # fmt: skip
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "processor": platform.processor() or platform.machine(),
+        },
+        "versions": {
+            name: version(name) for name in ("tokenizers", "transformers", "datasets", "pyarrow")
+        },
+        "commit": options.commit,
+        "rates": rates,
+        "samples": samples,
+        "whole": whole,
+    }
     options.output.write_text(json.dumps(result, indent=1))
     print(f"{'':16}{'rows/s':>10}{'of encode_batch':>17}{'of datasets.map':>17}")
     for kind, arms in rates.items():
         mine = arms["ours"]
-        print(f"{kind:16}{mine:10,.0f}{mine / arms['encode_batch']:17.2f}{mine / arms['datasets.map']:17.2f}")
+        print(
+            f"{kind:16}{mine:10,.0f}{mine / arms['encode_batch']:17.2f}{mine / arms['datasets.map']:17.2f}"
+        )
     for kind, run in whole.items():
         again = f"reopened in {run['reopened_seconds']:.2f} s"
-        print(f"{run['rows']:,} {kind}: {run['seconds']:.0f} s, {run['peak_anonymous_mib']:.0f} MiB, {again}")
+        print(
+            f"{run['rows']:,} {kind}: {run['seconds']:.0f} s, {run['peak_anonymous_mib']:.0f} "
+            f"MiB, {again}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The one way kernels are compared: error against fp64 beside the plain operation's own error in the same type."""
+"""The one way kernels are compared: error against fp64 beside the plain operation's own error in
+the same type.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,20 +9,21 @@ import torch
 from torch import Tensor
 
 FROBENIUS, LARGEST = 1.5, 2.0
-"""Ours may be so many times as wrong as the plain operation, in relative Frobenius norm and in the largest element (in the mean
-of the largest, where several pools are compared)."""
+"""Ours may be so many times as wrong as the plain operation, in relative Frobenius norm and in
+the largest element (in the mean of the largest, where several pools are compared)."""
 
 ROUNDINGS = 2
-"""Or this many roundings of the output type at the tensor's scale, whichever is larger. A rounding is off by half a
-spacing at most, which is what counts in the norm; in the largest element the halves of several may meet."""
+"""Or this many roundings of the output type at the tensor's scale, whichever is larger. A
+rounding is off by half a spacing at most, which is what counts in the norm; in the largest
+element the halves of several may meet."""
 
 SAMPLES, DRAWS = 256, 16
-"""Tensors with fewer elements say little in one draw: draws of the inputs that hold so many, or so many draws, are compared as
-one tensor."""
+"""Tensors with fewer elements say little in one draw: draws of the inputs that hold so many, or
+so many draws, are compared as one tensor."""
 
 ATTEMPTS, LARGER, CHANCE = 3, 4, 3.0
-"""An excess by chance does not come three times one after the other, with so many times more pools each time, nearer to what
-is true of all inputs; nor is it so many times the limit."""
+"""An excess by chance does not come three times one after the other, with so many times more
+pools each time, nearer to what is true of all inputs; nor is it so many times the limit."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,26 @@ class Result:
     plain: Tensor
 
 
-def outputs_and_gradients(function: Callable, inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
-    """Results of ``function`` (one tensor or several) and the gradients of every floating-point input."""
+def outputs_and_gradients(
+    function: Callable, inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """Results of ``function`` (one tensor or several) and the gradients of every floating-point
+    input.
+    """
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     out = function(*leaves)
     outs = [out] if isinstance(out, Tensor) else list(out)
     wanted = [x for x in leaves if x.requires_grad]
-    gradients = torch.autograd.grad(outs, wanted, [g.to(o.dtype) for g, o in zip(upstream, outs, strict=True)])
+    gradients = torch.autograd.grad(
+        outs, wanted, [g.to(o.dtype) for g, o in zip(upstream, outs, strict=True)]
+    )
     return [*(o.detach() for o in outs), *gradients]
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same values, wherever they lie: a run moves its model to the card."""
+    """Return whether two tensors hold the same values, wherever they lie: a run moves its model
+    to the card.
+    """
     return torch.equal(one, other.to(one.device))
 
 
@@ -59,8 +70,8 @@ def assert_as_exact_as_plain(
 ) -> None:
     """Compare ``ours`` and ``plain`` in the type of the inputs with ``exact`` in fp64 on the CPU.
 
-    Outputs and gradients of all floating-point inputs, from one random upstream gradient of scale ``upstream_scale``.
-    Tensors are numbered: first the outputs, then the gradients.
+    Outputs and gradients of all floating-point inputs, from one random upstream gradient of scale
+    ``upstream_scale``. Tensors are numbered: first the outputs, then the gradients.
 
     Args:
         draw: returns fresh inputs.
@@ -69,10 +80,17 @@ def assert_as_exact_as_plain(
     for attempt in range(ATTEMPTS):
         pools = LARGER**attempt
         drawn = [_results(ours, plain, exact or plain, draw(), upstream_scale, what)]
-        smallest = min((result.exact.numel() for result in drawn[0] if result.exact.numel()), default=SAMPLES)
+        smallest = min(
+            (result.exact.numel() for result in drawn[0] if result.exact.numel()), default=SAMPLES
+        )
         draws = min(-(-SAMPLES // smallest), DRAWS) * pools
-        drawn += [_results(ours, plain, exact or plain, draw(), upstream_scale, what) for _ in range(draws - 1)]
-        excesses = [excess for results in zip(*drawn, strict=True) for excess in _excesses(results, pools)]
+        drawn += [
+            _results(ours, plain, exact or plain, draw(), upstream_scale, what)
+            for _ in range(draws - 1)
+        ]
+        excesses = [
+            excess for results in zip(*drawn, strict=True) for excess in _excesses(results, pools)
+        ]
         if not excesses:
             return
         worst, message = max(excesses)
@@ -81,10 +99,16 @@ def assert_as_exact_as_plain(
 
 
 def _results(
-    ours: Callable, plain: Callable, exact: Callable, inputs: Sequence[Tensor], upstream_scale: float, what: str
+    ours: Callable,
+    plain: Callable,
+    exact: Callable,
+    inputs: Sequence[Tensor],
+    upstream_scale: float,
+    what: str,
 ) -> list[Result]:
-    """``(exact, ours, plain)`` of every output and gradient, in fp64. All see the same upstream gradient, one that the
-    output's own type can hold; gradients come per unit of it, so that no draw outweighs the others of a pool."""
+    """``(exact, ours, plain)`` of every output and gradient, in fp64. All see the same upstream
+    gradient, one that the output's own type can hold; gradients come per unit of it, so that no
+    draw outweighs the others of a pool."""
     exact_inputs = [x.detach().cpu().double() if x.is_floating_point() else x.cpu() for x in inputs]
     with torch.no_grad():
         samples = plain(*[x.detach() for x in inputs])
@@ -101,7 +125,9 @@ def _results(
         assert g.dtype == r.dtype, f"{name}: type {g.dtype}, expected {r.dtype}"
         assert torch.isfinite(g).all(), f"{name}: not finite"
         scale = unit if number >= len(samples) else 1.0
-        found.append(Result(name, g.dtype, *(x.cpu().double().flatten() / scale for x in (e, g, r))))
+        found.append(
+            Result(name, g.dtype, *(x.cpu().double().flatten() / scale for x in (e, g, r)))
+        )
     return found
 
 
@@ -112,18 +138,29 @@ def _excesses(draws: Sequence[Result], pools: int) -> list[tuple[float, str]]:
         return torch.stack([pool.abs().max() for pool in x.tensor_split(pools)]).mean()
 
     what, spacing = draws[0].what, torch.finfo(draws[0].dtype).eps
-    exact, ours, plain = (torch.cat(column) for column in zip(*((d.exact, d.ours, d.plain) for d in draws)))
+    exact, ours, plain = (
+        torch.cat(column) for column in zip(*((d.exact, d.ours, d.plain) for d in draws))
+    )
     own_error, plain_error = ours - exact, plain - exact
     found = []
     for name, norm, factor, rounding, samples in (
         ("Frobenius", torch.linalg.vector_norm, FROBENIUS, spacing / 2, 1),
-        ("largest", largest, LARGEST, spacing, SAMPLES * pools),  # the largest of a few is mostly chance
+        (
+            "largest",
+            largest,
+            LARGEST,
+            spacing,
+            SAMPLES * pools,
+        ),  # the largest of a few is mostly chance
     ):
         if exact.numel() < samples:
             continue
         limit = max(factor * norm(plain_error), ROUNDINGS * rounding * norm(exact)).item()
         error = norm(own_error).item()
         if not error <= limit:
-            message = f"{what}: {name} error {error:.3e}, allowed {limit:.3e} (plain {norm(plain_error):.3e})"
+            message = (
+                f"{what}: {name} error {error:.3e}, allowed {limit:.3e} (plain "
+                f"{norm(plain_error):.3e})"
+            )
             found.append((error / limit if limit else float("inf"), message))
     return found

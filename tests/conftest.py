@@ -1,7 +1,8 @@
-"""Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card, visibly, and those marked
-llama_cpp without llama-cpp-python.
+"""Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card,
+visibly, and those marked llama_cpp without llama-cpp-python.
 
-Where several processes share the tests (``pytest -n``), all have the seed of the first, and of the cores one each.
+Where several processes share the tests (``pytest -n``), all have the seed of the first, and of the
+cores one each.
 """
 
 import importlib.metadata
@@ -10,7 +11,9 @@ import random
 import sys
 import zlib
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")  # before any import of Triton
+os.environ.setdefault(
+    "TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1"
+)  # before any import of Triton
 
 import numpy as np
 import pytest
@@ -19,7 +22,9 @@ import torch
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=None, help="repeat a run's random inputs")
-    parser.addoption("--sample", action="store_true", help="of tests with many cases run some, by the seed")
+    parser.addoption(
+        "--sample", action="store_true", help="of tests with many cases run some, by the seed"
+    )
 
 
 def pytest_configure(config):
@@ -37,9 +42,20 @@ def pytest_configure_node(node):
 
 
 def pytest_report_header(config):
-    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none (tests marked gpu are skipped)"
-    reader = llama_cpp_version() or "none (tests marked llama_cpp are skipped; exports are proved without it)"
-    return [f"seed: {config.run_seed} (repeat with --seed)", f"card: {card}", f"llama.cpp: {reader}"]
+    card = (
+        torch.cuda.get_device_name(0)
+        if torch.cuda.is_available()
+        else "none (tests marked gpu are skipped)"
+    )
+    reader = (
+        llama_cpp_version()
+        or "none (tests marked llama_cpp are skipped; exports are proved without it)"
+    )
+    return [
+        f"seed: {config.run_seed} (repeat with --seed)",
+        f"card: {card}",
+        f"llama.cpp: {reader}",
+    ]
 
 
 def llama_cpp_version():
@@ -80,8 +96,8 @@ REPORT = "chronicals.training.report"
 
 @pytest.fixture(autouse=True)
 def curves(request):
-    """Of a test with the mark ``draws`` reports have their curves. With patches of its own: those of a test are undone before
-    what other fixtures changed."""
+    """Of a test with the mark ``draws`` reports have their curves. With patches of its own:
+    those of a test are undone before what other fixtures changed."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("draws"):
             patch.setattr(sys.modules[REPORT], "_figure", request.config.draws)
@@ -96,11 +112,14 @@ WHOLE = ("", "config")
 
 
 def sample(items, run_seed):
-    """Of each test the cases that ``make test`` runs, drawn by the seed; ``@pytest.mark.sample(n)`` says how many. Where a file
-    says so by ``pytest.mark.of_file(n)``, its tests are the cases."""
+    """Of each test the cases that ``make test`` runs, drawn by the seed;
+    ``@pytest.mark.sample(n)`` says how many. Where a file says so by ``pytest.mark.of_file(n)``,
+    its tests are the cases."""
     cases: dict[str, list] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("::" if item.get_closest_marker("of_file") else "[")[0], []).append(item)
+        cases.setdefault(
+            item.nodeid.partition("::" if item.get_closest_marker("of_file") else "[")[0], []
+        ).append(item)
     kept = set()
     for name, some in cases.items():
         folder = "/".join(name.partition("::")[0].split("/")[1:-1])
@@ -113,7 +132,9 @@ def sample(items, run_seed):
 
 @pytest.fixture(autouse=True)
 def seed(request):
-    """Seeds python, numpy and torch from the run's seed and the test's name; also given to the test."""
+    """Seeds python, numpy and torch from the run's seed and the test's name; also given to the
+    test.
+    """
     value = (request.config.run_seed + zlib.crc32(request.node.nodeid.encode())) % 2**31
     random.seed(value)
     np.random.seed(value)

@@ -1,4 +1,6 @@
-"""What tests of distillation share; the teacher's folder is a fixture of ``objectives/conftest.py``."""
+"""What tests of distillation share; the teacher's folder is a fixture of
+``objectives/conftest.py``.
+"""
 
 import pytest
 import torch
@@ -19,11 +21,16 @@ def sharp(model, factor=4.0):
 
 
 def fields(teacher, **settings):
-    return {"objective": "distill", "distill": {"teacher": str(teacher), "teacher_precision": "fp32", **settings}}
+    return {
+        "objective": "distill",
+        "distill": {"teacher": str(teacher), "teacher_precision": "fp32", **settings},
+    }
 
 
 def train(folder, teacher, settings=None, **changes):
-    return runs.train(folder, model=sharp(tiny.llama()), **fields(teacher, **(settings or {})), **changes)
+    return runs.train(
+        folder, model=sharp(tiny.llama()), **fields(teacher, **(settings or {})), **changes
+    )
 
 
 def refused(**settings):

@@ -11,7 +11,9 @@ from chronicals.quantization import Blocks
 
 
 def random_blocks(rows, columns, kind, seed=0, decades=7):
-    """Any bytes but for the scales in 16 bits, which are numbers of both signs, some of them zero or subnormal."""
+    """Any bytes but for the scales in 16 bits, which are numbers of both signs, some of them
+    zero or subnormal.
+    """
     block, size = KINDS[kind]
     draw = np.random.default_rng(seed)
     found = draw.integers(0, 256, (rows * columns // block, size), np.uint8)
@@ -24,7 +26,9 @@ def random_blocks(rows, columns, kind, seed=0, decades=7):
 def by_gguf(weight, kind):
     """A weight that the package gguf quantises, to Q8_0 or Q4_0."""
     gguf = pytest.importorskip("gguf")
-    codes = gguf.quants.quantize(weight.detach().float().cpu().numpy(), gguf.GGMLQuantizationType[kind])
+    codes = gguf.quants.quantize(
+        weight.detach().float().cpu().numpy(), gguf.GGMLQuantizationType[kind]
+    )
     return Blocks.of(torch.from_numpy(codes).to(weight.device), kind, weight.dtype)
 
 
@@ -37,7 +41,21 @@ def by_ggml(weight, kind):
     packed = torch.empty(rows, columns // block * size, dtype=torch.uint8)
     quantise = llama_cpp.llama_cpp._lib.ggml_quantize_chunk
     quantise.restype = ctypes.c_size_t
-    quantise.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *3 * (ctypes.c_int64,), ctypes.c_void_p]
-    made = quantise(int(gguf.GGMLQuantizationType[kind]), given.data_ptr(), packed.data_ptr(), 0, rows, columns, None)
+    quantise.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        *3 * (ctypes.c_int64,),
+        ctypes.c_void_p,
+    ]
+    made = quantise(
+        int(gguf.GGMLQuantizationType[kind]),
+        given.data_ptr(),
+        packed.data_ptr(),
+        0,
+        rows,
+        columns,
+        None,
+    )
     assert made == packed.numel()
     return packed

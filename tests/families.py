@@ -43,12 +43,23 @@ IDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4}
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-# Some versions of transformers take SDPA for Gemma 2, which leaves its softcap out; eager is the definition.
-GEMMA2 = {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
+# Some versions of transformers take SDPA for Gemma 2, which leaves its softcap out; eager is the
+# definition.
+GEMMA2 = {
+    "head_dim": 8,
+    "sliding_window": 4,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.5,
+}
 GEMMA2 |= {"attn_implementation": "eager"}
 MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
 # Queries grow from the fourth position on.
-MINISTRAL3 = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 3}
+MINISTRAL3 = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 3,
+}
 MINISTRAL3 = {"head_dim": 8, "rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}}
 GPT_OSS = {
     "head_dim": 8,
@@ -59,7 +70,12 @@ GPT_OSS = {
 }
 
 # A factor of one, or an epsilon too small to see, would hide what is left out.
-GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2}
+GRANITE = {
+    "logits_scaling": 3.0,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -68,7 +84,16 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 8, "rms_norm_eps": 0.2}),
     "gemma": ("Gemma", {**SIZES, "head_dim": 8}),
     "gemma2": ("Gemma2", {**SIZES, **GEMMA2}),
-    "gemma3": ("Gemma3", {**SIZES, "head_dim": 8, "sliding_window": 4, "rms_norm_eps": 0.1, "query_pre_attn_scalar": 20}),
+    "gemma3": (
+        "Gemma3",
+        {
+            **SIZES,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "rms_norm_eps": 0.1,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
     "phi3": ("Phi3", {**SIZES, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}),
     "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0]}),
     "olmo2": ("Olmo2", {**SIZES, "rms_norm_eps": 0.1}),
@@ -88,7 +113,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 
 PADDED = ["mamba", "bloom", "jamba"]
 PACKABLE = [name for name in FAMILIES if name not in (*PADDED, "gpt_oss")]
-"""gpt_oss can be packed too, but in fp32 its router may choose another expert for a rounding: it is proved only."""
+"""gpt_oss can be packed too, but in fp32 its router may choose another expert for a rounding: it
+is proved only.
+"""
 
 
 def configuration(family: str, **changes: Any) -> Any:
@@ -100,7 +127,9 @@ def configuration(family: str, **changes: Any) -> Any:
 
 
 def build(family: str, random: bool = True, **changes: Any) -> Any:
-    """In training mode, in fp32, all parameters random: a norm of one or a bias of zero would hide what is left out."""
+    """In training mode, in fp32, all parameters random: a norm of one or a bias of zero would
+    hide what is left out.
+    """
     import transformers
 
     name = FAMILIES[family][0]
@@ -113,11 +142,19 @@ MIXTURES: dict[str, tuple[str, dict]] = {
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "Qwen3Moe",
-        {**SIZES, "head_dim": 8, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2},
+        {
+            **SIZES,
+            "head_dim": 8,
+            "moe_intermediate_size": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
     ),
     "gpt_oss": ("GptOss", {**SIZES, **GPT_OSS}),
 }
-"""Of experts as stacked parameters: two that hold them as [E, out, in], one as [E, in, out] with biases."""
+"""Of experts as stacked parameters: two that hold them as [E, out, in], one as [E, in, out] with
+biases.
+"""
 
 
 def mixture(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -132,8 +169,20 @@ def mixture(name: str, seed: int = 0, **changes: Any) -> Any:
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-DEEPSEEK = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4} | LATENT
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+DEEPSEEK = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+} | LATENT
 ROUTED = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
@@ -142,12 +191,23 @@ ROUTED = {
     "DeepseekV2": {"n_routed_experts": 4, "topk_method": "greedy"} | DEEPSEEK,
     "DeepseekV3": {"n_routed_experts": 4} | DEEPSEEK,
     "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4, "swiglu_limit": 0.7},
-    "Glm4Moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8},
+    "Glm4Moe": {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+    },
 }
 """Of the published mixtures: name of the classes in transformers, and sizes."""
 
 GROUPED = {
-    "DeepseekV2": {"n_routed_experts": 8, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "DeepseekV2": {
+        "n_routed_experts": 8,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "DeepseekV3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     "Glm4Moe": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
 }
@@ -156,11 +216,13 @@ GROUPED = {
 
 @torch.no_grad()
 def routed(name: str, **changes: Any) -> Any:
-    """In evaluation mode, in fp32; all parameters random, and biases that correct the choice of experts, which would be as good
-    as left out at zero."""
+    """In evaluation mode, in fp32; all parameters random, and biases that correct the choice of
+    experts, which would be as good as left out at zero."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **EXPERTS, **ROUTED[name], **changes})
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, **EXPERTS, **ROUTED[name], **changes}
+    )
     model = randomise(getattr(transformers, f"{name}ForCausalLM")(config).float().eval())
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
@@ -172,8 +234,14 @@ def minimax_m3(**changes: Any) -> Any:
     """A layer that attends to everything and one to the blocks that its indexer chooses."""
     from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
 
-    sizes = {key: value for key, value in GPT_OSS.items() if key != "sliding_window"} | {"rotary_dim": 4}
-    sizes |= {"index_n_heads": 2, "index_head_dim": 8, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+    sizes = {key: value for key, value in GPT_OSS.items() if key != "sliding_window"} | {
+        "rotary_dim": 4
+    }
+    sizes |= {
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    }
     config = MiniMaxM3VLTextConfig(**{**SIZES, **sizes, **changes})
     return randomise(MiniMaxM3VLForCausalLM(config).float().train())
 
@@ -182,15 +250,18 @@ def minimax_m3(**changes: Any) -> Any:
 def randomise(model: Any) -> Any:
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.normal_(std=0.7 * parameter[0].numel() ** -0.5)  # larger, and Mamba multiplies roundings
+            parameter.normal_(
+                std=0.7 * parameter[0].numel() ** -0.5
+            )  # larger, and Mamba multiplies roundings
         else:
             parameter.uniform_(0.5, 1.5)
     return model
 
 
 def random_rows(count: int = 12, longest: int = 40) -> list[dict]:
-    """Documents of 2 tokens to ``longest``; both ends are among them. No token is 0, which fills packs up, and together they
-    are no multiple of 8: whatever the packs are, of a width that is, some are to be filled up."""
+    """Documents of 2 tokens to ``longest``; both ends are among them. No token is 0, which fills
+    packs up, and together they are no multiple of 8: whatever the packs are, of a width that is,
+    some are to be filled up."""
     lengths = [2, longest, *torch.randint(2, longest + 1, (count - 2,)).tolist()]
     if sum(lengths) % 8 == 0:
         lengths[-1] += 1 if lengths[-1] < longest else -1
@@ -199,7 +270,13 @@ def random_rows(count: int = 12, longest: int = 40) -> list[dict]:
 
 def loaded_batches(rows: list[dict], folder: Any, width: int = 48) -> list[Batch]:
     """Batches as a training run gets them."""
-    config = ChronicalsConfig(max_seq_length=width, batch_size=2, gradient_accumulation_steps=1, num_epochs=1, cache_dir=folder)
+    config = ChronicalsConfig(
+        max_seq_length=width,
+        batch_size=2,
+        gradient_accumulation_steps=1,
+        num_epochs=1,
+        cache_dir=folder,
+    )
     return list(create_dataloader(rows, tiny.tokenizer(), config))
 
 
@@ -243,14 +320,25 @@ def states_and_gradients(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Hidden states of a packed model and the gradients of what it trains, by name."""
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
         states = presented.hidden_states(batch)
-    upstream = torch.randn(states.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    upstream = torch.randn(
+        states.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    found = torch.autograd.grad((states * upstream.to(states)).sum(), [p for _, p in named], allow_unused=True)
-    return {"states": states.detach(), **{name: g for (name, _), g in zip(named, found) if g is not None}}
+    found = torch.autograd.grad(
+        (states * upstream.to(states)).sum(), [p for _, p in named], allow_unused=True
+    )
+    return {
+        "states": states.detach(),
+        **{name: g for (name, _), g in zip(named, found) if g is not None},
+    }
 
 
-def assert_same(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: float = 3e-5) -> None:
-    """In fp64, where the classes themselves round to fp32 in their norms; the gradient of a key's bias is but rounding."""
+def assert_same(
+    expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: float = 3e-5
+) -> None:
+    """In fp64, where the classes themselves round to fp32 in their norms; the gradient of a
+    key's bias is but rounding.
+    """
     assert expected.keys() == got.keys()
     mean = torch.stack([x.norm() for x in expected.values()]).mean().item()
     for name, x in expected.items():
@@ -270,8 +358,15 @@ def four_bit_pair(family: str, adapted: bool, **config: Any) -> tuple[Any, Any]:
     """A model in 4 bits and the plain one that it stands for, in fp64, with the same adapters."""
     model, plain = build(family), build(family)
     plain.load_state_dict(model.state_dict())
-    replaced(model, Linear4bit.of), replaced(plain, lambda layer: Linear4bit.of(layer).to(torch.float64).plain())
-    return adapted_alike(model, plain, **config) if adapted else tuple(map(frozen_codes, (model.double(), plain.double())))
+    (
+        replaced(model, Linear4bit.of),
+        replaced(plain, lambda layer: Linear4bit.of(layer).to(torch.float64).plain()),
+    )
+    return (
+        adapted_alike(model, plain, **config)
+        if adapted
+        else tuple(map(frozen_codes, (model.double(), plain.double())))
+    )
 
 
 def adapted_alike(model: Any, plain: Any, **config: Any) -> tuple[Any, Any]:

@@ -1,7 +1,9 @@
-"""bitsandbytes as its own generic code computes on CPUs: to be imported by tests that compare with it.
+"""bitsandbytes as its own generic code computes on CPUs: to be imported by tests that compare with
+it.
 
-Its kernel for CPUs with AVX-512 takes wrong scales where the rows of a weight are no whole number of blocks, and its layers in
-evaluation mode round their inputs to bf16 on CPUs with AVX512-BF16. Without bitsandbytes nothing happens.
+Its kernel for CPUs with AVX-512 takes wrong scales where the rows of a weight are no whole number
+of blocks, and its layers in evaluation mode round their inputs to bf16 on CPUs with AVX512-BF16.
+Without bitsandbytes nothing happens.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ with contextlib.suppress(ImportError):
 
     def dequantize_4bit(codes, absmax, blocksize, quant_type, shape, dtype):
         code = _get_4bit_code(quant_type, codes.device)
-        return _dequantize_4bit_compute(codes.view(torch.uint8).reshape(-1), absmax, code, blocksize, shape, dtype)
+        return _dequantize_4bit_compute(
+            codes.view(torch.uint8).reshape(-1), absmax, code, blocksize, shape, dtype
+        )
 
     modules.has_avx512bf16 = lambda: False
     library = torch.library.Library("bitsandbytes", "IMPL")

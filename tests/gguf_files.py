@@ -9,7 +9,9 @@ from chronicals.saving import SavedModel
 
 
 def write(folder, model, kind="q8_0", tokenizer=None):
-    """The file of a model, in a folder of its own; the model's other files are beside that folder."""
+    """The file of a model, in a folder of its own; the model's other files are beside that
+    folder.
+    """
     pytest.importorskip("gguf")
     source, place = folder / "source", folder / "base"
     model.save_pretrained(source)
@@ -20,5 +22,7 @@ def write(folder, model, kind="q8_0", tokenizer=None):
 
 
 def wide(**changes):
-    """A Llama whose rows are blocks of every kind, so that files in Q4_K_M have both of its types."""
+    """A Llama whose rows are blocks of every kind, so that files in Q4_K_M have both of its
+    types.
+    """
     return tiny.llama(hidden_size=256, intermediate_size=256, **changes)

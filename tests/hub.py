@@ -34,13 +34,17 @@ class Hub:
 
     def upload_folder(self, repo_id, folder_path, path_in_repo, ignore_patterns):
         self._refuse()
-        names = [str(path.relative_to(folder_path)) for path in folder_path.rglob("*") if path.is_file()]
+        names = [
+            str(path.relative_to(folder_path)) for path in folder_path.rglob("*") if path.is_file()
+        ]
         for name in filter_repo_objects(names, ignore_patterns=ignore_patterns):
             self.files[f"{path_in_repo}/{name}".strip("/")] = (folder_path / name).read_bytes()
 
     def upload_file(self, repo_id, path_or_fileobj, path_in_repo):
         self._refuse()
-        content = path_or_fileobj if isinstance(path_or_fileobj, bytes) else path_or_fileobj.read_bytes()
+        content = (
+            path_or_fileobj if isinstance(path_or_fileobj, bytes) else path_or_fileobj.read_bytes()
+        )
         self.files[path_in_repo] = content
 
     def _refuse(self):

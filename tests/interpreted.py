@@ -15,7 +15,9 @@ ROUNDED = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": t
 
 @contextmanager
 def kernels_run() -> Iterator[None]:
-    """Within: kernels run as they do on a card, with patches of their own, so that those of a test are undone before."""
+    """Within: kernels run as they do on a card, with patches of their own, so that those of a
+    test are undone before.
+    """
     if torch.cuda.is_available():
         yield
         return
@@ -25,8 +27,8 @@ def kernels_run() -> Iterator[None]:
 
 
 def round_as_a_card_does(patch):
-    """By itself Triton's interpreter loses the carry of a rounding to 8 bits (1.99 becomes 1), and cuts bf16 off; torch 2.11
-    makes NaN of what lies beyond the limit of 8 bits."""
+    """By itself Triton's interpreter loses the carry of a rounding to 8 bits (1.99 becomes 1),
+    and cuts bf16 off; torch 2.11 makes NaN of what lies beyond the limit of 8 bits."""
     from triton.runtime import interpreter
 
     usual = interpreter._convert_float
@@ -35,7 +37,11 @@ def round_as_a_card_does(patch):
         if str(given) != "fp32" or str(wanted) not in ROUNDED:
             return usual(data, given, wanted, rounding)
         given, kind = torch.from_numpy(np.ascontiguousarray(data)), ROUNDED[str(wanted)]
-        rounded = given.clamp(-torch.finfo(kind).max, torch.finfo(kind).max).to(kind) if kind in LIMITS else given.to(kind)
+        rounded = (
+            given.clamp(-torch.finfo(kind).max, torch.finfo(kind).max).to(kind)
+            if kind in LIMITS
+            else given.to(kind)
+        )
         return rounded.view(torch.uint16 if str(wanted) == "bf16" else torch.uint8).numpy()
 
     patch.setattr(interpreter, "_convert_float", convert)

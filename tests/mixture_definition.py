@@ -1,4 +1,6 @@
-"""The native model by its formulas: loops over heads, queries and experts, whole masks, no cache."""
+"""The native model by its formulas: loops over heads, queries and experts, whole masks, no
+cache.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +11,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """``[T, d]``: pair i of a position's channels (i and i + d/2) turned by position · theta^(−2i/d)."""
+    """``[T, d]``: pair i of a position's channels (i and i + d/2) turned by position ·
+    theta^(−2i/d).
+    """
     d = x.shape[-1]
     angle = positions[:, None].double() * theta ** (-torch.arange(0, d, 2).double() / d)
     a, b = x[:, : d // 2], x[:, d // 2 :]
@@ -62,7 +66,9 @@ def experts(w: dict[str, Tensor], x: Tensor, c) -> Tensor:
         p = (w["gate.weight"] @ row).softmax(0)
         chosen = p.topk(c.num_experts_per_tok)
         total = chosen.values.sum() if c.norm_topk_prob else 1.0
-        y = gated(row, *(w[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")))
+        y = gated(
+            row, *(w[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        )
         for share, e in zip(chosen.values, chosen.indices):
             gate, up = w["experts.gate_up_proj"][e].chunk(2)
             y = y + share / total * gated(row, gate, up, w["experts.down_proj"][e])

@@ -37,7 +37,9 @@ def configuration(**changes: Any) -> ChronicalsMoeConfig:
 
 
 def mixture(seed: int = 0, random: bool = True, **changes: Any) -> ChronicalsMoeForCausalLM:
-    """In evaluation mode and fp32; all parameters random, for a norm of one or a zero hides what is left out."""
+    """In evaluation mode and fp32; all parameters random, for a norm of one or a zero hides what
+    is left out.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = ChronicalsMoeForCausalLM(configuration(**changes)).eval()
@@ -51,13 +53,15 @@ def mixture(seed: int = 0, random: bool = True, **changes: Any) -> ChronicalsMoe
 
 
 def in_fp64(model: ChronicalsMoeForCausalLM) -> ChronicalsMoeForCausalLM:
-    """The model in fp64, and its norms, which transformers computes in fp32 whatever the model is in; grouped products have
-    no fp64."""
+    """The model in fp64, and its norms, which transformers computes in fp32 whatever the model
+    is in; grouped products have no fp64."""
     model.double().set_experts_implementation("eager")
     for norm in model.modules():
         if isinstance(norm, Qwen3MoeRMSNorm):
             shape, epsilon = norm.weight.shape, norm.variance_epsilon
-            norm.forward = partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=epsilon)
+            norm.forward = partial(
+                F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=epsilon
+            )
     return model
 
 

@@ -42,11 +42,17 @@ def blocks():
     """Page, language and text of every block of code."""
     for page in PAGES:
         for language, text in BLOCK.findall(page.read_text()):
-            yield str(page.relative_to(ROOT)), language.strip(), textwrap.dedent(re.sub(r"^> ?", "", text, flags=re.MULTILINE))
+            yield (
+                str(page.relative_to(ROOT)),
+                language.strip(),
+                textwrap.dedent(re.sub(r"^> ?", "", text, flags=re.MULTILINE)),
+            )
 
 
 def shown_commands():
-    """Every command of ours in a block, without a prompt, with its continued lines, as the command line gets it."""
+    """Every command of ours in a block, without a prompt, with its continued lines, as the
+    command line gets it.
+    """
     for page, _, text in blocks():
         for line in re.sub(r"\\\n\s*", " ", text).splitlines():
             bare = re.sub(r"^\s*[$%] | +#.*$", "", line)
@@ -85,11 +91,21 @@ def command_of(words):
 
 
 def recipe_of(values):
-    """The recipe that options of a command make, with stand-ins for a model and data that it does not name."""
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    flags = {name: value for name, value in given.items() if name in Recipe.__dataclass_fields__ and value is not None}
+    """The recipe that options of a command make, with stand-ins for a model and data that it
+    does not name.
+    """
+    given = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
+    flags = {
+        name: value
+        for name, value in given.items()
+        if name in Recipe.__dataclass_fields__ and value is not None
+    }
     fields = {"model": "MODEL", "data": ["your.jsonl"]} if values.get("recipe") is None else {}
-    return Recipe.given(values.get("preset"), values.get("recipe"), **{**fields, **fields_of(flags)})
+    return Recipe.given(
+        values.get("preset"), values.get("recipe"), **{**fields, **fields_of(flags)}
+    )
 
 
 class Place:
@@ -106,9 +122,12 @@ class Place:
         self.rows = {
             "chats": chats,
             "pairs": "".join(
-                json.dumps({"prompt": f"what about {n}?", "chosen": f"it is {n}", "rejected": "no"}) + "\n" for n in range(40)
+                json.dumps({"prompt": f"what about {n}?", "chosen": f"it is {n}", "rejected": "no"})
+                + "\n"
+                for n in range(40)
             ),
-            "table": "prompt,completion\n" + "".join(f"what is {n}?,it is {n}\n" for n in range(40)),
+            "table": "prompt,completion\n"
+            + "".join(f"what is {n}?,it is {n}\n" for n in range(40)),
         }
 
     def provide(self, recipe):
@@ -119,9 +138,13 @@ class Place:
                 if name in settings:
                     self.model(settings[name])
         sources = [recipe.data, recipe.validation_data]
-        for source in [one for each in sources if each for one in (each if isinstance(each, list) else [each])]:
+        for source in [
+            one for each in sources if each for one in (each if isinstance(each, list) else [each])
+        ]:
             path = self.folder / getattr(source, "path", source)
-            kind = "table" if path.suffix == ".csv" else "pairs" if "pairs" in path.name else "chats"
+            kind = (
+                "table" if path.suffix == ".csv" else "pairs" if "pairs" in path.name else "chats"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(self.rows[kind])

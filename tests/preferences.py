@@ -1,4 +1,6 @@
-"""Preference rows, one step of an objective over them, and how its gradients are compared: what several tests share."""
+"""Preference rows, one step of an objective over them, and how its gradients are compared: what
+several tests share.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,20 @@ from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.objectives import build_objective
 from chronicals.training.session import prepared
 
-WORDS = ("hello", "world", "the", "answer", "life", "forty", "two", "everything", "0", "1", "2", "3")
+WORDS = (
+    "hello",
+    "world",
+    "the",
+    "answer",
+    "life",
+    "forty",
+    "two",
+    "everything",
+    "0",
+    "1",
+    "2",
+    "3",
+)
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -39,27 +54,50 @@ def judged_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Questions with one answer each, good or bad."""
     pairs = rows(count, seed)
     return [
-        {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
+        {
+            "prompt": row["prompt"],
+            "completion": row["chosen" if n % 3 else "rejected"],
+            "label": bool(n % 3),
+        }
         for n, row in enumerate(pairs)
     ]
 
 
-def store_of(folder: Path, given: list[dict[str, Any]], kinds: tuple[str, ...] = ("preference",), width: int = 128) -> Any:
+def store_of(
+    folder: Path,
+    given: list[dict[str, Any]],
+    kinds: tuple[str, ...] = ("preference",),
+    width: int = 128,
+) -> Any:
     return build_store(given, Tokenizer(tiny.tokenizer(), kinds=kinds), width, folder / "tokens")
 
 
 def one_step(
-    folder: Path, given: list[dict[str, Any]], objective: str, section: dict[str, Any], model: Any = None, column: Any = None,
-    padded: bool = False, ready: Callable[[Any], None] | None = None, **changes: Any,
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:  # fmt: skip
-    """Terms and gradients of one step over all rows: the gradients before clipping, by the name of the parameter.
+    folder: Path,
+    given: list[dict[str, Any]],
+    objective: str,
+    section: dict[str, Any],
+    model: Any = None,
+    column: Any = None,
+    padded: bool = False,
+    ready: Callable[[Any], None] | None = None,
+    **changes: Any,
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Terms and gradients of one step over all rows: the gradients before clipping, by the name of
+    the parameter.
 
     Args:
         column: values of the documents' ``reference``, if the store is to have some.
         ready: called with the model when it is prepared, before the step.
-        padded: each document behind its prompt in a row of its own, as of a class that does not keep documents apart.
+        padded: each document behind its prompt in a row of its own, as of a class that does not
+            keep documents apart.
     """
-    usual = {"batch_size": 1, "gradient_accumulation_steps": 1, "max_grad_norm": float("inf"), "objective": objective}
+    usual = {
+        "batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": float("inf"),
+        "objective": objective,
+    }
     config = runs.config(folder, **{**usual, objective: section, **changes})
     store = store_of(folder, given, build_objective(config).row_kinds, config.max_seq_length)
     if column is not None:
@@ -70,7 +108,9 @@ def one_step(
     model = model or tiny.llama()
 
     def look() -> None:
-        gradients.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.update(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
 
     with prepared(model, config, build_objective(config), tokenizer=tiny.tokenizer()) as session:
         session.presented.packed &= not padded
@@ -92,5 +132,7 @@ def assert_close(found, expected, relative=1e-4):
     """Of each parameter the norm of the deviation is below ``relative`` of the gradient's own."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        deviation = (found[name].double() - gradient.double()).norm() / gradient.double().norm().clamp(min=1e-12)
+        deviation = (
+            found[name].double() - gradient.double()
+        ).norm() / gradient.double().norm().clamp(min=1e-12)
         assert deviation < relative, f"{name}: {deviation:.2e}"

@@ -14,7 +14,15 @@ from chronicals.training.callbacks import read_metrics
 if "pytest" not in sys.modules:  # a program that a test starts; in tests, conftest.py sees to it
     report._figure = lambda metrics: b"<svg/>"
 
-SHORT = ["--max-steps", "2", "--max-seq-length", "128", "--cache-dir", "tokens", "--no-use-torch-compile"]
+SHORT = [
+    "--max-steps",
+    "2",
+    "--max-seq-length",
+    "128",
+    "--cache-dir",
+    "tokens",
+    "--no-use-torch-compile",
+]
 """Of a run by the command."""
 
 
@@ -35,11 +43,18 @@ def config(folder: Path, **changes: Any) -> ChronicalsConfig:
 
 
 def train(
-    folder: Path, rows: Any = None, model: Any = None, resume: bool = False, callbacks: Any = (), eval_rows: Any = None,
+    folder: Path,
+    rows: Any = None,
+    model: Any = None,
+    resume: bool = False,
+    callbacks: Any = (),
+    eval_rows: Any = None,
     **changes: Any,
-) -> TrainingResult:  # fmt: skip
+) -> TrainingResult:
     """Train a tiny Llama; ``changes`` are fields of the configuration."""
-    trainer = ChronicalsTrainer(model or tiny.llama(), tiny.tokenizer(), config(folder, **changes), callbacks=callbacks)
+    trainer = ChronicalsTrainer(
+        model or tiny.llama(), tiny.tokenizer(), config(folder, **changes), callbacks=callbacks
+    )
     return trainer.train(rows or tiny.chat_rows(), eval_rows, resume=resume)
 
 

@@ -21,9 +21,17 @@ FLOORS = [
     {"kernels"},
 ]
 LEAVES = [
-    "data", "config", "batch", "model_shape", "standard_json", "deferred_imports", "beforehand", "lifeline", "auto_classes",
+    "data",
+    "config",
+    "batch",
+    "model_shape",
+    "standard_json",
+    "deferred_imports",
+    "beforehand",
+    "lifeline",
+    "auto_classes",
     "versions",
-]  # fmt: skip
+]
 """All may use these; each may use those after it."""
 
 
@@ -31,10 +39,18 @@ def imports(path: Path) -> set[str]:
     """Rooms of ours that a file imports, for types or at run time, at the top or in a function."""
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("chronicals."):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("chronicals.")
+        ):
             rooms.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
-            rooms |= {name.name.split(".")[1] for name in node.names if name.name.startswith("chronicals.")}
+            rooms |= {
+                name.name.split(".")[1]
+                for name in node.names
+                if name.name.startswith("chronicals.")
+            }
     return rooms
 
 
@@ -55,9 +71,13 @@ def allowed(room: str, other: str) -> bool:
 
 
 OLDER_NAMES = ["kernels/triton_kernels.py", "kernels/flash_attention_optimizer.py"]
-"""Thin modules that lead older scripts to what is elsewhere now (docs/compatibility.md); nothing of ours imports them."""
+"""Thin modules that lead older scripts to what is elsewhere now (docs/compatibility.md); nothing
+of ours imports them.
+"""
 
-FILES = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py" or path.parent != SOURCE]
+FILES = [
+    path for path in SOURCE.rglob("*.py") if path.name != "__init__.py" or path.parent != SOURCE
+]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -89,21 +109,28 @@ def test_the_test_finds_a_wrong_import():
 
 def test_the_face_is_light_and_complete():
     program = (
-        "import sys, chronicals; assert 'torch' not in sys.modules and 'transformers' not in sys.modules; "
+        "import sys, chronicals; assert 'torch' not in sys.modules and 'transformers' not in "
+        "sys.modules; "
         "import chronicals as c; [getattr(c, name) for name in c.__all__]; print(*c.__all__)"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert {"ChronicalsConfig", "ChronicalsTrainer", "apply_lora"} <= set(out.split())
 
 
 def test_dir_shows_the_public_names_and_imports_nothing():
     program = (
-        "import time; began = time.process_time(); import chronicals, sys; names = dir(chronicals); "
-        "assert time.process_time() - began < 0.5; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules); "
+        "import time; began = time.process_time(); import chronicals, sys; names = "
+        "dir(chronicals); "
+        "assert time.process_time() - began < 0.5; assert not {'torch', 'transformers', 'numpy'} "
+        "& set(sys.modules); "
         "from chronicals import *; assert set(chronicals.__all__) <= set(dir()); "
         "print(*(name for name in names if not name.startswith('_')))"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     import chronicals
 
     assert out.split() == chronicals.__all__ and "__version__" in dir(chronicals)
@@ -127,14 +154,29 @@ def test_no_pickle_no_remote_code():
 
 ROOT = SOURCE.parent.parent
 SHARED = {
-    "flash_attention_optimizer", "triton_kernels",
-    "__init__", "adapter", "compilation", "divergence_rows", "host_memory", "launch", "linear_head", "logit_rows", "lowbias32",
-    "master", "operators", "products", "tensor_lists", "two_streams",
-}  # fmt: skip
+    "flash_attention_optimizer",
+    "triton_kernels",
+    "__init__",
+    "adapter",
+    "compilation",
+    "divergence_rows",
+    "host_memory",
+    "launch",
+    "linear_head",
+    "logit_rows",
+    "lowbias32",
+    "master",
+    "operators",
+    "products",
+    "tensor_lists",
+    "two_streams",
+}
 """Files of the kernels' room that hold no kernel with a name of its own."""
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in (SOURCE / "kernels").glob("*.py")} - SHARED))
+@pytest.mark.parametrize(
+    "name", sorted({path.stem for path in (SOURCE / "kernels").glob("*.py")} - SHARED)
+)
 def test_the_same_name_stands_in_four_places(name):
     """A kernel's file, its tests, its row in the benchmark, its row in the documentation."""
     assert (ROOT / "tests" / "kernels" / f"test_{name}.py").exists()
@@ -154,5 +196,9 @@ def test_what_is_saved_is_read_once(path):
     """A checkpoint of torch gives it once."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
-            reads = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == "saved_tensors"]
+            reads = [
+                part
+                for part in ast.walk(node)
+                if isinstance(part, ast.Attribute) and part.attr == "saved_tensors"
+            ]
             assert len(reads) <= 1, f"{node.name}, line {node.lineno}"

@@ -1,4 +1,6 @@
-"""Work by a process of its own: done once, waited for only while it is at work, gone with whoever started it."""
+"""Work by a process of its own: done once, waited for only while it is at work, gone with
+whoever started it.
+"""
 
 import os
 import subprocess
@@ -63,5 +65,8 @@ def test_nothing_is_started_where_no_mark_can_be_left(started, tmp_path):
 
 
 def test_it_imports_nothing_heavy():
-    program = "import sys, chronicals.cli.beforehand; print({'torch', 'numba', 'numpy'} & set(sys.modules))"
+    program = (
+        "import sys, chronicals.cli.beforehand; print({'torch', 'numba', 'numpy'} & "
+        "set(sys.modules))"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"

@@ -10,21 +10,39 @@ pytestmark = pytest.mark.of_file(3)
 
 def run(program: str, folder) -> str:
     """What the program prints, in a process with stand-ins for two packages in ``folder``."""
-    for package, module, function in (("sklearn", "metrics", "roc_curve"), ("scipy", "optimize", "linear_sum_assignment")):
+    for package, module, function in (
+        ("sklearn", "metrics", "roc_curve"),
+        ("scipy", "optimize", "linear_sum_assignment"),
+    ):
         (folder / package).mkdir()
         (folder / package / "__init__.py").write_text("__version__ = '1.0'\n")
         body = f"def {function}(*values):\n    return ('true', *values)\n\nother = 7\n"
         (folder / package / f"{module}.py").write_text(body)
     found = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}"], capture_output=True, text=True
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}"],
+        capture_output=True,
+        text=True,
     )
     assert found.returncode == 0, found.stderr
     return found.stdout
 
 
 def test_training_imports_nothing_that_it_does_not_use(tmp_path):
-    unused = ("sklearn.metrics", "scipy.optimize", "matplotlib", "datasets", "pandas", "torch._dynamo.testing")
-    assert run(f"import chronicals.training; print([m for m in {unused!r} if m in sys.modules])", tmp_path) == "[]\n"
+    unused = (
+        "sklearn.metrics",
+        "scipy.optimize",
+        "matplotlib",
+        "datasets",
+        "pandas",
+        "torch._dynamo.testing",
+    )
+    assert (
+        run(
+            f"import chronicals.training; print([m for m in {unused!r} if m in sys.modules])",
+            tmp_path,
+        )
+        == "[]\n"
+    )
 
 
 def test_a_deferred_function_is_the_true_one_when_it_is_called(tmp_path):

@@ -1,4 +1,6 @@
-"""Every recipe of examples/ trains as it stands, two steps of a tiny model; each objective has one."""
+"""Every recipe of examples/ trains as it stands, two steps of a tiny model; each objective has
+one.
+"""
 
 import dataclasses
 import math
@@ -43,16 +45,28 @@ def test_the_recipe_trains(name, base, mixed, tmp_path, monkeypatch):
     recipe = Recipe.read_yaml(FOLDER / name)
     base = mixed if "router" in recipe.get("sections", {}) else base
     flags = {
-        "model": base, "data": FOLDER / recipe["data"], "output-dir": tmp_path / "run", "cache-dir": tmp_path / "tokens",
-        "max-steps": 2, "max-seq-length": 256, "mixed-precision": "fp32", "report-samples": 0,
-    }  # fmt: skip
+        "model": base,
+        "data": FOLDER / recipe["data"],
+        "output-dir": tmp_path / "run",
+        "cache-dir": tmp_path / "tokens",
+        "max-steps": 2,
+        "max-seq-length": 256,
+        "mixed-precision": "fp32",
+        "report-samples": 0,
+    }
     flags |= {"teacher": base} if recipe["objective"] == "distill" else {}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["chronicals", "train", str(FOLDER / name), *given(flags), "--no-use-torch-compile"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["chronicals", "train", str(FOLDER / name), *given(flags), "--no-use-torch-compile"],
+    )
     with pytest.raises(SystemExit) as done:
         main()
     assert done.value.code in (0, None)
-    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    losses = [
+        line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line
+    ]
     assert len(losses) == 2 and all(map(math.isfinite, losses))
 
 
@@ -64,7 +78,9 @@ def given(flags):
 def test_its_paths_exist_and_its_comment_names_it(name):
     text = (FOLDER / name).read_text()
     recipe = yaml.safe_load(text)
-    assert (FOLDER / recipe["data"]).exists() and recipe["output_dir"] == f"{Path(name).stem}-output"
+    assert (FOLDER / recipe["data"]).exists() and recipe[
+        "output_dir"
+    ] == f"{Path(name).stem}-output"
     comment, command, *_ = text.splitlines()
     assert comment.startswith("# ") and f"chronicals train {name}" in command
     page = comment.rpartition("(")[2].rstrip(").")
@@ -85,17 +101,30 @@ def test_the_job_starts_one_torchrun_on_each_machine(tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").write_text("")
     slurm = {
-        "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "64",
+        "SLURM_JOB_NODELIST": "node[7,9]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "123456",
+        "SLURM_CPUS_PER_TASK": "64",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-    }  # fmt: skip
+    }
     job = FOLDER / "two-machines.sbatch"
     done = subprocess.run(
-        ["bash", str(job), "--output-dir", "out"], env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", str(job), "--output-dir", "out"],
+        env=slurm,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout.split()
     assert said[:2] == ["--kill-on-bad-exit=1", "torchrun"] and said[-2:] == ["--output-dir", "out"]
-    assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=node7:23456", "--rdzv-id=123456"} <= set(said)
+    assert {
+        "--nnodes=2",
+        "--nproc-per-node=8",
+        "--rdzv-endpoint=node7:23456",
+        "--rdzv-id=123456",
+    } <= set(said)
     asked = {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"}
     assert asked <= set(job.read_text().splitlines())
     command = said[said.index("chronicals.cli") + 1 :]

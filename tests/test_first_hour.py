@@ -1,4 +1,6 @@
-"""The script of the first hour: its commands parse as the command line has them, and what it judges wrong is wrong."""
+"""The script of the first hour: its commands parse as the command line has them, and what it
+judges wrong is wrong.
+"""
 
 import importlib.util
 import re
@@ -24,7 +26,11 @@ RIGHT = Outcome(0, 1.0, "the answer\n", "step 1\npassed 3\n")
         (Step(["x"], code=1), RIGHT, "exit code 0, not 1"),
         (Step(["x"], last="^passed"), RIGHT, "the last line does not match"),
         (Step(["x"], only_answers=2), RIGHT, "1 lines on standard output, not 2"),
-        (Step(["x"], code=1), Outcome(1, 1.0, "", "Traceback (most recent call last):"), "a traceback"),
+        (
+            Step(["x"], code=1),
+            Outcome(1, 1.0, "", "Traceback (most recent call last):"),
+            "a traceback",
+        ),
         (Step(["x"], last="^passed"), Outcome(0, 1.0, "", ""), "the last line does not match"),
     ],
 )
@@ -43,13 +49,23 @@ def test_the_flags_of_its_commands_exist():
     for step in first_hour.steps(full_quickstart=True):
         program, name, *rest = step.command
         if program == "chronicals" and step.code != 2 and name in commands:
-            command = commands[name].commands[rest[0]] if hasattr(commands[name], "commands") else commands[name]
-            known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+            command = (
+                commands[name].commands[rest[0]]
+                if hasattr(commands[name], "commands")
+                else commands[name]
+            )
+            known = {
+                flag for option in command.params for flag in (*option.opts, *option.secondary_opts)
+            }
             assert {word for word in rest if re.match("--[a-z]", word)} <= known, step
 
 
 def test_it_covers_every_command_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     named = set(re.findall(r"^(?:\$ )?chronicals ([a-z]+)", readme, re.MULTILINE))
-    run = {step.command[1] for step in first_hour.steps(full_quickstart=True) if step.command[0] == "chronicals"}
+    run = {
+        step.command[1]
+        for step in first_hour.steps(full_quickstart=True)
+        if step.command[0] == "chronicals"
+    }
     assert named and named <= run

@@ -1,4 +1,6 @@
-"""What is installed for development is what the package admits, and ``make test-gpu`` shares a card by its memory."""
+"""What is installed for development is what the package admits, and ``make test-gpu`` shares a
+card by its memory.
+"""
 
 import re
 import subprocess
@@ -24,7 +26,10 @@ def requirements():
 
 def pins(file="constraints.txt"):
     lines = (ROOT / file).read_text().splitlines()
-    return {name.lower(): version for name, _, version in (line.partition("==") for line in lines if not line.startswith("#"))}
+    return {
+        name.lower(): version
+        for name, _, version in (line.partition("==") for line in lines if not line.startswith("#"))
+    }
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
@@ -44,16 +49,24 @@ def test_make_install_uses_the_pins():
     assert re.search(r"pip install .*--constraint constraints\.txt .*'\.\[dev\]'", makefile)
 
 
-@pytest.mark.parametrize(("cores", "free_gib", "count"), [(14, 79, 7), (14, 140, 14), (4, 79, 4), (14, 3, 1), (64, 140, 14)])
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "count"),
+    [(14, 79, 7), (14, 140, 14), (4, 79, 4), (14, 3, 1), (64, 140, 14)],
+)
 def test_processes_are_as_many_as_the_card_holds(cores, free_gib, count):
     assert run_on_card.processes(cores, free_gib << 30) == count
 
 
 def test_without_a_card_it_says_so_and_fails():
-    program = "import torch; torch.cuda.is_available = lambda: False; import runpy; runpy.run_path(%r, run_name='__main__')"
+    program = (
+        "import torch; torch.cuda.is_available = lambda: False; import runpy; "
+        "runpy.run_path(%r, run_name='__main__')"
+    )
     script = str(ROOT / "tests" / "run_on_card.py")
     done = subprocess.run([sys.executable, "-c", program % script], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout.startswith("test-gpu: failed: torch sees no CUDA device")
+    assert done.returncode == 2 and done.stdout.startswith(
+        "test-gpu: failed: torch sees no CUDA device"
+    )
 
 
 def test_its_last_line_is_the_verdict(monkeypatch, capsys):

@@ -1,4 +1,6 @@
-"""Pages for users: links lead somewhere, the index names every page, commands and recipes are accepted, and cheap ones run."""
+"""Pages for users: links lead somewhere, the index names every page, commands and recipes are
+accepted, and cheap ones run.
+"""
 
 import dataclasses
 import importlib
@@ -13,7 +15,17 @@ from chronicals.config import Recipe
 from chronicals.export import FORMATS
 from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.registry import BESIDE
-from page_commands import PAGES, ROOT, Place, all_commands, command_of, named_commands, recipe_of, shown_commands, shown_recipes
+from page_commands import (
+    PAGES,
+    ROOT,
+    Place,
+    all_commands,
+    command_of,
+    named_commands,
+    recipe_of,
+    shown_commands,
+    shown_recipes,
+)
 
 benchmark_command = importlib.import_module("chronicals.cli.benchmark")
 moe_new = importlib.import_module("chronicals.cli.moe_new")
@@ -60,8 +72,12 @@ COMMANDS = [*shown_commands()]
 
 def test_the_commands_of_the_pages_are_found():
     lines = {line for _, line in COMMANDS}
-    assert "chronicals quickstart" in lines and "chronicals train recipe.yaml" in lines  # the last of a torchrun
-    assert len(COMMANDS) > 40 and {"README.md", "docs/moe.md", "docs/training.md"} <= {page for page, _ in COMMANDS}
+    assert (
+        "chronicals quickstart" in lines and "chronicals train recipe.yaml" in lines
+    )  # the last of a torchrun
+    assert len(COMMANDS) > 40 and {"README.md", "docs/moe.md", "docs/training.md"} <= {
+        page for page, _ in COMMANDS
+    }
 
 
 @pytest.mark.parametrize("shown", named_commands(), ids=str)
@@ -75,18 +91,27 @@ def test_commands_and_flags_exist(shown):
         return
     command, _, rest = command_of(shown.words)
     known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-    flags = {SHORT.get(word, word) for word in (word.partition("=")[0] for word in rest) if word.startswith("--")}
+    flags = {
+        SHORT.get(word, word)
+        for word in (word.partition("=")[0] for word in rest)
+        if word.startswith("--")
+    }
     settings = {word for word in flags if SETTING.match(word)}
     for word in settings:
         section, _, setting = word.removeprefix("--").partition(".")
         known_settings = BESIDE[section] if section in BESIDE else OBJECTIVES[section].Settings
-        assert setting.replace("-", "_") in {field.name for field in dataclasses.fields(known_settings)}, word
+        assert setting.replace("-", "_") in {
+            field.name for field in dataclasses.fields(known_settings)
+        }, word
     assert flags - settings <= known | {"--help"}
 
 
 CHECKED_FURTHER = {
     "benchmark": lambda values: benchmark_command._peers(
-        values_of("against", values["against"] or []), str(values["data"]), values["mode"] != "full", values["objective"]
+        values_of("against", values["against"] or []),
+        str(values["data"]),
+        values["mode"] != "full",
+        values["objective"],
     ),
     "export": lambda values: [FORMATS[name] for name in values_of("to", values["to"])],
     "plan": lambda values: plan_command._counts(values["gpus"]),
@@ -122,7 +147,9 @@ RUN = {
     "evaluate": [],
     "generate": [],
 }
-"""Commands that run for real on a tiny model, and what is given beside; of ``train`` all but the training itself."""
+"""Commands that run for real on a tiny model, and what is given beside; of ``train`` all but the
+training itself.
+"""
 
 ELSEWHERE = {
     "quickstart": "test_quickstart_small of cli/test_cli.py: it takes minutes as it stands",
@@ -138,7 +165,10 @@ ELSEWHERE = {
 }
 """Commands that do not, and where they do."""
 
-LEFT_OUT = {"--nproc": "starts processes: cli/test_nproc.py", "--gpus": "many take long to count: planning/test_plan.py"}
+LEFT_OUT = {
+    "--nproc": "starts processes: cli/test_nproc.py",
+    "--gpus": "many take long to count: planning/test_plan.py",
+}
 """Options that are not given here."""
 
 
@@ -154,14 +184,22 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place.folder)
         place.provide(Recipe(model="MODEL", data="your.jsonl"))
-        flags = ["--use-lora", "--max-steps=1", "--max-seq-length=128", "--mixed-precision=fp32", "--report-samples=0"]
+        flags = [
+            "--use-lora",
+            "--max-steps=1",
+            "--max-seq-length=128",
+            "--mixed-precision=fp32",
+            "--report-samples=0",
+        ]
         ran = CliRunner().invoke(app, ["train", "--model", "MODEL", "--data", "your.jsonl", *flags])
         assert ran.exit_code == 0, ran.output
     return place
 
 
 def distinct():
-    """Commands that run, each once, however many pages have it; GGUF files are those of models/test_gguf_loading.py."""
+    """Commands that run, each once, however many pages have it; GGUF files are those of
+    models/test_gguf_loading.py.
+    """
     found = {}
     for shown in COMMANDS:
         name = command_of(shown.words)[1]

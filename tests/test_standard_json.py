@@ -14,7 +14,11 @@ def refuse(name):
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_what_is_no_number_is_null(indent):
-    value = {"a": math.nan, "b": [1.5, (math.inf, -math.inf)], "c": {"d": math.nan, "e": "NaN", "f": True}}
+    value = {
+        "a": math.nan,
+        "b": [1.5, (math.inf, -math.inf)],
+        "c": {"d": math.nan, "e": "NaN", "f": True},
+    }
     read = json.loads(to_json(value, indent), parse_constant=refuse)
     assert read == {"a": None, "b": [1.5, [None, None]], "c": {"d": None, "e": "NaN", "f": True}}
 

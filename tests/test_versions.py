@@ -1,4 +1,6 @@
-"""Below the lowest versions nothing is computed, and one line says what is needed; what looks at the machine still works."""
+"""Below the lowest versions nothing is computed, and one line says what is needed; what looks at
+the machine still works.
+"""
 
 import os
 import re
@@ -43,7 +45,9 @@ def test_pefts_version_matters_where_the_model_is_wrapped_by_it(monkeypatch):
     with_installed(monkeypatch, peft="0.18.1")
     patch_model(tiny.llama())
     wrapped = peft.get_peft_model(tiny.llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(versions.VersionError, match=r"^peft 0\.18\.1 is installed and 0\.19\.1 or newer is needed"):
+    with pytest.raises(
+        versions.VersionError, match=r"^peft 0\.18\.1 is installed and 0\.19\.1 or newer is needed"
+    ):
         patch_model(wrapped)
     with pytest.raises(versions.VersionError, match=r"^peft 0\.18\.1"):
         ChronicalsTrainer(wrapped, None)
@@ -51,7 +55,14 @@ def test_pefts_version_matters_where_the_model_is_wrapped_by_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "older"),
-    [("5.16.1", True), ("5.17.0.dev0", False), ("5.17", False), ("5.17.0+local", False), ("5.9", True), ("6.0", False)],
+    [
+        ("5.16.1", True),
+        ("5.17.0.dev0", False),
+        ("5.17", False),
+        ("5.17.0+local", False),
+        ("5.9", True),
+        ("6.0", False),
+    ],
 )
 def test_versions_are_compared_as_numbers(version, older):
     assert versions.is_older(version, "5.17") is older
@@ -61,9 +72,16 @@ def run(folder, *arguments):
     """A process for which an older transformers is installed, by what a package says of itself."""
     about = folder / f"transformers-{OLDER}.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {OLDER}\n")
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformers\nVersion: {OLDER}\n"
+    )
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
 
 
 def test_importing_works_and_the_parts_that_run_models_say_what_is_needed(tmp_path):
@@ -93,7 +111,9 @@ def test_the_doctor_works_and_its_last_line_names_the_version(tmp_path):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("command", ["train --model m --data d", "generate m", "merge m --output o", "plan --model m"])
+@pytest.mark.parametrize(
+    "command", ["train --model m --data d", "generate m", "merge m --output o", "plan --model m"]
+)
 def test_a_command_that_loads_a_model_is_one_line(command, tmp_path):
     done = run(tmp_path, "-m", "chronicals.cli", *command.split())
     assert done.returncode == 1
@@ -108,21 +128,32 @@ def lowest(requirement):
 def requirements():
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     every = (requirement for text in lists for requirement in map(Requirement, text))
-    return [requirement for requirement in every if requirement.name not in ("chronicals", "flash-attn-4", "types-PyYAML")]
+    return [
+        requirement
+        for requirement in every
+        if requirement.name not in ("chronicals", "flash-attn-4", "types-PyYAML")
+    ]
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
 def test_the_lowest_version_that_is_admitted_is_the_one_that_is_tested(requirement):
     if requirement.name != "triton":  # torch requires one release of it
-        assert Version(pins("constraints-lowest.txt")[requirement.name.lower()]) == lowest(requirement)
+        assert Version(pins("constraints-lowest.txt")[requirement.name.lower()]) == lowest(
+            requirement
+        )
 
 
 def test_the_lowest_versions_that_are_checked_are_those_of_the_package():
     admitted = {requirement.name: lowest(requirement) for requirement in requirements()}
     checked = {**versions.LOWEST, **versions.LOWEST_OF_EXTRAS}
-    assert {name: Version(version) for name, version in checked.items()} == {name: admitted[name] for name in checked}
+    assert {name: Version(version) for name, version in checked.items()} == {
+        name: admitted[name] for name in checked
+    }
 
 
 def test_the_lowest_versions_are_tested_by_a_workflow():
     assert "- run: make test-lowest\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert re.search(r"pip install .*--constraint constraints-lowest\.txt .*'\.\[dev\]'", (ROOT / "Makefile").read_text())
+    assert re.search(
+        r"pip install .*--constraint constraints-lowest\.txt .*'\.\[dev\]'",
+        (ROOT / "Makefile").read_text(),
+    )

@@ -7,7 +7,12 @@ import torch
 
 from chronicals.data.tokenizer_training import train_tokenizer
 
-TEXTS = ["hello world", "what is the answer to everything?", "the answer to life is forty two", "0 1 2 3 4 5 6 7 8 9"]
+TEXTS = [
+    "hello world",
+    "what is the answer to everything?",
+    "the answer to life is forty two",
+    "0 1 2 3 4 5 6 7 8 9",
+]
 
 
 @functools.cache
@@ -28,7 +33,10 @@ def chat_rows(count: int = 60) -> list[dict]:
         {
             "messages": [
                 {"role": "user", "content": f"what is {n}?"},
-                {"role": "assistant", "content": f"the answer to {n} is " + "very " * (n % 7) + str(2 * n)},
+                {
+                    "role": "assistant",
+                    "content": f"the answer to {n} is " + "very " * (n % 7) + str(2 * n),
+                },
             ]
         }
         for n in range(count)

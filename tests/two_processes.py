@@ -11,11 +11,15 @@ import torch
 
 TRAINING = Path(__file__).parent / "training"
 SOURCES = (path for path in sys.path if path.endswith("src"))
-PATHS = os.pathsep.join(filter(None, [*map(str, (TRAINING, TRAINING.parent, *SOURCES)), os.environ.get("PYTHONPATH")]))
+PATHS = os.pathsep.join(
+    filter(None, [*map(str, (TRAINING, TRAINING.parent, *SOURCES)), os.environ.get("PYTHONPATH")])
+)
 """Where programs of ``tests/training`` find what they import."""
 
 
-def run(program: str, folder: Path, *arguments: str, seconds: float = 300, count: int = 2) -> tuple[list[int], list[str]]:
+def run(
+    program: str, folder: Path, *arguments: str, seconds: float = 300, count: int = 2
+) -> tuple[list[int], list[str]]:
     """Exit codes of all ranks, and what each wrote to its stderr.
 
     Args:
@@ -26,15 +30,22 @@ def run(program: str, folder: Path, *arguments: str, seconds: float = 300, count
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
+    launch = {
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": PATHS,
+    }
     said = [folder / f"rank{rank}.log" for rank in range(count)]
     started = [
         subprocess.Popen(
-            [sys.executable, program, str(folder), *arguments], stdout=subprocess.DEVNULL, stderr=words.open("w"),
+            [sys.executable, program, str(folder), *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=words.open("w"),
             env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank, words in enumerate(said)
-    ]  # fmt: skip
+    ]
     try:
         codes = [process.wait(timeout=seconds) for process in started]
     finally:
@@ -44,7 +55,9 @@ def run(program: str, folder: Path, *arguments: str, seconds: float = 300, count
 
 
 def saved(program: str, folder: Path, *arguments: str, count: int) -> list[Any]:
-    """What each rank wrote with ``torch.save`` to ``RANK.pt`` in the folder; all must have ended well."""
+    """What each rank wrote with ``torch.save`` to ``RANK.pt`` in the folder; all must have ended
+    well.
+    """
     codes, words = run(program, folder, *arguments, count=count)
     assert codes == [0] * count, [said[-2500:] for said in words]
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]

@@ -1,4 +1,6 @@
-"""Fine-tune large language models as fast as the hardware allows, and prove that they really trained."""
+"""Fine-tune large language models as fast as the hardware allows, and prove that they really
+trained.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -37,14 +39,18 @@ _HOME = {
     "patch_model": "chronicals.patching:patch_model",
     "unpatch_model": "chronicals.patching:unpatch_model",
 }
-"""Module and attribute of each public name. ``export`` is the package of that name, which can be called."""
+"""Module and attribute of each public name. ``export`` is the package of that name, which can be
+called.
+"""
 
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'chronicals' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'chronicals' has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     if name != "ChronicalsConfig":
         _check_versions()  # before anything of transformers is imported that an older one lacks
     module, _, attribute = _HOME[name].partition(":")

@@ -1,8 +1,10 @@
-"""Lets transformers' Auto classes know our own models, without importing transformers before somebody else does.
+"""Lets transformers' Auto classes know our own models, without importing transformers before
+somebody else does.
 
-``install`` is called when chronicals is imported. It registers our classes (``AutoConfig.register`` and those of the models)
-when the modules of transformers that hold the tables have been imported, and none of it is being imported: at once where that
-is so, else by a finder before Python's own, which runs our function after the module's.
+``install`` is called when chronicals is imported. It registers our classes (``AutoConfig.register``
+and those of the models) when the modules of transformers that hold the tables have been imported,
+and none of it is being imported: at once where that is so, else by a finder before Python's own,
+which runs our function after the module's.
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ def install() -> None:
 
 
 def _register() -> None:
-    """What can be registered by now; whoever imports transformers is not stopped by a failure of ours."""
+    """What can be registered by now; whoever imports transformers is not stopped by a failure of
+    ours.
+    """
     try:
         _register_what_is_there()
     except ImportError as error:
         _waiting.clear()
-        logger.warning("chronicals_moe: the Auto classes of transformers do not know this model: %s", error)
+        logger.warning(
+            "chronicals_moe: the Auto classes of transformers do not know this model: %s", error
+        )
 
 
 def _register_what_is_there() -> None:
@@ -47,14 +53,20 @@ def _register_what_is_there() -> None:
     if "configuration" in _waiting and CONFIGURATIONS in sys.modules:
         _waiting.discard("configuration")
         auto, ours = sys.modules[CONFIGURATIONS], importlib.import_module(f"{OURS}.configuration")
-        auto.AutoConfig.register(ours.ChronicalsMoeConfig.model_type, ours.ChronicalsMoeConfig, exist_ok=True)
+        auto.AutoConfig.register(
+            ours.ChronicalsMoeConfig.model_type, ours.ChronicalsMoeConfig, exist_ok=True
+        )
     if "models" in _waiting and MODELS in sys.modules:
         _waiting.discard("models")
         auto, ours = sys.modules[MODELS], importlib.import_module(f"{OURS}.model")
         auto.AutoModel.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeModel, exist_ok=True)
-        auto.AutoModelForCausalLM.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeForCausalLM, exist_ok=True)
+        auto.AutoModelForCausalLM.register(
+            ours.ChronicalsMoeConfig, ours.ChronicalsMoeForCausalLM, exist_ok=True
+        )
         scored = ours.ChronicalsMoeForSequenceClassification
-        auto.AutoModelForSequenceClassification.register(ours.ChronicalsMoeConfig, scored, exist_ok=True)
+        auto.AutoModelForSequenceClassification.register(
+            ours.ChronicalsMoeConfig, scored, exist_ok=True
+        )
 
 
 def _is_partial(name: str) -> bool:
@@ -66,7 +78,9 @@ def _is_partial(name: str) -> bool:
 class _Finder(MetaPathFinder):
     """Finds what is watched as the other finders do, with a loader that registers afterwards."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if not _waiting or not name.startswith(WATCHED):
             return None
         for finder in sys.meta_path:

@@ -1,8 +1,10 @@
 """Imports transformers without two packages that only other tasks use.
 
-Where scikit-learn and SciPy are installed, transformers' generation imports ``sklearn.metrics.roc_curve`` (for assisted
-generation) and its losses ``scipy.optimize.linear_sum_assignment`` (for object detection): more than a second of every start.
-Importing this module imports transformers with functions in their place that import the true ones when they are called.
+Where scikit-learn and SciPy are installed, transformers' generation imports
+``sklearn.metrics.roc_curve`` (for assisted generation) and its losses
+``scipy.optimize.linear_sum_assignment`` (for object detection): more than a second of every start.
+Importing this module imports transformers with functions in their place that import the true ones
+when they are called.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ DEFERRED = {"sklearn.metrics": "roc_curve", "scipy.optimize": "linear_sum_assign
 
 
 def _stand_in(module: str, function: str) -> ModuleType:
-    """A module with ``function`` alone; any other name imports the true module, but those that Python itself looks for."""
+    """A module with ``function`` alone; any other name imports the true module, but those that
+    Python itself looks for.
+    """
 
     def true(name: str) -> Any:
         if name.startswith("__"):
@@ -40,8 +44,14 @@ def _stand_in(module: str, function: str) -> ModuleType:
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """Within: importing the modules of ``DEFERRED`` that are not imported yet gives stand-ins, which are gone afterwards."""
-    put = {module: _stand_in(module, function) for module, function in DEFERRED.items() if module not in sys.modules}
+    """Within: importing the modules of ``DEFERRED`` that are not imported yet gives stand-ins,
+    which are gone afterwards.
+    """
+    put = {
+        module: _stand_in(module, function)
+        for module, function in DEFERRED.items()
+        if module not in sys.modules
+    }
     sys.modules.update(put)
     try:
         yield

@@ -1,7 +1,9 @@
-"""Processes that never outlive the one that started them, however that one ends: by an error, SIGKILL, or for want of memory.
+"""Processes that never outlive the one that started them, however that one ends: by an error,
+SIGKILL, or for want of memory.
 
-Between them is a pipe whose write end the parent alone holds. The system closes it when the parent ends, and a guard at the
-other end then kills the command and all that it started. The guard is this file as a program of its own, a bare interpreter,
+Between them is a pipe whose write end the parent alone holds. The system closes it when the parent
+ends, and a guard at the other end then kills the command and all that it started. The guard is this
+file as a program of its own, a bare interpreter,
 
     python lifeline.py READ_END COMMAND [ARGUMENT ...]
 
@@ -23,7 +25,8 @@ PR_SET_PDEATHSIG = 1
 
 
 class BoundProcess(subprocess.Popen):
-    """``subprocess.Popen`` in a session of its own, of which nothing is left when this process has ended.
+    """``subprocess.Popen`` in a session of its own, of which nothing is left when this process has
+    ended.
 
     ``pid`` is the guard's and that of the process group; the exit status is the command's.
 
@@ -37,7 +40,9 @@ class BoundProcess(subprocess.Popen):
         waits, self._holds = os.pipe()
         guarded = [sys.executable, "-I", "-S", __file__, str(waits), *command]
         try:
-            super().__init__(guarded, start_new_session=True, pass_fds=[*pass_fds, waits], **options)
+            super().__init__(
+                guarded, start_new_session=True, pass_fds=[*pass_fds, waits], **options
+            )
         except BaseException:
             self._let_go()
             raise
@@ -55,13 +60,19 @@ class BoundProcess(subprocess.Popen):
 
 
 def guard(waits: int, command: list[str]) -> None:
-    """Run the command to its end and end like it, or end the whole process group when ``waits`` is closed."""
+    """Run the command to its end and end like it, or end the whole process group when ``waits``
+    is closed.
+    """
     own = os.getpid()
     if not (running := os.fork()):
         os.close(waits)
         end_with_parent(own)
         os.execvp(command[0], command)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the group; what the command makes of it counts
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # sent to the group; what the command makes of it counts
         signal.signal(number, signal.SIG_IGN)
     os.closerange(0, waits)
     os.closerange(waits + 1, os.sysconf("SC_OPEN_MAX"))
@@ -75,7 +86,8 @@ def guard(waits: int, command: list[str]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """On Linux, be killed when ``parent`` ends, which started this process; elsewhere the end of a pipe must do.
+    """On Linux, be killed when ``parent`` ends, which started this process; elsewhere the end of a
+    pipe must do.
 
     The system means the thread of the parent that started it, which must live as long.
     """

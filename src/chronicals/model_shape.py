@@ -1,4 +1,6 @@
-"""The sizes of a model, read from its configuration in one place; without torch, for what runs before it is imported."""
+"""The sizes of a model, read from its configuration in one place; without torch, for what runs
+before it is imported.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class ModelShape:
         width: of the hidden states.
         heads, kv_heads: of queries; of keys and values.
         head_dim: width of a head.
-        inner: width between the products of an MLP; four times the hidden width where the configuration does not say.
+        inner: width between the products of an MLP; four times the hidden width where the
+            configuration does not say.
         vocabulary: rows of the embedding.
         experts: in a layer that has some.
     """
@@ -35,9 +38,13 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Of a transformers configuration, or of what its ``config.json`` holds, whose fields must then have their usual names;
-        of a model of images and text, that of the text."""
-        config = config.get("text_config") or config if isinstance(config, Mapping) else config.get_text_config()
+        """Of a transformers configuration, or of what its ``config.json`` holds, whose fields
+        must then have their usual names; of a model of images and text, that of the text."""
+        config = (
+            config.get("text_config") or config
+            if isinstance(config, Mapping)
+            else config.get_text_config()
+        )
         width, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
         return cls(
             layers=_number(config, "num_hidden_layers"),

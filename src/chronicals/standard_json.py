@@ -1,4 +1,6 @@
-"""JSON as RFC 8259 has it, which knows no NaN and no infinity: such a number is written as ``null``."""
+"""JSON as RFC 8259 has it, which knows no NaN and no infinity: such a number is written as
+``null``.
+"""
 
 from __future__ import annotations
 

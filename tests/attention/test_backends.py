@@ -1,4 +1,6 @@
-"""Every backend that runs here against the definition in fp64: on a card all of them, forward and backward."""
+"""Every backend that runs here against the definition in fp64: on a card all of them, forward
+and backward.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,11 @@ COMPILING = ("flash-attn-4", "flex")
 
 
 def on_card(backend, always=False):
-    marks = [pytest.mark.gpu] if always or backend not in COMPILING else [pytest.mark.gpu, pytest.mark.long]
+    marks = (
+        [pytest.mark.gpu]
+        if always or backend not in COMPILING
+        else [pytest.mark.gpu, pytest.mark.long]
+    )
     return pytest.param(backend, marks=marks)
 
 
@@ -35,8 +41,15 @@ def fresh_compilations():
 
 def able(backend, dtype=HALF, head_dim=64, window=None, softcap=None, sinks=False, spans=False):
     """Skips, by name, what a backend cannot do on this card."""
-    mask = {"window": window is not None, "softcap": softcap is not None, "sinks": sinks, "spans": spans}
-    lacking = BACKENDS[backend].lacks(Needs("cuda", torch.cuda.get_device_capability(), dtype, head_dim, **mask))
+    mask = {
+        "window": window is not None,
+        "softcap": softcap is not None,
+        "sinks": sinks,
+        "spans": spans,
+    }
+    lacking = BACKENDS[backend].lacks(
+        Needs("cuda", torch.cuda.get_device_capability(), dtype, head_dim, **mask)
+    )
     if lacking:
         pytest.skip(f"{backend} lacks {lacking}")
 
@@ -85,7 +98,13 @@ def test_masks(backend, mask, sinks):
 def test_queries_fewer_than_keys(backend, mask, sinks):
     able(backend, sinks=sinks, spans=True, **mask)
     queries, keys = random_spans(9, 150)
-    compare(queries, on_card_draw(sum(keys), sinks=sinks, queries=sum(queries)), backend=backend, keys=keys, **mask)
+    compare(
+        queries,
+        on_card_draw(sum(keys), sinks=sinks, queries=sum(queries)),
+        backend=backend,
+        keys=keys,
+        **mask,
+    )
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -107,7 +126,9 @@ def test_documents_from_1_to_4096_tokens(backend, width):
 
 
 @pytest.mark.parametrize(
-    "lengths", [[60], [2, 1] * 200, [0, 0, 5, 0, 200], [128] * 4, [59, 1], [1, 590]], ids=lambda x: f"{x}"[:20]
+    "lengths",
+    [[60], [2, 1] * 200, [0, 0, 5, 0, 200], [128] * 4, [59, 1], [1, 590]],
+    ids=lambda x: f"{x}"[:20],
 )
 @pytest.mark.parametrize("backend", FUSED)
 def test_few_many_and_empty_documents(backend, lengths):
@@ -124,7 +145,10 @@ def test_views_out_of_a_merged_product(backend, width):
 
     def draw():
         merged = torch.randn(sum(lengths), 8 * width, device="cuda", dtype=HALF)
-        q, k, v = (part.view(sum(lengths), -1, width) for part in merged.split([4 * width, 2 * width, 2 * width], -1))
+        q, k, v = (
+            part.view(sum(lengths), -1, width)
+            for part in merged.split([4 * width, 2 * width, 2 * width], -1)
+        )
         assert not q.is_contiguous() and not k.is_contiguous() and not v.is_contiguous()
         return q, k, v
 
@@ -147,12 +171,20 @@ def test_permuting_documents_and_a_wider_bound_change_nothing(backend):
     lengths, order = [9, 170, 1, 33, 300], [4, 2, 0, 3, 1]
     places = torch.arange(sum(lengths)).split(lengths)
     moved = torch.cat([places[n] for n in order]).cuda()
-    draw, upstream = on_card_draw(sum(lengths))(), torch.randn(sum(lengths), 4, 64, device="cuda", dtype=HALF)
+    draw, upstream = (
+        on_card_draw(sum(lengths))(),
+        torch.randn(sum(lengths), 4, 64, device="cuda", dtype=HALF),
+    )
     here = [x.clone().requires_grad_() for x in draw]
     there = [x[moved].requires_grad_() for x in draw]
     first = document_attention(*here, bounds(lengths, "cuda"), 300, backend=backend)
-    second = document_attention(*there, bounds([lengths[n] for n in order], "cuda"), 1000, backend=backend)
-    close(gradients(second, there, upstream[moved]), [x[moved] for x in gradients(first, here, upstream)])
+    second = document_attention(
+        *there, bounds([lengths[n] for n in order], "cuda"), 1000, backend=backend
+    )
+    close(
+        gradients(second, there, upstream[moved]),
+        [x[moved] for x in gradients(first, here, upstream)],
+    )
 
 
 @pytest.mark.parametrize("backend", ALWAYS)
@@ -202,7 +234,9 @@ def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(monkeypatch, tmp
         raise PackageNotFoundError(name)
 
     asked = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (asked.append(device), (9, 0))[1])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: (asked.append(device), (9, 0))[1]
+    )
     monkeypatch.setattr(flash_attn_4, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(flash_attn_4.os, "environ", {})
     monkeypatch.setattr(flash_attn_4, "version", missing)

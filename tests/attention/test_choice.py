@@ -20,7 +20,9 @@ def card(monkeypatch):
     def pretend(capability, installed=tuple(BACKENDS)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         for name, backend in BACKENDS.items():
-            monkeypatch.setitem(BACKENDS, name, replace(backend, available=lambda name=name: name in installed))
+            monkeypatch.setitem(
+                BACKENDS, name, replace(backend, available=lambda name=name: name in installed)
+            )
 
     return pretend
 
@@ -58,7 +60,11 @@ def test_choice_without_a_card(dtype):
 
 
 def test_every_order_ends_where_everything_can_be_done():
-    for names in [choice.ELSEWHERE, choice.EXACT, *(x for of in choice.FASTEST.values() for x in of.values())]:
+    for names in [
+        choice.ELSEWHERE,
+        choice.EXACT,
+        *(x for of in choice.FASTEST.values() for x in of.values()),
+    ]:
         assert names[-1] == "per-document" and set(names) <= set(BACKENDS)
 
 
@@ -79,9 +85,13 @@ def test_a_forced_backend_that_cannot_is_refused(card, backend, needs, message):
 
 def test_refusals_name_the_remedy(card):
     card((9, 0), WITHOUT_PACKAGES)
-    with pytest.raises(ValueError, match=r"pip install 'chronicals\[flash\]'.*one of flash, flex, per-document"):
+    with pytest.raises(
+        ValueError, match=r"pip install 'chronicals\[flash\]'.*one of flash, flex, per-document"
+    ):
         choose_backend(CUDA, BF16, backend="flash-attn-4")
-    with pytest.raises(ValueError, match="lacks device=cpu; use backend=None, or one of per-document"):
+    with pytest.raises(
+        ValueError, match="lacks device=cpu; use backend=None, or one of per-document"
+    ):
         choose_backend(CPU, BF16, backend="flash")
     q, k, v = (x.requires_grad_() for x in qkv(9)())
     with pytest.raises(ValueError, match="lacks requires_grad=True"):
@@ -119,7 +129,9 @@ def test_head_widths_between_multiples_are_filled_up(monkeypatch):
 
     q, k, v = qkv(9, width=20)()
     expected = document_attention(q, k, v, bounds([4, 5]), 5)
-    wide = replace(right, attend=attend, supports={"any": replace(right.supports["any"], multiple=16)})
+    wide = replace(
+        right, attend=attend, supports={"any": replace(right.supports["any"], multiple=16)}
+    )
     monkeypatch.setitem(BACKENDS, "per-document", wide)
     torch.testing.assert_close(document_attention(q, k, v, bounds([4, 5]), 5), expected)
     assert seen == [32]
@@ -129,9 +141,15 @@ def test_a_backend_without_spans_is_not_chosen_for_them(card, monkeypatch):
     card((9, 0))
     assert choose_backend(CUDA, BF16, spans=True) == "flash-attn-4"
     for name in ("flash-attn-4", "flash"):
-        supports = {device: replace(support, spans=False) for device, support in BACKENDS[name].supports.items()}
+        supports = {
+            device: replace(support, spans=False)
+            for device, support in BACKENDS[name].supports.items()
+        }
         monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], supports=supports))
-    assert choose_backend(CUDA, BF16) == "flash-attn-4" and choose_backend(CUDA, BF16, spans=True) == "flex"
+    assert (
+        choose_backend(CUDA, BF16) == "flash-attn-4"
+        and choose_backend(CUDA, BF16, spans=True) == "flex"
+    )
     with pytest.raises(ValueError, match="backend='flash' lacks cu_seqlens_k"):
         choose_backend(CUDA, BF16, backend="flash", spans=True)
 

@@ -53,7 +53,9 @@ def test_few_and_empty_documents(lengths):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("lengths, window", [([1], None), ([1] * 9, None), ([1] * 9, 3), ([20, 0, 7], 1)], ids=str)
+@pytest.mark.parametrize(
+    "lengths, window", [([1], None), ([1] * 9, None), ([1] * 9, 3), ([20, 0, 7], 1)], ids=str
+)
 def test_a_token_that_sees_itself_alone(lengths, window, softcap, dtype):
     """Its output is its value, the gradient too, and query and key have none."""
     q, k, v = (x.requires_grad_() for x in qkv(sum(lengths), dtype=dtype)())
@@ -99,7 +101,9 @@ def test_non_contiguous():
 
     def draw():
         merged = torch.randn(sum(lengths), 8 * 16)
-        q, k, v = (part.view(sum(lengths), -1, 16) for part in merged.split([4 * 16, 2 * 16, 2 * 16], -1))
+        q, k, v = (
+            part.view(sum(lengths), -1, 16) for part in merged.split([4 * 16, 2 * 16, 2 * 16], -1)
+        )
         k = torch.randn(2, sum(lengths), 16).transpose(0, 1)
         assert not q.is_contiguous() and not k.is_contiguous() and not v.is_contiguous()
         return q, k, v
@@ -127,13 +131,21 @@ def test_queries_fewer_than_keys(window, softcap, sinks, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 1.5}], ids=str)
 def test_a_document_by_chunks_is_the_document(options):
-    """Each chunk attends to itself and what is before it, as with a cache or with other ranks' keys."""
+    """Each chunk attends to itself and what is before it, as with a cache or with other ranks'
+    keys.
+    """
     lengths, chunk = [17, 30], 5
     q, k, v = qkv(47)()
-    whole, rows = document_attention(q, k, v, bounds(lengths), 30, **options), torch.arange(47).split(lengths)
+    whole, rows = (
+        document_attention(q, k, v, bounds(lengths), 30, **options),
+        torch.arange(47).split(lengths),
+    )
     for start in range(0, 30, chunk):
         asked = [row[start : start + chunk] for row in rows]
-        there = [row[: start + chunk] if len(part) else row[:0] for row, part in zip(rows, asked, strict=True)]
+        there = [
+            row[: start + chunk] if len(part) else row[:0]
+            for row, part in zip(rows, asked, strict=True)
+        ]
         cu_q, cu_k = (bounds([len(part) for part in parts]) for parts in (asked, there))
         of_q, of_k = torch.cat(asked), torch.cat(there)
         out = document_attention(q[of_q], k[of_k], v[of_k], cu_q, chunk, cu_k, 30, **options)
@@ -144,7 +156,10 @@ def test_equal_bounds_in_two_tensors_give_the_same():
     lengths = random_lengths()
     q, k, v = qkv(sum(lengths))()
     once = document_attention(q, k, v, bounds(lengths), max(lengths))
-    assert torch.equal(once, document_attention(q, k, v, bounds(lengths), max(lengths), bounds(lengths), max(lengths)))
+    assert torch.equal(
+        once,
+        document_attention(q, k, v, bounds(lengths), max(lengths), bounds(lengths), max(lengths)),
+    )
 
 
 OPTIONS = [{}, {"window": 4}, {"softcap": 1.5}]
@@ -210,7 +225,12 @@ def test_the_bound_on_lengths_changes_nothing():
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_per_document_on_a_card(sinks, softcap, dtype):
     lengths = random_lengths()
-    compare(lengths, qkv(sum(lengths), dtype=dtype, device="cuda", sinks=sinks), window=7, softcap=softcap)
+    compare(
+        lengths,
+        qkv(sum(lengths), dtype=dtype, device="cuda", sinks=sinks),
+        window=7,
+        softcap=softcap,
+    )
 
 
 FAULTS = {
@@ -242,9 +262,13 @@ WRONG = {
     "cannot be shared": lambda q, k, v, cu: dict(q_QHD=q[:, :3]),
     "types": lambda q, k, v, cu: dict(v_TKD=v.double()),
     "cu_seqlens_q is torch.int64": lambda q, k, v, cu: dict(cu_seqlens_q=cu.long()),
-    "cu_seqlens_k is torch.int32 of shape": lambda q, k, v, cu: dict(cu_seqlens_k=cu[1:], max_seqlen_k=5),
+    "cu_seqlens_k is torch.int32 of shape": lambda q, k, v, cu: dict(
+        cu_seqlens_k=cu[1:], max_seqlen_k=5
+    ),
     "without max_seqlen_k": lambda q, k, v, cu: dict(cu_seqlens_k=cu.clone()),
-    "document 1 has 5 queries and 4 keys": lambda q, k, v, cu: dict(cu_seqlens_k=bounds([5, 4]), max_seqlen_k=5),
+    "document 1 has 5 queries and 4 keys": lambda q, k, v, cu: dict(
+        cu_seqlens_k=bounds([5, 4]), max_seqlen_k=5
+    ),
     "cu_seqlens_k=.*must rise from 0 to the 9 tokens of k": lambda q, k, v, cu: dict(
         cu_seqlens_k=bounds([4, 6]), max_seqlen_k=6
     ),

@@ -1,4 +1,6 @@
-"""FlexAttention's block mask against the dense one, and on the CPU its forward, which is all it has there."""
+"""FlexAttention's block mask against the dense one, and on the CPU its forward, which is all it
+has there.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,9 @@ def fresh_compilations():
 
 
 def blocks(mask, queries, keys):
-    """``[Q, T]``: 0 where a block is left out, 1 where its mask is asked, 2 where it is seen whole."""
+    """``[Q, T]``: 0 where a block is left out, 1 where its mask is asked, 2 where it is seen
+    whole.
+    """
     rows, columns = mask.kv_indices.shape[-2:]
     found = torch.zeros(rows, columns, dtype=torch.int64)
     for row in range(rows):
@@ -35,15 +39,24 @@ def blocks(mask, queries, keys):
 
 
 LENGTHS = [None, [700], [128] * 4, [0, 0, 5, 0, 900, 0], [1] * 260]
-KEYS = [([700], [1000]), ([3, 128, 0, 1], [400, 256, 70, 500]), ([1] * 130, [5] * 130), ([128] * 3, [129, 128, 255])]
+KEYS = [
+    ([700], [1000]),
+    ([3, 128, 0, 1], [400, 256, 70, 500]),
+    ([1] * 130, [5] * 130),
+    ([128] * 3, [129, 128, 255]),
+]
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 129, 300])
 @pytest.mark.parametrize(
-    "lengths, keys", [*((lengths, None) for lengths in LENGTHS), (None, ...), *KEYS], ids=lambda x: f"{x}"[:20]
+    "lengths, keys",
+    [*((lengths, None) for lengths in LENGTHS), (None, ...), *KEYS],
+    ids=lambda x: f"{x}"[:20],
 )
 def test_the_block_mask_is_the_dense_one(lengths, keys, window):
-    lengths, keys = random_spans(6, 500) if keys is ... else (lengths or random_lengths(6, 500), keys)
+    lengths, keys = (
+        random_spans(6, 500) if keys is ... else (lengths or random_lengths(6, 500), keys)
+    )
     spans, queries, tokens = spans_of(lengths, keys), sum(lengths), sum(keys or lengths)
     mask = make_block_mask(spans, queries, tokens, window)
     expected, kinds = dense_mask(spans.cu_q, window, spans.cu_k), blocks(mask, queries, tokens)
@@ -70,7 +83,10 @@ def test_the_mask_is_made_once_a_batch():
     spans = Spans(cu, 200, cu, 200)
     first = block_mask(spans, 300, 300, None)
     assert block_mask(replace(spans), 300, 300, None) is first
-    assert block_mask(spans, 300, 300, 5) is not first and block_mask(spans_of([100, 200]), 300, 300, None) is not first
+    assert (
+        block_mask(spans, 300, 300, 5) is not first
+        and block_mask(spans_of([100, 200]), 300, 300, None) is not first
+    )
     assert block_mask(spans, 300, 300, None) is first
     apart = replace(spans, cu_k=bounds([150, 200]))
     of_both = block_mask(apart, 300, 350, None)
@@ -79,22 +95,30 @@ def test_the_mask_is_made_once_a_batch():
     assert block_mask(apart, 300, 350, None) is not of_both
     cu[1] = 256
     changed = block_mask(spans, 300, 300, None)
-    assert changed is not first and int(changed.kv_num_blocks.sum()) != int(first.kv_num_blocks.sum())
+    assert changed is not first and int(changed.kv_num_blocks.sum()) != int(
+        first.kv_num_blocks.sum()
+    )
 
 
 def test_compiled_for_the_cpu():
     lengths, options = [130, 0, 1, 69, 0], {"window": 40, "softcap": 1.5}
     q, k, v = qkv(200)()
     out = document_attention(q, k, v, bounds(lengths), 130, backend="flex", **options)
-    torch.testing.assert_close(out, dense(q, k, v, bounds(lengths), **options), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out, dense(q, k, v, bounds(lengths), **options), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40, "softcap": 1.5}], ids=str)
 def test_queries_fewer_than_keys_compiled_for_the_cpu(options):
     lengths, keys = [130, 0, 1, 69], [150, 4, 90, 69]
     q, k, v = qkv(sum(keys), queries=sum(lengths))()
-    out = document_attention(q, k, v, bounds(lengths), 130, bounds(keys), 150, backend="flex", **options)
-    torch.testing.assert_close(out, dense(q, k, v, bounds(lengths), cu_k=bounds(keys), **options), rtol=1e-5, atol=1e-5)
+    out = document_attention(
+        q, k, v, bounds(lengths), 130, bounds(keys), 150, backend="flex", **options
+    )
+    torch.testing.assert_close(
+        out, dense(q, k, v, bounds(lengths), cu_k=bounds(keys), **options), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_values_narrower_than_keys():
@@ -108,21 +132,33 @@ def test_values_narrower_than_keys():
 def test_compiled_into_a_whole_graph():
     q, k, v = qkv(200, width=20)()
     cu = bounds([130, 70])
-    layer = torch.compile(lambda q: document_attention(q, k, v, cu, 130, backend="flex"), fullgraph=True, backend="eager")
+    layer = torch.compile(
+        lambda q: document_attention(q, k, v, cu, 130, backend="flex"),
+        fullgraph=True,
+        backend="eager",
+    )
     torch.testing.assert_close(layer(q), dense(q, k, v, cu), rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
 def backward_on_the_cpu(monkeypatch):
-    """torch refuses it, as nothing is compiled for it there; its plain form differentiates all the same."""
+    """torch refuses it, as nothing is compiled for it there; its plain form differentiates all
+    the same.
+    """
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex, "_compiled", torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager"))
-    supports = {"cpu": replace(flex_attention.BACKEND.supports["cpu"], sinks=True, forward_only=False)}
+    monkeypatch.setattr(
+        flex, "_compiled", torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager")
+    )
+    supports = {
+        "cpu": replace(flex_attention.BACKEND.supports["cpu"], sinks=True, forward_only=False)
+    }
     monkeypatch.setitem(BACKENDS, "flex", replace(flex_attention.BACKEND, supports=supports))
 
 
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (8, 1, 20)])
-@pytest.mark.parametrize("options", [{}, {"window": 37}, {"softcap": 1.5}, {"window": 37, "softcap": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 37}, {"softcap": 1.5}, {"window": 37, "softcap": 1.5}], ids=str
+)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_backward(options, heads, groups, width, sinks, backward_on_the_cpu):
     """Sinks in bf16: they go through the log-sum-exp, whose own rounding shows in fp32."""

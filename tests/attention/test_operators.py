@@ -1,6 +1,7 @@
 """What lies between torch and the kernels of flash-attn-4, with plain stand-ins for those kernels.
 
-The arguments that reach them, the order of gradients, shapes for tracing: without a card, and before there is one.
+The arguments that reach them, the order of gradients, shapes for tracing: without a card, and
+before there is one.
 """
 
 import inspect
@@ -31,29 +32,77 @@ def gradients_of_definition(q, k, v, cu, dout, sinks=None, **options):
 
 @pytest.fixture
 def flash_attn_4_stand_in(monkeypatch):
-    """Named as in flash_attn.cute.interface 4.0.0b36; a window there is what lies to the left, and closed to the right."""
+    """Named as in flash_attn.cute.interface 4.0.0b36; a window there is what lies to the left,
+    and closed to the right.
+    """
 
     def options(scale, left, right, softcap):
         assert (left is None) == (right is None) and right in (None, 0)
         return {"scale": scale, "window": None if left is None else left + 1, "softcap": softcap}
 
     def forward(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, softcap,
-        window_size_left, window_size_right, learnable_sink, return_lse, out, lse,
-    ):  # fmt: skip
-        assert causal and return_lse and (max_seqlen_q, max_seqlen_k) == (17, 17 if cu_seqlens_q is cu_seqlens_k else 20)
+        q,
+        k,
+        v,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        softcap,
+        window_size_left,
+        window_size_right,
+        learnable_sink,
+        return_lse,
+        out,
+        lse,
+    ):
+        assert (
+            causal
+            and return_lse
+            and (max_seqlen_q, max_seqlen_k) == (17, 17 if cu_seqlens_q is cu_seqlens_k else 20)
+        )
         mask = options(softmax_scale, window_size_left, window_size_right, softcap)
         out.copy_(dense(q, k, v, cu_seqlens_q, sinks=learnable_sink, cu_k=cu_seqlens_k, **mask))
         lse.fill_(7.0)
         return out, lse, None, None, None
 
     def backward(
-        q, k, v, out, dout, lse, *, softmax_scale, causal, softcap, window_size_left, window_size_right, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, deterministic, dq, dk, dv, learnable_sink,
-    ):  # fmt: skip
-        assert causal and not deterministic and dout.is_contiguous() and lse.eq(7).all() and max_seqlen_q == 17
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        *,
+        softmax_scale,
+        causal,
+        softcap,
+        window_size_left,
+        window_size_right,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        deterministic,
+        dq,
+        dk,
+        dv,
+        learnable_sink,
+    ):
+        assert (
+            causal
+            and not deterministic
+            and dout.is_contiguous()
+            and lse.eq(7).all()
+            and max_seqlen_q == 17
+        )
         mask = options(softmax_scale, window_size_left, window_size_right, softcap or None)
-        found = gradients_of_definition(q, k, v, cu_seqlens_q, dout, learnable_sink, cu_k=cu_seqlens_k, **mask)
+        found = gradients_of_definition(
+            q, k, v, cu_seqlens_q, dout, learnable_sink, cu_k=cu_seqlens_k, **mask
+        )
         for place, gradient in zip((dq, dk, dv), found, strict=False):
             place.copy_(gradient)
         return dq, dk, dv, *found[3:]
@@ -68,7 +117,9 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earl
         earlier: by document, tokens that are keys alone, before the queries.
     """
     merged = torch.randn(30 + sum(earlier), 8 * 16).requires_grad_()
-    q, k, v = (part.view(len(merged), -1, 16) for part in merged.split([4 * 16, 2 * 16, 2 * 16], -1))
+    q, k, v = (
+        part.view(len(merged), -1, 16) for part in merged.split([4 * 16, 2 * 16, 2 * 16], -1)
+    )
     q = q[:30]
     sink = qkv(30, sinks=True)()[3].requires_grad_() if sinks else None
     cu, upstream = bounds(LENGTHS), torch.randn(4, 30, 16).transpose(0, 1)
@@ -78,7 +129,9 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earl
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
     found = run(q, k, v, Spans(cu, 17, cu_k, 20 if earlier else 17), 0.3, window, softcap, sink)
     torch.testing.assert_close(found, expected)
-    for got, wanted in zip(*(torch.autograd.grad(x, leaves, upstream) for x in (found, expected)), strict=True):
+    for got, wanted in zip(
+        *(torch.autograd.grad(x, leaves, upstream) for x in (found, expected)), strict=True
+    ):
         torch.testing.assert_close(got, wanted)
 
 
@@ -94,7 +147,9 @@ def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
     q, k, v = (x.requires_grad_() for x in qkv(30)())
     cu = bounds(LENGTHS)
     found = flash_attn_4.attend(q, k, v, Spans(cu, 17, cu, 17), 0.3, None, None, None)
-    with pytest.raises(RuntimeError, match="create_graph=True: FlashAttention-4 has no second derivative"):
+    with pytest.raises(
+        RuntimeError, match="create_graph=True: FlashAttention-4 has no second derivative"
+    ):
         torch.autograd.grad(found.square().sum(), q, create_graph=True)
 
 
@@ -115,6 +170,8 @@ def test_flash_attn_4_takes_these_arguments(flash_attn_4_stand_in):
     from flash_attn.cute import interface
 
     stand_ins = flash_attn_4._kernels(torch.device("cpu"))
-    for ours, theirs in zip(stand_ins, (interface._flash_attn_fwd, interface._flash_attn_bwd), strict=True):
+    for ours, theirs in zip(
+        stand_ins, (interface._flash_attn_fwd, interface._flash_attn_bwd), strict=True
+    ):
         asked, there = (list(inspect.signature(function).parameters) for function in (ours, theirs))
         assert set(asked) <= set(there) and asked[:3] == there[:3]

@@ -30,9 +30,13 @@ def test_gathering_and_its_gradient_are_an_index(device):
 
 
 def test_gradients_are_added_up_in_fp32(device):
-    """A prompt's token as its own, and for two answers: in bf16 256 + 1 + 1 is 256 where each sum is rounded."""
+    """A prompt's token as its own, and for two answers: in bf16 256 + 1 + 1 is 256 where each
+    sum is rounded.
+    """
     bounds = np.array([0, 1, 2, 3], np.int32)
-    keys = shared_keys(np.array([1, 1, -1]), np.array([0, 1, 2]), bounds, 4).map(lambda x: x.to(device))
+    keys = shared_keys(np.array([1, 1, -1]), np.array([0, 1, 2]), bounds, 4).map(
+        lambda x: x.to(device)
+    )
     x = torch.zeros(3, 1, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
     gathered = gather_keys(x, keys)
     dy = torch.ones_like(gathered)
@@ -48,7 +52,9 @@ def test_keys_behind_the_last_bound_are_seen_by_nobody(device):
     assert len(more[0]) > int(keys.cu_seqlens[-1])
     for x in more:
         x[int(keys.cu_seqlens[-1]) :] = float("nan")
-    out = document_attention(q, *more, bounds, 40, keys.cu_seqlens, keys.max_seqlen, scale=0.3, backend="per-document")
+    out = document_attention(
+        q, *more, bounds, 40, keys.cu_seqlens, keys.max_seqlen, scale=0.3, backend="per-document"
+    )
     torch.testing.assert_close(out, alone(q, k, v, bounds), rtol=1e-4, atol=1e-5)
 
 
@@ -73,9 +79,16 @@ def alone(q, k, v, bounds):
         if SHARED[n] > 0:
             last = next(m for m in range(n, len(LENGTHS)) if SHARED[m] < 0)
             prompt = list(range(starts[last], starts[last + 1]))
-        seen = torch.ones(length, length + len(prompt), dtype=torch.bool, device=q.device).tril(len(prompt))
+        seen = torch.ones(length, length + len(prompt), dtype=torch.bool, device=q.device).tril(
+            len(prompt)
+        )
         one = attention_reference(
-            q[own].transpose(0, 1), *(x[prompt + own].transpose(0, 1) for x in (k, v)), seen, 0.3, None, None
+            q[own].transpose(0, 1),
+            *(x[prompt + own].transpose(0, 1) for x in (k, v)),
+            seen,
+            0.3,
+            None,
+            None,
         )
         found.append(one.transpose(0, 1))
     return torch.cat(found)
@@ -83,12 +96,26 @@ def alone(q, k, v, bounds):
 
 def compared(device, gather=gather_keys):
     bounds, keys = made(device)
-    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, device=device, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(sum(LENGTHS), heads, 8, device=device, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
     out = document_attention(
-        q, gather(k, keys), gather(v, keys), bounds, 40, keys.cu_seqlens, keys.max_seqlen, scale=0.3, backend="per-document"
+        q,
+        gather(k, keys),
+        gather(v, keys),
+        bounds,
+        40,
+        keys.cu_seqlens,
+        keys.max_seqlen,
+        scale=0.3,
+        backend="per-document",
     )
     dy, expected = torch.randn_like(out), alone(q, k, v, bounds)
-    return [(out, expected), *zip(*(torch.autograd.grad(y, (q, k, v), dy) for y in (out, expected)))]
+    return [
+        (out, expected),
+        *zip(*(torch.autograd.grad(y, (q, k, v), dy) for y in (out, expected))),
+    ]
 
 
 def test_attention_over_them_is_that_of_each_document_alone(device):
@@ -105,22 +132,33 @@ def test_backends_of_a_card_take_them(backend, device):
         pytest.skip(f"{backend} is not installed")
     bounds, keys = made(device)
     q, k, v = (
-        torch.randn(sum(LENGTHS), heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+        torch.randn(
+            sum(LENGTHS), heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True
+        )
+        for heads in (4, 2, 2)
     )
     found = []
     for name in (backend, "per-document"):
         gathered = [gather_keys(x, keys) for x in (k, v)]
         if name == "per-document":
             gathered = [x[: int(keys.cu_seqlens[-1])] for x in gathered]
-        out = document_attention(q, *gathered, bounds, 40, keys.cu_seqlens, keys.max_seqlen, scale=0.1, backend=name)
+        out = document_attention(
+            q, *gathered, bounds, 40, keys.cu_seqlens, keys.max_seqlen, scale=0.1, backend=name
+        )
         found.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
 
 
 FAULTS = {
-    "an answer's copies dropped": ("for place in places.unbind():", "for place in places[:-1].unbind():"),
-    "absent copies counted": ("torch.where((place >= 0)[:, None, None], of_place, 0.0)", "of_place"),
+    "an answer's copies dropped": (
+        "for place in places.unbind():",
+        "for place in places[:-1].unbind():",
+    ),
+    "absent copies counted": (
+        "torch.where((place >= 0)[:, None, None], of_place, 0.0)",
+        "of_place",
+    ),
 }
 
 

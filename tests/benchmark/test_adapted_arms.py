@@ -10,7 +10,12 @@ import torch
 import families
 import tiny
 from chronicals.benchmark.arms import ours, trl, unsloth
-from chronicals.benchmark.arms.weights import load_dequantised, load_for_peers, load_in_4_bits, with_peft
+from chronicals.benchmark.arms.weights import (
+    load_dequantised,
+    load_for_peers,
+    load_in_4_bits,
+    with_peft,
+)
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.processes import missing
 from chronicals.benchmark.shapes import byte_tokenizer
@@ -22,7 +27,12 @@ from chronicals.models import load_model
 from chronicals.quantization import NF4, Experts4bit, Linear4bit
 from comparison import equal
 
-UNEVEN = {"lora_rank_pattern": {"q_proj": 3}, "lora_alpha_pattern": {"down_proj": 5}, "lora_layers": [1], "use_dora": True}
+UNEVEN = {
+    "lora_rank_pattern": {"q_proj": 3},
+    "lora_alpha_pattern": {"down_proj": 5},
+    "lora_layers": [1],
+    "use_dora": True,
+}
 
 
 def planned(folder, mode="lora", model=None, **changes):
@@ -36,17 +46,31 @@ def planned(folder, mode="lora", model=None, **changes):
 
 def values(model):
     """Scale, A, B and lengths of each adapter, of ours or PEFT's."""
-    found = {path: (a.scale, a.lora_A, a.lora_B, getattr(a, "lora_magnitude_vector", None)) for path, a in adapters(model)}
+    found = {
+        path: (a.scale, a.lora_A, a.lora_B, getattr(a, "lora_magnitude_vector", None))
+        for path, a in adapters(model)
+    }
     for path, layer in model.named_modules():
         if isinstance(getattr(layer, "scaling", None), dict):
-            lengths = layer.lora_magnitude_vector["default"].weight if len(layer.lora_magnitude_vector) else None
-            of = layer.scaling["default"], layer.lora_A["default"].weight, layer.lora_B["default"].weight, lengths
+            lengths = (
+                layer.lora_magnitude_vector["default"].weight
+                if len(layer.lora_magnitude_vector)
+                else None
+            )
+            of = (
+                layer.scaling["default"],
+                layer.lora_A["default"].weight,
+                layer.lora_B["default"].weight,
+                lengths,
+            )
             found[path.removeprefix("base_model.model.")] = of
     return found
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-@pytest.mark.parametrize("changes", [{}, UNEVEN, {"use_rslora": True}], ids=["even", "uneven", "rslora"])
+@pytest.mark.parametrize(
+    "changes", [{}, UNEVEN, {"use_rslora": True}], ids=["even", "uneven", "rslora"]
+)
 @pytest.mark.parametrize("of", ["row", "variant"])
 def test_ours_and_pefts_adapters_are_the_same(tmp_path, mode, changes, of):
     work = planned(tmp_path, mode, **(changes if of == "row" else {}))
@@ -57,8 +81,14 @@ def test_ours_and_pefts_adapters_are_the_same(tmp_path, mode, changes, of):
     one, two = values(mine), values(theirs)
     assert one.keys() == two.keys() and len(one) == (7 if "lora_layers" in changes else 14)
     for path, (scale, a, b, lengths) in one.items():
-        assert scale == pytest.approx(two[path][0]) and equal(a, two[path][1]) and equal(b, two[path][2]), path
-        assert a.abs().max() > 0 and len(a) == (3 if "q_proj" in path and "lora_rank_pattern" in changes else 4)
+        assert (
+            scale == pytest.approx(two[path][0])
+            and equal(a, two[path][1])
+            and equal(b, two[path][2])
+        ), path
+        assert a.abs().max() > 0 and len(a) == (
+            3 if "q_proj" in path and "lora_rank_pattern" in changes else 4
+        )
         assert (lengths is None) == (two[path][3] is None) == ("use_dora" not in changes)
         assert lengths is None or torch.allclose(lengths, two[path][3].to(lengths), rtol=1e-5), path
 
@@ -67,15 +97,23 @@ def test_a_variant_with_the_same_matrices_starts_as_the_row_does(tmp_path):
     work = planned(tmp_path)
     row = start_of(work, work.config())
     for changes in ({"use_dora": True}, {"lora_alpha": 1.0}, {"lora_dropout": 0.5}):
-        assert all(equal(x, row[name]) for name, x in start_of(work, work.config(**changes)).items())
+        assert all(
+            equal(x, row[name]) for name, x in start_of(work, work.config(**changes)).items()
+        )
     wider = starting_values(work, work.config(lora_rank=8))
-    assert wider.keys() == row.keys() and all(x.shape != row[name].shape for name, x in wider.items())
-    assert work.other_adapters({"use_dora": True, "lora_alpha": 6, "memory": []}) == {"use_dora": True}
+    assert wider.keys() == row.keys() and all(
+        x.shape != row[name].shape for name, x in wider.items()
+    )
+    assert work.other_adapters({"use_dora": True, "lora_alpha": 6, "memory": []}) == {
+        "use_dora": True
+    }
 
 
 def test_of_a_mixture_attention_is_adapted(tmp_path):
     """Its experts are no linear layers, and the row of a dense model names theirs."""
-    work = planned(tmp_path, "lora", families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512))
+    work = planned(
+        tmp_path, "lora", families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512)
+    )
     found = {name.split(".")[-3] for name in starting_values(work, work.config())}
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -94,10 +132,22 @@ def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype)
 
 
 def test_experts_have_the_same_values_in_every_arm(tmp_path):
-    """Ours in 4 bits; the reference in fp32, and peers over bitsandbytes, which has no stacked experts, in 16."""
-    sizes = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 512}
+    """Ours in 4 bits; the reference in fp32, and peers over bitsandbytes, which has no stacked
+    experts, in 16.
+    """
+    sizes = {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "moe_intermediate_size": 64,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+    }
     work = planned(tmp_path, "qlora", families.mixture("qwen3_moe", **sizes))
-    packed = {path: m for path, m in load_in_4_bits(work.model, torch.float32).named_modules() if isinstance(m, Experts4bit)}
+    packed = {
+        path: m
+        for path, m in load_in_4_bits(work.model, torch.float32).named_modules()
+        if isinstance(m, Experts4bit)
+    }
     others = [load_dequantised(work.model, torch.float32)]
     others += [] if missing("transformers", "qlora") else [load_for_peers(work, torch.float32)]
     sixteen = load_model(work.model, torch.float32)
@@ -113,8 +163,15 @@ def test_peers_have_bitsandbytes_layers(tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     work = planned(tmp_path, "qlora")
     model, ours_ = load_for_peers(work, torch.float32), load_in_4_bits(work.model, torch.float32)
-    theirs = {path for path, layer in model.named_modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)}
-    assert theirs == {path for path, layer in ours_.named_modules() if isinstance(layer, Linear4bit)} and len(theirs) == 14
+    theirs = {
+        path
+        for path, layer in model.named_modules()
+        if isinstance(layer, bitsandbytes.nn.Linear4bit)
+    }
+    assert (
+        theirs == {path for path, layer in ours_.named_modules() if isinstance(layer, Linear4bit)}
+        and len(theirs) == 14
+    )
 
 
 def test_what_a_step_reads_of_4_bits_is_counted(tmp_path):
@@ -123,13 +180,21 @@ def test_what_a_step_reads_of_4_bits_is_counted(tmp_path):
     assert plain.counted and not planned(tmp_path / "dora", use_dora=True).job().counted
 
 
-# --- what is asked ------------------------------------------------------------------------------------------------------
+# --- what is asked
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_4_bits_are_a_mode_of_the_row():
-    assert command._recipe(None, {"load_in_4bit": True})[3] == command._recipe(None, {"quantization": "nf4"})[3] == "qlora"
+    assert (
+        command._recipe(None, {"load_in_4bit": True})[3]
+        == command._recipe(None, {"quantization": "nf4"})[3]
+        == "qlora"
+    )
     assert {"quantization", "load_in_4bit"} <= STEPS
-    with pytest.raises(ConfigurationError, match="variant='quantization=nf4': quantization decides what a step holds"):
+    with pytest.raises(
+        ConfigurationError,
+        match="variant='quantization=nf4': quantization decides what a step holds",
+    ):
         command._changes("quantization=nf4")
 
 
@@ -150,12 +215,15 @@ def test_what_contradicts_the_mode_is_named(tmp_path, mode, fields, message):
 
 def test_packages_by_what_is_trained(monkeypatch):
     monkeypatch.setattr("chronicals.benchmark.processes.find_spec", lambda package: None)
-    assert missing("transformers", "full") == ["transformers"] and missing("reference", "qlora") == ["peft"]
+    assert missing("transformers", "full") == ["transformers"] and missing(
+        "reference", "qlora"
+    ) == ["peft"]
     assert missing("transformers", "lora") == ["transformers", "peft"]
     assert missing("trl", "qlora") == ["trl", "datasets", "peft", "bitsandbytes", "accelerate"]
 
 
-# --- Unsloth, whose interface is called and whose work is not done ------------------------------------------------------
+# --- Unsloth, whose interface is called and whose work is not done
+# ------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,9 +253,14 @@ def asked(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize(("mode", "packed", "full"), [("full", False, True), ("lora", False, False), ("qlora", True, False)])
+@pytest.mark.parametrize(
+    ("mode", "packed", "full"),
+    [("full", False, True), ("lora", False, False), ("qlora", True, False)],
+)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(tmp_path, asked, mode, packed, full, recompute):
+def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(
+    tmp_path, asked, mode, packed, full, recompute
+):
     unsloth.load(planned(tmp_path, mode), recompute)
     assert (asked["load_in_4bit"], asked["full_finetuning"]) == (packed, full)
     assert asked["use_gradient_checkpointing"] == ("unsloth" if recompute else False)
@@ -195,15 +268,22 @@ def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(tmp_path, asked, mod
 
 def test_unsloth_adapts_what_the_row_adapts(tmp_path, asked, monkeypatch):
     """Of a mixture only attention: were experts named too, it would adapt their stacks."""
-    start = {f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight": torch.ones(1) for name in ("q_proj", "o_proj")}
+    start = {
+        f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight": torch.ones(1)
+        for name in ("q_proj", "o_proj")
+    }
     monkeypatch.setattr(unsloth, "start_of", lambda *given: start)
     unsloth.load(planned(tmp_path, "lora"), False)
     assert asked["target_modules"] == ["o_proj", "q_proj"]
 
 
 def test_unsloth_says_which_adapters_it_is_not_measured_with(asked):
-    config = SimpleNamespace(use_dora=True, lora_rank_pattern={}, lora_alpha_pattern={}, lora_layers=None)
-    with pytest.raises(ValueError, match="use_dora=True: it is measured with plain adapters of one rank"):
+    config = SimpleNamespace(
+        use_dora=True, lora_rank_pattern={}, lora_alpha_pattern={}, lora_layers=None
+    )
+    with pytest.raises(
+        ValueError, match="use_dora=True: it is measured with plain adapters of one rank"
+    ):
         unsloth.load(SimpleNamespace(config=lambda: config), False)
 
 
@@ -219,12 +299,22 @@ def test_a_mixture_of_a_peer_has_no_router_loss(tmp_path):
 def test_trl_has_grouped_products_of_frozen_experts(tmp_path, monkeypatch, mode, mixture):
     """Not Liger's, whose backward makes their gradients."""
     asked = {}
-    model = families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512) if mixture else None
+    model = (
+        families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512)
+        if mixture
+        else None
+    )
     work = planned(tmp_path, mode, model)
     monkeypatch.setattr(trl, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(trl, "find_spec", lambda name: True)
-    monkeypatch.setattr(trl, "train_with_trainer", lambda *given, **options: asked.update(options, settings=given[4]))
+    monkeypatch.setattr(
+        trl,
+        "train_with_trainer",
+        lambda *given, **options: asked.update(options, settings=given[4]),
+    )
     trl.trl(work, ArmPlan(1, 0, out=tmp_path, began=0.0))
     assert asked["use_liger_kernel"]
-    assert asked.get("liger_kernel_config") == ({"swiglu": False} if mode == "lora" and mixture else None)
+    assert asked.get("liger_kernel_config") == (
+        {"swiglu": False} if mode == "lora" and mixture else None
+    )
     assert ("experts by grouped_mm" in asked["settings"]) == (mode == "lora" and mixture)

@@ -24,14 +24,19 @@ def planned(folder, model="tiny", mode="full", steps=2, **fields):
 
 
 def test_a_step_takes_its_flops_at_half_the_rate_of_a_product(tmp_path):
-    found = estimate(planned(tmp_path, "qwen2.5-0.5b", batch_size=1, max_seq_length=1024), Options(arm_timeout=1e9))
+    found = estimate(
+        planned(tmp_path, "qwen2.5-0.5b", batch_size=1, max_seq_length=1024),
+        Options(arm_timeout=1e9),
+    )
     parameters = 0.494e9  # of the published model; attention comes on top
     assert found.step == pytest.approx(1024 * 6 * parameters / (RATE / 2), rel=0.1)
     assert found.steps == 5 and not found.too_long
 
 
 def test_adapters_need_fewer(tmp_path):
-    full, lora = (estimate(planned(tmp_path, "qwen2.5-0.5b", mode), Options()) for mode in ("full", "lora"))
+    full, lora = (
+        estimate(planned(tmp_path, "qwen2.5-0.5b", mode), Options()) for mode in ("full", "lora")
+    )
     assert 0.6 < lora.step / full.step < 0.8
 
 
@@ -40,14 +45,20 @@ def test_all_arms_and_rounds_count(tmp_path):
     alone = estimate(work, Options(rounds=0)).whole
     assert alone == pytest.approx(3 * START_SECONDS, rel=0.05)  # preparation, reference, ours
     more = Options(rounds=2, against=["transformers", "trl", "liger"], variants=[{"seed": 1}])
-    assert estimate(work, more).whole - alone == pytest.approx((4 + 2 * 4) * START_SECONDS, rel=0.05)
+    assert estimate(work, more).whole - alone == pytest.approx(
+        (4 + 2 * 4) * START_SECONDS, rel=0.05
+    )
     assert estimate(work, Options(time_limit=20)).whole == 20
 
 
 def test_arms_that_would_be_ended_are_named(tmp_path):
     found = estimate(planned(tmp_path, "llama-3.1-8b"), Options(rounds=1, arm_timeout=300))
     assert found.too_long and found.whole == START_SECONDS + 3 * 300
-    assert "an arm of 5 steps" in str(found) and "--arm-timeout" in str(found) and "tiny runs anywhere" in str(found)
+    assert (
+        "an arm of 5 steps" in str(found)
+        and "--arm-timeout" in str(found)
+        and "tiny runs anywhere" in str(found)
+    )
     assert "--arm-timeout" not in str(estimate(planned(tmp_path), Options()))
 
 
@@ -58,7 +69,9 @@ def test_the_command_says_so_before_anything_runs(card, monkeypatch, tmp_path):
 
     monkeypatch.setattr(rounds, "measure", measure)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
-    done = CliRunner().invoke(app, ["benchmark", "--model", "tiny", "--folder", str(tmp_path)], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, ["benchmark", "--model", "tiny", "--folder", str(tmp_path)], env={"COLUMNS": "200"}
+    )
     assert str(done.exception) == "begun"
     assert ("no card here: on this CPU a step takes about" in done.output) == (not card)
 

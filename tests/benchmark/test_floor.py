@@ -1,4 +1,6 @@
-"""FLOPs, bytes and the reference step against numbers worked out by hand and against the ceilings measured on an H200."""
+"""FLOPs, bytes and the reference step against numbers worked out by hand and against the
+ceilings measured on an H200.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +33,9 @@ def shape(name: str) -> DecoderShape:
 
 
 def test_flops_of_a_shape_small_enough_for_pencil_and_paper():
-    tiny = DecoderShape(layers=1, width=4, heads=2, kv_heads=1, head_dim=2, inner=8, vocabulary=10, experts=0)
+    tiny = DecoderShape(
+        layers=1, width=4, heads=2, kv_heads=1, head_dim=2, inner=8, vocabulary=10, experts=0
+    )
     body, head = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8, 4 * 10
     assert (tiny.body, tiny.head) == (body, head) == (144, 40)
     full = Job(tiny, tokens=6, mean_length=5.0, labelled=0.5)
@@ -48,7 +52,9 @@ def test_flops_of_a_shape_small_enough_for_pencil_and_paper():
     assert mfu(replace(full, shape=replace(tiny, experts=8)), 1.0, "NVIDIA H200") is None
 
 
-@pytest.mark.parametrize(("kind", "routed"), [("Mixtral", True), ("Qwen3Moe", True), ("Olmoe", True), ("Llama", False)])
+@pytest.mark.parametrize(
+    ("kind", "routed"), [("Mixtral", True), ("Qwen3Moe", True), ("Olmoe", True), ("Llama", False)]
+)
 def test_experts_are_noticed(kind, routed):
     assert DecoderShape.of(getattr(transformers, f"{kind}Config")()).routed == routed
 
@@ -69,36 +75,54 @@ def test_what_is_beside_experts_is_not_counted(kind, changes, countable):
 
 
 @pytest.mark.parametrize(
-    "name, layers, met, parameters", [("qwen3-30b-a3b", 48, 2.73e9, 30.5e9), ("olmoe-1b-7b", 16, 1.076e9, 6.92e9)]
+    "name, layers, met, parameters",
+    [("qwen3-30b-a3b", 48, 2.73e9, 30.5e9), ("olmoe-1b-7b", 16, 1.076e9, 6.92e9)],
 )
 def test_sizes_of_mixtures(name, layers, met, parameters):
-    """As their makers give them, 3.3 and 1.3 billion of 30.5 and 6.9, less head and embedding in what a token meets."""
+    """As their makers give them, 3.3 and 1.3 billion of 30.5 and 6.9, less head and embedding in
+    what a token meets.
+    """
     whole = DecoderShape.of(
-        getattr(transformers, SHAPES[name].config_class)(**SHAPES[name].sizes | {"num_hidden_layers": layers})
+        getattr(transformers, SHAPES[name].config_class)(
+            **SHAPES[name].sizes | {"num_hidden_layers": layers}
+        )
     )
-    assert whole.body == pytest.approx(met, rel=0.01) and whole.parameters == pytest.approx(parameters, rel=0.01)
+    assert whole.body == pytest.approx(met, rel=0.01) and whole.parameters == pytest.approx(
+        parameters, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 16])
 def test_products_of_a_mixture_are_the_needed_flops(rank):
     """Experts have no adapters; those of attention lie in its products."""
     job = Job(shape("qwen3-30b-a3b"), 16384, 2048, rank)
-    assert job.counted and job.adapter_parameters == 8 * rank * (2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048)
+    assert job.counted and job.adapter_parameters == 8 * rank * (
+        2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048
+    )
     listed = sum(product.count * product.flops for product in products(job))
     needed = (needed_flops(job) - 3 * attention_flops(job)) * job.tokens
     assert needed * (1 - 1e-9) <= listed <= 1.05 * needed
-    assert elementwise_bytes(job.shape) == 8 * 2 * (16 * 2048 + 4 * (4096 + 512) + 8 * (9 * 768 + 2 * 2048) + 7 * 4096)
+    assert elementwise_bytes(job.shape) == 8 * 2 * (
+        16 * 2048 + 4 * (4096 + 512) + 8 * (9 * 768 + 2 * 2048) + 7 * 4096
+    )
 
 
-@pytest.mark.parametrize("name, body, parameters", [(SMALL, 357.8e6, 494e6), (LARGE, 6.979e9, 8.03e9)])
+@pytest.mark.parametrize(
+    "name, body, parameters", [(SMALL, 357.8e6, 494e6), (LARGE, 6.979e9, 8.03e9)]
+)
 def test_sizes_of_the_built_in_shapes(name, body, parameters):
     assert shape(name).body == pytest.approx(body, rel=1e-3)
     assert shape(name).parameters == pytest.approx(parameters, rel=1e-3)
 
 
-@pytest.mark.parametrize("name, rank, gigaflops", [(SMALL, 0, 3.23), (SMALL, 16, 2.29), (LARGE, 0, 46.6), (LARGE, 16, 31.8)])
+@pytest.mark.parametrize(
+    "name, rank, gigaflops",
+    [(SMALL, 0, 3.23), (SMALL, 16, 2.29), (LARGE, 0, 46.6), (LARGE, 16, 31.8)],
+)
 def test_needed_flops_at_documents_of_2048(name, rank, gigaflops):
-    assert needed_flops(Job(shape(name), 16384, 2048, rank)) / 1e9 == pytest.approx(gigaflops, rel=0.01)
+    assert needed_flops(Job(shape(name), 16384, 2048, rank)) / 1e9 == pytest.approx(
+        gigaflops, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("rank", "zeros"), [(0, 1.0), (32, 1.05)])
@@ -111,9 +135,13 @@ def test_the_products_are_the_needed_flops(rank, zeros):
 
 
 def ceiling(product: Product) -> float:
-    """Seconds of a product at the ceilings measured on an H200: by width, and narrow ones by the copy bandwidth."""
+    """Seconds of a product at the ceilings measured on an H200: by width, and narrow ones by the
+    copy bandwidth.
+    """
     narrow = min(product.inputs, product.outputs, product.rows)
-    moved = 2 * (product.rows * (product.inputs + product.outputs) + product.inputs * product.outputs)
+    moved = 2 * (
+        product.rows * (product.inputs + product.outputs) + product.inputs * product.outputs
+    )
     rate = (
         679e12
         if narrow >= 4096
@@ -135,26 +163,51 @@ def ceiling(product: Product) -> float:
         (LARGE, 32, 8192, "fp32", 32, (505e12, 414e12), 18e3),
     ],
 )
-def test_reference_steps_at_the_ceilings_of_an_h200(name, rank, tokens, states, heads, rates, expected):
+def test_reference_steps_at_the_ceilings_of_an_h200(
+    name, rank, tokens, states, heads, rates, expected
+):
     measured = shape(name)
-    job = Job(measured, tokens, 2048, rank, optimizer_bytes=optimizer_bytes("bf16", states, adapters=rank > 0))
+    job = Job(
+        measured,
+        tokens,
+        2048,
+        rank,
+        optimizer_bytes=optimizer_bytes("bf16", states, adapters=rank > 0),
+    )
     a_layer = attention_flops(job) / measured.layers * tokens
     found = reference_step(job, COPY, ceiling, a_layer / rates[0] + 2.5 * a_layer / rates[1])
     assert found.tokens_per_second == pytest.approx(expected, rel=0.07)
     assert found.seconds == pytest.approx(
-        sum(getattr(found, part) for part in ("products", "attention", "elementwise", "loss", "optimizer"))
+        sum(
+            getattr(found, part)
+            for part in ("products", "attention", "elementwise", "loss", "optimizer")
+        )
     )
 
 
-MEASURED = ReferenceStep(products=0.06, attention=0.02, elementwise=0.01, loss=0.002, optimizer=0.003, tokens=1000)
+MEASURED = ReferenceStep(
+    products=0.06, attention=0.02, elementwise=0.01, loss=0.002, optimizer=0.003, tokens=1000
+)
 
 
 @pytest.mark.parametrize(
     ("step_seconds", "products"),
-    [(0.1, 0.055), (0.2, 0.055), (0.08, 0.044)],  # the kinds take 0.1 s: as they are, as they are, and less by a fifth
+    [
+        (0.1, 0.055),
+        (0.2, 0.055),
+        (0.08, 0.044),
+    ],  # the kinds take 0.1 s: as they are, as they are, and less by a fifth
 )
-def test_no_part_of_a_reference_step_takes_longer_than_in_a_step_that_was_seen(step_seconds, products):
-    profile = {"products": 0.055, "attention": 0.03, "elementwise": 0.008, "copies": 0.004, "gaps": 0.003}
+def test_no_part_of_a_reference_step_takes_longer_than_in_a_step_that_was_seen(
+    step_seconds, products
+):
+    profile = {
+        "products": 0.055,
+        "attention": 0.03,
+        "elementwise": 0.008,
+        "copies": 0.004,
+        "gaps": 0.003,
+    }
     found = MEASURED.best_seen(profile, step_seconds)
     assert found.products == pytest.approx(products)
     assert (found.attention, found.loss) == (0.02, 0.002)
@@ -173,13 +226,22 @@ def test_optimizer_bytes_by_what_is_kept():
     assert optimizer_bytes("bf16", "fp32", adapters=True) == 4 + 8 + 16
     assert optimizer_bytes("fp32", "fp32", adapters=False) == 4 + 8 + 16
     assert optimizer_bytes("bf16", "8bit", adapters=False) == 2 + 4 + 4 + 4 * (1 + 1 / 64)
-    assert optimizer_bytes("bf16", "8bit", adapters=False, full=0.5) == 2 + 4 + 4 + 2 * (1 + 1 / 64) + 8
-    assert optimizer_bytes("fp32", "8bit", adapters=True, full=1.0) == optimizer_bytes("fp32", "fp32", adapters=True)
+    assert (
+        optimizer_bytes("bf16", "8bit", adapters=False, full=0.5)
+        == 2 + 4 + 4 + 2 * (1 + 1 / 64) + 8
+    )
+    assert optimizer_bytes("fp32", "8bit", adapters=True, full=1.0) == optimizer_bytes(
+        "fp32", "fp32", adapters=True
+    )
 
 
 def test_only_the_adapted_projections_are_counted():
-    """Of q and v alone, at rank 2: what their two matrices hold, and products for them and no other."""
-    shape = DecoderShape(layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, experts=0)
+    """Of q and v alone, at rank 2: what their two matrices hold, and products for them and no
+    other.
+    """
+    shape = DecoderShape(
+        layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, experts=0
+    )
     job = Job(shape, tokens=10, mean_length=5.0, rank=2, adapted=("q_proj", "v_proj"))
     assert job.adapter_parameters == 3 * 2 * ((8 + 8) + (8 + 4))
     found = {(p.name, p.kind): (p.inputs, p.outputs, p.count) for p in products(job)}
@@ -192,11 +254,15 @@ def test_only_the_adapted_projections_are_counted():
 
 def test_weights_in_4_bits_are_read_and_written_twice_a_step_whatever_its_tokens():
     """But for the first layer's queries, keys and values, whose input has no gradient."""
-    shape = DecoderShape(layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, experts=0)
+    shape = DecoderShape(
+        layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, experts=0
+    )
     job = Job(shape, tokens=10, mean_length=5.0, rank=2)
     packed = replace(job, dequantised_bytes=2.5)
     layer = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 20
-    assert dequantised_bytes(job) == 0 and dequantised_bytes(packed) == 2.5 * (2 * 3 * layer - 8 * (8 + 2 * 4))
+    assert dequantised_bytes(job) == 0 and dequantised_bytes(packed) == 2.5 * (
+        2 * 3 * layer - 8 * (8 + 2 * 4)
+    )
     plain, found = (reference_step(one, 1e3, lambda product: 1.0, 1.0) for one in (job, packed))
     assert found.elementwise - plain.elementwise == pytest.approx(dequantised_bytes(packed) / 1e3)
     assert found.products == plain.products and needed_flops(job) == needed_flops(packed)
@@ -212,7 +278,9 @@ def test_of_a_mixture_in_4_bits_all_experts_are_dequantised():
 
 def test_adapters_that_are_not_counted_have_no_mfu():
     job = Job(shape(SMALL), 16384, 2048, 32)
-    assert mfu(job, 1.0, "NVIDIA H200") and mfu(replace(job, uneven=True), 1.0, "NVIDIA H200") is None
+    assert (
+        mfu(job, 1.0, "NVIDIA H200") and mfu(replace(job, uneven=True), 1.0, "NVIDIA H200") is None
+    )
 
 
 def test_one_layer_under_adapters_has_no_gradient_of_its_input():

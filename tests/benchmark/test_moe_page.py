@@ -1,4 +1,6 @@
-"""The page about mixtures of experts has the figures of the results, and these are within their bars."""
+"""The page about mixtures of experts has the figures of the results, and these are within their
+bars.
+"""
 
 import json
 
@@ -30,10 +32,20 @@ def test_experts_are_predicted():
 def test_every_stage_improves_and_anchors_hold(family):
     found = result("stages")
     runs = [run for run in found["stages"] if run["family"] == family]
-    asked = {(stage, how) for stage in ("sft", "dpo", "orpo", "distill") for how in ("full", "lora")}
+    asked = {
+        (stage, how) for stage in ("sft", "dpo", "orpo", "distill") for how in ("full", "lora")
+    }
     assert {(run["stage"], run["how"]) for run in runs} >= asked
-    assert len({run["seed"] for run in runs if run["stage"] == "sft"}) >= 3 and all(run["improved"] for run in runs)
+    assert len({run["seed"] for run in runs if run["stage"] == "sft"}) >= 3 and all(
+        run["improved"] for run in runs
+    )
     anchors = [run for run in found["anchor"] if run["family"] == family]
-    for free, held in zip(*([run for run in anchors if bool(run["weight"]) == on] for on in (False, True)), strict=True):
-        assert held["drift"] <= 0.5 * free["drift"] and held["cross_entropy"] <= 1.02 * free["cross_entropy"]
+    for free, held in zip(
+        *([run for run in anchors if bool(run["weight"]) == on] for on in (False, True)),
+        strict=True,
+    ):
+        assert (
+            held["drift"] <= 0.5 * free["drift"]
+            and held["cross_entropy"] <= 1.02 * free["cross_entropy"]
+        )
         assert held["anchor_first"] == 0.0

@@ -59,7 +59,10 @@ def test_an_arm_that_reports_none_of_the_compared_steps_has_no_speed(name, word)
 
 def test_dropout_widens_the_norms_alone():
     noisy = measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 1.15))
-    assert refusal(noisy, REFERENCE, Tolerance()) and refusal(noisy, REFERENCE, Tolerance(), dropout=True) is None
+    assert (
+        refusal(noisy, REFERENCE, Tolerance())
+        and refusal(noisy, REFERENCE, Tolerance(), dropout=True) is None
+    )
     wrong = measurement(losses=changed(REFERENCE.losses, 2, 1.015))
     assert refusal(wrong, REFERENCE, Tolerance(), dropout=True)
 
@@ -73,21 +76,39 @@ def test_the_record_has_both_sides():
 def test_a_loss_that_bf16_itself_changes_may_deviate_three_times_as_much():
     """In any of the compared steps, and norms no more than before."""
     rounded = measurement(rounded_losses=changed(REFERENCE.losses, 1, 1.02))
-    assert refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.05)), rounded, Tolerance()) is None
-    assert "step 4: loss" in refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.07)), rounded, Tolerance())
+    assert (
+        refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.05)), rounded, Tolerance())
+        is None
+    )
+    assert "step 4: loss" in refusal(
+        measurement(losses=changed(REFERENCE.losses, 3, 1.07)), rounded, Tolerance()
+    )
     assert "step 3: gradient norm" in refusal(
         measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 0.8)), rounded, Tolerance()
     )
-    assert comparison(measurement(), rounded)["loss"]["reference_in_bf16"] == rounded.rounded_losses[:5]
+    assert (
+        comparison(measurement(), rounded)["loss"]["reference_in_bf16"]
+        == rounded.rounded_losses[:5]
+    )
 
 
 def test_so_may_a_loss_that_bf16_is_expected_to_change():
-    """The sum of what it changes in each pair may be near zero where single changes are not. Norms may no more than before."""
-    lucky = measurement(rounded_losses=REFERENCE.losses, rounding_spreads=[0.0, 0.02 * REFERENCE.losses[1], 0.0])
-    assert refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.05)), lucky, Tolerance()) is None
-    assert "step 4: loss" in refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.07)), lucky, Tolerance())
+    """The sum of what it changes in each pair may be near zero where single changes are not.
+    Norms may no more than before.
+    """
+    lucky = measurement(
+        rounded_losses=REFERENCE.losses, rounding_spreads=[0.0, 0.02 * REFERENCE.losses[1], 0.0]
+    )
+    assert (
+        refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.05)), lucky, Tolerance()) is None
+    )
+    assert "step 4: loss" in refusal(
+        measurement(losses=changed(REFERENCE.losses, 3, 1.07)), lucky, Tolerance()
+    )
     large = measurement(rounding_spreads=[0.1 * REFERENCE.losses[0]])
-    assert "step 3: gradient norm" in refusal(measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 0.8)), large, Tolerance())
+    assert "step 3: gradient norm" in refusal(
+        measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 0.8)), large, Tolerance()
+    )
     assert comparison(measurement(), lucky)["loss"]["expected_of_bf16"] == lucky.rounding_spreads
     assert "expected_of_bf16" not in comparison(measurement(), REFERENCE)["loss"]
 
@@ -95,9 +116,19 @@ def test_so_may_a_loss_that_bf16_is_expected_to_change():
 def test_so_may_a_norm_that_bf16_itself_changes():
     """Losses no more than before."""
     rounded = measurement(rounded_norms=changed(REFERENCE.grad_norms, 1, 1.04))
-    assert refusal(measurement(grad_norms=changed(REFERENCE.grad_norms, 0, 0.89)), rounded, Tolerance()) is None
+    assert (
+        refusal(
+            measurement(grad_norms=changed(REFERENCE.grad_norms, 0, 0.89)), rounded, Tolerance()
+        )
+        is None
+    )
     assert "step 1: gradient norm" in refusal(
         measurement(grad_norms=changed(REFERENCE.grad_norms, 0, 0.87)), rounded, Tolerance()
     )
-    assert "step 3: loss" in refusal(measurement(losses=changed(REFERENCE.losses, 2, 1.02)), rounded, Tolerance())
-    assert comparison(measurement(), rounded)["grad_norm"]["reference_in_bf16"] == rounded.rounded_norms[:5]
+    assert "step 3: loss" in refusal(
+        measurement(losses=changed(REFERENCE.losses, 2, 1.02)), rounded, Tolerance()
+    )
+    assert (
+        comparison(measurement(), rounded)["grad_norm"]["reference_in_bf16"]
+        == rounded.rounded_norms[:5]
+    )

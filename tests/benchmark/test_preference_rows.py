@@ -28,11 +28,20 @@ def work(tmp_path_factory):
 
 @pytest.mark.parametrize("data", SHARES)
 def test_the_prompt_is_its_share_of_both_rows_and_no_pair_is_cut(data):
-    lengths = np.array([[len(row[side].split()) for side in ("prompt", "chosen", "rejected")] for row in _rows(data)])
+    lengths = np.array(
+        [
+            [len(row[side].split()) for side in ("prompt", "chosen", "rejected")]
+            for row in _rows(data)
+        ]
+    )
     prompt, chosen, rejected = lengths.T
     rows = prompt + (chosen + rejected) / 2
     assert 2 * prompt.sum() / (2 * rows).sum() == pytest.approx(SHARES[data], abs=0.01)
-    assert rows.max() <= 2048 - BESIDE_A_ROW and rows.min() >= 32 and np.median(rows) == pytest.approx(400, rel=0.1)
+    assert (
+        rows.max() <= 2048 - BESIDE_A_ROW
+        and rows.min() >= 32
+        and np.median(rows) == pytest.approx(400, rel=0.1)
+    )
     assert (chosen != rejected).mean() > 0.9 and (prompt + chosen + rejected + 4).max() <= 4096
 
 
@@ -42,9 +51,14 @@ def _rows(data):
 
 def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
     tokenizer, rows = word_tokenizer(1000), random_pairs(0.5, 20000, 256, 1000)
-    ids = {side: [number for row in rows for number in tokenizer(row[side])["input_ids"]] for side in rows[0]}
+    ids = {
+        side: [number for row in rows for number in tokenizer(row[side])["input_ids"]]
+        for side in rows[0]
+    }
     special = range(BYTES, BYTES + len(SPECIAL))
-    assert all(0 <= number < 1000 and number not in special for side in ids.values() for number in side)
+    assert all(
+        0 <= number < 1000 and number not in special for side in ids.values() for number in side
+    )
     assert np.median(ids["rejected"]) > 1.5 * np.median(ids["chosen"])
     assert tokenizer("t7 t260")["input_ids"] == [7, 260] and tokenizer.eos_token_id in special
 
@@ -62,11 +76,17 @@ def test_the_steps_are_those_that_our_run_takes(work):
     """And where prompts are shared, less is computed than there is."""
     steps = list(work.stream().steps(count=4))
     real = work.real_tokens(0, [step.counts["tokens"] for step in steps])
-    assert [step.counts["items"] for step in steps] == [len(pairs) for pairs in work.pairs_by_step(4)]
+    assert [step.counts["items"] for step in steps] == [
+        len(pairs) for pairs in work.pairs_by_step(4)
+    ]
     assert sum(real) > 1.15 * sum(step.counts["tokens"] for step in steps)
     assert work.real_tokens(2, [0]) == real[2:3]
     assert [sum(map(len, step)) for step in work.documents_by_step(4)] == real
-    assert work.job().tokens > 0 and not work.job().counted and work.described()["prompt_share"] == pytest.approx(0.5, abs=0.05)
+    assert (
+        work.job().tokens > 0
+        and not work.job().counted
+        and work.described()["prompt_share"] == pytest.approx(0.5, abs=0.05)
+    )
 
 
 def test_it_is_read_again(work):
@@ -79,24 +99,35 @@ def test_equal_steps_hold_the_same_pairs_sorted(work):
     flat = [pair for step in steps for pair in step]
     assert len({len(step) for step in equal}) == 1 and len(equal[0]) % 4 == 0
     for number, step in enumerate(equal):
-        assert [pair.longest for pair in step] == sorted((pair.longest for pair in step), reverse=True)
+        assert [pair.longest for pair in step] == sorted(
+            (pair.longest for pair in step), reverse=True
+        )
         taken = flat[number * len(step) : (number + 1) * len(step)]
         assert sorted(map(repr, step)) == sorted(map(repr, taken))
 
 
 def test_what_was_held_is_written_and_read():
-    held = Held([[[Pair([1], [2], [3, 4])]], [[Pair([1], [2], [3])], [Pair([5], [6], [7])]]], prompt_is_trained=True)
+    held = Held(
+        [[[Pair([1], [2], [3, 4])]], [[Pair([1], [2], [3])], [Pair([5], [6], [7])]]],
+        prompt_is_trained=True,
+    )
     assert Held.of_json(json.loads(json.dumps(held.to_json()))) == held
 
 
 def test_learning_rates_are_those_of_the_objective(tmp_path):
-    rates = {name: made.work(tmp_path, "lora", "pairs-50", objective=name).config().learning_rate for name in ("dpo", "orpo")}
+    rates = {
+        name: made.work(tmp_path, "lora", "pairs-50", objective=name).config().learning_rate
+        for name in ("dpo", "orpo")
+    }
     assert rates["dpo"] < rates["orpo"] == made.work(tmp_path, "lora").config().learning_rate
 
 
 @pytest.mark.parametrize(
     ("data", "fields", "said"),
-    [("fixed", {"objective": "dpo"}, "another objective"), ("pairs-50", {}, "objective='dpo' or objective='orpo'")],
+    [
+        ("fixed", {"objective": "dpo"}, "another objective"),
+        ("pairs-50", {}, "objective='dpo' or objective='orpo'"),
+    ],
 )
 def test_data_of_the_other_kind_are_refused(tmp_path, data, fields, said):
     with pytest.raises(ConfigurationError, match=said):
@@ -104,12 +135,19 @@ def test_data_of_the_other_kind_are_refused(tmp_path, data, fields, said):
 
 
 def test_settings_that_peers_lack_are_refused(tmp_path):
-    assert made.work(tmp_path, data="pairs-50", objective="dpo", sections={"dpo": {"beta": 0.3}}).beta == 0.3
+    assert (
+        made.work(tmp_path, data="pairs-50", objective="dpo", sections={"dpo": {"beta": 0.3}}).beta
+        == 0.3
+    )
     with pytest.raises(ConfigurationError, match="dpo.loss='hinge'"):
         made.work(tmp_path, data="pairs-50", objective="dpo", sections={"dpo": {"loss": "hinge"}})
 
 
 def test_peers_without_a_trainer_of_pairs_are_refused():
-    assert command._peers(["trl", "unsloth"], "pairs-50", True, objective="dpo") == ["trl", "unsloth-recompute", "unsloth"]
+    assert command._peers(["trl", "unsloth"], "pairs-50", True, objective="dpo") == [
+        "trl",
+        "unsloth-recompute",
+        "unsloth",
+    ]
     with pytest.raises(ConfigurationError, match="no trainer for pairs"):
         command._peers(["liger"], "pairs-50", False, objective="dpo")

@@ -52,11 +52,18 @@ def test_time_by_kind_and_the_gaps():
     times = {kind: time for kind, time in found["milliseconds_a_step"].items() if time}
     assert times == pytest.approx({"products": 0.4, "optimizer": 0.2, "copies": 0.05, "gaps": 0.35})
     assert found["share"]["gaps"] == pytest.approx(0.35)
-    assert found["kernels"][0] == {"name": "nvjet_a", "kind": "products", "calls_a_step": 1, "milliseconds_a_step": 0.4}
+    assert found["kernels"][0] == {
+        "name": "nvjet_a",
+        "kind": "products",
+        "calls_a_step": 1,
+        "milliseconds_a_step": 0.4,
+    }
 
 
 def test_kernels_that_run_at_once_share_the_time():
-    found = breakdown([kernel("nvjet_a", 0, 100), kernel("_adamw_kernel", 0, 100)], steps=1, step_seconds=100e-6)
+    found = breakdown(
+        [kernel("nvjet_a", 0, 100), kernel("_adamw_kernel", 0, 100)], steps=1, step_seconds=100e-6
+    )
     assert found["share"]["products"] == found["share"]["optimizer"] == pytest.approx(0.5)
     assert found["share"]["gaps"] == 0
 

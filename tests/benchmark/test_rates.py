@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from chronicals.benchmark import rates
-from chronicals.benchmark.floor import DecoderShape, Job, Product, dequantised_bytes, elementwise_bytes, loss_bytes, products
+from chronicals.benchmark.floor import (
+    DecoderShape,
+    Job,
+    Product,
+    dequantised_bytes,
+    elementwise_bytes,
+    loss_bytes,
+    products,
+)
 from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
 from chronicals.benchmark.work import prepare
 
@@ -30,7 +38,11 @@ def test_a_step_has_each_part_as_often_as_the_floor_counts_it(rank, tokens, on_a
         counted[product.key] += product.count
     assert {name: order.count(name) for name in counted} == counted
     assert order.count(FORWARD) == order.count(BACKWARD) == 3
-    total = elementwise_bytes(SHAPE) * job.tokens + loss_bytes(job) * job.tokens + job.optimizer_bytes * job.trained_parameters
+    total = (
+        elementwise_bytes(SHAPE) * job.tokens
+        + loss_bytes(job) * job.tokens
+        + job.optimizer_bytes * job.trained_parameters
+    )
     assert order.count(COPY) * 2 * size == pytest.approx(total, rel=0.1)
 
 
@@ -38,9 +50,14 @@ def test_weights_in_4_bits_are_copied_as_often_as_they_are_dequantised(on_a_card
     """In whole copies of a layer."""
     job = Job(SHAPE, 10**5, 500.0, 8)
     size = rates.copied_bytes(job)
-    plain, packed = (rates.order_of_a_step(replace(job, dequantised_bytes=of), size).count(COPY) for of in (0.0, 2e4))
+    plain, packed = (
+        rates.order_of_a_step(replace(job, dequantised_bytes=of), size).count(COPY)
+        for of in (0.0, 2e4)
+    )
     more = dequantised_bytes(replace(job, dequantised_bytes=2e4))
-    assert (packed - plain) * 2 * size == pytest.approx(more, abs=2 * size * SHAPE.layers) and packed > plain
+    assert (packed - plain) * 2 * size == pytest.approx(
+        more, abs=2 * size * SHAPE.layers
+    ) and packed > plain
 
 
 def test_copies_are_neither_tiny_nor_huge(on_a_card):
@@ -106,8 +123,13 @@ def test_a_whole_step_has_no_marks_between_its_parts(monkeypatch):
 def test_what_marks_take_is_taken_off():
     with_marks = {"a": 1.5, "b": 4.5}
     assert rates._without_marks(with_marks, ORDER, 10.0) == {"a": 1.0, "b": 4.0}
-    assert rates._without_marks(with_marks, ORDER, 13.0) == with_marks  # a step that was slow for another reason
-    assert rates._without_marks(with_marks, ORDER, 4.0) == {"a": 0.75, "b": 2.5}  # no part takes no time
+    assert (
+        rates._without_marks(with_marks, ORDER, 13.0) == with_marks
+    )  # a step that was slow for another reason
+    assert rates._without_marks(with_marks, ORDER, 4.0) == {
+        "a": 0.75,
+        "b": 2.5,
+    }  # no part takes no time
 
 
 def test_a_slow_host_is_given_a_longer_lead():
@@ -123,7 +145,12 @@ def test_of_a_whole_row(mode, tmp_path):
     found = rates.measure_rates(work)
     parts, job = found["floor"], work.job()
     assert found["products"].keys() == {product.key for product in products(job)}
-    assert all(rate["flops_per_second"] > 0 for rate in found["products"].values()) and found["copy_bytes_per_second"] > 0
-    expected = sum(product.count * found["products"][product.key]["seconds"] for product in products(job))
+    assert (
+        all(rate["flops_per_second"] > 0 for rate in found["products"].values())
+        and found["copy_bytes_per_second"] > 0
+    )
+    expected = sum(
+        product.count * found["products"][product.key]["seconds"] for product in products(job)
+    )
     assert parts["products"] == pytest.approx(expected) and parts["attention"] > 0
     assert parts["tokens_per_second"] == pytest.approx(job.tokens / parts["seconds"])

@@ -26,10 +26,28 @@ def test_the_result_files_are_as_the_script_makes_them(path):
 
 def made(**ours):
     rate = {"tokens_per_second": {"median": 1000.0}, "mfu": 0.5, "share_of_floor": 0.1}
-    profile = {"milliseconds_a_step": {"products": 40.0, "elementwise": 45.0, "gaps": 15.0}, "share": {}, "steps": 3}
-    profile["kernels"] = [{"name": "_passing_kernel", "kind": "elementwise", "calls_a_step": 1, "milliseconds_a_step": 5.0}]
+    profile = {
+        "milliseconds_a_step": {"products": 40.0, "elementwise": 45.0, "gaps": 15.0},
+        "share": {},
+        "steps": 3,
+    }
+    profile["kernels"] = [
+        {
+            "name": "_passing_kernel",
+            "kind": "elementwise",
+            "calls_a_step": 1,
+            "milliseconds_a_step": 5.0,
+        }
+    ]
     arm = {"settings": "bf16", **rate, "profile": profile, **ours}
-    floor = {"products": 0.05, "attention": 0.01, "elementwise": 0.02, "loss": 0.005, "optimizer": 0.005, "tokens": 100}
+    floor = {
+        "products": 0.05,
+        "attention": 0.01,
+        "elementwise": 0.02,
+        "loss": 0.005,
+        "optimizer": 0.005,
+        "tokens": 100,
+    }
     return {
         "row": {"fields": {}},
         "floor": floor,
@@ -39,14 +57,28 @@ def made(**ours):
 
 def test_a_kernel_moves_to_its_present_kind_and_the_best_time_counts():
     found = script.recomputed(made())
-    assert found["arms"]["ours"]["profile"]["milliseconds_a_step"] == {"products": 45.0, "elementwise": 40.0, "gaps": 15.0}
-    assert found["floor"]["products"] == pytest.approx(0.045) and found["floor"]["by_itself"]["products"] == 0.05
+    assert found["arms"]["ours"]["profile"]["milliseconds_a_step"] == {
+        "products": 45.0,
+        "elementwise": 40.0,
+        "gaps": 15.0,
+    }
+    assert (
+        found["floor"]["products"] == pytest.approx(0.045)
+        and found["floor"]["by_itself"]["products"] == 0.05
+    )
     assert found["arms"]["liger"]["share_of_floor"] == pytest.approx(0.85)
 
 
 def test_a_name_that_was_cut_keeps_its_kind():
-    kernel = {"name": "x" * script.CUT, "kind": "elementwise", "calls_a_step": 1, "milliseconds_a_step": 5.0}
-    found = script.recomputed_profile({"milliseconds_a_step": {"elementwise": 5.0, "other": 0.0}, "kernels": [kernel]})
+    kernel = {
+        "name": "x" * script.CUT,
+        "kind": "elementwise",
+        "calls_a_step": 1,
+        "milliseconds_a_step": 5.0,
+    }
+    found = script.recomputed_profile(
+        {"milliseconds_a_step": {"elementwise": 5.0, "other": 0.0}, "kernels": [kernel]}
+    )
     assert found["milliseconds_a_step"] == {"elementwise": 5.0, "other": 0.0}
 
 

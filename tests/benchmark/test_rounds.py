@@ -18,9 +18,23 @@ from chronicals.benchmark.rounds import Options, measure, order_of
 from chronicals.config import ConfigurationError
 from process_groups import members, wait_until
 
-SPEEDS = {"ours": 2000.0, "ours lora_dropout=0.1": 1900.0, "transformers": 1000.0, "liger": 1500.0, "torch-compile": 1200.0}
-FLOOR = {"products": 0.03, "attention": 0.005, "elementwise": 0.003, "loss": 0.001, "optimizer": 0.001, "seconds": 0.04,
-         "tokens_per_second": 2500.0, "tokens": 100}  # fmt: skip
+SPEEDS = {
+    "ours": 2000.0,
+    "ours lora_dropout=0.1": 1900.0,
+    "transformers": 1000.0,
+    "liger": 1500.0,
+    "torch-compile": 1200.0,
+}
+FLOOR = {
+    "products": 0.03,
+    "attention": 0.005,
+    "elementwise": 0.003,
+    "loss": 0.001,
+    "optimizer": 0.001,
+    "seconds": 0.04,
+    "tokens_per_second": 2500.0,
+    "tokens": 100,
+}
 
 
 @pytest.fixture
@@ -29,7 +43,14 @@ def bench(tmp_path, monkeypatch):
 
     class Bench:
         def __init__(self):
-            self.ran, self.started, self.ended, self.crash, self.changes, self.absent = [], [], [], set(), {}, set()
+            self.ran, self.started, self.ended, self.crash, self.changes, self.absent = (
+                [],
+                [],
+                [],
+                set(),
+                {},
+                set(),
+            )
             self.processes, self.too_many = [], 99  # so many that wait make another one crash
             self.crash_in_round, self.too_many_for, self.slow = {}, {}, set()
 
@@ -42,7 +63,9 @@ def bench(tmp_path, monkeypatch):
     bench = Bench()
 
     class Running:
-        def __init__(self, work, arm, steps, trace=None, documents=None, label="", warm_up=None, further=0):
+        def __init__(
+            self, work, arm, steps, trace=None, documents=None, label="", warm_up=None, further=0
+        ):
             self.name = arm if isinstance(arm, str) else arm.name
             self.trace, self.further, self.rounds, self.steps = trace, further, 0, steps
             bench.started.append(self.name)
@@ -59,7 +82,11 @@ def bench(tmp_path, monkeypatch):
             if self.name in bench.slow:
                 bench.ended.append(self.name)
                 raise ArmTimedOut("took longer than 180 s")
-            if self.name in bench.crash or waiting >= bench.too_many_for.get(self.name, bench.too_many) or late:
+            if (
+                self.name in bench.crash
+                or waiting >= bench.too_many_for.get(self.name, bench.too_many)
+                or late
+            ):
                 bench.ended.append(self.name)
                 raise ArmFailed("OutOfMemoryError: CUDA out of memory")
             self.rounds += 1
@@ -68,9 +95,14 @@ def bench(tmp_path, monkeypatch):
             changes = bench.changes.get(self.name, {})
             if self.name == "reference" or not self.waits:
                 self.end()
-            measured = made.measurement(speed, **{"first": self.rounds == 1, "profile": profile, **changes})
+            measured = made.measurement(
+                speed, **{"first": self.rounds == 1, "profile": profile, **changes}
+            )
             if self.name == "reference":
-                measured.losses, measured.grad_norms = measured.losses[: self.steps], measured.grad_norms[: self.steps]
+                measured.losses, measured.grad_norms = (
+                    measured.losses[: self.steps],
+                    measured.grad_norms[: self.steps],
+                )
             return measured
 
         def end(self):
@@ -78,11 +110,19 @@ def bench(tmp_path, monkeypatch):
             bench.ended.append(self.name)
 
     bench.machine = {"card": "none"}
-    rates = {"floor": dict(FLOOR), "machine": bench.machine, "copy_bytes_per_second": 1.0, "products": {}, "attention": {}}
+    rates = {
+        "floor": dict(FLOOR),
+        "machine": bench.machine,
+        "copy_bytes_per_second": 1.0,
+        "products": {},
+        "attention": {},
+    }
     bench.rates = rates
     monkeypatch.setattr(rounds, "RunningArm", Running)
     monkeypatch.setattr(rounds, "run_preparation", lambda *given: rates)
-    monkeypatch.setattr(rounds, "missing", lambda peer, mode: [peer] if peer in bench.absent else [])
+    monkeypatch.setattr(
+        rounds, "missing", lambda peer, mode: [peer] if peer in bench.absent else []
+    )
     return bench
 
 
@@ -101,19 +141,38 @@ def test_arms_go_on_in_the_process_of_their_scouting_round(bench):
     row = bench.measure(against=PEERS, rounds=3)
     assert bench.started == ["reference", "ours", *PEERS]
     assert sorted(set(bench.ended)) == sorted(bench.started)
-    assert [len(row.runs[name]) for name in ("ours", "liger", "torch-compile", "transformers")] == [4, 4, 4, 1]
+    assert [len(row.runs[name]) for name in ("ours", "liger", "torch-compile", "transformers")] == [
+        4,
+        4,
+        4,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
     ("memory", "held", "processes", "first"),
     [
-        (4.0, 1.0, {"ours": 1, "liger": 2}, "ours"),  # one that waits and another one at work, which keep what they have
+        (
+            4.0,
+            1.0,
+            {"ours": 1, "liger": 2},
+            "ours",
+        ),  # one that waits and another one at work, which keep what they have
         (4.0, 0.1, {"ours": 1, "liger": 1}, "ours"),  # the same, which keep little
-        (1.5, 0.1, {"ours": 2, "liger": 2}, "liger"),  # the last of a round is the first of the next
+        (
+            1.5,
+            0.1,
+            {"ours": 2, "liger": 2},
+            "liger",
+        ),  # the last of a round is the first of the next
     ],
 )
-def test_arms_that_do_not_fit_together_have_a_process_for_each_round(memory, held, processes, first, bench):
-    bench.machine["memory_gib"] = memory  # an arm at work takes 1, and 0.7 beside it as every process does
+def test_arms_that_do_not_fit_together_have_a_process_for_each_round(
+    memory, held, processes, first, bench
+):
+    bench.machine["memory_gib"] = (
+        memory  # an arm at work takes 1, and 0.7 beside it as every process does
+    )
     bench.changes = {name: {"held_gib": held} for name in ("ours", "liger")}
     row = bench.measure(against=["liger"], rounds=2)
     assert {name: bench.started.count(name) for name in processes} == processes
@@ -126,13 +185,19 @@ def test_the_last_that_was_scouted_begins_the_rounds_where_it_stays(bench):
     row = bench.measure(against=PEERS, rounds=3)
     first = ["liger", "torch-compile", "ours"]
     assert row.orders == [first, first[::-1], first]
-    assert {name: bench.started.count(name) for name in first} == {"ours": 3, "torch-compile": 4, "liger": 2}
+    assert {name: bench.started.count(name) for name in first} == {
+        "ours": 3,
+        "torch-compile": 4,
+        "liger": 2,
+    }
 
 
 def test_the_last_that_was_scouted_is_ended_where_it_does_not_stay(bench):
     bench.machine["memory_gib"] = 1.5
     row = bench.measure(against=["liger", "torch-compile", "transformers"], rounds=1)
-    assert row.orders == [["ours", "liger", "torch-compile"]] and set(bench.started) == set(bench.ended)
+    assert row.orders == [["ours", "liger", "torch-compile"]] and set(bench.started) == set(
+        bench.ended
+    )
 
 
 def test_a_reference_has_the_card_for_itself_where_it_needs_it(bench):
@@ -177,12 +242,16 @@ def test_an_arm_that_failed_is_not_begun_again(bench):
 
 def test_what_was_measured_is_not_scouted(bench):
     same = {"lora_dropout": 0.1}
-    row = bench.measure(variants=[same], scouted=[same, {"lora_dropout": 0.2}, {"lora_dropout": 0.2}], rounds=1)
+    row = bench.measure(
+        variants=[same], scouted=[same, {"lora_dropout": 0.2}, {"lora_dropout": 0.2}], rounds=1
+    )
     assert [len(runs) for runs in row.runs.values()] == [2, 2, 1]
 
 
 def test_what_is_only_scouted_comes_last(bench):
-    row = bench.measure(against=["liger"], scouted=[{"lora_dropout": 0.1}, {"lora_dropout": 0.2}], rounds=1)
+    row = bench.measure(
+        against=["liger"], scouted=[{"lora_dropout": 0.1}, {"lora_dropout": 0.2}], rounds=1
+    )
     last = ["ours lora_dropout=0.1", "ours lora_dropout=0.2"]
     assert bench.ran == ["reference", "ours", "liger", "ours", "liger", *last]
     assert row.orders == [["ours", "liger"]] and [len(row.runs[name]) for name in last] == [1, 1]
@@ -201,7 +270,10 @@ def test_an_arm_that_took_too_long_beside_waiting_ones_does_not_run_again(bench)
     bench.slow = {"liger"}
     row = bench.measure(against=["liger", "transformers"], rounds=2)
     assert bench.ran.count("liger") == 1 and row.failed == {"liger": "took longer than 180 s"}
-    assert row.orders == [["ours", "transformers"], ["transformers", "ours"]] and bench.started.count("ours") == 1
+    assert (
+        row.orders == [["ours", "transformers"], ["transformers", "ours"]]
+        and bench.started.count("ours") == 1
+    )
 
 
 @pytest.mark.parametrize(("gib", "steps"), [(0.0014, 1), (0.0016, 5)])
@@ -209,8 +281,16 @@ def test_a_reference_whose_states_are_more_than_the_card_has_one_step_at_once(be
     """16 bytes of each of 100,000 weights."""
     bench.machine["memory_gib"] = gib
     row = bench.measure(rounds=0)
-    references = [running.steps for running in bench.processes if running.name == "reference" and running.rounds]
-    assert references == [steps] and bench.ran.count("reference") == 1 and set(bench.started) == set(bench.ended)
+    references = [
+        running.steps
+        for running in bench.processes
+        if running.name == "reference" and running.rounds
+    ]
+    assert (
+        references == [steps]
+        and bench.ran.count("reference") == 1
+        and set(bench.started) == set(bench.ended)
+    )
     assert any("the reference has one step" in note for note in row.notes) == (steps == 1)
 
 
@@ -221,7 +301,12 @@ def test_only_the_first_steps_of_a_process_have_a_reference(bench):
 
 def test_order_turns():
     arms = [Arm("a"), Arm("b"), Arm("c")]
-    assert ["".join(arm.name for arm in order_of(arms, n)) for n in range(4)] == ["abc", "cba", "abc", "cba"]
+    assert ["".join(arm.name for arm in order_of(arms, n)) for n in range(4)] == [
+        "abc",
+        "cba",
+        "abc",
+        "cba",
+    ]
 
 
 def test_variants_of_ours_stand_beside_it(bench):
@@ -245,7 +330,10 @@ def test_peers_that_are_not_installed_here():
 def test_a_crashed_peer_is_recorded_and_the_run_goes_on(bench):
     bench.crash = {"transformers"}
     result = to_dict(bench.measure(against=PEERS, rounds=1))
-    assert result["arms"]["transformers"] == {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"}
+    assert result["arms"]["transformers"] == {
+        "status": "failed",
+        "reason": "OutOfMemoryError: CUDA out of memory",
+    }
     assert result["arms"]["liger"]["rounds"] == 1
 
 
@@ -304,15 +392,27 @@ def test_an_arm_that_takes_other_documents_has_a_reference_of_its_own(bench):
     bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]]}}
     row = bench.measure(against=["liger"], rounds=2)
     assert bench.ran.count("reference") == 2  # the second round takes what the first did
-    assert json.loads((row.work.folder / "results" / "batches-liger-scout.json").read_text()) == [[[1, 2, 3]]]
+    assert json.loads((row.work.folder / "results" / "batches-liger-scout.json").read_text()) == [
+        [[1, 2, 3]]
+    ]
 
 
 @pytest.mark.parametrize(
-    ("count", "alike", "steps"), [(5, True, [5, 5]), (3, True, [5, 3]), (3, False, [5, 3]), (1, False, [5, 1]), (1, True, [5])]
+    ("count", "alike", "steps"),
+    [(5, True, [5, 5]), (3, True, [5, 3]), (3, False, [5, 3]), (1, False, [5, 1]), (1, True, [5])],
 )
 def test_a_peer_is_compared_in_as_many_steps_as_the_rows_reference_has(count, alike, steps, bench):
-    bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]], "begins_alike": alike, "losses": [7.0, 9.0, 9.0, 9.0, 9.0]}}
-    bench.changes["reference"] = {"losses": [7.0, 6.9, 6.8, 6.7, 6.6][:count], "grad_norms": [1.0, 1.1, 1.2, 1.3, 1.4][:count]}
+    bench.changes = {
+        "liger": {
+            "own_batches": [[[1, 2, 3]]],
+            "begins_alike": alike,
+            "losses": [7.0, 9.0, 9.0, 9.0, 9.0],
+        }
+    }
+    bench.changes["reference"] = {
+        "losses": [7.0, 6.9, 6.8, 6.7, 6.6][:count],
+        "grad_norms": [1.0, 1.1, 1.2, 1.3, 1.4][:count],
+    }
     row = bench.measure(against=["liger"], rounds=0)
     assert [running.steps for running in bench.processes if running.name == "reference"] == steps
     assert ("liger" in row.refused) == (count > 1)
@@ -336,7 +436,9 @@ def test_the_time_limit_ends_the_rounds_and_says_so(bench):
 
 
 @pytest.mark.parametrize("error", [ArmFailed("no room"), KeyboardInterrupt()])
-def test_whatever_ends_the_preparation_ends_the_reference_that_was_started_beside_it(error, bench, monkeypatch):
+def test_whatever_ends_the_preparation_ends_the_reference_that_was_started_beside_it(
+    error, bench, monkeypatch
+):
     def failing(*given):
         raise error
 
@@ -354,7 +456,9 @@ def test_the_time_limit_bounds_preparation_from_the_start(bench, monkeypatch):
         raise ArmFailed("took longer")
 
     monkeypatch.setattr(rounds, "run_preparation", slow)
-    with pytest.raises(ConfigurationError, match="^time_limit=30: it passed while .* were prepared.*--folder"):
+    with pytest.raises(
+        ConfigurationError, match="^time_limit=30: it passed while .* were prepared.*--folder"
+    ):
         bench.measure(time_limit=30.0, began=time.perf_counter() - 31)
     with pytest.raises(ConfigurationError, match="could not be prepared: took longer"):
         bench.measure(time_limit=30.0, began=time.perf_counter() - 21)
@@ -373,27 +477,43 @@ def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
         return measured(running, timeout)
 
     monkeypatch.setattr(rounds.RunningArm, "measure", measure)
-    row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=100.0, arm_timeout=80.0)
+    row = bench.measure(
+        against=["liger", "transformers"], rounds=3, time_limit=100.0, arm_timeout=80.0
+    )
     assert given[0] == 80.0 and [*row.runs] == ["ours"] and not row.failed and row.orders == []
     assert "liger: not measured in the scouting, the time limit was reached" in row.notes
 
 
 def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):
     """The others' rounds go on, though it would not fit any more."""
-    monkeypatch.setattr(rounds._Session, "_expected", lambda session, arm: 1e9 if arm.name in session.row.failed else 0.0)
+    monkeypatch.setattr(
+        rounds._Session,
+        "_expected",
+        lambda session, arm: 1e9 if arm.name in session.row.failed else 0.0,
+    )
     decide = rounds._Session.decide
-    monkeypatch.setattr(rounds._Session, "decide", lambda *given: (bench.crash.add("liger"), decide(*given)))
+    monkeypatch.setattr(
+        rounds._Session, "decide", lambda *given: (bench.crash.add("liger"), decide(*given))
+    )
     row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=1e6)
-    assert "liger" in row.failed and len(row.orders) == 3 and not any("time limit" in note for note in row.notes)
+    assert (
+        "liger" in row.failed
+        and len(row.orders) == 3
+        and not any("time limit" in note for note in row.notes)
+    )
 
 
 def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
-    result = json.loads(json.dumps(to_dict(bench.measure(against=["liger"], rounds=2), commit="abc")))
+    result = json.loads(
+        json.dumps(to_dict(bench.measure(against=["liger"], rounds=2), commit="abc"))
+    )
     assert result["commit"] == "abc" and result["versions"]["torch"]
     assert {name: result["floor"][name] for name in FLOOR} == pytest.approx(FLOOR)
     arm = result["arms"]["ours"]
     rates = [t / s for run in arm["samples"][1:] for t, s in zip(run["tokens"], run["seconds"])]
-    assert len(rates) == 2 * 3  # the scouting run is kept but counts only for arms that were in no round
+    assert (
+        len(rates) == 2 * 3
+    )  # the scouting run is kept but counts only for arms that were in no round
     assert sorted(rates)[2] <= arm["tokens_per_second"]["median"] <= sorted(rates)[3]
     assert arm["share_of_floor"] == pytest.approx(arm["tokens_per_second"]["median"] / 2500)
     assert arm["padding_share"] == pytest.approx(0.2) and arm["trained_share"] == 1.0
@@ -405,16 +525,37 @@ def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
 
 def floor_of(products):
     """Of a tenth of a second's step: this and ten milliseconds for the rest."""
-    parts = {"products": products, "attention": 0.005, "elementwise": 0.003, "loss": 0.001, "optimizer": 0.001}
-    return {**parts, "seconds": products + 0.01, "tokens_per_second": 100 / (products + 0.01), "tokens": 100}
+    parts = {
+        "products": products,
+        "attention": 0.005,
+        "elementwise": 0.003,
+        "loss": 0.001,
+        "optimizer": 0.001,
+    }
+    return {
+        **parts,
+        "seconds": products + 0.01,
+        "tokens_per_second": 100 / (products + 0.01),
+        "tokens": 100,
+    }
 
 
 def test_the_reference_step_has_no_part_that_takes_longer_than_in_our_step(bench):
     bench.rates["floor"] = floor_of(0.05)  # slower than the whole step of ours
-    traced = {"products": 35.0, "attention": 6.0, "elementwise": 3.0, "loss": 1.0, "optimizer": 1.0, "gaps": 3.0}
+    traced = {
+        "products": 35.0,
+        "attention": 6.0,
+        "elementwise": 3.0,
+        "loss": 1.0,
+        "optimizer": 1.0,
+        "gaps": 3.0,
+    }
     bench.changes = {"ours": {"profile": {"milliseconds_a_step": traced}}}
     result = to_dict(bench.measure(against=["liger"], rounds=1))
-    assert result["floor"]["products"] == pytest.approx(0.035) and result["floor"]["attention"] == 0.005
+    assert (
+        result["floor"]["products"] == pytest.approx(0.035)
+        and result["floor"]["attention"] == 0.005
+    )
     assert result["floor"]["by_itself"]["products"] == 0.05 and not result["notes"]
     assert result["arms"]["ours"]["share_of_floor"] == pytest.approx(0.9, rel=0.01)
 
@@ -426,32 +567,43 @@ def test_a_reference_step_that_an_arm_passes_is_none(bench, products, fp8):
     result = to_dict(bench.measure(against=["liger"], rounds=1))
     believed = products == 0.0390 or fp8
     assert (result["floor"] is not None) == believed
-    assert any("no reference step: ours ran at 10" in note for note in result["notes"]) == (not believed)
+    assert any("no reference step: ours ran at 10" in note for note in result["notes"]) == (
+        not believed
+    )
     assert (result["arms"]["liger"]["share_of_floor"] is not None) == believed
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_variant_with_other_adapters_has_a_reference_with_these(bench, right):
     own = [9.0 - 0.1 * n for n in range(5)]
-    bench.changes = {"ours use_dora=True": {"losses": own}, "reference use_dora=True": {"losses": own} if right else {}}
+    bench.changes = {
+        "ours use_dora=True": {"losses": own},
+        "reference use_dora=True": {"losses": own} if right else {},
+    }
     row = bench.measure(variants=[{"use_dora": True}], rounds=2)
     assert bench.started.count("reference use_dora=True") == bench.started.count("reference") == 1
     assert ("ours use_dora=True" in row.refused) == (not right) and "ours" not in row.refused
     arm = to_dict(row)["arms"]["ours use_dora=True"]
-    assert arm["parity"]["loss"]["reference"] == (own if right else [7.0 - 0.1 * n for n in range(5)])
+    assert arm["parity"]["loss"]["reference"] == (
+        own if right else [7.0 - 0.1 * n for n in range(5)]
+    )
 
 
 def test_a_variant_whose_reference_fails_has_no_speed(bench):
     bench.crash = {"reference use_dora=True"}
     row = bench.measure(variants=[{"use_dora": True}], rounds=1)
-    assert row.refused["ours use_dora=True"].startswith("no reference with its own adapters: OutOfMemoryError")
+    assert row.refused["ours use_dora=True"].startswith(
+        "no reference with its own adapters: OutOfMemoryError"
+    )
 
 
 def test_a_variant_that_does_less_than_the_step_has_no_share(bench):
     bench.rates["floor"] = floor_of(0.0390)
     bench.changes = {"ours lora_dropout=0.1": {"seconds": [0.04] * 5}}
     result = to_dict(bench.measure(variants=[{"lora_dropout": 0.1}], rounds=1))
-    assert result["floor"] and result["arms"]["ours"]["share_of_floor"] == pytest.approx(0.98, rel=0.01)
+    assert result["floor"] and result["arms"]["ours"]["share_of_floor"] == pytest.approx(
+        0.98, rel=0.01
+    )
     assert result["arms"]["ours lora_dropout=0.1"]["share_of_floor"] is None
     assert any(note.startswith("ours lora_dropout=0.1 ran at 12") for note in result["notes"])
 
@@ -460,7 +612,9 @@ def test_a_variant_that_does_less_than_the_step_has_no_share(bench):
 def test_an_arm_in_fp8_has_no_mfu_over_the_peak_of_bf16(bench, monkeypatch, fp8):
     monkeypatch.setattr("chronicals.benchmark.record.mfu", lambda *given: 0.5)
     row = bench.measure(rounds=1)
-    monkeypatch.setattr(type(row.work), "config", lambda work: SimpleNamespace(mixed_precision="bf16"))
+    monkeypatch.setattr(
+        type(row.work), "config", lambda work: SimpleNamespace(mixed_precision="bf16")
+    )
     row.runs["ours"][0].extra["fp8"] = fp8
     assert to_dict(row)["arms"]["ours"]["mfu"] == (None if fp8 else 0.5)
 
@@ -479,7 +633,9 @@ def waiting_process(tmp_path, script):
     log = tmp_path / "log"
     log.write_text("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n")
     command = [sys.executable, "-c", script]
-    return ArmProcess(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True), log)
+    return ArmProcess(
+        subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True), log
+    )
 
 
 def test_a_process_waits_for_its_first_round_and_can_be_let_go(tmp_path):
@@ -511,7 +667,9 @@ def test_an_arm_ends_with_a_benchmark_that_is_killed(tmp_path):
 
 
 def test_a_process_that_dies_while_it_waits_is_seen(tmp_path):
-    process = waiting_process(tmp_path, "import sys; sys.exit(3 if sys.stdin.readline() == 'again\\n' else 0)")
+    process = waiting_process(
+        tmp_path, "import sys; sys.exit(3 if sys.stdin.readline() == 'again\\n' else 0)"
+    )
     process.say("again")
     with pytest.raises(ArmFailed, match="OutOfMemoryError"):
         process.wait_for(lambda: False, 60)
@@ -539,7 +697,10 @@ def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch):
 
 
 def test_last_words_are_those_of_the_error():
-    log = "Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of memory.\n[rank0]: bye\n"
+    log = (
+        "Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of "
+        "memory.\n[rank0]: bye\n"
+    )
     assert processes.last_words(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
     refused = "DataError: breaks 1 rule:\n  masked_row: 3 rows\n"
     assert processes.last_words(f"Traceback\n  File x\n{refused}more\n", 1) == refused.strip()

@@ -1,4 +1,6 @@
-"""Rows on several cards: each card takes the next, sees itself alone, and weights are written once."""
+"""Rows on several cards: each card takes the next, sees itself alone, and weights are written
+once.
+"""
 
 import sys
 import time
@@ -6,7 +8,12 @@ import time
 import scripts
 
 cards = scripts.script("rows_on_cards")
-NAMES = ["row-8b-lora-dpo-30", "row-8b-lora-dpo-70", "row-0.5b-full-distill-fixed", "row-0.5b-full-fixed"]
+NAMES = [
+    "row-8b-lora-dpo-30",
+    "row-8b-lora-dpo-70",
+    "row-0.5b-full-distill-fixed",
+    "row-0.5b-full-fixed",
+]
 ROW = """
 import os, sys, time
 time.sleep(float(sys.argv[2]))
@@ -18,7 +25,15 @@ open(sys.argv[1], "w").write(" ".join([os.environ[name] for name in names] + sys
 
 def measured(monkeypatch, folder, count, took=0.3, seconds=100.0, left=200.0):
     """What is left of the names, and what each row saw, by its name."""
-    all_of_them = cards.Cards(folder, folder / "work", count, ["--rounds", "0"], seconds, time.monotonic() + left, [*NAMES])
+    all_of_them = cards.Cards(
+        folder,
+        folder / "work",
+        count,
+        ["--rounds", "0"],
+        seconds,
+        time.monotonic() + left,
+        [*NAMES],
+    )
     real = all_of_them.command
     (folder / "work" / "weights").mkdir(parents=True)
 
@@ -27,12 +42,16 @@ def measured(monkeypatch, folder, count, took=0.3, seconds=100.0, left=200.0):
         return [sys.executable, "-c", ROW, str(folder / name), str(took), *given[2:]]
 
     monkeypatch.setattr(all_of_them, "command", command)
-    threads = [cards.threading.Thread(target=all_of_them.measure, args=(card,)) for card in range(count)]
+    threads = [
+        cards.threading.Thread(target=all_of_them.measure, args=(card,)) for card in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return all_of_them.names, {name: (folder / name).read_text().split() for name in NAMES if (folder / name).exists()}
+    return all_of_them.names, {
+        name: (folder / name).read_text().split() for name in NAMES if (folder / name).exists()
+    }
 
 
 def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, tmp_path):
@@ -40,7 +59,9 @@ def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, tmp_pat
     monkeypatch.setattr(cards.os, "cpu_count", lambda: 32)
     left, seen = measured(monkeypatch, tmp_path, 2)
     assert not left and list(seen) == NAMES
-    assert {words[0] for words in seen.values()} == {"5", "7"} and {words[1] for words in seen.values()} == {"16"}
+    assert {words[0] for words in seen.values()} == {"5", "7"} and {
+        words[1] for words in seen.values()
+    } == {"16"}
     for name, (card, _, unsloth, folder, row, *options) in seen.items():
         place = tmp_path / "work" / f"card-{['5', '7'].index(card)}"
         assert unsloth == str(place / "unsloth") and folder == str(tmp_path) and row == name

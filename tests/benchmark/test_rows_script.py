@@ -1,4 +1,6 @@
-"""The rows by name: each is what the command takes, the card names the file, and one time limit is shared."""
+"""The rows by name: each is what the command takes, the card names the file, and one time limit
+is shared.
+"""
 
 import json
 import sys
@@ -12,7 +14,12 @@ rows = scripts.script("rows")
 
 @pytest.mark.parametrize(
     ("name", "short"),
-    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla T4", "tesla-t4")],
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("Tesla T4", "tesla-t4"),
+    ],
 )
 def test_a_card_by_its_model(name, short, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -47,7 +54,10 @@ def test_rows_share_the_time_and_the_later_ones_have_what_is_left(tmp_path, monk
 
 def test_a_row_for_which_there_is_no_time_is_not_begun(tmp_path, monkeypatch, capsys):
     assert len(run(monkeypatch, tmp_path, *TWO, "--time-limit", 105, "--run", 2)) == 1
-    assert f"not begun, the time limit is reached: {tmp_path / TWO[1]}-h200-2.json" in capsys.readouterr().out
+    assert (
+        f"not begun, the time limit is reached: {tmp_path / TWO[1]}-h200-2.json"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_note_is_added_to_the_rows_own(tmp_path, monkeypatch):
@@ -58,20 +68,43 @@ def test_a_note_is_added_to_the_rows_own(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "measure", measure)
     monkeypatch.setattr(rows, "card", lambda: "h100")
     monkeypatch.setattr(rows, "table", lambda files: "")
-    monkeypatch.setattr(sys, "argv", ["rows.py", str(tmp_path), TWO[0], "--note", "beside another row"])
+    monkeypatch.setattr(
+        sys, "argv", ["rows.py", str(tmp_path), TWO[0], "--note", "beside another row"]
+    )
     rows.main()
     assert json.loads((tmp_path / f"{TWO[0]}-h100.json").read_text()) == {
-        "notes": ["its own", "beside another row"], "seconds": 1.0
-    }  # fmt: skip
+        "notes": ["its own", "beside another row"],
+        "seconds": 1.0,
+    }
 
 
 def test_the_table_has_every_arm(tmp_path):
-    measured = {"status": "measured", "tokens_per_second": {"median": 1000.0}, "share_of_floor": None, "peak_gib": 2.0}
-    arms = {"ours": {**measured, "padding_share": 0.0, "rounds": 3}, "liger": {"status": "absent", "reason": "not installed"}}
-    result = {"commit": "abc", "seconds": 10.0, "arms": arms, "ratios": {"unsloth": {"median": 1.5}}, "notes": ["said"]}
+    measured = {
+        "status": "measured",
+        "tokens_per_second": {"median": 1000.0},
+        "share_of_floor": None,
+        "peak_gib": 2.0,
+    }
+    arms = {
+        "ours": {**measured, "padding_share": 0.0, "rounds": 3},
+        "liger": {"status": "absent", "reason": "not installed"},
+    }
+    result = {
+        "commit": "abc",
+        "seconds": 10.0,
+        "arms": arms,
+        "ratios": {"unsloth": {"median": 1.5}},
+        "notes": ["said"],
+    }
     (tmp_path / "row-x-h200.json").write_text(json.dumps(result))
     said = rows.table([tmp_path / "row-x-h200.json", tmp_path / "not-there.json"])
-    for words in ("row-x-h200, abc", "1,000", "absent: not installed", "ours / unsloth 1.500", "said"):
+    for words in (
+        "row-x-h200, abc",
+        "1,000",
+        "absent: not installed",
+        "ours / unsloth 1.500",
+        "said",
+    ):
         assert words in said
 
 
@@ -94,19 +127,31 @@ def test_every_row_is_a_command(name, monkeypatch):
     done = CliRunner().invoke(app, ["benchmark", *rows.ROWS[name]])
     assert isinstance(done.exception, Measured), done.output
     shape, mode, data = done.exception.args
-    assert shape.split("-")[-1] in name and f"-{mode}-" in name and (data == "ragged") == ("ragged" in name)
+    assert (
+        shape.split("-")[-1] in name
+        and f"-{mode}-" in name
+        and (data == "ragged") == ("ragged" in name)
+    )
 
 
 def test_there_is_a_preference_row_of_every_kind():
     """Whose options the command knows."""
-    names = [f"row-{kind}-{objective}-{share}" for kind in ("0.5b-full", "8b-lora", "8b-qlora")
-             for objective in ("dpo", "orpo") for share in (30, 50, 70)]  # fmt: skip
+    names = [
+        f"row-{kind}-{objective}-{share}"
+        for kind in ("0.5b-full", "8b-lora", "8b-qlora")
+        for objective in ("dpo", "orpo")
+        for share in (30, 50, 70)
+    ]
     assert sorted(rows.PREFERENCE) == sorted(names) and rows.PREFERENCE.items() <= rows.ROWS.items()
     options = rows.ROWS["row-8b-qlora-orpo-30"]
     given = dict(zip(options[::2], options[1::2]))
     assert given == {
-        "--model": "llama-3.1-8b", "--mode": "qlora", "--objective": "orpo", "--data": "pairs-30",
-        "--reference-steps": "2", "--against": "trl,unsloth-alone",
-    }  # fmt: skip
+        "--model": "llama-3.1-8b",
+        "--mode": "qlora",
+        "--objective": "orpo",
+        "--data": "pairs-30",
+        "--reference-steps": "2",
+        "--against": "trl,unsloth-alone",
+    }
     half = rows.ROWS["row-8b-qlora-orpo-50"]
     assert "--reference-steps" not in half and half[-1] == "trl,unsloth-alone"

@@ -1,4 +1,6 @@
-"""Products of two TF32 parts with weights that are bf16 numbers: as near to fp64 as fp32's, where tensor cores read TF32."""
+"""Products of two TF32 parts with weights that are bf16 numbers: as near to fp64 as fp32's,
+where tensor cores read TF32.
+"""
 
 import pytest
 import torch
@@ -40,13 +42,21 @@ def summed_by_tensor_core(left, right):
 @pytest.fixture
 def tensor_core(monkeypatch):
     """Products whose operands are TF32 numbers, summed in fp32."""
-    monkeypatch.setattr(split_products, "_add_product", lambda out, left, right: out.addmm_(as_tf32(left), as_tf32(right)))
+    monkeypatch.setattr(
+        split_products,
+        "_add_product",
+        lambda out, left, right: out.addmm_(as_tf32(left), as_tf32(right)),
+    )
 
 
 @pytest.fixture
 def cutting_tensor_core(monkeypatch):
     """The same, its sums cut."""
-    monkeypatch.setattr(split_products, "_add_product", lambda out, left, right: out.add_(summed_by_tensor_core(left, right)))
+    monkeypatch.setattr(
+        split_products,
+        "_add_product",
+        lambda out, left, right: out.add_(summed_by_tensor_core(left, right)),
+    )
 
 
 def layer(outputs=48, width=333, bias=False):
@@ -63,9 +73,17 @@ def errors(module, x, gradient):
         out = forward(given)
         out.backward(gradient)
         found.append((out.detach(), given.grad))
-    exact = F.linear(x.double(), module.weight.double(), None if module.bias is None else module.bias.double())
+    exact = F.linear(
+        x.double(), module.weight.double(), None if module.bias is None else module.bias.double()
+    )
     of_input = gradient.double() @ module.weight.double()
-    return [[float((value.double() - right).abs().max()) for value, right in zip(pair, (exact, of_input))] for pair in found]
+    return [
+        [
+            float((value.double() - right).abs().max())
+            for value, right in zip(pair, (exact, of_input))
+        ]
+        for pair in found
+    ]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -79,20 +97,27 @@ def test_output_and_gradient_are_as_exact_as_in_fp32(bias, tensor_core):
 
 def test_products_less_exact_than_promised_are_refused(monkeypatch):
     """Of TF32 alone, a thousand times less exact: the layers stay plain."""
-    monkeypatch.setattr(split_products, "_add_product", lambda out, left, right: out.copy_(as_tf32(left) @ right))
+    monkeypatch.setattr(
+        split_products, "_add_product", lambda out, left, right: out.copy_(as_tf32(left) @ right)
+    )
     module = layer()
     assert not split_products.split_frozen(nn.Sequential(module)) and "forward" not in vars(module)
 
 
 def test_sums_are_as_short_as_the_card_needs(monkeypatch, cutting_tensor_core):
-    """Those over a whole row of 4,096 lose more than is promised, for what is cut off has one sign."""
+    """Those over a whole row of 4,096 lose more than is promised, for what is cut off has one
+    sign.
+    """
     monkeypatch.setattr(split_products, "ROWS", 64)
     wide = layer(outputs=8, width=4096)
     assert not split_products.as_exact(wide.weight, 4096)
     terms = split_products.split_frozen(nn.Sequential(layer(), wide))
     assert terms == 512
     split, plain = errors(wide, torch.randn(64, 4096), torch.randn(64, 8))
-    assert all(mine <= split_products.WORSE * theirs for mine, theirs in zip(split, plain)), (split, plain)
+    assert all(mine <= split_products.WORSE * theirs for mine, theirs in zip(split, plain)), (
+        split,
+        plain,
+    )
 
 
 def test_the_first_part_and_the_rest_are_the_number():
@@ -106,7 +131,9 @@ def test_trained_weights_and_those_of_more_bits_stay_as_they_are():
     frozen, trained, finer = layer(), layer().requires_grad_(True), layer()
     finer.weight.data += 1e-4
     assert split_products.split_frozen(nn.ModuleList([finer, trained, frozen]))
-    assert "forward" in vars(frozen) and not any("forward" in vars(module) for module in (trained, finer))
+    assert "forward" in vars(frozen) and not any(
+        "forward" in vars(module) for module in (trained, finer)
+    )
     assert not split_products.split_frozen(nn.ModuleList([finer, trained]))
 
 
@@ -116,5 +143,7 @@ def test_while_the_model_is_in_bf16_its_products_are():
     x = torch.randn(4, 333)
     with in_bf16(module):
         found = module(x.bfloat16())
-    assert found.dtype == torch.bfloat16 and equal(found, F.linear(x.bfloat16(), module[0].weight.bfloat16()))
+    assert found.dtype == torch.bfloat16 and equal(
+        found, F.linear(x.bfloat16(), module[0].weight.bfloat16())
+    )
     assert module(x).dtype == torch.float32

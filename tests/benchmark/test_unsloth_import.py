@@ -1,4 +1,6 @@
-"""Unsloth finds xformers for packed documents, and is left out where it would take one call a document."""
+"""Unsloth finds xformers for packed documents, and is left out where it would take one call a
+document.
+"""
 
 import ctypes
 import json

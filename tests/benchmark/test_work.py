@@ -1,4 +1,6 @@
-"""The work that every arm reads: the same documents in the same steps, and only real tokens counted."""
+"""The work that every arm reads: the same documents in the same steps, and only real tokens
+counted.
+"""
 
 import itertools
 import json
@@ -12,11 +14,23 @@ import torch
 import tiny
 from chronicals.benchmark.arms import loop, ways
 from chronicals.benchmark.arms.padding import grouped, packed, padded
-from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, train_with_trainer, with_flash_lengths
+from chronicals.benchmark.arms.trainer import (
+    documents_in,
+    sorted_in_steps,
+    train_with_trainer,
+    with_flash_lengths,
+)
 from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import PADDED_ROWS, Document, Work, _write_adapter, documents_of, plan_work
+from chronicals.benchmark.work import (
+    PADDED_ROWS,
+    Document,
+    Work,
+    _write_adapter,
+    documents_of,
+    plan_work,
+)
 from chronicals.config import ConfigurationError, Recipe
 from comparison import equal
 
@@ -32,8 +46,16 @@ def test_it_is_read_as_it_was_written(tmp_path):
     work = made.work(tmp_path, mode="lora")
     assert Work.read(work.folder) == work
     config = work.config("other", lora_dropout=0.5)
-    assert config.use_lora and config.lora_dropout == 0.5 and config.output_dir == work.folder / "other"
-    assert (config.lr_scheduler, config.warmup_steps, config.use_lora_plus) == ("constant", 0, False)
+    assert (
+        config.use_lora
+        and config.lora_dropout == 0.5
+        and config.output_dir == work.folder / "other"
+    )
+    assert (config.lr_scheduler, config.warmup_steps, config.use_lora_plus) == (
+        "constant",
+        0,
+        False,
+    )
 
 
 def test_what_the_user_sets_wins_and_what_a_benchmark_decides_is_dropped(tmp_path):
@@ -44,12 +66,24 @@ def test_what_the_user_sets_wins_and_what_a_benchmark_decides_is_dropped(tmp_pat
 
 def test_no_tracker_and_no_evaluation_of_the_users_run_is_in_a_measured_one(tmp_path):
     recipe = Recipe(
-        model="tiny", data="fixed", mixed_precision="fp32", trackers=["wandb"],
-        validation_split=0.1, eval_steps=10, early_stopping_patience=2,
-    ).config()  # fmt: skip
+        model="tiny",
+        data="fixed",
+        mixed_precision="fp32",
+        trackers=["wandb"],
+        validation_split=0.1,
+        eval_steps=10,
+        early_stopping_patience=2,
+    ).config()
     fields = {name: value for name, value in recipe.to_dict().items() if name in recipe.explicit}
-    for config in (plan_work(tmp_path, "tiny", "fixed", "full", fields, 3, 1).config(), made.work(tmp_path).config()):
-        assert (config.trackers, config.eval_steps, config.early_stopping_patience) == ([], None, None)
+    for config in (
+        plan_work(tmp_path, "tiny", "fixed", "full", fields, 3, 1).config(),
+        made.work(tmp_path).config(),
+    ):
+        assert (config.trackers, config.eval_steps, config.early_stopping_patience) == (
+            [],
+            None,
+            None,
+        )
 
 
 def test_the_home_folder_is_found_in_a_recipe(tmp_path, monkeypatch):
@@ -70,7 +104,10 @@ def test_arms_find_a_model_that_was_named_from_here(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").touch()
     work = plan_work(tmp_path / "bench", "base", "rows.jsonl", "full", {}, 3, 1)
     assert (work.model, work.documents) == (str(tmp_path / "base"), tmp_path / "rows.jsonl")
-    assert plan_work(tmp_path / "bench", "someone/model", "rows.jsonl", "full", {}, 3, 1).model == "someone/model"
+    assert (
+        plan_work(tmp_path / "bench", "someone/model", "rows.jsonl", "full", {}, 3, 1).model
+        == "someone/model"
+    )
 
 
 def test_fixed_documents_fill_every_pack(tmp_path):
@@ -84,10 +121,15 @@ def test_fixed_documents_fill_every_pack(tmp_path):
 @pytest.mark.parametrize("data", ["fixed", "ragged"])
 def test_peers_see_the_documents_of_our_batches(tmp_path, data):
     work = planned(tmp_path, data=data)
-    made_here = {tuple(json.loads(line)["input_ids"]) for line in work.documents.read_text().splitlines()}
+    made_here = {
+        tuple(json.loads(line)["input_ids"]) for line in work.documents.read_text().splitlines()
+    }
     for step, documents in zip(work.stream().steps(count=4), work.documents_by_step(4)):
         assert sum(map(len, documents)) == step.counts["tokens"]
-        assert sum(int((document.labels[1:] != -100).sum()) for document in documents) == step.counts["targets"]
+        assert (
+            sum(int((document.labels[1:] != -100).sum()) for document in documents)
+            == step.counts["targets"]
+        )
         for document in documents:
             assert tuple(document.ids.tolist()) in made_here
             assert document.labels[0] == -100 and (document.labels[1:] == document.ids[1:]).all()
@@ -136,11 +178,15 @@ def test_micro_batches_are_even():
 
 
 def test_documents_of_like_length_share_a_micro_batch():
-    """Peers sort by length as well; what is left is what a further micro-batch would cost more than it saves."""
+    """Peers sort by length as well; what is left is what a further micro-batch would cost more
+    than it saves.
+    """
     lengths = [len(ids) for ids in random_documents("ragged", 16_384, 2048, 1000)]
     step = padded([document(length) for length in lengths], PADDED_ROWS, torch.device("cpu"))
     widths = [width for _, width in step.shapes]
-    assert widths == sorted(widths, reverse=True) and sum(rows for rows, _ in step.shapes) == len(lengths)
+    assert widths == sorted(widths, reverse=True) and sum(rows for rows, _ in step.shapes) == len(
+        lengths
+    )
     assert step.slots < 1.35 * step.tokens
 
 
@@ -151,13 +197,21 @@ def test_the_groups_are_the_cheapest(overhead):
     def cost(bounds):
         return sum(overhead + (end - start) * lengths[start] for start, end in bounds)
 
-    cuts = [[0, *cut, len(lengths)] for n in range(8) for cut in itertools.combinations(range(1, 8), n)]
-    all_ways = [list(itertools.pairwise(cut)) for cut in cuts if max(b - a for a, b in itertools.pairwise(cut)) <= 5]
+    cuts = [
+        [0, *cut, len(lengths)] for n in range(8) for cut in itertools.combinations(range(1, 8), n)
+    ]
+    all_ways = [
+        list(itertools.pairwise(cut))
+        for cut in cuts
+        if max(b - a for a, b in itertools.pairwise(cut)) <= 5
+    ]
     assert cost(grouped(lengths, 5, overhead)) == min(map(cost, all_ways))
 
 
 class Measured:
-    """A model whose passes take as long as it is told: so much for a call, so much for a position; some do not fit."""
+    """A model whose passes take as long as it is told: so much for a call, so much for a
+    position; some do not fit.
+    """
 
     def __init__(self, call, position, most=10**9):
         self.call, self.position, self.most, self.now = call, position, most, 0.0
@@ -174,17 +228,45 @@ class Measured:
 
 @pytest.mark.parametrize(
     ("model", "expected"),
-    [(Measured(0, 1), 512), (Measured(2000, 1), 2048), (Measured(10**5, 1), 8192), (Measured(10**5, 1, most=5000), 512)],
+    [
+        (Measured(0, 1), 512),
+        (Measured(2000, 1), 2048),
+        (Measured(10**5, 1), 8192),
+        (Measured(10**5, 1, most=5000), 512),
+    ],
 )
 def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected, monkeypatch):
-    lengths = [2048, 1800, 1500, 1000, 900, 700, 650, 600, 500, 450, 400, 300, 280, 250, 200, 150, 100, 90, 60, 40]
+    lengths = [
+        2048,
+        1800,
+        1500,
+        1000,
+        900,
+        700,
+        650,
+        600,
+        500,
+        450,
+        400,
+        300,
+        280,
+        250,
+        200,
+        150,
+        100,
+        90,
+        60,
+        40,
+    ]
     monkeypatch.setattr(ways, "_now", lambda: model.now)
     found, failed = ways.fastest_way(model, [[document(length) for length in lengths]], PADDED_ROWS)
     assert (found, failed) == (ways.Way(None, expected), [])
 
 
 class Attending(Measured):
-    """One whose positions take as long as its attention needs, ``packed`` times that in packed rows; a broken one raises."""
+    """One whose positions take as long as its attention needs, ``packed`` times that in packed
+    rows; a broken one raises.
+    """
 
     def __init__(self, apart=True, packed=1.0, **costs):
         super().__init__(2000, 0)
@@ -210,19 +292,30 @@ class Attending(Measured):
         (2, [64] * 4, ways.Way("sdpa"), []),
         (None, [64] * 4, ways.Way("sdpa"), ["flash_attention_4 did not run: RuntimeError"]),
         (0.5, [2048, 900, 300, 40], ways.Way("flash_attention_4", None), []),
-        (-0.5, [2048, 900, 300, 40], ways.Way("flash_attention_4", 8192),
-         ["flash_attention_4, packed rows did not run: RuntimeError"]),
+        (
+            -0.5,
+            [2048, 900, 300, 40],
+            ways.Way("flash_attention_4", 8192),
+            ["flash_attention_4, packed rows did not run: RuntimeError"],
+        ),
     ],
-)  # fmt: skip
-def test_a_plain_peer_takes_the_attention_that_is_fastest_and_names_what_fails(flash, lengths, expected, failed, monkeypatch):
+)
+def test_a_plain_peer_takes_the_attention_that_is_fastest_and_names_what_fails(
+    flash, lengths, expected, failed, monkeypatch
+):
     model = Attending(sdpa=1, flash_attention_4=flash)
     monkeypatch.setattr(ways, "_now", lambda: model.now)
     steps = [[document(length) for length in lengths]]
-    assert ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"]) == (expected, failed)
+    assert ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"]) == (
+        expected,
+        failed,
+    )
     assert model.attention == expected.attention
 
 
-def test_an_attention_that_is_slow_over_padded_rows_may_be_the_fastest_over_packed_ones(monkeypatch):
+def test_an_attention_that_is_slow_over_padded_rows_may_be_the_fastest_over_packed_ones(
+    monkeypatch,
+):
     model = Attending(packed=0.1, sdpa=1, flash_attention_4=3)
     monkeypatch.setattr(ways, "_now", lambda: model.now)
     steps = [[document(length) for length in (2048, 900, 300, 40)]]
@@ -246,7 +339,9 @@ def test_a_real_model_changes_its_attention_and_keeps_packed_documents_apart(mod
     if mode == "lora":
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        )
     model.set_attn_implementation("eager")
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa" and ways.keeps_documents_apart(model)
@@ -255,15 +350,27 @@ def test_a_real_model_changes_its_attention_and_keeps_packed_documents_apart(mod
 def test_a_packed_step_has_no_padding_and_no_target_across_documents():
     step = packed([document(3), document(2)], torch.device("cpu"))
     ((given, share),) = step.micro_batches
-    assert given["position_ids"].tolist() == [[0, 1, 2, 0, 1]] and (share, step.tokens, step.slots) == (1.0, 5, 5)
-    assert [label == -100 for label in given["labels"][0].tolist()] == [True, False, False, True, False]
+    assert given["position_ids"].tolist() == [[0, 1, 2, 0, 1]] and (
+        share,
+        step.tokens,
+        step.slots,
+    ) == (1.0, 5, 5)
+    assert [label == -100 for label in given["labels"][0].tolist()] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert (given["cu_seq_lens_q"].tolist(), given["max_length_q"]) == ([0, 3, 5], 3)
     assert given["cu_seq_lens_q"].dtype == torch.int32 and type(given["max_length_q"]) is int
 
 
 def test_a_trainers_packed_rows_say_where_documents_begin():
     positions = torch.tensor([[0, 1, 0, 0, 1, 2]])
-    batch = with_flash_lengths(lambda rows: {"input_ids": rows, "position_ids": positions})(positions)
+    batch = with_flash_lengths(lambda rows: {"input_ids": rows, "position_ids": positions})(
+        positions
+    )
     assert (batch["cu_seq_lens_k"].tolist(), batch["max_length_k"]) == ([0, 2, 3, 6], 3)
     assert batch["input_ids"] is positions and batch["position_ids"] is positions
 
@@ -276,7 +383,11 @@ def test_states_made_before_a_trial_change_no_step():
         if made:
             before = weight.detach().clone()
             ways.make_states(optimizer)
-            assert equal(weight, before) and weight.grad is None and optimizer.state[weight]["exp_avg"].shape == (8,)
+            assert (
+                equal(weight, before)
+                and weight.grad is None
+                and optimizer.state[weight]["exp_avg"].shape == (8,)
+            )
         for _ in range(3):
             (weight**3).sum().backward()
             optimizer.step()
@@ -296,7 +407,11 @@ def test_a_trainers_padded_rows_are_sorted_within_a_step():
     [
         {"input_ids": [[1, 2, 3, 4, 5]], "position_ids": [[0, 1, 0, 1, 2]]},
         {"input_ids": [[1, 2, 0], [3, 4, 5]], "attention_mask": [[1, 1, 0], [1, 1, 1]]},
-        {"input_ids": [[1, 2, 3, 4, 5, 0]], "attention_mask": [[1, 1, 1, 1, 1, 0]], "packed_seq_lengths": [2, 3]},
+        {
+            "input_ids": [[1, 2, 3, 4, 5, 0]],
+            "attention_mask": [[1, 1, 1, 1, 1, 0]],
+            "packed_seq_lengths": [2, 3],
+        },
     ],
 )
 def test_documents_are_found_in_a_trainers_batch(inputs):
@@ -326,7 +441,9 @@ def test_a_trainers_step_is_as_large_as_ours(tmp_path, monkeypatch):
 
 def test_adapters_of_a_peer_are_scaled_as_ours(tmp_path):
     pytest.importorskip("peft")
-    work = planned(tmp_path, mode="lora", lora_rank=4, lora_alpha=2.5, lora_target_modules=["q_proj"])
+    work = planned(
+        tmp_path, mode="lora", lora_rank=4, lora_alpha=2.5, lora_target_modules=["q_proj"]
+    )
     tiny.llama().save_pretrained(work.model)
     _write_adapter(work)
     model = with_peft(tiny.llama(), work)

@@ -1,4 +1,6 @@
-"""``chronicals moe``: from sizes to a model, a trace of its routers, and heads that predict them."""
+"""``chronicals moe``: from sizes to a model, a trace of its routers, and heads that predict
+them.
+"""
 
 import json
 import sys
@@ -13,17 +15,28 @@ from chronicals.lora import LoRAConfig, apply_lora, save_adapter
 from chronicals.models import load_model
 
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_experts": 5, "moe_intermediate_size": 24,
-    "lookahead_rank": 8, "q_lora_rank": "null",
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_experts": 5,
+    "moe_intermediate_size": 24,
+    "lookahead_rank": 8,
+    "q_lora_rank": "null",
+}
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs the command line in this process, in a folder with a tokenizer and data."""
     tiny.tokenizer().save_pretrained(tmp_path / "words")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(150)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in tiny.chat_rows(150))
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -46,19 +59,51 @@ def test_from_sizes_to_predictions(run, tmp_path):
     code, out, _ = new(run)
     assert code == 0 and "parameters" in out
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["num_experts"] == 5 and config["vocab_size"] == len(tiny.tokenizer()) and config["q_lora_rank"] is None
+    assert (
+        config["num_experts"] == 5
+        and config["vocab_size"] == len(tiny.tokenizer())
+        and config["q_lora_rank"] is None
+    )
 
-    code, out, error = run("trace", "model", "--data", "data.jsonl", "--output", "trace", "--max-seq-length", 128, "--features")
+    code, out, error = run(
+        "trace",
+        "model",
+        "--data",
+        "data.jsonl",
+        "--output",
+        "trace",
+        "--max-seq-length",
+        128,
+        "--features",
+    )
     assert code == 0 and "2 layers of 5 experts, k=2" in out, error
     said = json.loads((tmp_path / "trace" / "trace.json").read_text())
-    assert said["tokens"] == sum(file["tokens"] for file in said["files"]) > 1000 and said["features"]
+    assert (
+        said["tokens"] == sum(file["tokens"] for file in said["files"]) > 1000 and said["features"]
+    )
 
-    given = ["--max-seq-length", 128, "--batch-size", 2, "--rank", 8, "--tokens", 4000, "--held-out-tokens", 500]
-    code, out, error = run("predict-train", "model", "--data", "data.jsonl", "--output", "heads", *given)
+    given = [
+        "--max-seq-length",
+        128,
+        "--batch-size",
+        2,
+        "--rank",
+        8,
+        "--tokens",
+        4000,
+        "--held-out-tokens",
+        500,
+    ]
+    code, out, error = run(
+        "predict-train", "model", "--data", "data.jsonl", "--output", "heads", *given
+    )
     assert code == 0 and "layers ahead" in error
     found = json.loads(out)
     assert found["recalls"]["tokens"] >= 500 and found["trained_on_tokens"] > 1000
-    assert json.loads((tmp_path / "heads" / "predictor.json").read_text())["recalls"] == found["recalls"]
+    assert (
+        json.loads((tmp_path / "heads" / "predictor.json").read_text())["recalls"]
+        == found["recalls"]
+    )
 
 
 def test_part_of_the_data_is_traced(run, tmp_path):
@@ -97,21 +142,44 @@ def test_heads_from_a_trace(run, tmp_path):
     new(run)
     given = ["--output", "trace", "--max-seq-length", 128, "--batch-size", 2, "--features"]
     assert run("trace", "model", "--data", "data.jsonl", *given)[0] == 0
-    code, out, error = run("predict-train", "model", "--trace", "trace", "--output", "heads", "--passes", 2, *HEADS)
+    code, out, error = run(
+        "predict-train", "model", "--trace", "trace", "--output", "heads", "--passes", 2, *HEADS
+    )
     assert code == 0 and "layers ahead" in error, error
     found, said = json.loads(out), json.loads((tmp_path / "trace" / "trace.json").read_text())
-    assert found["model_sha256"] == said["model_sha256"] and 4000 <= found["trained_on_tokens"] / 2 <= 4000 + 256
-    code, out, error = run("predict-train", "model", "--trace", "trace", "--held-out", "trace", "--output", "other", *HEADS)
+    assert (
+        found["model_sha256"] == said["model_sha256"]
+        and 4000 <= found["trained_on_tokens"] / 2 <= 4000 + 256
+    )
+    code, out, error = run(
+        "predict-train",
+        "model",
+        "--trace",
+        "trace",
+        "--held-out",
+        "trace",
+        "--output",
+        "other",
+        *HEADS,
+    )
     assert code == 0 and json.loads(out)["recalls"]["tokens"] >= 500, error
     tokens = json.loads(out)["trained_on_tokens"]
     assert 4000 <= tokens <= 4000 + 256
     assert new_of_other_sizes(run)[0] == 0
     code, _, error = run("predict-train", "larger", "--trace", "trace", "--output", "heads", *HEADS)
-    assert code == 1 and "is a trace of model (chronicals_moe), whose configuration is not that of" in " ".join(error.split())
+    assert (
+        code == 1
+        and "is a trace of model (chronicals_moe), whose configuration is not that of"
+        in " ".join(error.split())
+    )
 
 
 def new_of_other_sizes(run):
-    given = [word for name, value in {**SIZES, "num_experts": 6}.items() for word in ("--set", f"{name}={value}")]
+    given = [
+        word
+        for name, value in {**SIZES, "num_experts": 6}.items()
+        for word in ("--set", f"{name}={value}")
+    ]
     return run("new", "larger", "--tokenizer", "words", "--dtype", "fp32", *given)
 
 
@@ -143,14 +211,38 @@ def test_adapters_and_bases_in_4_bits(form, run, tmp_path):
     found, plain = (np.load(tmp_path / name / "trace-00000.npz") for name in ("trace", "plain"))
     assert np.array_equal(found["token_ids"], plain["token_ids"])
     assert not np.allclose(found["logits"], plain["logits"], atol=0.01)
-    heads = ["--trace", "trace", "--output", "heads", "--rank", 8, "--tokens", 1000, "--held-out-tokens", 300]
+    heads = [
+        "--trace",
+        "trace",
+        "--output",
+        "heads",
+        "--rank",
+        8,
+        "--tokens",
+        1000,
+        "--held-out-tokens",
+        300,
+    ]
     code, _, error = run("predict-train", "model", *heads)
     assert code == 1 and "is a trace of" in error and "with weights" in " ".join(error.split())
     code, out, error = run("predict-train", *FORMS[form], *heads)
     assert code == 0, error
-    again = ["--max-seq-length", 128, "--output", "beside", "--rank", 8, "--tokens", 1000, "--held-out-tokens", 300]
+    again = [
+        "--max-seq-length",
+        128,
+        "--output",
+        "beside",
+        "--rank",
+        8,
+        "--tokens",
+        1000,
+        "--held-out-tokens",
+        300,
+    ]
     code, beside, error = run("predict-train", *FORMS[form], "--data", "data.jsonl", *again)
-    assert code == 0 and json.loads(beside)["model_sha256"] == json.loads(out)["model_sha256"], error
+    assert code == 0 and json.loads(beside)["model_sha256"] == json.loads(out)["model_sha256"], (
+        error
+    )
 
 
 CONTRADICTIONS = [

@@ -1,4 +1,6 @@
-"""Warnings of libraries: out of sight in our commands, kept in a run's folder; in Python as they were."""
+"""Warnings of libraries: out of sight in our commands, kept in a run's folder; in Python as they
+were.
+"""
 
 import json
 import logging
@@ -47,7 +49,11 @@ def test_warnings_of_libraries_go_to_the_log_of_a_run(library, code, shown, capl
         within_module(f"{library}.inner", code, "the name of something has changed")
         noise.keep_in(tmp_path)
     text = (tmp_path / "log.txt").read_text()
-    assert text.count("\n") == 1 and f"{library}: " in text and "the name of something has changed" in text
+    assert (
+        text.count("\n") == 1
+        and f"{library}: " in text
+        and "the name of something has changed" in text
+    )
     assert shown == []
     assert seen(caplog) == [f"1 warning of {library}, nothing to act on: {tmp_path / 'log.txt'}"]
 
@@ -110,24 +116,42 @@ def state():
     """Filters, levels and handlers of this process, of Python's and of the libraries' loggers."""
     known = logging.root.manager.loggerDict
     loggers = {name: known[name] for name in known if name.partition(".")[0] in noise.LIBRARIES}
-    loggers = {name: logger for name, logger in loggers.items() if isinstance(logger, logging.Logger)}
+    loggers = {
+        name: logger for name, logger in loggers.items() if isinstance(logger, logging.Logger)
+    }
     kept = {
-        name: (logger.level, list(logger.handlers), list(logger.filters), logger.propagate, logger.disabled)
+        name: (
+            logger.level,
+            list(logger.handlers),
+            list(logger.filters),
+            logger.propagate,
+            logger.disabled,
+        )
         for name, logger in {**loggers, "root": logging.root}.items()
     }
-    return [*warnings.filters], warnings.showwarning, logging.Logger.callHandlers, logging.root.manager.disable, kept
+    return (
+        [*warnings.filters],
+        warnings.showwarning,
+        logging.Logger.callHandlers,
+        logging.root.manager.disable,
+        kept,
+    )
 
 
 def test_everything_is_put_back(shown):
     before = state()
     with pytest.raises(SystemExit), noise.collected():
-        assert warnings.showwarning is not before[1] and logging.Logger.callHandlers is not before[2]
+        assert (
+            warnings.showwarning is not before[1] and logging.Logger.callHandlers is not before[2]
+        )
         raise SystemExit
     assert state() == before
 
 
 def test_the_trainer_in_python_changes_nothing(shown, tmp_path):
-    runs.train(tmp_path / "first", max_steps=1)  # libraries imported on the way set their own loggers
+    runs.train(
+        tmp_path / "first", max_steps=1
+    )  # libraries imported on the way set their own loggers
     before = state()
     runs.train(tmp_path / "second", max_steps=1)
     assert state() == before
@@ -150,7 +174,9 @@ assert "chronicals.cli" not in sys.modules
 def test_train_says_where_they_are(shown, monkeypatch, tmp_path, capsys):
     tiny.llama().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(20)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in tiny.chat_rows(20))
+    )
     load = loading.load_to_train
 
     def load_noisily(*given):
@@ -160,7 +186,13 @@ def test_train_says_where_they_are(shown, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(loading, "load_to_train", load_noisily)
     monkeypatch.chdir(tmp_path)
-    flags = ["--model=base", "--data=data.jsonl", "--max-steps=1", "--max-seq-length=128", "--mixed-precision=fp32"]
+    flags = [
+        "--model=base",
+        "--data=data.jsonl",
+        "--max-steps=1",
+        "--max-seq-length=128",
+        "--mixed-precision=fp32",
+    ]
     monkeypatch.setattr(sys, "argv", ["chronicals", "train", *flags, "--report-samples=0"])
     with pytest.raises(SystemExit) as ended:
         main()

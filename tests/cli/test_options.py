@@ -15,10 +15,14 @@ from chronicals.config.headings import Heading, headings_of
 
 
 def ran(*arguments, columns=200):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)}, prog_name="chronicals")
+    return CliRunner().invoke(
+        app, list(arguments), env={"COLUMNS": str(columns)}, prog_name="chronicals"
+    )
 
 
-@pytest.mark.parametrize("name, kind", [("trackers", list[str]), ("lora_target_modules", list[str]), ("project", str)])
+@pytest.mark.parametrize(
+    "name, kind", [("trackers", list[str]), ("lora_target_modules", list[str]), ("project", str)]
+)
 def test_a_list_may_be_repeated_as_a_flag(name, kind):
     def command(**flags):
         return flags
@@ -40,7 +44,9 @@ def test_a_list_may_be_repeated_as_a_flag(name, kind):
     ],
 )
 def test_layers_to_adapt_are_names_or_one_regular_expression(given, meant):
-    command = with_recipe_flags(lambda **flags: Recipe(model="m", data="d", **flags).lora_target_modules)
+    command = with_recipe_flags(
+        lambda **flags: Recipe(model="m", data="d", **flags).lora_target_modules
+    )
     assert command(lora_target_modules=given) == meant
 
 
@@ -49,7 +55,10 @@ def test_layers_to_adapt_are_names_or_one_regular_expression(given, meant):
     [
         (["train", "--lr", "1e-4"], "--lr; use --learning-rate 1e-4"),
         (["train", "--num-train-epochs=3"], "--num-train-epochs; use --num-epochs 3"),
-        (["verify", "--per_device_train_batch_size", "2"], "--per_device_train_batch_size; use --batch-size 2"),
+        (
+            ["verify", "--per_device_train_batch_size", "2"],
+            "--per_device_train_batch_size; use --batch-size 2",
+        ),
         (["train", "--lora-r", "8"], "--lora-r; use --lora-rank 8"),
         (["train", "--bf16"], "--bf16; use --mixed-precision bf16"),
         (["train", "--adapter", "lora"], "--adapter; use --use-lora"),
@@ -62,15 +71,36 @@ def test_layers_to_adapt_are_names_or_one_regular_expression(given, meant):
         (["train", "--adapter", "qlora"], "--adapter; use --use-lora and --quantization nf4"),
         (["train", "--load-in-8bit"], "--load-in-8bit; use --quantization nf4, which is 4 bits"),
         (["train", "--load-in-8bit", "false"], "--load-in-8bit; leave it out"),
-        (["train", "--wandb-project", "a b"], "--wandb-project; use --project 'a b' and --trackers wandb"),
-        (["train", "--lora-target", "all"], "--lora-target; leave it out: every linear layer but the head"),
+        (
+            ["train", "--wandb-project", "a b"],
+            "--wandb-project; use --project 'a b' and --trackers wandb",
+        ),
+        (
+            ["train", "--lora-target", "all"],
+            "--lora-target; leave it out: every linear layer but the head",
+        ),
         (["train", "--optim=adamw_torch_fused"], "--optim; leave it out: AdamW is the optimizer"),
-        (["train", "--optim", "paged_adamw_8bit"], "--optim; use --use-8bit-optimizer and --memory offload_optimizer_states"),
+        (
+            ["train", "--optim", "paged_adamw_8bit"],
+            "--optim; use --use-8bit-optimizer and --memory offload_optimizer_states",
+        ),
         (["train", "--pref-loss", "orpo"], "--pref-loss; use --objective orpo"),
-        (["train", "--rl-beta", "0.2"], "--rl-beta; use beta in the section of the objective: --dpo.beta 0.2"),
-        (["train", "--template", "qwen"], "--template; leave it out: the tokenizer's own chat template"),
-        (["train", "--stage", "ppo"], "--stage; 'ppo' is not part of this version: answers are not generated during training"),
-        (["train", "--per-device-eval-batch-size", "4"], "--per-device-eval-batch-size; leave it out: evaluation takes"),
+        (
+            ["train", "--rl-beta", "0.2"],
+            "--rl-beta; use beta in the section of the objective: --dpo.beta 0.2",
+        ),
+        (
+            ["train", "--template", "qwen"],
+            "--template; leave it out: the tokenizer's own chat template",
+        ),
+        (
+            ["train", "--stage", "ppo"],
+            "--stage; 'ppo' is not part of this version: answers are not generated during training",
+        ),
+        (
+            ["train", "--per-device-eval-batch-size", "4"],
+            "--per-device-eval-batch-size; leave it out: evaluation takes",
+        ),
     ],
 )
 def test_a_flag_of_another_trainer_is_answered_with_ours(arguments, meant):
@@ -81,8 +111,17 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(arguments, meant):
 def test_help_shows_every_choice_and_only_what_works():
     text = " ".join(ran("train", "--help", columns=79).output.split())
     squeezed = "".join(text.split())
-    known = ["cosine, linear, constant, wsd [cosine]", "bf16, fp16, fp32 [bf16]", "cut, split, drop", "all, last [all]"]
-    known += ["system, developer, user, assistant, tool [assistant]", "tensorboard, wandb, mlflow", ", ".join(PRESETS)]
+    known = [
+        "cosine, linear, constant, wsd [cosine]",
+        "bf16, fp16, fp32 [bf16]",
+        "cut, split, drop",
+        "all, last [all]",
+    ]
+    known += [
+        "system, developer, user, assistant, tool [assistant]",
+        "tensorboard, wandb, mlflow",
+        ", ".join(PRESETS),
+    ]
     for choices in known:
         assert choices.replace(" ", "") in squeezed
     assert "--memory" in text and "optimizer_in_backward" in text and "--use-8bit-optimizer" in text
@@ -104,7 +143,10 @@ def test_help_is_divided_by_the_headings_of_the_fields(command, columns, monkeyp
     monkeypatch.setattr(app, "rich_markup_mode", "markdown" if columns >= WIDE else None)
     shown = headings_of_help(command, columns)
     headings = headings_of(Recipe)
-    assert list(shown)[:2] == [headings["model"], OWN_HEADING] and shown[headings["model"]][:2] == ["--model", "--data"]
+    assert list(shown)[:2] == [headings["model"], OWN_HEADING] and shown[headings["model"]][:2] == [
+        "--model",
+        "--data",
+    ]
     assert "--help" in shown[OWN_HEADING]
     for field in dataclasses.fields(Recipe):
         assert flag(field.name) in shown[headings[field.name]]
@@ -137,8 +179,20 @@ def test_a_field_without_a_heading_is_among_the_others():
 def test_a_number_that_the_run_decides_may_be_auto(monkeypatch):
     given = []
     monkeypatch.setattr(Recipe, "given", lambda *_, **flags: given.append(flags) or 1 / 0)
-    ran("train", "--batch-size", "auto", "--learning-rate", "1e-4", "--warmup-steps", "3", "--max-steps", "auto")
-    assert given == [{"batch_size": "auto", "learning_rate": 1e-4, "warmup_steps": 3, "max_steps": "auto"}]
+    ran(
+        "train",
+        "--batch-size",
+        "auto",
+        "--learning-rate",
+        "1e-4",
+        "--warmup-steps",
+        "3",
+        "--max-steps",
+        "auto",
+    )
+    assert given == [
+        {"batch_size": "auto", "learning_rate": 1e-4, "warmup_steps": 3, "max_steps": "auto"}
+    ]
     result = ran("train", "--batch-size", "four")
     assert result.exit_code == 2 and "'four' is neither an integer nor auto" in result.output
     assert ran("train", "--seed", "auto").exit_code == 2

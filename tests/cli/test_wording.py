@@ -35,17 +35,29 @@ MESSAGES = [
         "--memory recompute_layers --memory tiled_mlp and --no-activation-offload: they",
         "memory: [recompute_layers, tiled_mlp] and activation_offload: false: they",
     ),
-    ("set max_grad_norm=inf, gradient", "set --max-grad-norm inf, gradient", "set max_grad_norm: .inf, gradient"),
+    (
+        "set max_grad_norm=inf, gradient",
+        "set --max-grad-norm inf, gradient",
+        "set max_grad_norm: .inf, gradient",
+    ),
     (
         "raise max_seq_length, or set overlong='drop'",
         "raise --max-seq-length, or set --overlong drop",
         "raise max_seq_length, or set overlong: drop",
     ),
-    ("did you mean 'learning_rate'?", "did you mean --learning-rate?", "did you mean 'learning_rate'?"),
+    (
+        "did you mean 'learning_rate'?",
+        "did you mean --learning-rate?",
+        "did you mean 'learning_rate'?",
+    ),
     ("model: required", "--model: required", "model: required"),
     ("a; data: no such", "a; --data: no such", "a; data: no such"),
     ("the model: it is", "the model: it is", "the model: it is"),
-    ("lora_target_modules=['q']: matches", "--lora-target-modules q: matches", "lora_target_modules: [q]: matches"),
+    (
+        "lora_target_modules=['q']: matches",
+        "--lora-target-modules q: matches",
+        "lora_target_modules: [q]: matches",
+    ),
     ("output_dir='my run' holds", "--output-dir 'my run' holds", "output_dir: my run holds"),
     ("steps=3: give 5 to 20", "--steps 3: give 5 to 20", "--steps 3: give 5 to 20"),
     (
@@ -53,7 +65,11 @@ MESSAGES = [
         "go on with chronicals train --resume --output-dir 'a b', or",
         "go on with chronicals train --resume --output-dir 'a b', or",
     ),
-    ("map it: columns={'completion': 'x'}", "map it: --columns x=completion", "map it: columns: {completion: x}"),
+    (
+        "map it: columns={'completion': 'x'}",
+        "map it: --columns x=completion",
+        "map it: columns: {completion: x}",
+    ),
     (
         "map: columns={'prompt': 'Q', 'completion': 'A', 'system': 'A'}",
         "map: --columns Q=prompt --columns A=completion --columns A=system",
@@ -64,9 +80,21 @@ MESSAGES = [
         "columns={'prompt': …} and memory=['a', b]",
         "columns={'prompt': …} and memory=['a', b]",
     ),
-    ("the field 'output_dir' is missing", "the field 'output_dir' is missing", "the field 'output_dir' is missing"),
-    ("learning_rate=0.001 (before: 0.003)", "--learning-rate 0.001 (before: 0.003)", "learning_rate: 0.001 (before: 0.003)"),
-    ("batch_size * max_seq_length=100 is", "--batch-size * --max-seq-length 100 is", "batch_size * max_seq_length: 100 is"),
+    (
+        "the field 'output_dir' is missing",
+        "the field 'output_dir' is missing",
+        "the field 'output_dir' is missing",
+    ),
+    (
+        "learning_rate=0.001 (before: 0.003)",
+        "--learning-rate 0.001 (before: 0.003)",
+        "learning_rate: 0.001 (before: 0.003)",
+    ),
+    (
+        "batch_size * max_seq_length=100 is",
+        "--batch-size * --max-seq-length 100 is",
+        "batch_size * max_seq_length: 100 is",
+    ),
     (
         "/some/output_dir/x, run-seed=3, my_model=2",
         "/some/output_dir/x, run-seed=3, my_model=2",
@@ -87,7 +115,10 @@ def test_a_message_names_fields_as_its_user_does(said, in_flags, in_recipe):
 
 
 def test_what_has_no_flag_stands_in_a_recipe():
-    assert Wording({"data": False})("columns={'completion': 'x'}, data='d'") == "columns: {completion: x}, --data d"
+    assert (
+        Wording({"data": False})("columns={'completion': 'x'}, data='d'")
+        == "columns: {completion: x}, --data d"
+    )
 
 
 def test_a_flag_beside_a_recipe_is_a_flag():
@@ -96,26 +127,46 @@ def test_a_flag_beside_a_recipe_is_a_flag():
 
 
 def messages() -> list[tuple[str, str]]:
-    """Every text of the package with spaces in it, outside docstrings, with 1 in the place of what is filled in."""
+    """Every text of the package with spaces in it, outside docstrings, with 1 in the place of
+    what is filled in.
+    """
     found = []
     for path in sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "cli" / "wording.py"}):
         tree = ast.parse(path.read_text())
         passed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        passed |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        passed |= {
+            id(part)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            for part in node.values
+        }
         for node in ast.walk(tree):
             if id(node) in passed or not isinstance(node, (ast.Constant, ast.JoinedStr)):
                 continue
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in parts)
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "1" for part in parts
+            )
             if " " in text and not text.startswith("<"):
-                found.append((f"{path.relative_to(SOURCE)}:{node.lineno}", re.sub(r"%[\d.]*[dsfgr]", "1", text).strip()))
+                found.append(
+                    (
+                        f"{path.relative_to(SOURCE)}:{node.lineno}",
+                        re.sub(r"%[\d.]*[dsfgr]", "1", text).strip(),
+                    )
+                )
     return found
 
 
 def test_every_message_is_translated():
-    """Names that are a word of their own in a message become flags; remedies are written as Python, not as YAML."""
+    """Names that are a word of their own in a message become flags; remedies are written as
+    Python, not as YAML.
+    """
     name = "|".join(name for name in FIELDS if "_" in name)
-    left = [(place, text) for place, text in messages() if re.search(rf"(?<![\w./-])({name})(?![\w/])", IN_FLAGS(text))]
+    left = [
+        (place, text)
+        for place, text in messages()
+        if re.search(rf"(?<![\w./-])({name})(?![\w/])", IN_FLAGS(text))
+    ]
     assert not left, "\n".join(map(str, left))
     in_yaml = re.compile(rf"(\b(set|or|with|use|nor)|it:) ({'|'.join([*FIELDS, 'columns'])}): ")
     assert not [(place, text) for place, text in messages() if in_yaml.search(text)]
@@ -126,7 +177,9 @@ def test_the_scan_finds_messages():
 
 
 def test_log_lines_are_in_the_users_form():
-    record = logging.LogRecord("chronicals", logging.WARNING, "", 1, "lower %s=%d", ("batch_size", 4), None)
+    record = logging.LogRecord(
+        "chronicals", logging.WARNING, "", 1, "lower %s=%d", ("batch_size", 4), None
+    )
     try:
         begin(SWITCHES)
         assert LogFormatter("%(message)s").format(record) == "lower --batch-size 4"

@@ -15,9 +15,15 @@ except SystemExit as exit:
 """
 
 WRONG = {
-    "a mistyped key": ("learnin_rate: 3e-3", ["learnin_rate: no such field; did you mean 'learning_rate'?"]),
+    "a mistyped key": (
+        "learnin_rate: 3e-3",
+        ["learnin_rate: no such field; did you mean 'learning_rate'?"],
+    ),
     "a section of no objective": ("dop: {beta: 0.1}", ["dop: no such field; did you mean 'dpo'?"]),
-    "an objective that there is not": ("objective: grpo", ["objective: grpo: not part of this version: answers are not gen"]),
+    "an objective that there is not": (
+        "objective: grpo",
+        ["objective: grpo: not part of this version: answers are not gen"],
+    ),
     "a field twice": ("data: e", ["recipe.yaml: not YAML: data stands twice; keep one"]),
     "several": (
         "lr: 3.0\nbatch_size: none\nrl: dpo",
@@ -50,10 +56,15 @@ def test_it_is_a_line_each_before_torch_is_imported(case, tmp_path):
     text, lines = WRONG[case]
     code, said = told(tmp_path, text, "train")
     assert code == "1 []"
-    assert all(line.startswith(expected) for line, expected in zip(said, lines, strict=case != "a field twice"))
+    assert all(
+        line.startswith(expected)
+        for line, expected in zip(said, lines, strict=case != "a field twice")
+    )
 
 
-@pytest.mark.parametrize("command", [["verify"], ["plan"], ["benchmark"], ["data", "show"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["verify"], ["plan"], ["benchmark"], ["data", "show"]], ids=" ".join
+)
 def test_every_command_that_reads_a_recipe_tells_it_so(command, tmp_path):
     code, said = told(tmp_path, "learnin_rate: 3e-3", *command)
     assert (code, said) == ("1 []", ["learnin_rate: no such field; did you mean 'learning_rate'?"])

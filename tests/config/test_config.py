@@ -64,10 +64,16 @@ def test_every_field_explains_itself():
 
 @pytest.mark.parametrize(
     "wrong, near",
-    [("learnin_rate", "learning_rate"), ("batchsize", "batch_size"), ("use_flash_attn", "use_flash_attention")],
+    [
+        ("learnin_rate", "learning_rate"),
+        ("batchsize", "batch_size"),
+        ("use_flash_attn", "use_flash_attention"),
+    ],
 )
 def test_unknown_field_names_the_nearest(wrong, near):
-    with pytest.raises(ConfigurationError, match=f"^{wrong}: no such field; did you mean '{near}'\\?$"):
+    with pytest.raises(
+        ConfigurationError, match=f"^{wrong}: no such field; did you mean '{near}'\\?$"
+    ):
         ChronicalsConfig(**{wrong: 1})
 
 
@@ -132,21 +138,38 @@ def test_wrong_values_name_field_and_value(name, value):
 def test_adapters_of_parameters_have_no_dropout():
     """That is implied where it was not set; what was set and cannot be had is refused."""
     config = ChronicalsConfig(lora_target_parameters="mlp.experts.up_proj, down_proj")
-    assert config.lora_target_parameters == ["mlp.experts.up_proj", "down_proj"] and config.lora_dropout == 0.0
-    assert "lora_dropout" not in config.explicit and config.replace(lora_target_parameters=None).lora_dropout == 0.05
+    assert (
+        config.lora_target_parameters == ["mlp.experts.up_proj", "down_proj"]
+        and config.lora_dropout == 0.0
+    )
+    assert (
+        "lora_dropout" not in config.explicit
+        and config.replace(lora_target_parameters=None).lora_dropout == 0.05
+    )
     config = ChronicalsConfig()
     config.lora_target_parameters = ["down_proj"]
     assert config.lora_dropout == 0.0
     assert ChronicalsConfig(lora_target_parameters=["a"], lora_dropout=0.0, lora_init="gaussian")
     for name, value in (("lora_dropout", 0.05), ("use_dora", True), ("lora_init", "pissa")):
-        with pytest.raises(ConfigurationError, match=rf"^{name}={value!r} with lora_target_par.*: .*leave out {name}"):
+        with pytest.raises(
+            ConfigurationError,
+            match=rf"^{name}={value!r} with lora_target_par.*: .*leave out {name}",
+        ):
             ChronicalsConfig(lora_target_parameters=["a"], **{name: value})
 
 
 @pytest.mark.parametrize("given", ["none", ["none"], []])
 def test_no_layer_beside_parameters(given):
-    assert ChronicalsConfig(lora_target_modules=given, lora_target_parameters=["a"]).lora_target_modules == []
-    with pytest.raises(ConfigurationError, match="^lora_target_modules='none': nothing is adapted; set lora_target_parameters"):
+    assert (
+        ChronicalsConfig(
+            lora_target_modules=given, lora_target_parameters=["a"]
+        ).lora_target_modules
+        == []
+    )
+    with pytest.raises(
+        ConfigurationError,
+        match="^lora_target_modules='none': nothing is adapted; set lora_target_parameters",
+    ):
         ChronicalsConfig(lora_target_modules=given)
 
 
@@ -175,7 +198,10 @@ def test_a_wrong_entry_of_a_list_is_named():
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(ConfigurationError) as error:
         ChronicalsConfig(batch_size=0, lora_rnk=3, learning_rate=-1)
-    assert all(part in str(error.value) for part in ("batch_size=0", "did you mean 'lora_rank'?", "learning_rate=-1"))
+    assert all(
+        part in str(error.value)
+        for part in ("batch_size=0", "did you mean 'lora_rank'?", "learning_rate=-1")
+    )
 
 
 def test_a_configuration_error_is_a_value_error():
@@ -188,19 +214,28 @@ def test_positional_arguments_are_refused():
 
 
 def test_states_are_kept_in_one_way():
-    assert ChronicalsConfig(use_8bit_optimizer=True, optimizer_state_dtype="fp32").use_8bit_optimizer
-    with pytest.raises(ConfigurationError, match="^use_8bit_optimizer=True and optimizer_state_dtype='bf16': .* leave out one"):
+    assert ChronicalsConfig(
+        use_8bit_optimizer=True, optimizer_state_dtype="fp32"
+    ).use_8bit_optimizer
+    with pytest.raises(
+        ConfigurationError,
+        match="^use_8bit_optimizer=True and optimizer_state_dtype='bf16': .* leave out one",
+    ):
         ChronicalsConfig(use_8bit_optimizer=True, optimizer_state_dtype="bf16")
 
 
 def test_steps_and_epochs_exclude_each_other():
-    with pytest.raises(ConfigurationError, match="num_epochs=2 and max_steps=50: give one of the two"):
+    with pytest.raises(
+        ConfigurationError, match="num_epochs=2 and max_steps=50: give one of the two"
+    ):
         ChronicalsConfig(max_steps=50, num_epochs=2)
     assert ChronicalsConfig(num_epochs=2).num_epochs == 2
     assert ChronicalsConfig(max_steps=50, num_epochs=None).max_steps == 50
 
 
-@pytest.mark.parametrize("fields, epochs", [({}, 1), ({"num_epochs": 3}, 3), ({"max_steps": 5}, None)])
+@pytest.mark.parametrize(
+    "fields, epochs", [({}, 1), ({"num_epochs": 3}, 3), ({"max_steps": 5}, None)]
+)
 def test_one_epoch_unless_steps_or_epochs_are_given(fields, epochs):
     assert ChronicalsConfig(**fields).epochs == epochs
 
@@ -216,14 +251,21 @@ def test_a_warm_up_longer_than_the_run():
     with pytest.raises(ConfigurationError, match="warmup_steps=51 exceeds max_steps=50"):
         ChronicalsConfig(warmup_steps=51, max_steps=50)
     assert ChronicalsConfig(warmup_steps=50, max_steps=50).warmup_steps == 50
-    assert ChronicalsConfig(max_steps=50).warmup_steps == 100  # a default is fitted to the run later
-    assert ChronicalsConfig(warmup_steps=5000, num_epochs=3).warmup_steps == 5000  # the steps are not known yet
+    assert (
+        ChronicalsConfig(max_steps=50).warmup_steps == 100
+    )  # a default is fitted to the run later
+    assert (
+        ChronicalsConfig(warmup_steps=5000, num_epochs=3).warmup_steps == 5000
+    )  # the steps are not known yet
 
 
 def test_only_bf16_weights_that_are_trained_have_masters():
     assert not ChronicalsConfig(master_weights=False).master_weights
     for other in ({"use_lora": True}, {"mixed_precision": "fp16"}, {"mixed_precision": "fp32"}):
-        with pytest.raises(ConfigurationError, match="master_weights=False: with .* no bf16 weight is trained; leave it out"):
+        with pytest.raises(
+            ConfigurationError,
+            match="master_weights=False: with .* no bf16 weight is trained; leave it out",
+        ):
             ChronicalsConfig(master_weights=False, **other)
 
 
@@ -235,8 +277,14 @@ def test_only_bf16_weights_that_are_trained_have_masters():
         ({"use_gradient_checkpointing": True}, {"recompute_layers"}),
         ({"use_gradient_checkpointing": False}, set()),
         ({"activation_offload": True}, {"offload_activations"}),
-        ({"memory": ["tiled_mlp", "recompute_elementwise"]}, {"tiled_mlp", "recompute_elementwise"}),
-        ({"memory": ["recompute_elementwise"], "use_gradient_checkpointing": True}, {"recompute_elementwise"}),
+        (
+            {"memory": ["tiled_mlp", "recompute_elementwise"]},
+            {"tiled_mlp", "recompute_elementwise"},
+        ),
+        (
+            {"memory": ["recompute_elementwise"], "use_gradient_checkpointing": True},
+            {"recompute_elementwise"},
+        ),
         (
             {"memory": ["recompute_layers", "offload_activations"], "activation_offload": True},
             {"recompute_layers", "offload_activations"},
@@ -252,14 +300,23 @@ def test_older_switches_are_aliases_of_memory(fields, policies):
     [
         ({"memory": ["offload"]}, "memory='offload'"),
         ({"memory": ["recompute_layers", "recompute_elementwise"]}, "leave out the other"),
-        ({"memory": ["tiled_mlp"], "use_gradient_checkpointing": True}, "use_gradient_checkpointing=True: they contradict"),
+        (
+            {"memory": ["tiled_mlp"], "use_gradient_checkpointing": True},
+            "use_gradient_checkpointing=True: they contradict",
+        ),
         (
             {"memory": ["recompute_layers"], "use_gradient_checkpointing": False},
             "use_gradient_checkpointing=False: they contradict",
         ),
         ({"memory": [], "activation_offload": True}, "activation_offload=True: they contradict"),
-        ({"memory": ["offload_frozen_weights"], "use_lora": True}, "set use_fp8=True, or leave it out"),
-        ({"memory": ["offload_activations"], "activation_offload": False}, "activation_offload=False: they contradict"),
+        (
+            {"memory": ["offload_frozen_weights"], "use_lora": True},
+            "set use_fp8=True, or leave it out",
+        ),
+        (
+            {"memory": ["offload_activations"], "activation_offload": False},
+            "activation_offload=False: they contradict",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(fields, message):
@@ -268,14 +325,24 @@ def test_what_contradicts_itself_is_refused(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_grad_norm", 1.0), ("gradient_accumulation_steps", 2), ("mixed_precision", "fp16")]
+    ("name", "value"),
+    [("max_grad_norm", 1.0), ("gradient_accumulation_steps", 2), ("mixed_precision", "fp16")],
 )
 def test_updates_in_the_backward_pass_need_nothing_of_other_gradients(name, value):
-    fields = {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf"), "gradient_accumulation_steps": 1}
+    fields = {
+        "memory": ["optimizer_in_backward"],
+        "max_grad_norm": float("inf"),
+        "gradient_accumulation_steps": 1,
+    }
     assert ChronicalsConfig(**fields).max_grad_norm is None
-    with pytest.raises(ConfigurationError, match=f"optimizer_in_backward'.* {name}={value!r} .* set {name}="):
+    with pytest.raises(
+        ConfigurationError, match=f"optimizer_in_backward'.* {name}={value!r} .* set {name}="
+    ):
         ChronicalsConfig(**{**fields, name: value})
-    with pytest.raises(ConfigurationError, match="set max_grad_norm=inf, gradient_accumulation_steps=1, or leave out"):
+    with pytest.raises(
+        ConfigurationError,
+        match="set max_grad_norm=inf, gradient_accumulation_steps=1, or leave out",
+    ):
         ChronicalsConfig(memory=["optimizer_in_backward"])
 
 
@@ -294,7 +361,8 @@ def test_patience_needs_evaluations():
     assert ChronicalsConfig(early_stopping_patience=3, eval_steps=10).early_stopping_patience == 3
 
 
-# --- what was set --------------------------------------------------------------------------------------------------
+# --- what was set
+# --------------------------------------------------------------------------------------------------
 
 
 def test_explicit():
@@ -348,7 +416,9 @@ def test_an_assignment_is_as_if_the_field_had_been_passed(tmp_path):
     config.learning_rate = 1
     config.warmup_steps = 5
     config.output_dir = "~/run"
-    passed = ChronicalsConfig(seed=7, use_lora=True, learning_rate=1, warmup_steps=5, output_dir="~/run")
+    passed = ChronicalsConfig(
+        seed=7, use_lora=True, learning_rate=1, warmup_steps=5, output_dir="~/run"
+    )
     assert config == passed and config.explicit == passed.explicit
     assert type(config.learning_rate) is float and config.output_dir == Path.home() / "run"
     assert config.replace() == passed and config.replace(batch_size=2).use_lora
@@ -386,15 +456,24 @@ def test_an_assignment_leaves_the_other_values_alone():
 def test_copies_are_assigned_to_by_themselves():
     config = ChronicalsConfig(seed=7)
     config.batch_size = 2
-    for copied in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config.replace()):
+    for copied in (
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        config.replace(),
+    ):
         assert copied == config and copied.explicit == {"seed", "batch_size"}
         copied.max_steps = 50
-        assert copied.explicit == {"seed", "batch_size", "max_steps"} and config.explicit == {"seed", "batch_size"}
+        assert copied.explicit == {"seed", "batch_size", "max_steps"} and config.explicit == {
+            "seed",
+            "batch_size",
+        }
     other = dataclasses.replace(config, warmup_steps=5)
     assert (other.batch_size, other.warmup_steps, config.warmup_steps) == (2, 5, 100)
 
 
-# --- YAML ----------------------------------------------------------------------------------------------------------
+# --- YAML
+# ----------------------------------------------------------------------------------------------------------
 
 FULL = {
     "learning_rate": 3e-5,
@@ -412,7 +491,9 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("fields", [{}, {"seed": 3}, FULL, {"lora_target_modules": ".*[qv]_proj"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"seed": 3}, FULL, {"lora_target_modules": ".*[qv]_proj"}], ids=str
+)
 def test_yaml_round_trip(tmp_path, fields):
     config = ChronicalsConfig(**fields)
     config.to_yaml(tmp_path / "config.yaml")

@@ -7,7 +7,9 @@ import pytest
 
 from chronicals.config import ConfigurationError, DataSource, Recipe
 
-OTHER = DataSource("b.jsonl", subset="main", split="test", weight=0.5, columns={"text": "body"}, name="essays")
+OTHER = DataSource(
+    "b.jsonl", subset="main", split="test", weight=0.5, columns={"text": "body"}, name="essays"
+)
 
 
 def data(value):
@@ -28,7 +30,10 @@ def data(value):
         ("=2", "=2"),
         (["a.jsonl", "b.jsonl=2"], [DataSource("a.jsonl"), DataSource("b.jsonl", weight=2)]),
         ({"path": "a.jsonl", "weight": "2"}, [DataSource("a.jsonl", weight=2)]),
-        (["a.jsonl", {"path": "b.jsonl", "name": "b"}], [DataSource("a.jsonl"), DataSource("b.jsonl", name="b")]),
+        (
+            ["a.jsonl", {"path": "b.jsonl", "name": "b"}],
+            [DataSource("a.jsonl"), DataSource("b.jsonl", name="b")],
+        ),
         ((OTHER, "a.jsonl"), [OTHER, DataSource("a.jsonl")]),
     ],
 )
@@ -68,7 +73,10 @@ def test_what_is_in_the_home_folder_is_found_there(tmp_path, monkeypatch):
         (["a", {"path": "b", "weight": "much"}], "weight='much': Input should be a valid number"),
         ([{"path": "a", "wieght": 2}], "wieght: no such field of data; did you mean 'weight'?"),
         ([{"weight": 2}], "path: required, and was not given"),
-        ({"path": "a", "columns": ["text"]}, r"columns=\['text'\]: Input should be a valid dictionary"),
+        (
+            {"path": "a", "columns": ["text"]},
+            r"columns=\['text'\]: Input should be a valid dictionary",
+        ),
         ("", "path='': "),
         ([], "an empty list; name at least one source"),
         (3, "3 is int; a source is a string or a mapping with 'path'"),
@@ -108,7 +116,9 @@ def test_a_source_is_frozen_and_takes_paths():
         source.path = "c"
 
 
-@pytest.mark.parametrize("fields", [{"weight": -0.5}, {"clumns": {}}, {"columns": {"a": 1}}, {"path": 3}])
+@pytest.mark.parametrize(
+    "fields", [{"weight": -0.5}, {"clumns": {}}, {"columns": {"a": 1}}, {"path": 3}]
+)
 def test_errors_of_a_source_are_those_of_the_configuration(fields):
     with pytest.raises(ConfigurationError, match=f"^{next(iter(fields))}[=:]"):
         DataSource(**{"path": "a", **fields})
@@ -128,7 +138,10 @@ def test_flags_may_be_repeated():
 
     app = typer.Typer()
     app.command()(command)
-    done = CliRunner().invoke(app, ["--model", "m", "--data", "a.jsonl", "--data", "b.jsonl=0.5", "--validation-data", "c"])
+    done = CliRunner().invoke(
+        app,
+        ["--model", "m", "--data", "a.jsonl", "--data", "b.jsonl=0.5", "--validation-data", "c"],
+    )
     assert done.exit_code == 0, done.output
     recipe = Recipe(**given)
     assert recipe.data == [DataSource("a.jsonl"), DataSource("b.jsonl", weight=0.5)]

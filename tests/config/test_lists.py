@@ -1,4 +1,6 @@
-"""A list is read in one way everywhere: repeated or with commas as a flag, as a text or a list of YAML in a recipe."""
+"""A list is read in one way everywhere: repeated or with commas as a flag, as a text or a list
+of YAML in a recipe.
+"""
 
 import dataclasses
 import shlex
@@ -34,7 +36,11 @@ FLOATS = [name for name in HINTS if float in kinds_of(name) and name not in LIST
 
 def two_values(name):
     """Two values that a field of this type takes."""
-    choices = [typing.get_args(part) for part in parts_of(HINTS[name]) if typing.get_origin(part) is typing.Literal]
+    choices = [
+        typing.get_args(part)
+        for part in parts_of(HINTS[name])
+        if typing.get_origin(part) is typing.Literal
+    ]
     if choices:
         return [choices[0][0], choices[0][2]]
     if list not in kinds_of(name):
@@ -54,9 +60,15 @@ def of_flags(*arguments):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recipe, "given", recorded)
-        done = CliRunner().invoke(app, ["train", "--model", "m", *arguments], env={"COLUMNS": "200"})
+        done = CliRunner().invoke(
+            app, ["train", "--model", "m", *arguments], env={"COLUMNS": "200"}
+        )
     if not made:
-        raise done.exception if isinstance(done.exception, ValueError) else AssertionError(done.output)
+        raise (
+            done.exception
+            if isinstance(done.exception, ValueError)
+            else AssertionError(done.output)
+        )
     return made[0]
 
 
@@ -66,7 +78,15 @@ def of_recipe(folder, **fields):
 
 
 def test_the_fields_that_are_lists_are_seen():
-    assert {"memory", "columns", "lora_rank_pattern", "lora_trainable_tokens", "data", "trackers", "lora_layers"} <= set(LISTED)
+    assert {
+        "memory",
+        "columns",
+        "lora_rank_pattern",
+        "lora_trainable_tokens",
+        "data",
+        "trackers",
+        "lora_layers",
+    } <= set(LISTED)
     assert "max_grad_norm" in FLOATS and "rank_timeout" in FLOATS
 
 
@@ -89,16 +109,28 @@ def test_a_list_is_read_alike_however_it_is_given(name, tmp_path):
 def test_one_value_is_read_alike_however_it_is_given(name, tmp_path):
     first, _ = two_values(name)
     rest = [] if name == "data" else ["--data", "d"]
-    ways = of_flags(*rest, flag(name), first), of_recipe(tmp_path, **{name: first}), of_recipe(tmp_path, **{name: [first]})
+    ways = (
+        of_flags(*rest, flag(name), first),
+        of_recipe(tmp_path, **{name: first}),
+        of_recipe(tmp_path, **{name: [first]}),
+    )
     values = [getattr(way, name) for way in ways]
     assert values == [values[0]] * len(ways)
 
 
-@pytest.mark.parametrize("name", [name for name in LISTED if name not in ("data", "validation_data")])
+@pytest.mark.parametrize(
+    "name", [name for name in LISTED if name not in ("data", "validation_data")]
+)
 def test_an_empty_entry_is_refused_with_its_field(name, tmp_path):
     first, _ = two_values(name)
-    for read in (lambda: of_flags("--data", "d", flag(name), f"{first},"), lambda: of_recipe(tmp_path, **{name: f"{first},"})):
-        with pytest.raises(ConfigurationError, match=rf"^{name}='.*,': an empty entry beside a comma; leave out the comma"):
+    for read in (
+        lambda: of_flags("--data", "d", flag(name), f"{first},"),
+        lambda: of_recipe(tmp_path, **{name: f"{first},"}),
+    ):
+        with pytest.raises(
+            ConfigurationError,
+            match=rf"^{name}='.*,': an empty entry beside a comma; leave out the comma",
+        ):
             read()
 
 
@@ -125,7 +157,9 @@ def test_a_comma_within_brackets_or_behind_a_backslash_is_part_of_a_value(text, 
     assert divided(text) == values
 
 
-@pytest.mark.parametrize("value", [",", "a,b", "a{1,2}", "<|x,y|>", "(,)", "plain", ",,", "[,", r"\d,"])
+@pytest.mark.parametrize(
+    "value", [",", "a,b", "a{1,2}", "<|x,y|>", "(,)", "plain", ",,", "[,", r"\d,"]
+)
 def test_a_value_with_a_comma_can_be_given(value, tmp_path):
     """In a list of YAML as it is, as a flag or a text behind a backslash."""
     assert divided(undivided(value)) == [value]
@@ -135,24 +169,33 @@ def test_a_value_with_a_comma_can_be_given(value, tmp_path):
         of_recipe(tmp_path, lora_trainable_tokens=[value]),
     ]
     assert [way.lora_trainable_tokens for way in again] == [[value]] * 3
-    said = Wording({"lora_trainable_tokens": False})(f"lora_trainable_tokens={[value]!r}: no such token")
+    said = Wording({"lora_trainable_tokens": False})(
+        f"lora_trainable_tokens={[value]!r}: no such token"
+    )
     words = shlex.split(said.removesuffix(": no such token"))
     assert of_flags("--data", "d", *words).lora_trainable_tokens == [value]
 
 
 def test_a_pattern_with_commas_is_one_pattern(tmp_path):
     pattern = r"model\.layers\.\d{1,2}\.(q|v)_proj"
-    for read in (of_flags("--data", "d", "--lora-target-modules", pattern), of_recipe(tmp_path, lora_target_modules=pattern)):
+    for read in (
+        of_flags("--data", "d", "--lora-target-modules", pattern),
+        of_recipe(tmp_path, lora_target_modules=pattern),
+    ):
         assert read.lora_target_modules == pattern
     for given in ({f"{pattern}": 8}, f"{pattern}=8", [f"{pattern}=8"]):
         assert of_recipe(tmp_path, lora_rank_pattern=given).lora_rank_pattern == {pattern: 8}
 
 
 def test_a_pattern_may_hold_the_sign_of_its_value(tmp_path):
-    assert of_flags("--data", "d", "--lora-rank-pattern", "(?=q).*=8").lora_rank_pattern == {"(?=q).*": 8}
+    assert of_flags("--data", "d", "--lora-rank-pattern", "(?=q).*=8").lora_rank_pattern == {
+        "(?=q).*": 8
+    }
 
 
-@pytest.mark.parametrize("given, said", [("q_proj", "'q_proj' is not NAME=VALUE"), ("q=1,q=2", "'q' is named twice")])
+@pytest.mark.parametrize(
+    "given, said", [("q_proj", "'q_proj' is not NAME=VALUE"), ("q=1,q=2", "'q' is named twice")]
+)
 def test_a_pair_is_told_what_it_lacks(given, said):
     with pytest.raises(ConfigurationError, match=f"^lora_rank_pattern=.*: {said}"):
         Recipe(**GIVEN, lora_rank_pattern=given)
@@ -163,15 +206,24 @@ def test_a_file_with_a_comma_in_its_name_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "a,b.jsonl").touch()
     assert of_flags("--data", "a,b.jsonl").data == "a,b.jsonl"
     assert [source.path for source in of_flags("--data", "a,b.jsonl=2").data] == ["a,b.jsonl"]
-    assert [source.path for source in of_flags("--data", r"a\,b.jsonl,c.jsonl").data] == ["a,b.jsonl", "c.jsonl"]
-    assert [(source.path, source.weight) for source in of_flags("--data", "c=2, d").data] == [("c", 2.0), ("d", 1.0)]
+    assert [source.path for source in of_flags("--data", r"a\,b.jsonl,c.jsonl").data] == [
+        "a,b.jsonl",
+        "c.jsonl",
+    ]
+    assert [(source.path, source.weight) for source in of_flags("--data", "c=2, d").data] == [
+        ("c", 2.0),
+        ("d", 1.0),
+    ]
 
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_a_number_is_written_as_in_a_recipe(name):
     """Which of them may be infinite the configuration says, and not the command line."""
     try:
-        assert getattr(of_flags("--data", "d", flag(name), ".inf"), name) is None and name == "max_grad_norm"
+        assert (
+            getattr(of_flags("--data", "d", flag(name), ".inf"), name) is None
+            and name == "max_grad_norm"
+        )
     except ConfigurationError as error:
         assert str(error).startswith(f"{name}=inf: ")
 
@@ -181,4 +233,6 @@ def test_every_list_is_a_flag_that_may_be_repeated():
 
     options = {option.name: option for option in get_command(app).commands["train"].params}
     fields = {field.name for field in dataclasses.fields(Recipe)}
-    assert [name for name in fields if options[name].multiple] == [name for name in fields if name in {*LISTED, SECTIONS}]
+    assert [name for name in fields if options[name].multiple] == [
+        name for name in fields if name in {*LISTED, SECTIONS}
+    ]

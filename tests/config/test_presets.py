@@ -25,7 +25,10 @@ def test_overrides_win():
 
 
 def test_unknown_preset_lists_those_there_are():
-    with pytest.raises(ConfigurationError, match="preset='quick': no such preset; there are fast, memory-lean, long"):
+    with pytest.raises(
+        ConfigurationError,
+        match="preset='quick': no such preset; there are fast, memory-lean, long",
+    ):
         preset("quick")
 
 

@@ -50,7 +50,14 @@ def test_no_trackers():
 
 
 def test_the_configuration_has_what_was_set_and_nothing_else():
-    recipe = Recipe(**GIVEN, validation_data="held.jsonl", trust_remote_code=True, use_lora=True, seed=9, max_steps=3)
+    recipe = Recipe(
+        **GIVEN,
+        validation_data="held.jsonl",
+        trust_remote_code=True,
+        use_lora=True,
+        seed=9,
+        max_steps=3,
+    )
     config = recipe.config()
     assert config == ChronicalsConfig(use_lora=True, seed=9, max_steps=3)
     assert config.explicit == {"use_lora", "seed", "max_steps"}
@@ -70,7 +77,9 @@ def test_model_and_data_are_required(missing):
 
 
 def test_evaluations_need_something_held_out():
-    with pytest.raises(ConfigurationError, match="^eval_steps=5: nothing is held out .*; set validation_data or"):
+    with pytest.raises(
+        ConfigurationError, match="^eval_steps=5: nothing is held out .*; set validation_data or"
+    ):
         Recipe(**GIVEN, eval_steps=5)
     assert Recipe(**GIVEN, eval_steps=5, validation_split=0.1).config().eval_steps == 5
     assert Recipe(**GIVEN, eval_steps=5, validation_data="held.jsonl").config().eval_steps == 5
@@ -98,7 +107,9 @@ def test_a_section_without_a_line_is_empty_and_one_without_names_is_refused(tmp_
     assert Recipe.given(file=file).sections == {"dpo": {}}
     for unnamed in ("0.1", "[beta]"):
         file.write_text(f"model: m\ndata: d\nobjective: dpo\ndpo: {unnamed}\n")
-        with pytest.raises(ConfigurationError, match=r"^dpo=.*: settings .* have names; give 'dpo: {NAME: VALUE}"):
+        with pytest.raises(
+            ConfigurationError, match=r"^dpo=.*: settings .* have names; give 'dpo: {NAME: VALUE}"
+        ):
             Recipe.given(file=file)
 
 
@@ -108,7 +119,9 @@ def test_a_path_in_a_section_is_a_text(tmp_path):
 
 
 def test_yaml_round_trip(tmp_path):
-    recipe = Recipe(**GIVEN, learning_rate=1e-5, lora_target_modules=["q_proj"], trust_remote_code=True)
+    recipe = Recipe(
+        **GIVEN, learning_rate=1e-5, lora_target_modules=["q_proj"], trust_remote_code=True
+    )
     recipe.to_yaml(tmp_path / "recipe.yaml")
     again = Recipe.from_yaml(tmp_path / "recipe.yaml")
     assert again == recipe and again.explicit == recipe.explicit
@@ -118,12 +131,22 @@ def test_yaml_round_trip(tmp_path):
 def test_yaml_numbers_and_overrides(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: m\ndata: d\nlearning_rate: 2e-4\n")
     recipe = Recipe.from_yaml(tmp_path / "recipe.yaml", data="other", num_epochs=2)
-    assert (recipe.model, recipe.data, recipe.learning_rate, recipe.num_epochs) == ("m", "other", 2e-4, 2)
+    assert (recipe.model, recipe.data, recipe.learning_rate, recipe.num_epochs) == (
+        "m",
+        "other",
+        2e-4,
+        2,
+    )
     assert recipe.config().num_epochs == 2
 
 
 def test_a_run_is_resumed_by_the_recipe_it_kept(tmp_path, monkeypatch):
-    given = {**GIVEN, "data": [{"path": "a.jsonl", "weight": 2.0}, "b.jsonl"], "learning_rate": 2e-5, "output_dir": tmp_path}
+    given = {
+        **GIVEN,
+        "data": [{"path": "a.jsonl", "weight": 2.0}, "b.jsonl"],
+        "learning_rate": 2e-5,
+        "output_dir": tmp_path,
+    }
     recipe = Recipe(**given, num_epochs=3, max_grad_norm=float("inf"), gate={"cut_row": 0.1})
     recipe.write_to(tmp_path)
     again = Recipe.given(None, None, resume=True, output_dir=tmp_path)
@@ -133,11 +156,16 @@ def test_a_run_is_resumed_by_the_recipe_it_kept(tmp_path, monkeypatch):
     other = tmp_path / "other.yaml"
     other.write_text("model: m\ndata: d\n")
     assert Recipe.given(None, other, resume=True, output_dir=tmp_path).learning_rate == 2e-4
-    assert [path.name for path in tmp_path.iterdir()].count("resume.yaml") == 1 and len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()].count("resume.yaml") == 1 and len(
+        list(tmp_path.iterdir())
+    ) == 2
     with pytest.raises(ConfigurationError, match="model: required"):
         Recipe.given(None, None, output_dir=tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="'chronicals-output' holds no run to go on with .*give model and data"):
+    with pytest.raises(
+        ConfigurationError,
+        match="'chronicals-output' holds no run to go on with .*give model and data",
+    ):
         Recipe.given(None, None, resume=True)
     assert Recipe.given(None, None, resume=True, **GIVEN).model == GIVEN["model"]
     recipe.write_to(tmp_path / "chronicals-output")
@@ -151,7 +179,10 @@ def test_a_checkpoint_is_resumed_by_the_recipe_of_its_run(tmp_path):
     for named in (run, run / "checkpoints" / "step-00000002"):
         again = Recipe.given(None, None, resume=named)
         assert (again.output_dir, again.learning_rate) == (run, 2e-5)
-        assert Recipe.given(None, None, resume=named, output_dir=tmp_path / "b").output_dir == tmp_path / "b"
+        assert (
+            Recipe.given(None, None, resume=named, output_dir=tmp_path / "b").output_dir
+            == tmp_path / "b"
+        )
     with pytest.raises(ConfigurationError, match="other' holds no run to go on with"):
         Recipe.given(None, None, resume=tmp_path / "other" / "checkpoints" / "step-00000002")
 
@@ -159,46 +190,68 @@ def test_a_checkpoint_is_resumed_by_the_recipe_of_its_run(tmp_path):
 @pytest.mark.parametrize("own", ["dpo", "sft"])
 def test_a_run_goes_on_with_its_own_objective(own, tmp_path):
     """Whose settings it has kept; sft is what a run has that named none."""
-    Recipe(**GIVEN, **({"objective": "dpo", "dpo": {"beta": 0.1}} if own == "dpo" else {})).write_to(tmp_path)
+    Recipe(
+        **GIVEN, **({"objective": "dpo", "dpo": {"beta": 0.1}} if own == "dpo" else {})
+    ).write_to(tmp_path)
     for asked in ({"resume": True, "output_dir": tmp_path}, {"resume": tmp_path}):
         assert Recipe.given(**asked, objective=own).objective == own
         with pytest.raises(ConfigurationError) as refused:
             Recipe.given(**asked, objective="ipo")
         assert Wording({"objective": False, "output_dir": False})(str(refused.value)) == (
-            f"--objective ipo: the run in '{tmp_path}' goes on with its own, which is '{own}'; leave it out, or begin "
+            f"--objective ipo: the run in '{tmp_path}' goes on with its own, which is '{own}'; "
+            "leave it out, or begin "
             "a new run with another --output-dir"
         )
 
 
 def test_the_best_needs_something_held_out():
-    with pytest.raises(ConfigurationError, match="keep='best': nothing is held out.*validation_split"):
+    with pytest.raises(
+        ConfigurationError, match="keep='best': nothing is held out.*validation_split"
+    ):
         Recipe(**GIVEN, keep="best")
     assert Recipe(**GIVEN, keep="best", validation_split=0.1).config().keep == "best"
 
 
 def test_the_home_folder_of_a_recipe(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "recipe.yaml").write_text("model: ~/base\ndata: d\noutput_dir: ~/out\ncache_dir: ~/tokens\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "model: ~/base\ndata: d\noutput_dir: ~/out\ncache_dir: ~/tokens\n"
+    )
     recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
-    assert (recipe.model, recipe.output_dir, recipe.cache_dir) == (f"{tmp_path}/base", tmp_path / "out", tmp_path / "tokens")
-    assert recipe.config().output_dir == tmp_path / "out" and Recipe(model="owner/name", data="d").model == "owner/name"
+    assert (recipe.model, recipe.output_dir, recipe.cache_dir) == (
+        f"{tmp_path}/base",
+        tmp_path / "out",
+        tmp_path / "tokens",
+    )
+    assert (
+        recipe.config().output_dir == tmp_path / "out"
+        and Recipe(model="owner/name", data="d").model == "owner/name"
+    )
 
 
-@pytest.mark.parametrize("text, twice", [("model: a\nmodel: b\ndata: d\n", "model"), ("data: {path: a, path: b}\n", "path")])
+@pytest.mark.parametrize(
+    "text, twice",
+    [("model: a\nmodel: b\ndata: d\n", "model"), ("data: {path: a, path: b}\n", "path")],
+)
 def test_a_field_that_stands_twice_is_refused(tmp_path, text, twice):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(ConfigurationError, match=rf"{twice} stands twice; keep one\n.*line"):
         Recipe.from_yaml(tmp_path / "recipe.yaml")
 
 
-@pytest.mark.parametrize("field", ["learning_rate", "lora_alpha", "lora_plus_ratio", "weight_decay", "adam_epsilon"])
+@pytest.mark.parametrize(
+    "field", ["learning_rate", "lora_alpha", "lora_plus_ratio", "weight_decay", "adam_epsilon"]
+)
 def test_infinity_is_no_size(field):
     with pytest.raises(ConfigurationError, match=f"^{field}=inf: Input should be a finite number"):
         Recipe(**GIVEN, **{field: float("inf")})
 
 
 def test_a_pattern_of_layers_is_a_regular_expression():
-    with pytest.raises(ConfigurationError, match=r"^lora_target_modules='\(q': is no regular expression: missing \)"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^lora_target_modules='\(q': is no regular expression: missing \)",
+    ):
         Recipe(**GIVEN, lora_target_modules="(q")
     for targets in (None, "all-linear", ".*q_proj", ["q_proj", "("]):
         assert Recipe(**GIVEN, lora_target_modules=targets).lora_target_modules == targets
@@ -226,12 +279,17 @@ def test_a_word_where_words_are_listed_is_a_list_of_it(tmp_path, line, meant):
 
 
 def test_a_wrong_word_is_told_with_those_there_are():
-    with pytest.raises(ConfigurationError, match="^train_on_roles='assistent': Input should be 'system', 'developer'"):
+    with pytest.raises(
+        ConfigurationError,
+        match="^train_on_roles='assistent': Input should be 'system', 'developer'",
+    ):
         Recipe(**GIVEN, train_on_roles="assistent")
 
 
 def test_a_wrong_share_of_the_gate_is_named_with_its_rule():
-    with pytest.raises(ConfigurationError, match="^gate: cut_stop='x': Input should be a valid number"):
+    with pytest.raises(
+        ConfigurationError, match="^gate: cut_stop='x': Input should be a valid number"
+    ):
         Recipe(**GIVEN, gate=["duplicate_row=0.1", "cut_stop=x"])
 
 
@@ -262,30 +320,50 @@ def test_an_assignment_to_a_recipe_reaches_its_configuration():
 
 
 def test_what_is_held_out_is_said_once(tmp_path):
-    with pytest.raises(ConfigurationError, match="^validation_split=0.5: validation_data is set too"):
+    with pytest.raises(
+        ConfigurationError, match="^validation_split=0.5: validation_data is set too"
+    ):
         Recipe(**GIVEN, validation_split=0.5, validation_data="held.jsonl")
     file = tmp_path / "recipe.yaml"
     file.write_text("model: m\ndata: d.jsonl\nvalidation_split: 0.1\n")
-    with pytest.raises(ConfigurationError, match="^validation_split=0.1: validation_data is set too"):
+    with pytest.raises(
+        ConfigurationError, match="^validation_split=0.1: validation_data is set too"
+    ):
         Recipe.given(file=file, validation_data="held.jsonl")
-    assert Recipe.given(file=file, validation_data="held.jsonl", validation_split=0.0).validation_data
+    assert Recipe.given(
+        file=file, validation_data="held.jsonl", validation_split=0.0
+    ).validation_data
+
+
 def test_what_is_kept_names_files_from_anywhere(tmp_path, monkeypatch):
-    """Folders, files and patterns that are here; hub names and what was left to its default stay as they are."""
+    """Folders, files and patterns that are here; hub names and what was left to its default stay
+    as they are.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("base", "more"):
         (tmp_path / name).mkdir()
     (tmp_path / "rows.jsonl").touch()
     data = ["rows.jsonl=2", "*.jsonl", {"path": "more", "split": "test"}, "owner/name"]
-    recipe = Recipe(model="base", base_model="owner/model", data=data, validation_data="rows.jsonl", output_dir="out")
+    recipe = Recipe(
+        model="base",
+        base_model="owner/model",
+        data=data,
+        validation_data="rows.jsonl",
+        output_dir="out",
+    )
     recipe.write_to(tmp_path / "run")
     kept = Recipe.read_yaml(tmp_path / "run" / "resume.yaml")
     assert kept == {
-        "model": f"{tmp_path}/base", "base_model": "owner/model", "validation_data": f"{tmp_path}/rows.jsonl",
+        "model": f"{tmp_path}/base",
+        "base_model": "owner/model",
+        "validation_data": f"{tmp_path}/rows.jsonl",
         "data": [
-            {"path": f"{tmp_path}/rows.jsonl", "weight": 2.0}, {"path": f"{tmp_path}/*.jsonl"},
-            {"path": f"{tmp_path}/more", "split": "test"}, {"path": "owner/name"},
+            {"path": f"{tmp_path}/rows.jsonl", "weight": 2.0},
+            {"path": f"{tmp_path}/*.jsonl"},
+            {"path": f"{tmp_path}/more", "split": "test"},
+            {"path": "owner/name"},
         ],
         "output_dir": f"{tmp_path}/out",
-    }  # fmt: skip
+    }
     monkeypatch.chdir(tmp_path / "more")
     assert Recipe.given(resume=True, output_dir=tmp_path / "run").model == f"{tmp_path}/base"

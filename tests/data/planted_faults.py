@@ -1,4 +1,6 @@
-"""A fault for every rule of the gate, planted among clean rows: for the tests, and for the table in docs/gate.md."""
+"""A fault for every rule of the gate, planted among clean rows: for the tests, and for the table
+in docs/gate.md.
+"""
 
 import copy
 import json
@@ -28,7 +30,8 @@ def without_end(tokenizer):
 
 def with_other_prompt(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant", "{% if add_generation_prompt %}{{ '<|im_start|>model"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant",
+        "{% if add_generation_prompt %}{{ '<|im_start|>model",
     )
 
 
@@ -50,7 +53,9 @@ def masked_stop(tokenizer):
 
 
 def trained_padding(tokenizer):
-    return {"input_ids": [5, 6, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.pad_token_id]}
+    return {
+        "input_ids": [5, 6, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.pad_token_id]
+    }
 
 
 PLANTED = {
@@ -58,7 +63,9 @@ PLANTED = {
     "missing_field": {"asked": "what?", "answer": "that"},
     "wrong_type": chat(USER, {"role": "assistant", "content": 42}),
     "unread_field": {"prompt": "what?", "completion": "that", "system": "be kind"},
-    "pictures_or_sound": chat({"role": "user", "content": [{"type": "image", "image": "cat.png"}]}, ASSISTANT),
+    "pictures_or_sound": chat(
+        {"role": "user", "content": [{"type": "image", "image": "cat.png"}]}, ASSISTANT
+    ),
     "columns_recognised": {"question": "what?", "answer": "that"},
     "plain_completion": {"prompt": "what?", "completion": "that"},
     "repeated_prompt": {"prompt": "what is two?", "completion": "what is two? two"},
@@ -84,19 +91,49 @@ PLANTED = {
     "split_row": {"text": "the answer to life " * WIDTH},
     "single_token": {"input_ids": [7]},
     "no_common_prompt": {"chosen": "forty two", "rejected": "everything"},
-    "other_prompt": {"prompt": "what is 2?", "chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "two"}]},
+    "other_prompt": {
+        "prompt": "what is 2?",
+        "chosen": [USER, ASSISTANT],
+        "rejected": [USER, {**ASSISTANT, "content": "two"}],
+    },
     "identical_answers": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT]},
-    "tied_scores": {"prompt": [USER], "responses": ["forty two", "everything"], "scores": [0.5, 0.5]},
-    "unusable_scores": {"prompt": [USER], "responses": ["forty two", "everything"], "scores": [0.5]},
+    "tied_scores": {
+        "prompt": [USER],
+        "responses": ["forty two", "everything"],
+        "scores": [0.5, 0.5],
+    },
+    "unusable_scores": {
+        "prompt": [USER],
+        "responses": ["forty two", "everything"],
+        "scores": [0.5],
+    },
     "unusable_label": {"prompt": [USER], "completion": [ASSISTANT], "label": "good"},
     "duplicate_row": copy.deepcopy(CLEAN[3]),
     "missing_field/dpo": {"prompt": [USER], "chosen": [ASSISTANT]},
-    "missing_field/ipo": {"question": "what is two?", "query": "what is life?", "chosen": "two is", "rejected": "two are"},
-    "columns_recognised/dpo": {"question": "what is 2?", "chosen": "the answer is two", "rejected": "the answer is life"},
-    "columns_recognised/kto": {"instruction": "say it", "input": "what is 2?", "output": "two", "label": True},
+    "missing_field/ipo": {
+        "question": "what is two?",
+        "query": "what is life?",
+        "chosen": "two is",
+        "rejected": "two are",
+    },
+    "columns_recognised/dpo": {
+        "question": "what is 2?",
+        "chosen": "the answer is two",
+        "rejected": "the answer is life",
+    },
+    "columns_recognised/kto": {
+        "instruction": "say it",
+        "input": "what is 2?",
+        "output": "two",
+        "label": True,
+    },
     "unusable_kind/dpo": chat(USER, ASSISTANT),
     "unusable_kind/kto": {"text": "the answer to life"},
-    "empty_answer/dpo": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": " "}]},
+    "empty_answer/dpo": {
+        "prompt": [USER],
+        "chosen": [ASSISTANT],
+        "rejected": [{"role": "assistant", "content": " "}],
+    },
     "empty_answer/kto": {"prompt": [USER], "completion": "\n", "label": True},
     "no_assistant_turn/dpo": {"prompt": [USER], "chosen": [ASSISTANT, USER], "rejected": "two"},
     "no_assistant_turn/kto": {**chat(USER), "label": True},
@@ -107,29 +144,46 @@ PLANTED = {
     "unusable_label/kto/chat": chat(USER, ASSISTANT),
     "unusable_label/kto/missing": {"prompt": [USER], "completion": [ASSISTANT]},
 }
-"""Rule: the row that breaks it (a text is a raw line), or what is done to the tokenizer and the row. Behind a slash stands the
-objective whose rows it is among, where other rows break the rule than those of ``sft`` or of another one."""
+"""Rule: the row that breaks it (a text is a raw line), or what is done to the tokenizer and the
+row. Behind a slash stands the objective whose rows it is among, where other rows break the rule
+than those of ``sft`` or of another one."""
 
 ELSEWHERE = {
-    "vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training", "one_label", "no_other_prompt",
+    "vocabulary_too_large",
+    "id_out_of_range",
+    "dropped_row",
+    "held_out_in_training",
+    "one_label",
+    "no_other_prompt",
     "no_room_for_other",
-}  # fmt: skip
+}
 """Rules that need more than a row: tests of their own."""
 
 OBJECTIVES = {
-    "no_common_prompt": "dpo", "other_prompt": "dpo", "identical_answers": "dpo", "tied_scores": "dpo",
-    "unusable_scores": "dpo", "unusable_label": "kto",
-}  # fmt: skip
+    "no_common_prompt": "dpo",
+    "other_prompt": "dpo",
+    "identical_answers": "dpo",
+    "tied_scores": "dpo",
+    "unusable_scores": "dpo",
+    "unusable_label": "kto",
+}
 """Of the rules that concern the rows of one objective; the others are broken under any."""
 
 ALONG = {
-    "cut_stop": {"cut_row"}, "masked_by_cut": {"cut_row", "cut_stop"}, "single_token": {"masked_row"},
-    "columns_recognised": {"plain_completion"}, "unread_field": {"plain_completion"},
+    "cut_stop": {"cut_row"},
+    "masked_by_cut": {"cut_row", "cut_stop"},
+    "single_token": {"masked_row"},
+    "columns_recognised": {"plain_completion"},
+    "unread_field": {"plain_completion"},
     "repeated_prompt": {"plain_completion"},
-    "masked_stop": set(), "trained_padding": set(),
-    "columns_recognised/dpo": {"plain_completion"}, "cut_stop/dpo": {"cut_row"}, "cut_stop/kto": {"cut_row"},
-    "masked_by_cut/dpo": {"cut_row"}, "masked_by_cut/kto": {"cut_row"},
-}  # fmt: skip
+    "masked_stop": set(),
+    "trained_padding": set(),
+    "columns_recognised/dpo": {"plain_completion"},
+    "cut_stop/dpo": {"cut_row"},
+    "cut_stop/kto": {"cut_row"},
+    "masked_by_cut/dpo": {"cut_row"},
+    "masked_by_cut/kto": {"cut_row"},
+}
 """What else a planted row breaks, and must."""
 
 
@@ -149,9 +203,13 @@ def clean_rows(name):
     asked = [{"prompt": [{"role": "user", "content": f"what is {n}?"}]} for n in range(12)]
     kinds = OBJECTIVE_CLASSES[objective_of(name)].row_kinds
     if kinds == ("preference",):
-        return [{**row, "chosen": answers[n], "rejected": answers[n + 1]} for n, row in enumerate(asked)]
+        return [
+            {**row, "chosen": answers[n], "rejected": answers[n + 1]} for n, row in enumerate(asked)
+        ]
     if kinds == ("unpaired preference",):
-        return [{**row, "completion": answers[n], "label": n % 2 == 0} for n, row in enumerate(asked)]
+        return [
+            {**row, "completion": answers[n], "label": n % 2 == 0} for n, row in enumerate(asked)
+        ]
     return CLEAN
 
 
@@ -161,13 +219,19 @@ def encoder(name, tokenizer):
 
 
 def planted(name, tmp_path):
-    """A file of clean rows with the fault at a random place: the file, a tokenizer, and the number of the row."""
+    """A file of clean rows with the fault at a random place: the file, a tokenizer, and the
+    number of the row.
+    """
     tokenizer = tiny.tokenizer()
     change, row = PLANTED[name] if isinstance(PLANTED[name], tuple) else (None, PLANTED[name])
     if change:
         change(tokenizer)
     row = row(tokenizer) if callable(row) else row
-    clean = [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)] if change else clean_rows(name)
+    clean = (
+        [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)]
+        if change
+        else clean_rows(name)
+    )
     place = random.randint(4, len(clean))
     lines = [json.dumps(row) for row in clean]
     lines.insert(place, row if isinstance(row, str) else json.dumps(row))

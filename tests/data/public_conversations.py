@@ -15,14 +15,23 @@ TOOLS = [
             "description": "Measures a thing; it's quick & <cheap>.",
             "parameters": {
                 "type": "object",
-                "properties": {"thing": {"type": "string", "description": "What to \"measure\", \u00e9.g. \u6f22\u5b57."}},
+                "properties": {
+                    "thing": {
+                        "type": "string",
+                        "description": 'What to "measure", \u00e9.g. \u6f22\u5b57.',
+                    }
+                },
                 "required": ["thing"],
             },
         },
     },
     {
         "type": "function",
-        "function": {"name": "stop", "description": "Stops.", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "stop",
+            "description": "Stops.",
+            "parameters": {"type": "object", "properties": {}},
+        },
     },
 ]
 
@@ -36,12 +45,25 @@ RICH = {
             "properties": {
                 "names": {"type": "array", "items": {"type": "string"}, "nullable": True},
                 "counts": {"type": "array", "items": {"type": "integer"}, "default": [1]},
-                "boxes": {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "number"}}}},
+                "boxes": {
+                    "type": "array",
+                    "items": {"type": "object", "properties": {"a": {"type": "number"}}},
+                },
                 "anything": {"type": "array"},
-                "size": {"type": "string", "enum": ["small", "large"], "default": "small", "description": "The size."},
+                "size": {
+                    "type": "string",
+                    "enum": ["small", "large"],
+                    "default": "small",
+                    "description": "The size.",
+                },
                 "note": {"type": "string", "nullable": True, "default": "none"},
                 "either": {"type": ["string", "integer"]},
-                "one": {"oneOf": [{"type": "string", "description": "A text."}, {"type": "number", "default": 2}]},
+                "one": {
+                    "oneOf": [
+                        {"type": "string", "description": "A text."},
+                        {"type": "number", "default": 2},
+                    ]
+                },
                 "other": {"oneOf": [{"type": "object"}, {"type": "number"}]},
                 "place": {
                     "type": "object",
@@ -58,7 +80,7 @@ RICH = {
 }
 
 SYSTEM = {"role": "system", "content": " Be brief.\nBe kind. "}
-FIRST = {"role": "user", "content": " How long is it,\n\n\"it's\" <it> & all?\n"}
+FIRST = {"role": "user", "content": ' How long is it,\n\n"it\'s" <it> & all?\n'}
 SECOND = {"role": "user", "content": "And now? \U0001f642"}
 ANSWER = {"role": "assistant", "content": "\nTwo metres.\n\n  Really. "}
 LAST = {"role": "assistant", "content": "As before: \u00e9 'a' \"b\""}
@@ -70,10 +92,23 @@ def _call(number, name, **arguments):
     return {"type": "function", "id": f"call0000{number}", "function": function}
 
 
-CALL = {"role": "assistant", "content": "", "tool_calls": [_call(1, "measure", thing="a <\"rope\"> \u00e9", often=2)]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [_call(1, "measure", thing='a <"rope"> \u00e9', often=2)],
+}
 WITHOUT_CONTENT = {"role": "assistant", "tool_calls": CALL["tool_calls"]}
-CALLS = {"role": "assistant", "content": "Wait.", "tool_calls": [_call(1, "measure", thing="rope"), _call(2, "stop")]}
-MEASURED = {"role": "tool", "name": "measure", "tool_call_id": "call00001", "content": '{"metres": 2}'}
+CALLS = {
+    "role": "assistant",
+    "content": "Wait.",
+    "tool_calls": [_call(1, "measure", thing="rope"), _call(2, "stop")],
+}
+MEASURED = {
+    "role": "tool",
+    "name": "measure",
+    "tool_call_id": "call00001",
+    "content": '{"metres": 2}',
+}
 STOPPED = {"role": "tool", "name": "stop", "tool_call_id": "call00002", "content": "stopped"}
 
 
@@ -82,7 +117,9 @@ def _as_text(messages):
     changed = copy.deepcopy(messages)
     for message in changed:
         for call in message.get("tool_calls", []):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            call["function"]["arguments"] = json.dumps(
+                call["function"]["arguments"], ensure_ascii=False
+            )
     return changed
 
 
@@ -99,7 +136,10 @@ CONVERSATIONS = {
     "content is null": ([FIRST, {**CALL, "content": None}, MEASURED, LAST], TOOLS),
     "content is missing": ([FIRST, WITHOUT_CONTENT, MEASURED, LAST], TOOLS),
     "rich tools": ([FIRST, LAST], [RICH]),
-    "thought in the answer": ([FIRST, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTwo."}, SECOND, LAST], None),
+    "thought in the answer": (
+        [FIRST, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTwo."}, SECOND, LAST],
+        None,
+    ),
     "thinking": ([FIRST, THOUGHT], None),
     "thinking turns": ([FIRST, THOUGHT, SECOND, THOUGHT], None),
 }
@@ -132,7 +172,11 @@ def _written(text, messages, tools, generation):
     try:
         with unittest.mock.patch.object(chat_template_utils, "datetime", OneDay):
             texts, _ = chat_template_utils.render_jinja_template(
-                [copy.deepcopy(messages)], tools, chat_template=text, add_generation_prompt=generation, **SPECIAL
+                [copy.deepcopy(messages)],
+                tools,
+                chat_template=text,
+                add_generation_prompt=generation,
+                **SPECIAL,
             )
     except Exception as error:  # a text may raise whatever its author chose
         return {"refused": type(error).__name__}

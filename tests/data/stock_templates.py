@@ -1,6 +1,8 @@
-"""The stock chat templates that trl carries: a tiny tokenizer for each, conversations of every kind, and marked twins.
+"""The stock chat templates that trl carries: a tiny tokenizer for each, conversations of every
+kind, and marked twins.
 
-A twin is the same template with ``{% generation %}`` marks (``NAME_training.jinja``), from which transformers makes a mask.
+A twin is the same template with ``{% generation %}`` marks (``NAME_training.jinja``), from which
+transformers makes a mask.
 """
 
 import copy
@@ -26,7 +28,9 @@ SPECIAL = re.compile(
 ADDED = re.compile(r"</?(?:think|tool_call|tool_response)>")
 
 KINDS = ["single", "turns", "system", "tools", "thinking", "thinking turns"]
-"""One question, several, with a system message, with a call and its answer, with thoughts, with thoughts in every turn."""
+"""One question, several, with a system message, with a call and its answer, with thoughts, with
+thoughts in every turn.
+"""
 
 TOOL = {
     "type": "function",
@@ -69,7 +73,9 @@ def twin(name):
 
 @functools.cache
 def base_tokenizer():
-    return train_tokenizer([*tiny.TEXTS, "b: a", "user: assistant: system\nmodel\n"] * 20, vocab_size=400)
+    return train_tokenizer(
+        [*tiny.TEXTS, "b: a", "user: assistant: system\nmodel\n"] * 20, vocab_size=400
+    )
 
 
 def with_template(template, **named):
@@ -77,15 +83,23 @@ def with_template(template, **named):
     tokenizer = copy.deepcopy(base_tokenizer())
     for pattern, special in ((SPECIAL, True), (ADDED, False)):
         found = sorted(set(pattern.findall(template)))
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in found], special)
+        tokenizer.add_tokens(
+            [AddedToken(text, special=special, normalized=False) for text in found], special
+        )
     tokenizer.add_special_tokens({"bos_token": "<bos>", **named})
     tokenizer.chat_template = template
     return tokenizer
 
 
 def saying():
-    """A random text; templates strip its ends, so those are letters, and it is not short enough to be in others by chance."""
-    middle = "".join(random.choices(string.ascii_letters + string.digits + "   \n\n.:é🙂", k=random.randrange(8, 40)))
+    """A random text; templates strip its ends, so those are letters, and it is not short enough
+    to be in others by chance.
+    """
+    middle = "".join(
+        random.choices(
+            string.ascii_letters + string.digits + "   \n\n.:é🙂", k=random.randrange(8, 40)
+        )
+    )
     return f"{random.choice(string.ascii_letters)}{middle}{random.choice(string.ascii_letters)}"
 
 
@@ -115,7 +129,16 @@ def record(kind):
     thoughts = [{"reasoning_content": saying()} if "thinking" in kind else {} for _ in range(4)]
     turns = random.randint(2, 4) if "turns" in kind else 1
     system = [{"role": "system", "content": saying()}] if kind == "system" else []
-    return {"messages": [*system, *(m for i in range(turns) for m in (user(saying()), assistant(saying(), **thoughts[i])))]}
+    return {
+        "messages": [
+            *system,
+            *(
+                m
+                for i in range(turns)
+                for m in (user(saying()), assistant(saying(), **thoughts[i]))
+            ),
+        ]
+    }
 
 
 def spans(mask):
@@ -125,14 +148,19 @@ def spans(mask):
 
 
 def differences(name, row, **options):
-    """How the twin's mask of a row differs from ours, a phrase each; TemplateError where ours refuses the row."""
+    """How the twin's mask of a row differs from ours, a phrase each; TemplateError where ours
+    refuses the row.
+    """
     tokenizer = with_template(shipped(name))
     encoder = Tokenizer(tokenizer, **options)
     ids, trained = encoder.encode(row, "row 1")
     theirs = tokenizer.apply_chat_template(
-        encoder.template.form(row["messages"], "row 1"), tools=row.get("tools"), chat_template=twin(name),
-        return_dict=True, return_assistant_tokens_mask=True,
-    )  # fmt: skip
+        encoder.template.form(row["messages"], "row 1"),
+        tools=row.get("tools"),
+        chat_template=twin(name),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
     if list(theirs["input_ids"]) != ids:
         return {"renders otherwise"}
     ours, marked = spans(trained), spans(theirs["assistant_masks"])
@@ -140,7 +168,9 @@ def differences(name, row, **options):
         return {f"{len(marked)} spans, not {len(ours)}"}
     found = set()
     for (start, end), (first, last) in zip(ours, marked):
-        found |= _beside("before", tokenizer, ids, first, start) | _beside("after", tokenizer, ids, end, last)
+        found |= _beside("before", tokenizer, ids, first, start) | _beside(
+            "after", tokenizer, ids, end, last
+        )
     return found
 
 
@@ -160,7 +190,8 @@ def refusal(name, row):
     return None
 
 
-# --- what is expected ------------------------------------------------------------------------------------------------
+# --- what is expected
+# ------------------------------------------------------------------------------------------------
 
 ANSWERED = ("single", "turns", "system", "tools")
 EVERY_TURN = ("turns", "thinking turns")
@@ -187,12 +218,19 @@ REFUSED = [
     (
         NOT_RENDERED,
         THOUGHTS,
-        "cohere cohere2 gemma gemma3 gemma4 gemma4_v2 gemma4_v3 gemma4_v4 idefics3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 "
+        "cohere cohere2 gemma gemma3 gemma4 gemma4_v2 gemma4_v3 gemma4_v4 idefics3 lfm2 lfm2_v2 "
+        "llama3 llama3_1 llama3_2 "
         "llava_next phi3 phi3_5 qwen2_5 qwen2_5_vl qwen3_instruct_2507 qwen3_vl smolvlm",
     ),
-    (NOT_RENDERED, ("thinking turns",), "diffusion_gemma gemma4_v5 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl qwen3"),
+    (
+        NOT_RENDERED,
+        ("thinking turns",),
+        "diffusion_gemma gemma4_v5 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl qwen3",
+    ),
 ]
-"""What is refused: the reason given, the kinds of conversation, the templates. Everything else is taken."""
+"""What is refused: the reason given, the kinds of conversation, the templates. Everything else
+is taken.
+"""
 
 DIFFERENCES = [
     (
@@ -203,7 +241,9 @@ DIFFERENCES = [
             "gemma3 idefics3 lfm2 qwen2_5_vl smolvlm": ("single", "turns", "system"),
             "lfm2_v2 qwen2_5 qwen3_instruct_2507 qwen3_vl": ANSWERED,
             "diffusion_gemma": (*ANSWERED, "thinking"),
-            "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra": ("thinking",),
+            "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra": (
+                "thinking",
+            ),
             "phi3 phi3_5": ("turns",),
             "qwen3": ("single", "system", "thinking"),
             "qwen3_5_nothink": ("single", "system", "tools"),
@@ -218,12 +258,14 @@ DIFFERENCES = [
     ),
     (
         "trains '<|END_OF_TURN_TOKEN|>' after",
-        "the answer is closed by <|END_RESPONSE|>, at which generation stops; the second mark is never generated",
+        "the answer is closed by <|END_RESPONSE|>, at which generation stops; the second mark is "
+        "never generated",
         {"cohere2": ("single", "turns", "system")},
     ),
     (
         "leaves out '<|tool_response>' after",
-        "the twin leaves out the token that closes a call, so the model would not learn to hand over to the tool",
+        "the twin leaves out the token that closes a call, so the model would not learn to hand "
+        "over to the tool",
         {"diffusion_gemma": ("tools",)},
     ),
     (
@@ -240,7 +282,9 @@ DIFFERENCES = [
         r"trains '<think>\n' before",
         "the generation prompt writes it",
         {
-            "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra": ("thinking",),
+            "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra": (
+                "thinking",
+            ),
             "qwen3_5_think qwen3_6": ("single", "system", "tools", "thinking"),
             "qwen3_8": KINDS,
         },
@@ -253,7 +297,8 @@ DIFFERENCES = [
     (r"trains '\n' before", "the generation prompt writes the newline", {"qwen2_5": ANSWERED}),
     (
         "renders otherwise",
-        "the twin writes an empty thought into earlier answers, which the template of generation leaves out",
+        "the twin writes an empty thought into earlier answers, which the template of generation "
+        "leaves out",
         {"qwen3": ("turns", "tools")},
     ),
 ]
@@ -262,7 +307,11 @@ DIFFERENCES = [
 
 def expected_refusal(name, kind):
     """The reason listed, or None."""
-    found = [reason for reason, kinds, templates in REFUSED if kind in kinds and name in templates.split()]
+    found = [
+        reason
+        for reason, kinds, templates in REFUSED
+        if kind in kinds and name in templates.split()
+    ]
     assert len(found) < 2, (name, kind)
     return found[0] if found else None
 

@@ -16,15 +16,21 @@ FILLER = 77
 
 
 def reference(store, packs, width, most_documents):
-    """Ids, targets, positions, bounds, ``max_seqlen`` and trained positions of packs, documents read one by one."""
+    """Ids, targets, positions, bounds, ``max_seqlen`` and trained positions of packs, documents
+    read one by one.
+    """
     longest = max((len(store.document(n)[0]) for pack in packs for n in pack), default=1)
-    bucket = min(bound for bound in (-(-width // share) for share in (8, 4, 2, 1)) if bound >= longest)
+    bucket = min(
+        bound for bound in (-(-width // share) for share in (8, 4, 2, 1)) if bound >= longest
+    )
     ids, targets, positions, bounds = [], [], [], [0]
     for number, pack in enumerate(packs):
         for document in pack:
             tokens, trained = (column.tolist() for column in store.document(document))
             ids += tokens
-            targets += [token if kept else IGNORED for token, kept in zip(tokens[1:], trained[1:])] + [IGNORED]
+            targets += [
+                token if kept else IGNORED for token, kept in zip(tokens[1:], trained[1:])
+            ] + [IGNORED]
             positions += range(len(tokens))
             bounds.append(len(ids))
         while len(ids) < (number + 1) * width:
@@ -62,7 +68,10 @@ def check(store, **settings):
         held = {pack[0]: pack for pack in packs if len(pack)}
         for batch in step.batches:
             starts = batch.input_ids.view(-1, stream.width)[:, :2].tolist()
-            mine = [next((p for n, p in held.items() if store.document(n)[0][:2].tolist() == ids), []) for ids in starts]
+            mine = [
+                next((p for n, p in held.items() if store.document(n)[0][:2].tolist() == ids), [])
+                for ids in starts
+            ]
             assert written(batch) == reference(store, mine, stream.width, stream.plan.max_documents)
             count += sum(map(len, mine))
     assert count == 2 * len(store)
@@ -70,15 +79,24 @@ def check(store, **settings):
 
 @pytest.mark.parametrize("strategy", ["best-fit", "in-order"])
 @pytest.mark.parametrize(
-    ("count", "longest", "width"), [(1, 2, 2), (23, 3, 3), (61, 12, 13), (97, 64, 64), (50, 30, 101), (40, 9, 257)]
+    ("count", "longest", "width"),
+    [(1, 2, 2), (23, 3, 3), (61, 12, 13), (97, 64, 64), (50, 30, 101), (40, 9, 257)],
 )
 def test_batches_are_those_of_the_plain_loop(tmp_path, count, longest, width, strategy):
     store = make_store(tmp_path, count, longest)
-    check(store, max_seq_length=width, batch_size=3, gradient_accumulation_steps=2, packing_strategy=strategy)
+    check(
+        store,
+        max_seq_length=width,
+        batch_size=3,
+        gradient_accumulation_steps=2,
+        packing_strategy=strategy,
+    )
 
 
 @pytest.mark.parametrize("rows_a_batch", [1, 7, 64])
-def test_batches_of_the_file_and_parts_of_a_store_make_no_difference(tmp_path, monkeypatch, rows_a_batch):
+def test_batches_of_the_file_and_parts_of_a_store_make_no_difference(
+    tmp_path, monkeypatch, rows_a_batch
+):
     monkeypatch.setattr(chunks, "CHUNK_ROWS", rows_a_batch)
     store = make_store(tmp_path, 64, 20)
     settings = {"max_seq_length": 40, "batch_size": 2, "gradient_accumulation_steps": 1}
@@ -95,7 +113,11 @@ def test_one_document_a_pack_leaves_long_tails(tmp_path):
 def test_a_trained_token_may_have_any_id(tmp_path):
     """Counts go by the mask: 0 is a token like others."""
     store = build_store([{"input_ids": [0, 0, 0, 0]}], Tokenizer(tiny.tokenizer()), 8, tmp_path)
-    (batch,) = BatchStream(store, ChronicalsConfig(max_seq_length=8, batch_size=1, gradient_accumulation_steps=1), FILLER)
+    (batch,) = BatchStream(
+        store,
+        ChronicalsConfig(max_seq_length=8, batch_size=1, gradient_accumulation_steps=1),
+        FILLER,
+    )
     assert batch.targets.tolist() == [0, 0, 0, *[IGNORED] * 5]
     assert batch.trained == 3
 
@@ -114,6 +136,8 @@ def test_a_document_outside_the_file_is_named_and_not_read(tmp_path, field, valu
 def test_a_file_that_is_shorter_than_it_says_is_refused(tmp_path, monkeypatch):
     store = make_store(tmp_path, 20, 10)
     find = stores._documents_in
-    monkeypatch.setattr(stores, "_documents_in", lambda *given: np.add(find(*given), [[10**6], [0], [0]]))
+    monkeypatch.setattr(
+        stores, "_documents_in", lambda *given: np.add(find(*given), [[10**6], [0], [0]])
+    )
     with pytest.raises(DataError, match="its tokens do not lie in the file"):
         TokenStore.open(store.path)

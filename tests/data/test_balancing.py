@@ -1,4 +1,6 @@
-"""Every pack is placed once, by the rule as written, so that micro-batches and ranks have like costs."""
+"""Every pack is placed once, by the rule as written, so that micro-batches and ranks have like
+costs.
+"""
 
 import numpy as np
 import pytest
@@ -25,11 +27,16 @@ def by_the_rule(costs, accumulation, ranks, batch_size):
         min(room, key=lambda places: sum(costs[p] for p in places)).append(place)
     held.sort(key=lambda places: -sum(costs[p] for p in places))
     steps = [held[micro * ranks : (micro + 1) * ranks] for micro in range(accumulation)]
-    return [[sorted(places) for places in (step if n % 2 == 0 else step[::-1])] for n, step in enumerate(steps)]
+    return [
+        [sorted(places) for places in (step if n % 2 == 0 else step[::-1])]
+        for n, step in enumerate(steps)
+    ]
 
 
 def is_balanced(costs, places):
-    """Whether micro-batches differ by no more than the costliest pack, and those of one micro-step are neighbours."""
+    """Whether micro-batches differ by no more than the costliest pack, and those of one
+    micro-step are neighbours.
+    """
     totals = costs[places].sum(2)
     return np.ptp(totals) <= costs.max() and (totals[:-1].min(1) >= totals[1:].max(1)).all()
 
@@ -53,7 +60,9 @@ def test_a_single_micro_batch_is_the_step_as_it_comes():
 @pytest.mark.parametrize("shape", [(8, 1, 4), (2, 4, 4), (1, 8, 8)])
 def test_balance_is_four_times_better_than_in_order_and_the_check_sees_the_difference(shape):
     lengths = np.random.lognormal(np.log(400), 0.8, 20_000).clip(1, 2048).astype(np.int64)
-    of_packs = np.random.permutation([(lengths[pack] ** 2).sum() for pack in plan_packs(lengths, 2048)])
+    of_packs = np.random.permutation(
+        [(lengths[pack] ** 2).sum() for pack in plan_packs(lengths, 2048)]
+    )
     placed, plain, balanced_by_chance = [], [], 0
     for costs in of_packs[: 50 * np.prod(shape)].reshape(50, -1):
         in_order = np.arange(costs.size).reshape(shape)

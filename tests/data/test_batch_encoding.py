@@ -1,4 +1,6 @@
-"""Rows in batches are the rows one by one: the same ids, masks and errors, for every template and tokenizer."""
+"""Rows in batches are the rows one by one: the same ids, masks and errors, for every template
+and tokenizer.
+"""
 
 import random
 
@@ -16,11 +18,31 @@ from data import stock_templates
 from data.stock_templates import assistant, shipped, user, with_template
 from mutants import mutant
 
-LETTERS = ["a", "b", " ", "  ", "\n", "\t", ".", "é", "e\u0301", "\u212b", "🙂", "漢", "<|", "|>", "▁", "<think>", "</think>"]
+LETTERS = [
+    "a",
+    "b",
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    ".",
+    "é",
+    "e\u0301",
+    "\u212b",
+    "🙂",
+    "漢",
+    "<|",
+    "|>",
+    "▁",
+    "<think>",
+    "</think>",
+]
 
 
 def wild(tokenizer):
-    """Text with blanks at its ends, accents composed and not, and what looks like special tokens or is one."""
+    """Text with blanks at its ends, accents composed and not, and what looks like special tokens
+    or is one.
+    """
     special = [token.content for token in tokenizer.added_tokens_decoder.values()]
     return "".join(random.choices([*LETTERS, random.choice(special)], k=random.randrange(1, 25)))
 
@@ -48,7 +70,9 @@ def one_by_one(encoder, records):
 
 
 def assert_same(encoder, records):
-    """In batches of any size, by threads beside and on one core; returns how many rows have tokens."""
+    """In batches of any size, by threads beside and on one core; returns how many rows have
+    tokens.
+    """
     many = batch_encoding.BatchEncoder(encoder)
     assert_same_as_now(many, records)
     many.on_one_core()
@@ -75,8 +99,15 @@ def assert_same_as_now(many, records):
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen2_5"])
 def test_a_thought_that_is_lost_is_missed_though_the_answer_repeats_it(name):
-    row = {"messages": [user("What is 2 + 2?"), assistant("four, as two and two are four", reasoning_content="two and two")]}
-    assert "does not render 'two and two' in this assistant turn" in stock_templates.refusal(name, row)
+    row = {
+        "messages": [
+            user("What is 2 + 2?"),
+            assistant("four, as two and two are four", reasoning_content="two and two"),
+        ]
+    }
+    assert "does not render 'two and two' in this assistant turn" in stock_templates.refusal(
+        name, row
+    )
     assert assert_same(Tokenizer(with_template(shipped(name))), [row]) == 0
 
 
@@ -87,7 +118,11 @@ def test_conversations_of_every_template_are_the_same(name):
         tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     records = [wild_record(tokenizer) for _ in range(12)]
     options = random.choice([{"train_on_turns": "last"}, {"train_on_roles": ["user", "assistant"]}])
-    for encoder in (Tokenizer(tokenizer), Tokenizer(tokenizer, **options), Tokenizer(tokenizer, "all")):
+    for encoder in (
+        Tokenizer(tokenizer),
+        Tokenizer(tokenizer, **options),
+        Tokenizer(tokenizer, "all"),
+    ):
         assert_same(encoder, records)
 
 
@@ -118,7 +153,9 @@ def with_tokens(*texts, **how):
 def stripping():
     """As Phi-3's: special tokens that take the blanks after them."""
     tokenizer = with_template(shipped("phi3"))
-    tokenizer.add_tokens([AddedToken(text, special=True, rstrip=True) for text in ("<|end|>", "<|assistant|>")], True)
+    tokenizer.add_tokens(
+        [AddedToken(text, special=True, rstrip=True) for text in ("<|end|>", "<|assistant|>")], True
+    )
     return tokenizer
 
 
@@ -126,12 +163,18 @@ OTHERS = {
     "blanks become marks, at the first": lambda: metaspace("first"),
     "blanks become marks, everywhere": lambda: metaspace("always"),
     "a blank before every piece": prefixing,
-    "lower case, accents gone": lambda: normalising(normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()),
-    "a mark before every piece": lambda: normalising(normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")),
+    "lower case, accents gone": lambda: normalising(
+        normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()
+    ),
+    "a mark before every piece": lambda: normalising(
+        normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    ),
     "tokens that take the blanks after them": stripping,
     "tokens between words alone": lambda: with_tokens("ab", "b a", single_word=True),
     "tokens that are normalised": lambda: with_tokens("ab", "b a", normalized=True),
-    "tokens within tokens": lambda: with_tokens("<|im_end|>\n", "<|im_start|>assistant", "a", "\n\n"),
+    "tokens within tokens": lambda: with_tokens(
+        "<|im_end|>\n", "<|im_start|>assistant", "a", "\n\n"
+    ),
     "tokens of blanks": lambda: with_tokens("  ", "\n", " "),
 }
 
@@ -141,18 +184,26 @@ def test_conversations_under_other_tokenizers_are_the_same(name):
     tokenizer = OTHERS[name]()
     records = []
     for _ in range(40):
-        turns = [(user(wild(tokenizer)), assistant(wild(tokenizer))) for _ in range(random.randint(1, 3))]
+        turns = [
+            (user(wild(tokenizer)), assistant(wild(tokenizer))) for _ in range(random.randint(1, 3))
+        ]
         records.append({"messages": [message for turn in turns for message in turn]})
     assert_same(Tokenizer(tokenizer), records)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "gemma3", "phi3", "cohere2", "smolvlm"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "llama3", "gemma3", "phi3", "cohere2", "smolvlm"]
+)
 def test_plain_conversations_are_not_left_to_the_definition(name, monkeypatch):
     records = [stock_templates.record(random.choice(["single", "turns"])) for _ in range(20)]
     encoder = Tokenizer(with_template(shipped(name)))
     expected = one_by_one(encoder, records)
-    monkeypatch.setattr(Tokenizer, "encode_conversation", lambda *_: pytest.fail("left to the definition"))
-    found = BatchEncoder(encoder).encode_batch([NormalRow("chat", record) for record in records], ["row"] * 20)
+    monkeypatch.setattr(
+        Tokenizer, "encode_conversation", lambda *_: pytest.fail("left to the definition")
+    )
+    found = BatchEncoder(encoder).encode_batch(
+        [NormalRow("chat", record) for record in records], ["row"] * 20
+    )
     for (ids, trained), (wanted, mask) in zip(found, expected):
         assert (ids.tolist(), trained.astype(bool).tolist()) == (wanted, mask)
 
@@ -161,7 +212,12 @@ def test_on_one_core_rows_are_not_left_to_the_rust_part(monkeypatch):
     many = BatchEncoder(Tokenizer(tiny.tokenizer()))
     many.on_one_core()
     monkeypatch.setattr(BatchEncoder, "_by_rust", lambda *_: pytest.fail("left to the Rust part"))
-    assert assert_same_as_now(many, [{"text": "a"}, {"prompt": "a", "completion": "é"}, *tiny.chat_rows(5)]) == 7
+    assert (
+        assert_same_as_now(
+            many, [{"text": "a"}, {"prompt": "a", "completion": "é"}, *tiny.chat_rows(5)]
+        )
+        == 7
+    )
 
 
 def test_a_template_that_cannot_be_read_is_said_where_it_is_used():
@@ -174,7 +230,9 @@ def test_a_template_that_cannot_be_read_is_said_where_it_is_used():
 
 
 def merging():
-    """A tokenizer under which an answer that begins with newlines merges with its opening, and such an answer."""
+    """A tokenizer under which an answer that begins with newlines merges with its opening, and
+    such an answer.
+    """
     tokenizer = train_tokenizer(["a\n\n\n"] * 20, vocab_size=300)
     return tokenizer, [{"messages": [user("a"), assistant("\n\nb")]}]
 
@@ -186,14 +244,20 @@ def test_an_answer_that_merges_with_its_opening_is_refused_alike():
 
 def test_the_comparison_finds_a_bound_that_is_not_checked(monkeypatch):
     tokenizer, records = merging()
-    broken = mutant(batch_encoding, "if row.ids[place : place + len(ids)].tolist() == ids else None", "if True else None")
+    broken = mutant(
+        batch_encoding,
+        "if row.ids[place : place + len(ids)].tolist() == ids else None",
+        "if True else None",
+    )
     monkeypatch.setattr(batch_encoding, "BatchEncoder", broken.BatchEncoder)
     with pytest.raises(AssertionError):
         assert_same(Tokenizer(tokenizer), records)
 
 
 def test_the_comparison_finds_an_answer_that_ends_too_late(monkeypatch):
-    monkeypatch.setattr(BatchEncoder, "_closing", lambda self, conversation, number, row, *_: len(row.ends) - 1)
+    monkeypatch.setattr(
+        BatchEncoder, "_closing", lambda self, conversation, number, row, *_: len(row.ends) - 1
+    )
     with pytest.raises(AssertionError):
         assert_same(Tokenizer(tiny.tokenizer()), [stock_templates.record("turns")])
 
@@ -211,7 +275,9 @@ def marking(before, after):
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     marks = [(text, tokenizer.convert_tokens_to_ids(text)) for text in (before, after) if text]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{before} $A {after}".strip(), special_tokens=marks)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{before} $A {after}".strip(), special_tokens=marks
+    )
     return tokenizer
 
 
@@ -219,11 +285,23 @@ def marking(before, after):
 @pytest.mark.parametrize("marks", [("", ""), ("<bos>", ""), ("<bos>", "<|endoftext|>")])
 def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, train_on):
     tokenizer = marking(*marks)
-    wrong = [{"text": "a\ud800"}, {"text": 3}, {"prompt": "a", "completion": 3}, {"input_ids": [-1]}]
+    wrong = [
+        {"text": "a\ud800"},
+        {"text": 3},
+        {"prompt": "a", "completion": 3},
+        {"input_ids": [-1]},
+    ]
     make = [
         lambda: {"text": wild(tokenizer)},
-        lambda: {"text": random.choice(["", "<bos>", "<bos><bos>a", "a<|endoftext|><|endoftext|>", "<|endoftext|>"])},
-        lambda: {"prompt": wild(tokenizer), "completion": wild(tokenizer) + random.choice(["", "<|endoftext|>"])},
+        lambda: {
+            "text": random.choice(
+                ["", "<bos>", "<bos><bos>a", "a<|endoftext|><|endoftext|>", "<|endoftext|>"]
+            )
+        },
+        lambda: {
+            "prompt": wild(tokenizer),
+            "completion": wild(tokenizer) + random.choice(["", "<|endoftext|>"]),
+        },
         lambda: {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
         lambda: wild_record(tokenizer),
         lambda: random.choice(wrong),

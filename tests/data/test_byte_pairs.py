@@ -49,7 +49,11 @@ def splitting(pattern):
     """How a tokenizer of this pattern splits: into texts whose letters stand for bytes."""
     if pattern == GPT2:
         return byte_level()
-    first = pre_tokenizers.Digits(True) if pattern == GPT2_DIGITS else pre_tokenizers.Split(Regex(pattern), "isolated")
+    first = (
+        pre_tokenizers.Digits(True)
+        if pattern == GPT2_DIGITS
+        else pre_tokenizers.Split(Regex(pattern), "isolated")
+    )
     return pre_tokenizers.Sequence([first, byte_level(pattern == GPT2_DIGITS)])
 
 
@@ -62,46 +66,70 @@ def wild(letters, most=40):
     return "".join(random.choices(letters, k=random.randrange(most)))
 
 
-# --- pieces ------------------------------------------------------------------------------------------------------
+# --- pieces
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pairs():
     """Every byte and every two bytes: their ids tell where pieces begin and end."""
     both = itertools.product(range(256), repeat=2)
-    return {bytes([byte]): byte for byte in range(256)} | {bytes(two): 256 + number for number, two in enumerate(both)}
+    return {bytes([byte]): byte for byte in range(256)} | {
+        bytes(two): 256 + number for number, two in enumerate(both)
+    }
 
 
-@pytest.mark.parametrize("pattern", [GPT2, GPT2_DIGITS, *PATTERNS], ids=["GPT-2", "GPT-2, digits", *PATTERNS.values()])
+@pytest.mark.parametrize(
+    "pattern", [GPT2, GPT2_DIGITS, *PATTERNS], ids=["GPT-2", "GPT-2, digits", *PATTERNS.values()]
+)
 def test_both_engines_split_alike(pattern, pairs):
     split = splitting(pattern)
-    by_pattern = tiktoken.Encoding("pieces", pat_str=pattern, mergeable_ranks=pairs, special_tokens={})
+    by_pattern = tiktoken.Encoding(
+        "pieces", pat_str=pattern, mergeable_ranks=pairs, special_tokens={}
+    )
     whole = tiktoken.Encoding("whole", pat_str="(?s:.+)", mergeable_ranks=pairs, special_tokens={})
     codes = random.sample(settled(), 4000)
-    texts = [wild(LETTERS) for _ in range(2000)] + [f"a{c}a1{c}1 {c} .{c}.{c}{c}\n{c}A{c}" for c in codes]
+    texts = [wild(LETTERS) for _ in range(2000)] + [
+        f"a{c}a1{c}1 {c} .{c}.{c}{c}\n{c}A{c}" for c in codes
+    ]
     for text in texts:
-        expected = [id for _, (begin, end) in split.pre_tokenize_str(text) for id in whole.encode_ordinary(text[begin:end])]
+        expected = [
+            id
+            for _, (begin, end) in split.pre_tokenize_str(text)
+            for id in whole.encode_ordinary(text[begin:end])
+        ]
         assert by_pattern.encode_ordinary(text) == expected, repr(text)
 
 
 def test_settled_characters_have_a_class_that_stays():
-    """None is yet to be given one; those that Unicode 3.2 knew have had the same since, but for two long ago (4.0, 5.0)."""
+    """None is yet to be given one; those that Unicode 3.2 knew have had the same since, but for
+    two long ago (4.0, 5.0).
+    """
     for letter in set(settled()) - {"\u200b", "\u2132"}:
         old, new = unicodedata.ucd_3_2_0.category(letter), unicodedata.category(letter)
         assert new != "Cn", hex(ord(letter))
-        assert old == "Cn" or old[0] == new[0] or not {old[0], new[0]} & set("LMNZ"), hex(ord(letter))
+        assert old == "Cn" or old[0] == new[0] or not {old[0], new[0]} & set("LMNZ"), hex(
+            ord(letter)
+        )
 
 
-# --- merging -----------------------------------------------------------------------------------------------------
+# --- merging
+# -----------------------------------------------------------------------------------------------------
 
 
 def random_model(letters="abc"):
-    """Tokens that earlier ones make, by one pair or by several, in the order of their ids or nearly."""
+    """Tokens that earlier ones make, by one pair or by several, in the order of their ids or
+    nearly.
+    """
     vocabulary = {letter: number for number, letter in enumerate(ALPHABET)}
     words, merges = list(letters), []
     while len(words) < 12:
         union = random.choice(words) + random.choice(words)
-        halves = [(union[:n], union[n:]) for n in range(1, len(union)) if {union[:n], union[n:]} <= set(words)]
+        halves = [
+            (union[:n], union[n:])
+            for n in range(1, len(union))
+            if {union[:n], union[n:]} <= set(words)
+        ]
         if union not in vocabulary:
             words.append(union)
             vocabulary[union] = len(vocabulary)
@@ -116,11 +144,16 @@ def random_model(letters="abc"):
 
 
 def made(tokenizer, of=BytePairs):
-    return of.of(tokenizer, lambda texts, special: tokenizer.encode_batch_fast(texts, add_special_tokens=special))
+    return of.of(
+        tokenizer,
+        lambda texts, special: tokenizer.encode_batch_fast(texts, add_special_tokens=special),
+    )
 
 
 def differing(tokenizer, pairs, texts, special=False):
-    expected = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=special)]
+    expected = [
+        encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=special)
+    ]
     found = [encoding.ids for encoding in pairs.encode(texts, special)]
     assert len(found) == len(texts)
     return [text for text, ids, wanted in zip(texts, found, expected) if ids != wanted]
@@ -134,7 +167,11 @@ def merged_otherwise(of=BytePairs, models=200):
         pairs = made(tokenizer, of)
         if pairs is not None:
             taken += 1
-            wrong += bool(differing(tokenizer, pairs, [*(wild("abc", 14) for _ in range(60)), wild("abc", 900)]))
+            wrong += bool(
+                differing(
+                    tokenizer, pairs, [*(wild("abc", 14) for _ in range(60)), wild("abc", 900)]
+                )
+            )
     return taken, wrong
 
 
@@ -156,12 +193,15 @@ def test_what_is_asked_of_the_merges_is_needed(old, new):
     assert merged_otherwise(mutant(byte_pairs, old, new).BytePairs)[1] > 0
 
 
-# --- whole tokenizers --------------------------------------------------------------------------------------------
+# --- whole tokenizers
+# --------------------------------------------------------------------------------------------
 
 
 def trained(pattern=GPT2, normalizer=None):
     """A tokenizer of some hundred tokens, with what tiny models are trained on in them."""
-    tokenizer = train_tokenizer([wild(LETTERS) for _ in range(300)], vocab_size=400).backend_tokenizer
+    tokenizer = train_tokenizer(
+        [wild(LETTERS) for _ in range(300)], vocab_size=400
+    ).backend_tokenizer
     tokenizer.pre_tokenizer = splitting(pattern)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -169,15 +209,23 @@ def trained(pattern=GPT2, normalizer=None):
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as they are", "composed"])
-@pytest.mark.parametrize("pattern", [GPT2, GPT2_DIGITS, *PATTERNS], ids=["GPT-2", "GPT-2, digits", *PATTERNS.values()])
+@pytest.mark.parametrize(
+    "pattern", [GPT2, GPT2_DIGITS, *PATTERNS], ids=["GPT-2", "GPT-2, digits", *PATTERNS.values()]
+)
 def test_texts_have_the_ids_of_the_rust_part(pattern, normalizer):
     tokenizer = trained(pattern, normalizer)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("ab", "abs", "  ", "<|", "é")])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("ab", "abs", "  ", "<|", "é")]
+    )
     begin, end = (tokenizer.token_to_id(text) for text in ("<|im_start|>", "<|endoftext|>"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|im_start|> $A <|endoftext|>", special_tokens=[("<|im_start|>", begin), ("<|endoftext|>", end)]
+        single="<|im_start|> $A <|endoftext|>",
+        special_tokens=[("<|im_start|>", begin), ("<|endoftext|>", end)],
     )
-    pairs, added = made(tokenizer), [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    pairs, added = (
+        made(tokenizer),
+        [token.content for token in tokenizer.get_added_tokens_decoder().values()],
+    )
     exotic = ["e\u0301", "\u212b", "\U0001e900", "ࡰ", "ก", "\u0378"]
     texts = ["", *(wild([*LETTERS, *added, *random.choice([exotic, [""]])]) for _ in range(400))]
     for special in (False, True):
@@ -187,7 +235,9 @@ def test_texts_have_the_ids_of_the_rust_part(pattern, normalizer):
 
 def test_what_is_not_known_to_agree_is_left_to_the_rust_part():
     tokenizer, left = trained(normalizer=normalizers.NFC()), []
-    pairs = BytePairs.of(tokenizer, lambda texts, _: left.extend(texts) or tokenizer.encode_batch_fast(texts))
+    pairs = BytePairs.of(
+        tokenizer, lambda texts, _: left.extend(texts) or tokenizer.encode_batch_fast(texts)
+    )
     others = ["e\u0301", "ࡰ", " " * LONGEST, "é" * LONGEST]
     left.clear()
     pairs.encode(["a", others[0], "漢é", *others[1:], ""], False)
@@ -220,15 +270,23 @@ def with_model(words=(), merges=(), **how):
 
 
 OTHERS = {
-    "a blank before every text": lambda: with_part("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "a blank before every text": lambda: with_part(
+        "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)
+    ),
     "no pattern": lambda: with_part("pre_tokenizer", byte_level(use_regex=False)),
     "an unknown pattern": lambda: with_part("pre_tokenizer", splitting(r"\p{L}+|\s+|[^\s\p{L}]+")),
     "no bytes": lambda: with_part("pre_tokenizer", pre_tokenizers.Metaspace()),
     "lower case": lambda: with_part("normalizer", normalizers.Lowercase()),
     "composed and more": lambda: with_part("normalizer", normalizers.NFKC()),
-    "another post-processor": lambda: with_part("post_processor", processors.BertProcessing(("a", 1), ("b", 2))),
-    "texts twice": lambda: with_part("post_processor", processors.TemplateProcessing(single="$A $A", special_tokens=[])),
-    "no texts": lambda: with_part("post_processor", processors.TemplateProcessing(single="a", special_tokens=[("a", 5)])),
+    "another post-processor": lambda: with_part(
+        "post_processor", processors.BertProcessing(("a", 1), ("b", 2))
+    ),
+    "texts twice": lambda: with_part(
+        "post_processor", processors.TemplateProcessing(single="$A $A", special_tokens=[])
+    ),
+    "no texts": lambda: with_part(
+        "post_processor", processors.TemplateProcessing(single="a", special_tokens=[("a", 5)])
+    ),
     "no steps": lambda: with_part("pre_tokenizer", pre_tokenizers.Sequence([])),
     "a token between words alone": lambda: with_token(single_word=True),
     "a token that takes the blanks before it": lambda: with_token(lstrip=True),
@@ -257,7 +315,10 @@ def test_the_tokenizer_that_the_table_changes_is_taken():
 def test_patterns_take_every_character_into_a_piece():
     for pattern in (GPT2, GPT2_DIGITS, *PATTERNS):
         encoding = tiktoken.Encoding(
-            "bytes", pat_str=pattern, mergeable_ranks={bytes([byte]): byte for byte in range(256)}, special_tokens={}
+            "bytes",
+            pat_str=pattern,
+            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+            special_tokens={},
         )
         text = "".join(random.sample(settled(), 3000))
         assert bytes(encoding.encode_ordinary(text)).decode() == text

@@ -22,11 +22,18 @@ print(sum(made.is_start for _, made in compiled.buffer))
 
 def test_another_process_compiles_and_the_run_waits_for_it(tmp_path):
     source = str(Path(beforehand.__file__).parent.parent)
-    place = {**os.environ, "HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "numba"), "PYTHONPATH": source}
+    place = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(tmp_path / "numba"),
+        "PYTHONPATH": source,
+    }
     place.pop("LOCAL_RANK", None)
 
     def compiled(starts):
-        found = subprocess.check_output([sys.executable, "-c", RUN.format(starts=starts)], env=place, text=True)
+        found = subprocess.check_output(
+            [sys.executable, "-c", RUN.format(starts=starts)], env=place, text=True
+        )
         return int(found.split()[0])
 
     assert compiled(starts=True) == 0

@@ -1,4 +1,6 @@
-"""A completion is trained as its row has it: behind its prompt, with no blank that some tokenizers put before a text."""
+"""A completion is trained as its row has it: behind its prompt, with no blank that some
+tokenizers put before a text.
+"""
 
 import random
 import string
@@ -15,7 +17,13 @@ from chronicals.data.batch_encoding import BatchEncoder
 from chronicals.data.continuation import Continuation
 from chronicals.data.rows import NormalRow
 
-TEXTS = ["the sum of 2+2=4 and so on", '{"a": 1}', "def f(x): return x+1\n    y", "one two three 4 = 4", "a) b. c\n\nd"] * 30
+TEXTS = [
+    "the sum of 2+2=4 and so on",
+    '{"a": 1}',
+    "def f(x): return x+1\n    y",
+    "one two three 4 = 4",
+    "a) b. c\n\nd",
+] * 30
 BYTES = [f"<0x{n:02X}>" for n in range(256)]
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
@@ -26,11 +34,16 @@ def sentencepiece(**parts):
     for name, part in parts.items():
         setattr(inner, name, part)
     strip = [decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     letters = list("▁" + string.ascii_letters + string.digits + string.punctuation)
     special = [*SPECIAL, *BYTES]
     inner.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=520, special_tokens=special, initial_alphabet=letters, show_progress=False)
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=520, special_tokens=special, initial_alphabet=letters, show_progress=False
+        ),
     )
     return inner
 
@@ -46,10 +59,16 @@ def metaspace(scheme):
 
 def byte_level(prefix):
     inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=prefix),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     return inner
 
@@ -63,9 +82,13 @@ MADE = {
 
 
 def wrapped(inner):
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))]
+    )
     named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **named)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, clean_up_tokenization_spaces=False, **named
+    )
 
 
 def text():
@@ -73,13 +96,23 @@ def text():
     return "".join(random.choices(letters, k=random.randint(1, 12)))
 
 
-KNOWN = [("0+0=", "7"), ("def f(x):\n", "    return x"), ("a:", " 7"), ("Q: x A: ", "7"), ("a", "\n\n"), ("", "7"), ("1", "2")]
+KNOWN = [
+    ("0+0=", "7"),
+    ("def f(x):\n", "    return x"),
+    ("a:", " 7"),
+    ("Q: x A: ", "7"),
+    ("a", "\n\n"),
+    ("", "7"),
+    ("1", "2"),
+]
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_trained_is_what_the_row_says(name):
     encoder = Tokenizer(wrapped(MADE[name]()))
-    rows = [{"prompt": p, "completion": c} for p, c in [*KNOWN, *((text(), text()) for _ in range(100))]]
+    rows = [
+        {"prompt": p, "completion": c} for p, c in [*KNOWN, *((text(), text()) for _ in range(100))]
+    ]
     normal = [NormalRow("completion", row) for row in rows]
     found = BatchEncoder(encoder).encode_batch(normal, [f"row {n}" for n in range(len(rows))])
     for row, (ids, trained) in zip(rows, found, strict=True):
@@ -99,7 +132,9 @@ def test_without_such_a_blank_completions_are_tokenised_by_themselves():
         behind = Continuation(tokenizer)
         assert behind.mark == "" and behind.mark_ids == []
         said = text()
-        assert behind.ids("a", said, "row") == tokenizer(said, add_special_tokens=False)["input_ids"]
+        assert (
+            behind.ids("a", said, "row") == tokenizer(said, add_special_tokens=False)["input_ids"]
+        )
 
 
 def test_a_text_that_merges_with_every_mark_is_refused():

@@ -1,4 +1,6 @@
-"""Which messages are trained: by role, by turn and by their own word; and where each of them begins and ends."""
+"""Which messages are trained: by role, by turn and by their own word; and where each of them
+begins and ends.
+"""
 
 import json
 import random
@@ -27,7 +29,10 @@ def texts(tokenizer, messages, **options):
 
 def marked(*marks):
     """The messages, some with a word of their own about being trained."""
-    return [message if mark is None else {**message, "train": mark} for message, mark in zip(MESSAGES, marks, strict=True)]
+    return [
+        message if mark is None else {**message, "train": mark}
+        for message, mark in zip(MESSAGES, marks, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,24 +71,36 @@ def test_a_messages_own_word_wins(marks, options, trained):
 def test_a_prompt_is_trained_only_where_it_says_so():
     row = {"prompt": marked(None, None, True, None, None)[:4], "completion": MESSAGES[4:]}
     ids, trained = Tokenizer(tiny.tokenizer()).encode(row, "row 1")
-    said = [tiny.tokenizer().decode(ids[start:end]) for start, end in stock_templates.spans(trained)]
+    said = [
+        tiny.tokenizer().decode(ids[start:end]) for start, end in stock_templates.spans(trained)
+    ]
     assert said == ["the first<|im_end|>", "the second<|im_end|>"]
 
 
 def test_the_word_does_not_reach_the_template():
     tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "(message | string)")
-    rendered = Tokenizer(tokenizer).template.text(Tokenizer(tokenizer).template.form(marked(*[True] * 5), "row 1"))
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content']", "(message | string)"
+    )
+    rendered = Tokenizer(tokenizer).template.text(
+        Tokenizer(tokenizer).template.form(marked(*[True] * 5), "row 1")
+    )
     assert "train" not in rendered
 
 
 @pytest.mark.parametrize("word", ["yes", 1, 0.0, [True]])
 def test_a_word_that_is_neither_true_nor_false_is_named(word):
-    with pytest.raises(DataError, match=r"^row 7: message 3 \(assistant\): train=.* must be true or false"):
-        Tokenizer(tiny.tokenizer()).encode({"messages": marked(None, None, word, None, None)}, "row 7")
+    with pytest.raises(
+        DataError, match=r"^row 7: message 3 \(assistant\): train=.* must be true or false"
+    ):
+        Tokenizer(tiny.tokenizer()).encode(
+            {"messages": marked(None, None, word, None, None)}, "row 7"
+        )
 
 
-@pytest.mark.parametrize("options", [{"train_on_roles": ["robot"]}, {"train_on_roles": []}, {"train_on_turns": "first"}])
+@pytest.mark.parametrize(
+    "options", [{"train_on_roles": ["robot"]}, {"train_on_roles": []}, {"train_on_turns": "first"}]
+)
 def test_unknown_choices_are_refused_by_name(options):
     (name,) = options
     with pytest.raises(ConfigurationError, match=name):
@@ -94,21 +111,34 @@ def test_unknown_choices_are_refused_by_name(options):
 
 def test_choices_are_part_of_the_fingerprint_and_of_the_configuration():
     tokenizer = tiny.tokenizer()
-    choices = [{}, {"train_on_turns": "last"}, {"train_on_roles": ["user"]}, {"train_on_roles": ["user", "assistant"]}]
+    choices = [
+        {},
+        {"train_on_turns": "last"},
+        {"train_on_roles": ["user"]},
+        {"train_on_roles": ["user", "assistant"]},
+    ]
     prints = [Tokenizer(tokenizer, **choice).fingerprint() for choice in choices]
     assert len(set(prints)) == len(choices)
-    assert prints == [Tokenizer.configured(tokenizer, ChronicalsConfig(**choice)).fingerprint() for choice in choices]
+    assert prints == [
+        Tokenizer.configured(tokenizer, ChronicalsConfig(**choice)).fingerprint()
+        for choice in choices
+    ]
     assert prints[3] == Tokenizer(tokenizer, train_on_roles=["assistant", "user"]).fingerprint()
 
 
 def test_the_last_turn_of_a_template_that_renders_earlier_ones_otherwise_can_be_trained():
-    tokenizer, row = with_template(shipped("qwen3_5_think")), stock_templates.record("thinking turns")
+    tokenizer, row = (
+        with_template(shipped("qwen3_5_think")),
+        stock_templates.record("thinking turns"),
+    )
     with pytest.raises(TemplateError, match="set train_on_turns='last'"):
         texts(tokenizer, row["messages"])
     thought, answer = (row["messages"][-1][name] for name in ("reasoning_content", "content"))
     said = f"{thought}\n</think>\n\n{answer}<|im_end|>"
     assert texts(tokenizer, row["messages"], train_on_turns="last") == [said]
-    earlier = [{**m, "train": False} if m["role"] == "assistant" else m for m in row["messages"][:-1]]
+    earlier = [
+        {**m, "train": False} if m["role"] == "assistant" else m for m in row["messages"][:-1]
+    ]
     assert texts(tokenizer, [*earlier, row["messages"][-1]]) == [said]
 
 
@@ -129,7 +159,9 @@ def test_questions_are_trained_with_what_closes_them(name):
     tokenizer, row = with_template(shipped(name)), stock_templates.record("turns")
     questions = [message["content"] for message in row["messages"] if message["role"] == "user"]
     expected = [f"{question}{CLOSED[name]}" for question in questions]
-    assert [text.lstrip() for text in texts(tokenizer, row["messages"], train_on_roles=["user"])] == expected
+    assert [
+        text.lstrip() for text in texts(tokenizer, row["messages"], train_on_roles=["user"])
+    ] == expected
 
 
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
@@ -162,7 +194,9 @@ def test_messages_of_others_are_trained_exactly_or_refused(name, role):
 def test_a_role_that_cannot_be_delimited_is_refused_by_name(template, reason):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}" + template + "{% endfor %}"
-    with pytest.raises(TemplateError, match=rf"^row 1: message 1 \(user\): .*{reason}.*; leave this role out"):
+    with pytest.raises(
+        TemplateError, match=rf"^row 1: message 1 \(user\): .*{reason}.*; leave this role out"
+    ):
         texts(tokenizer, [user("how so?"), assistant("so")], train_on_roles=["user"])
 
 

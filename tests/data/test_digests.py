@@ -50,7 +50,9 @@ def test_a_file_is_read_once(tmp_path, file, read):
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["file-digests.json"]
 
 
-@pytest.mark.parametrize("change", ["bytes", "same size", "same size and time", "another file of that name"])
+@pytest.mark.parametrize(
+    "change", ["bytes", "same size", "same size and time", "another file of that name"]
+)
 def test_a_change_is_seen(tmp_path, file, read, change):
     before, status = digest(tmp_path, file), file.stat()
     content = random.randbytes(1001 if change == "bytes" else 1000)

@@ -46,7 +46,12 @@ def packed(path, content: bytes):
 
 
 def json_lines(path, rows):
-    packed(path, b"".join(json.dumps(row, ensure_ascii=random.random() < 0.5).encode() + b"\n" for row in rows))
+    packed(
+        path,
+        b"".join(
+            json.dumps(row, ensure_ascii=random.random() < 0.5).encode() + b"\n" for row in rows
+        ),
+    )
 
 
 def json_array(path, rows):
@@ -55,14 +60,30 @@ def json_array(path, rows):
 
 
 def json_object(path, rows):
-    around = {"version": "1.0", "tags": ["a", {"b": []}], "info": {"rows": [{"text": "not a row"}]}, "rows": rows, "empty": []}
+    around = {
+        "version": "1.0",
+        "tags": ["a", {"b": []}],
+        "info": {"rows": [{"text": "not a row"}]},
+        "rows": rows,
+        "empty": [],
+    }
     names = random.sample(list(around), len(around))
-    packed(path, json.dumps({name: around[name] for name in names}, indent=random.choice([None, 2])).encode())
+    packed(
+        path,
+        json.dumps(
+            {name: around[name] for name in names}, indent=random.choice([None, 2])
+        ).encode(),
+    )
 
 
 def separated(path, rows, delimiter=","):
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter, quoting=random.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))
+    writer = csv.DictWriter(
+        text,
+        list(rows[0]),
+        delimiter=delimiter,
+        quoting=random.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    )
     writer.writeheader()
     writer.writerows(rows)
     packed(path, random.choice([b"", codecs.BOM_UTF8]) + text.getvalue().encode())
@@ -100,7 +121,9 @@ FORMATS = {
     "rows.parquet": parquet,
     "file.arrow": arrow_file,
     "stream.arrow": arrow_stream,
-    "rows.feather": lambda path, rows: pyarrow.feather.write_feather(pa.Table.from_pylist(rows), path),
+    "rows.feather": lambda path, rows: pyarrow.feather.write_feather(
+        pa.Table.from_pylist(rows), path
+    ),
 }
 
 
@@ -112,10 +135,19 @@ def test_the_same_rows_through_every_format_are_the_same_records(tmp_path, monke
     assert records(tmp_path / name) == rows
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if ".csv" not in name and ".tsv" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in FORMATS if ".csv" not in name and ".tsv" not in name]
+)
 def test_nested_values_keep_their_types(tmp_path, name):
     rows = [
-        {"messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts(2))], "n": n, "x": 0.5}
+        {
+            "messages": [
+                {"role": role, "content": text}
+                for role, text in zip(("user", "assistant"), texts(2))
+            ],
+            "n": n,
+            "x": 0.5,
+        }
         for n in range(20)
     ]
     FORMATS[name](tmp_path / name, rows)
@@ -123,17 +155,39 @@ def test_nested_values_keep_their_types(tmp_path, name):
 
 
 def test_every_ending_has_a_test():
-    assert {suffix for suffix in READERS if f"rows{suffix}" not in FORMATS} == {".arrow", ".txt", ".md", ".text"}
+    assert {suffix for suffix in READERS if f"rows{suffix}" not in FORMATS} == {
+        ".arrow",
+        ".txt",
+        ".md",
+        ".text",
+    }
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("indent", [None, 3])
 def test_a_json_text_cut_anywhere_is_read_the_same(tmp_path, monkeypatch, window, indent):
     monkeypatch.setattr(of_formats, "CHARACTERS_AT_ONCE", window)
-    values = [None, True, False, 0, -12.5e-7, 10**20, float("inf"), float("-inf"), "", [], {}, *texts(4)]
-    rows = [{text: random.choice(values) for text in texts(random.randrange(4))} for _ in range(12)] + values
+    values = [
+        None,
+        True,
+        False,
+        0,
+        -12.5e-7,
+        10**20,
+        float("inf"),
+        float("-inf"),
+        "",
+        [],
+        {},
+        *texts(4),
+    ]
+    rows = [
+        {text: random.choice(values) for text in texts(random.randrange(4))} for _ in range(12)
+    ] + values
     random.shuffle(rows)
-    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=indent, ensure_ascii=random.random() < 0.5))
+    (tmp_path / "rows.json").write_text(
+        json.dumps(rows, indent=indent, ensure_ascii=random.random() < 0.5)
+    )
     assert records(tmp_path / "rows.json") == rows
 
 
@@ -141,7 +195,10 @@ def test_rows_are_numbered_where_people_find_them(tmp_path):
     rows = [{"a": "1", "b": "x\ny\n\nz"}, {"a": "2", "b": ""}, {"a": "3", "b": "w"}]
     for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.parquet"):
         FORMATS[name](tmp_path / name, rows)
-    places = {name: [where for where, _ in read_file(tmp_path / name)] for name in ("rows.jsonl", "rows.json", "rows.parquet")}
+    places = {
+        name: [where for where, _ in read_file(tmp_path / name)]
+        for name in ("rows.jsonl", "rows.json", "rows.parquet")
+    }
     assert places["rows.jsonl"] == [f"{tmp_path}/rows.jsonl:{line}" for line in (1, 2, 3)]
     assert places["rows.json"] == [f"{tmp_path}/rows.json: row {row}" for row in (1, 2, 3)]
     assert places["rows.parquet"] == [f"{tmp_path}/rows.parquet: row {row}" for row in (1, 2, 3)]
@@ -165,7 +222,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "content", "place", "reason"), FAULTS)
-def test_a_row_that_cannot_be_read_is_handed_on_and_the_others_are_read(tmp_path, name, content, place, reason):
+def test_a_row_that_cannot_be_read_is_handed_on_and_the_others_are_read(
+    tmp_path, name, content, place, reason
+):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (_, before), (where, bad), (_, after) = read_file(path)
@@ -190,7 +249,9 @@ def written(table, path):
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
-@pytest.mark.parametrize("column", [not_utf8("abc", 1), pa.array([0, 10**18, 1], pa.timestamp("us"))])
+@pytest.mark.parametrize(
+    "column", [not_utf8("abc", 1), pa.array([0, 10**18, 1], pa.timestamp("us"))]
+)
 def test_a_value_that_python_has_none_for_is_the_fault_of_its_row(tmp_path, name, column):
     path = written(pa.table({"text": list("abc"), "other": column}), tmp_path / name)
     (_, first), (place, second), (_, third) = read_file(path)
@@ -201,14 +262,18 @@ def test_a_value_that_python_has_none_for_is_the_fault_of_its_row(tmp_path, name
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
 def test_a_name_that_two_columns_have_is_refused(tmp_path, name):
-    path = written(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / name)
+    path = written(
+        pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / name
+    )
     with pytest.raises(DataError, match="the header names 'text' twice"):
         list(read_file(path))
 
 
 def test_blank_lines_before_the_header_are_passed_over(tmp_path):
     (tmp_path / "t.csv").write_text("\n\nprompt,completion\na,b\n")
-    assert list(read_file(tmp_path / "t.csv")) == [(f"{tmp_path}/t.csv:4", {"prompt": "a", "completion": "b"})]
+    assert list(read_file(tmp_path / "t.csv")) == [
+        (f"{tmp_path}/t.csv:4", {"prompt": "a", "completion": "b"})
+    ]
 
 
 def test_a_quote_that_is_never_closed_is_the_last_row(tmp_path):
@@ -238,20 +303,30 @@ def bytes_of(make, name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["rows.jsonl.gz", "rows.csv.zst", "rows.parquet", "file.arrow", "stream.arrow", "rows.feather"]
+    "name",
+    ["rows.jsonl.gz", "rows.csv.zst", "rows.parquet", "file.arrow", "stream.arrow", "rows.feather"],
 )
 @pytest.mark.parametrize("damage", [cut, lambda content: b"not " + content, lambda content: b"x"])
 def test_a_damaged_file_is_named(tmp_path, name, damage):
     path = tmp_path / name
     path.write_bytes(damage(bytes_of(FORMATS[name], name, tmp_path)))
-    with pytest.raises(DataError, match=rf"^{path}: cannot be read \(.*damaged or only partly copied"):
+    with pytest.raises(
+        DataError, match=rf"^{path}: cannot be read \(.*damaged or only partly copied"
+    ):
         records(path)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_stream_that_was_cut_between_two_batches_is_named(tmp_path, legacy):
-    path, table, file, ends = tmp_path / "s.arrow", pa.table({"text": list("abc")}), io.BytesIO(), []
-    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=legacy)) as writer:
+    path, table, file, ends = (
+        tmp_path / "s.arrow",
+        pa.table({"text": list("abc")}),
+        io.BytesIO(),
+        [],
+    )
+    with pa.ipc.new_stream(
+        file, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=legacy)
+    ) as writer:
         for batch in table.to_batches(1):
             writer.write_batch(batch)
             ends.append(file.tell())
@@ -260,7 +335,9 @@ def test_a_stream_that_was_cut_between_two_batches_is_named(tmp_path, legacy):
     assert [record["text"] for record in records(path)] == list("abc")
     for end in ends:
         path.write_bytes(whole[:end])
-        with pytest.raises(DataError, match=rf"^{path}: cannot be read \(its end-of-stream marker is missing"):
+        with pytest.raises(
+            DataError, match=rf"^{path}: cannot be read \(its end-of-stream marker is missing"
+        ):
             records(path)
 
 
@@ -281,13 +358,17 @@ def test_a_stream_that_was_cut_between_two_batches_is_named(tmp_path, legacy):
     ],
 )
 @pytest.mark.parametrize("window", [5, 1 << 20])
-def test_a_json_text_that_does_not_parse_names_the_line(tmp_path, monkeypatch, content, place, reason, window):
+def test_a_json_text_that_does_not_parse_names_the_line(
+    tmp_path, monkeypatch, content, place, reason, window
+):
     monkeypatch.setattr(of_formats, "CHARACTERS_AT_ONCE", window)
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(DataError) as error:
         records(path)
-    assert str(error.value).startswith(f"{path}{place}: does not parse as JSON") and reason in str(error.value)
+    assert str(error.value).startswith(f"{path}{place}: does not parse as JSON") and reason in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,10 +392,17 @@ def test_an_object_holds_one_array_of_objects(tmp_path, content, reason):
         ("a.csv", "prompt;completion\n1;2\n", "the header is one column, 'prompt;completion'"),
         ("a.tsv", "prompt,completion\n1,2\n", "the header is one column, 'prompt,completion'"),
         ("a.csv", '"a"b,c\n', "cannot be read (',' expected"),
-        ("a.csv", b"a\nx\ncaf\xe9\n", "not UTF-8 text (invalid continuation byte, byte 3 of line 3); save it as UTF-8"),
+        (
+            "a.csv",
+            b"a\nx\ncaf\xe9\n",
+            "not UTF-8 text (invalid continuation byte, byte 3 of line 3); save it as UTF-8",
+        ),
         ("a.json", b'[{"a":\n "\xff"}]', "not UTF-8 text (invalid start byte, byte 2 of line 2)"),
         ("a.txt", b"abc\xff", "not UTF-8 text (invalid start byte, byte 3 of line 1)"),
-        *((name, "[]".encode("utf-16"), "is UTF-16; save it as UTF-8") for name in ("a.json", "a.jsonl", "a.csv", "a.txt")),
+        *(
+            (name, "[]".encode("utf-16"), "is UTF-16; save it as UTF-8")
+            for name in ("a.json", "a.jsonl", "a.csv", "a.txt")
+        ),
         ("a.xlsx", "a", "files ending in '.xlsx' cannot be read; give .jsonl"),
         ("a.parquet.gz", "a", "files ending in '.gz' cannot be read"),
         ("a", "a", "files ending in '' cannot be read"),
@@ -328,13 +416,18 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path, name, content, reason):
     assert str(error.value).startswith(f"{path}: ") and reason in str(error.value)
 
 
-@pytest.mark.parametrize("name", [*(f"rows{suffix}" for suffix in READERS), "rows.jsonl.gz", "rows.csv.zst"])
+@pytest.mark.parametrize(
+    "name", [*(f"rows{suffix}" for suffix in READERS), "rows.jsonl.gz", "rows.csv.zst"]
+)
 def test_a_missing_file_is_named(tmp_path, name):
     with pytest.raises(DataError, match=rf"^{tmp_path}/{name}: no such file$"):
         records(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["empty.jsonl", "empty.csv", "header.csv", "empty.jsonl.gz", "none.json", "none.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    ["empty.jsonl", "empty.csv", "header.csv", "empty.jsonl.gz", "none.json", "none.parquet"],
+)
 def test_files_without_rows(tmp_path, name):
     path = tmp_path / name
     if name == "none.parquet":
@@ -346,7 +439,9 @@ def test_files_without_rows(tmp_path, name):
 
 
 def test_compressed_members_one_after_the_other(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(gzip.compress(b'{"a": %d}\n' % n) for n in range(3)))
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        b"".join(gzip.compress(b'{"a": %d}\n' % n) for n in range(3))
+    )
     assert records(tmp_path / "a.jsonl.gz") == [{"a": n} for n in range(3)]
 
 
@@ -374,7 +469,10 @@ def test_no_letter_of_a_long_text_is_lost(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("".join(random.choices("ab \né", k=5000)), encoding="utf-8")
     rows = list(read_file(path))
-    assert "".join(record["text"] for _, record in rows) == path.read_text(encoding="utf-8") and len(rows) >= 100
+    assert (
+        "".join(record["text"] for _, record in rows) == path.read_text(encoding="utf-8")
+        and len(rows) >= 100
+    )
     lines = path.read_text(encoding="utf-8").split("\n")
     for place, record in rows:
         assert lines[int(place.rpartition(":")[2]) - 1].find(record["text"].partition("\n")[0]) >= 0
@@ -397,7 +495,9 @@ def peak(path):
     return count, size
 
 
-@pytest.mark.parametrize("name", ["rows.json", "object.json", "rows.jsonl", "rows.csv", "rows.json.gz"])
+@pytest.mark.parametrize(
+    "name", ["rows.json", "object.json", "rows.jsonl", "rows.csv", "rows.json.gz"]
+)
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
     rows = [{"text": f"{n:06} " * 6000, "n": "1"} for n in range(1200)]
     path = tmp_path / name

@@ -1,4 +1,6 @@
-"""Every rule of the gate finds the file planted for it, names its rows, and is silent on clean data."""
+"""Every rule of the gate finds the file planted for it, names its rows, and is silent on clean
+data.
+"""
 
 import ast
 import importlib.util
@@ -48,7 +50,10 @@ def test_every_rule_has_a_planted_fault():
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_nothing_else(name, tmp_path):
     path, tokenizer, number = planted(name, tmp_path)
-    report, rule = build_store(path, encoder(name, tokenizer), WIDTH, tmp_path).report, rule_of(name)
+    report, rule = (
+        build_store(path, encoder(name, tokenizer), WIDTH, tmp_path).report,
+        rule_of(name),
+    )
     assert set(report.findings) == {rule} | ALONG.get(name, set())
     assert (report.count(rule), report.findings[rule].rows) == (1, [number])
     if RULES[rule].share != 0:
@@ -59,13 +64,17 @@ def test_a_planted_fault_is_found_and_nothing_else(name, tmp_path):
     report.check("train", dict.fromkeys(report.findings, 1.0))
 
 
-@pytest.mark.parametrize(("name", "may_split"), [("cut_stop/dpo", False), ("cut_stop/kto", False), ("cut_row", True)])
+@pytest.mark.parametrize(
+    ("name", "may_split"), [("cut_stop/dpo", False), ("cut_stop/kto", False), ("cut_row", True)]
+)
 def test_whole_answers_are_not_told_to_split(name, may_split, tmp_path):
     """Their objectives refuse it."""
     path, tokenizer, _ = planted(name, tmp_path)
     report = build_store(path, encoder(name, tokenizer), WIDTH, tmp_path).report
     (entry,) = [entry for entry in report.entries() if entry["rule"] == "cut_row"]
-    assert ("'split'" in entry["remedy"]) == may_split and "or set overlong='drop'" in entry["remedy"]
+    assert ("'split'" in entry["remedy"]) == may_split and "or set overlong='drop'" in entry[
+        "remedy"
+    ]
     assert entry["remedy"] in "".join(line for _, line in report.table())
 
 
@@ -84,7 +93,9 @@ def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0
     assert (entry["level"], entry["rows"]) == ("error", [number])
 
 
-@pytest.mark.parametrize("rows", [CLEAN, [{"prompt": f"what {n}", "completion": "forty"} for n in range(5)]])
+@pytest.mark.parametrize(
+    "rows", [CLEAN, [{"prompt": f"what {n}", "completion": "forty"} for n in range(5)]]
+)
 def test_clean_data_is_described_and_nothing_is_alarmed(rows, tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = tokenizer.chat_template if rows is CLEAN else None
@@ -95,7 +106,8 @@ def test_clean_data_is_described_and_nothing_is_alarmed(rows, tmp_path):
     assert report.table() == [
         (
             "info",
-            f"{len(rows)} rows ({len(rows)} {kind}), {len(rows)} documents, {report.tokens} tokens, "
+            f"{len(rows)} rows ({len(rows)} {kind}), {len(rows)} documents, {report.tokens} "
+            "tokens, "
             f"{report.targets} of them trained ({report.targets / report.tokens:.0%})",
         )
     ]
@@ -106,7 +118,11 @@ def test_clean_preferences_alarm_nothing(rule, tmp_path):
     rows = clean_rows(rule)
     report = build_store(rows, encoder(rule, tiny.tokenizer()), WIDTH, tmp_path).report
     kind = "preference" if rule == "no_common_prompt" else "unpaired preference"
-    assert report.entries() == [] and report.kinds == {kind: len(rows)} and report.forms == {"chat": len(rows)}
+    assert (
+        report.entries() == []
+        and report.kinds == {kind: len(rows)}
+        and report.forms == {"chat": len(rows)}
+    )
 
 
 @pytest.mark.parametrize("name", names())
@@ -124,9 +140,13 @@ def test_all_that_is_wrong_is_told_at_once_and_can_be_allowed(tmp_path):
     with pytest.raises(DataError) as stopped:
         open_store(rows, tiny.tokenizer(), config)
     message = str(stopped.value)
-    assert all(f"{rule}: 2 " in message for rule in ("missing_field", "unknown_role", "empty_answer"))
+    assert all(
+        f"{rule}: 2 " in message for rule in ("missing_field", "unknown_role", "empty_answer")
+    )
     allowed = ast.literal_eval(message.split("gate=")[1])
-    assert allowed == dict.fromkeys(("missing_field", "unknown_role", "empty_answer"), math.ceil(2000 / 18) / 1000)
+    assert allowed == dict.fromkeys(
+        ("missing_field", "unknown_role", "empty_answer"), math.ceil(2000 / 18) / 1000
+    )
     store = open_store(rows, tiny.tokenizer(), config.replace(gate=allowed))
     assert len(store) == len(CLEAN)
     assert [rows[n] for n in store.rows] == [row for row in rows if row in CLEAN]
@@ -135,10 +155,19 @@ def test_all_that_is_wrong_is_told_at_once_and_can_be_allowed(tmp_path):
 def test_more_findings_than_are_named(tmp_path):
     rows = [MASKED] * (EXAMPLES + 3)
     with pytest.raises(DataError) as error:
-        build_store([*rows, *CLEAN[:2]], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check("train")
-    assert f"masked_row: {EXAMPLES + 3} rows with no token to train on (rows 1, 2, 3, 4, 5 …)" in str(error.value)
-    with pytest.raises(DataError, match=f"^train: nothing to train on in any of {EXAMPLES + 3} rows"):
-        build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check("train", {"masked_row": 1.0})
+        build_store([*rows, *CLEAN[:2]], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check(
+            "train"
+        )
+    assert (
+        f"masked_row: {EXAMPLES + 3} rows with no token to train on (rows 1, 2, 3, 4, 5 …)"
+        in str(error.value)
+    )
+    with pytest.raises(
+        DataError, match=f"^train: nothing to train on in any of {EXAMPLES + 3} rows"
+    ):
+        build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check(
+            "train", {"masked_row": 1.0}
+        )
 
 
 def test_rows_and_places_that_are_named_are_as_many_however_data_is_divided():
@@ -148,7 +177,9 @@ def test_rows_and_places_that_are_named_are_as_many_however_data_is_divided():
         part = DataReport()
         for row in range(first, first + count):
             part.note("empty_answer", row)
-        part.findings["empty_answer"].places = [f"b.jsonl:{row + 1}" for row in range(first, first + count)]
+        part.findings["empty_answer"].places = [
+            f"b.jsonl:{row + 1}" for row in range(first, first + count)
+        ]
         whole.add(part)
     found = whole.findings["empty_answer"]
     assert found.count == 9 and found.rows == [1, 2, 3, 101, 102]
@@ -173,7 +204,9 @@ def test_a_share_is_compared_as_written(tmp_path):
 
 def test_rules_of_other_names_and_shares_out_of_range_are_refused(tmp_path):
     config = ChronicalsConfig(cache_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match="no rule is named 'duplicates'; there are unparsable_line"):
+    with pytest.raises(
+        ConfigurationError, match="no rule is named 'duplicates'; there are unparsable_line"
+    ):
         open_store(CLEAN, tiny.tokenizer(), config.replace(gate={"duplicates": 0.1}))
     with pytest.raises(ConfigurationError, match="duplicate_row=2"):
         open_store(CLEAN, tiny.tokenizer(), config.replace(gate={"duplicate_row": 2}))
@@ -182,11 +215,16 @@ def test_rules_of_other_names_and_shares_out_of_range_are_refused(tmp_path):
 def test_a_report_survives_being_written(tmp_path):
     rows = [*CLEAN, MASKED, {"input_ids": [1] * 100}, CLEAN[0]]
     first = build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path)
-    assert TokenStore.open(first.path).report == first.report == DataReport.from_dict(first.report.to_dict())
+    assert (
+        TokenStore.open(first.path).report
+        == first.report
+        == DataReport.from_dict(first.report.to_dict())
+    )
     assert set(first.report.findings) == {"masked_row", "cut_row", "cut_stop", "duplicate_row"}
 
 
-# --- against the model and the other data -----------------------------------------------------------------------------
+# --- against the model and the other data
+# -----------------------------------------------------------------------------
 
 
 def test_ids_outside_the_embedding(tmp_path):
@@ -195,7 +233,10 @@ def test_ids_outside_the_embedding(tmp_path):
     rows[place] = {"input_ids": [1, 300 + place, 3]}
     config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH)
     open_store(rows, tiny.tokenizer(), config, embedding_rows=320)
-    with pytest.raises(DataError, match=rf"id_out_of_range: 1 .*\(rows {place + 1}\).*token id {300 + place} of 300"):
+    with pytest.raises(
+        DataError,
+        match=rf"id_out_of_range: 1 .*\(rows {place + 1}\).*token id {300 + place} of 300",
+    ):
         open_store(rows, tiny.tokenizer(), config, embedding_rows=300)
 
 
@@ -207,7 +248,12 @@ def test_a_tokenizer_larger_than_the_embedding_is_told(tmp_path):
     report = open_store(rows, tokenizer, config, embedding_rows=len(tokenizer) - 7).report
     assert report.count("vocabulary_too_large") == 7
     with pytest.raises(DataError, match="vocabulary_too_large: 7 tokens"):
-        open_store(rows, tokenizer, config.replace(gate={"vocabulary_too_large": 0}), embedding_rows=len(tokenizer) - 7)
+        open_store(
+            rows,
+            tokenizer,
+            config.replace(gate={"vocabulary_too_large": 0}),
+            embedding_rows=len(tokenizer) - 7,
+        )
 
 
 def test_held_out_rows_that_are_trained_on(tmp_path):
@@ -215,7 +261,10 @@ def test_held_out_rows_that_are_trained_on(tmp_path):
     training = open_store(CLEAN, tiny.tokenizer(), config)
     held = [*tiny.chat_rows(20)[12:], CLEAN[5]]
     report = open_store(held, tiny.tokenizer(), config, training=training).report
-    assert (report.count("held_out_in_training"), report.findings["held_out_in_training"].rows) == (1, [9])
+    assert (report.count("held_out_in_training"), report.findings["held_out_in_training"].rows) == (
+        1,
+        [9],
+    )
     with pytest.raises(DataError, match="held_out_in_training: 12 "):
         open_store(CLEAN, tiny.tokenizer(), config, training=training)
 
@@ -228,7 +277,11 @@ def test_equal_rows_stay_on_one_side_of_a_split(tmp_path):
     assert not np.isin(rest.hashes, training.hashes).any()
     assert len(np.unique(rest.hashes)) == 3 and len(training) + len(rest) == len(store)
     held_out = open_held_out(rest, config, tmp_path / "reports" / "eval_dataset.json")
-    assert (held_out.report.rows, held_out.report.documents, held_out.chats) == (len(rest), len(rest), True)
+    assert (held_out.report.rows, held_out.report.documents, held_out.chats) == (
+        len(rest),
+        len(rest),
+        True,
+    )
     written = json.loads((tmp_path / "reports" / "eval_dataset.json").read_text())
     assert written["data"] == "validation_split=0.25" and written["documents"] == len(rest)
 
@@ -254,12 +307,21 @@ ASKED = [{"role": "user", "content": "what?"}]
         ({"prompt": ASKED, "completion": [SILENT]}, {"empty_answer"}),
         ({"prompt": ASKED, "completion": ASKED}, {"no_assistant_turn"}),
         ({"prompt": [*ASKED, SILENT, *ASKED], "completion": [ANSWER]}, set()),
-        ({"prompt": ASKED, "completion": [ANSWER, {"role": "system", "content": "be kind"}, ANSWER]}, {"late_system_message"}),
+        (
+            {
+                "prompt": ASKED,
+                "completion": [ANSWER, {"role": "system", "content": "be kind"}, ANSWER],
+            },
+            {"late_system_message"},
+        ),
         ({"prompt": [*ASKED, ANSWER], "completion": [ANSWER]}, {"consecutive_answers"}),
         ({"messages": [*ASKED, {**SILENT, "train": False}, *ASKED, ANSWER]}, set()),
         ({"messages": [{**ASKED[0], "train": True}]}, set()),
         ({"text": "a"}, {"single_token"}),
-        ({"messages": [*ASKED, {**ANSWER, "reasoning_content": "na\ufffdve"}]}, {"byte_garbage", "template_refuses"}),
+        (
+            {"messages": [*ASKED, {**ANSWER, "reasoning_content": "na\ufffdve"}]},
+            {"byte_garbage", "template_refuses"},
+        ),
         ({"messages": [*ASKED, {**ANSWER, "thinking": "<|im_end|>"}]}, {"special_token_in_text"}),
     ],
 )
@@ -271,7 +333,9 @@ def test_answers_are_looked_at_whatever_the_kind_of_row(row, found, tmp_path):
 
 def test_who_is_trained_need_not_be_the_assistant(tmp_path):
     rows = [{"messages": [{"role": "user", "content": f"what is {n}?"}]} for n in range(12)]
-    report = build_store(rows, Tokenizer(tiny.tokenizer(), train_on_roles=["user"]), WIDTH, tmp_path).report
+    report = build_store(
+        rows, Tokenizer(tiny.tokenizer(), train_on_roles=["user"]), WIDTH, tmp_path
+    ).report
     assert (report.documents, report.findings) == (12, {})
 
 
@@ -281,8 +345,12 @@ def test_errors_of_a_mixture_name_the_file_and_its_row(tmp_path):
     for file in files:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     number = len(CLEAN) + 1
-    report = build_store([str(file) for file in files], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
-    with pytest.raises(DataError, match=rf"\({files[0]}:{number}, {files[1]}:{number}\): use system"):
+    report = build_store(
+        [str(file) for file in files], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path
+    ).report
+    with pytest.raises(
+        DataError, match=rf"\({files[0]}:{number}, {files[1]}:{number}\): use system"
+    ):
         report.check("mixture", {"duplicate_row": 1.0})
     assert any(f"{files[1]}:{number}" in text for _, text in report.table())
     alone = build_store(str(files[1]), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
@@ -294,12 +362,16 @@ def test_rows_that_a_weight_repeats_are_no_duplicates(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*CLEAN, CLEAN[2]]))
     once = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
-    twice = build_store(DataSource(str(path), weight=2.5), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    twice = build_store(
+        DataSource(str(path), weight=2.5), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path
+    ).report
     assert once.findings["duplicate_row"].rows == [13]
     assert set(twice.findings["duplicate_row"].rows) <= {13, 26, *range(27, 40)} and twice.rows > 26
     clean = tmp_path / "clean.jsonl"
     clean.write_text("".join(json.dumps(row) + "\n" for row in CLEAN))
-    assert not build_store(DataSource(str(clean), weight=3), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.findings
+    assert not build_store(
+        DataSource(str(clean), weight=3), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path
+    ).report.findings
 
 
 def test_a_finding_says_where_its_first_row_lies(tmp_path):
@@ -310,7 +382,9 @@ def test_a_finding_says_where_its_first_row_lies(tmp_path):
 
 def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
     tokenizer = tiny.tokenizer()
-    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, gate={"vocabulary_too_large": 0})
+    config = ChronicalsConfig(
+        cache_dir=tmp_path, max_seq_length=WIDTH, gate={"vocabulary_too_large": 0}
+    )
     with pytest.raises(DataError, match=r"gate=\{'vocabulary_too_large': 1.0"):
         open_store(CLEAN, tokenizer, config, embedding_rows=len(tokenizer) - 100)
 
@@ -325,7 +399,9 @@ def test_a_beginning_that_pads_as_well_is_no_trained_padding(tmp_path):
 
 
 def test_texts_in_a_list_are_of_the_wrong_type(tmp_path):
-    report = build_store([{"text": ["a", "b"]}], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    report = build_store(
+        [{"text": ["a", "b"]}], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path
+    ).report
     assert report.findings["wrong_type"].example == "row 1: text must be text, this is list"
 
 
@@ -337,12 +413,18 @@ def test_given_ids_count_towards_a_chunk(monkeypatch):
 
 @pytest.mark.parametrize("label", [True, False])
 def test_answers_that_are_all_good_or_all_bad_are_told(label, tmp_path):
-    """A warning: the loss is defined for them, unlearning takes bad answers alone, and few held-out rows may be of one kind."""
+    """A warning: the loss is defined for them, unlearning takes bad answers alone, and few
+    held-out rows may be of one kind.
+    """
     rows, encoding = clean_rows("unusable_label"), encoder("unusable_label", tiny.tokenizer())
-    (entry,) = build_store([{**row, "label": label} for row in rows], encoding, WIDTH, tmp_path).report.entries()
+    (entry,) = build_store(
+        [{**row, "label": label} for row in rows], encoding, WIDTH, tmp_path
+    ).report.entries()
     assert (entry["rule"], entry["level"], entry["count"]) == ("one_label", "warning", 1)
     assert entry["example"] == f"every answer is {'good' if label else 'bad'}"
-    assert not build_store([*rows[:11], {**rows[11], "label": label}], encoding, WIDTH, tmp_path).report.count("one_label")
+    assert not build_store(
+        [*rows[:11], {**rows[11], "label": label}], encoding, WIDTH, tmp_path
+    ).report.count("one_label")
 
 
 def test_long_rows_that_are_dropped(tmp_path):
@@ -357,14 +439,22 @@ def test_template_errors_name_their_rule():
 
 def test_shares_are_given_as_a_mapping_or_as_texts():
     wanted = {"duplicate_row": 0.1, "byte_garbage": 1.0}
-    assert ChronicalsConfig(gate=wanted).gate == ChronicalsConfig(gate=["duplicate_row=0.1", "byte_garbage=1"]).gate == wanted
+    assert (
+        ChronicalsConfig(gate=wanted).gate
+        == ChronicalsConfig(gate=["duplicate_row=0.1", "byte_garbage=1"]).gate
+        == wanted
+    )
     with pytest.raises(ConfigurationError, match="gate"):
         ChronicalsConfig(gate=["duplicate_row"])
 
 
 def test_the_documentation_has_the_table_that_the_script_writes():
     root = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("planted_faults_page", root / "benchmarks" / "planted_faults.py")
+    spec = importlib.util.spec_from_file_location(
+        "planted_faults_page", root / "benchmarks" / "planted_faults.py"
+    )
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.page() == (root / "docs" / "gate.md").read_text(), "run python benchmarks/planted_faults.py"
+    assert script.page() == (root / "docs" / "gate.md").read_text(), (
+        "run python benchmarks/planted_faults.py"
+    )

@@ -1,4 +1,6 @@
-"""``packing_strategy: in-order``: documents are trained in the order of their file, whatever the steps are made of."""
+"""``packing_strategy: in-order``: documents are trained in the order of their file, whatever the
+steps are made of.
+"""
 
 import json
 
@@ -11,7 +13,12 @@ from chronicals.data.loader import plan_of
 
 TOKENIZER = tiny.tokenizer()
 
-SETTINGS = {"max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 3, "packing_strategy": "in-order"}
+SETTINGS = {
+    "max_seq_length": 64,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "packing_strategy": "in-order",
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +38,27 @@ def numbers(batch) -> list[int]:
 
 
 def trained(store, state=None, count=None, ranks=1, **changes):
-    """Numbers of the documents of each step, as its micro-batches and ranks take them; and the state after it."""
+    """Numbers of the documents of each step, as its micro-batches and ranks take them; and the
+    state after it.
+    """
     config = ChronicalsConfig(**{**SETTINGS, **changes})
-    streams = [BatchStream(store, config, epochs=2, rank=rank, ranks=ranks) for rank in range(ranks)]
+    streams = [
+        BatchStream(store, config, epochs=2, rank=rank, ranks=ranks) for rank in range(ranks)
+    ]
     count = streams[0].left(state) if count is None else count
     for together in zip(*(stream.steps(state, count) for stream in streams), strict=True):
-        batches = [batch for micro in zip(*(step.batches for step in together), strict=True) for batch in micro]
+        batches = [
+            batch
+            for micro in zip(*(step.batches for step in together), strict=True)
+            for batch in micro
+        ]
         yield [number for batch in batches for number in numbers(batch)], together[0].state
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("changes", [{}, {"use_sequence_packing": False}, {"max_documents": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_sequence_packing": False}, {"max_documents": 3}], ids=str
+)
 def test_a_whole_epoch_is_in_the_order_of_the_file(store, ranks, changes):
     order = [number for step, _ in trained(store, ranks=ranks, **changes) for number in step]
     assert order == [*range(150), *range(150)]

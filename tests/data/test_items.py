@@ -1,4 +1,6 @@
-"""An item's documents share a pack and a side of a split; Batches carry its columns, and its counts come from the plan."""
+"""An item's documents share a pack and a side of a split; Batches carry its columns, and its
+counts come from the plan.
+"""
 
 import random
 
@@ -21,7 +23,12 @@ def make_store(folder, items, longest=20):
         sizes.append(items[len(sizes) % len(items)])
     count = sum(sizes)
     rows = [
-        {"input_ids": [n, *(random.randrange(500, FILLER) for _ in range(random.randint(1, longest - 1)))]}
+        {
+            "input_ids": [
+                n,
+                *(random.randrange(500, FILLER) for _ in range(random.randint(1, longest - 1))),
+            ]
+        }
         for n in range(count)
     ]
     store = build_store(rows, Tokenizer(tiny.tokenizer()), longest, folder)
@@ -29,7 +36,13 @@ def make_store(folder, items, longest=20):
 
 
 def config(width=64, batch=2, accumulation=2, **changes):
-    return ChronicalsConfig(max_seq_length=width, batch_size=batch, gradient_accumulation_steps=accumulation, seed=3, **changes)
+    return ChronicalsConfig(
+        max_seq_length=width,
+        batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        seed=3,
+        **changes,
+    )
 
 
 def item_of(sizes):
@@ -47,7 +60,9 @@ def test_an_item_never_splits_over_packs(tmp_path, strategy, items, limit):
     for pack in plan:
         assert store.lengths[pack].sum() <= 80 and (limit is None or len(pack) <= limit)
         for item in set(of[pack].tolist()):
-            assert np.flatnonzero(of == item).tolist() == [n for n in pack.tolist() if of[n] == item], "whole, and in order"
+            assert np.flatnonzero(of == item).tolist() == [
+                n for n in pack.tolist() if of[n] == item
+            ], "whole, and in order"
 
 
 def test_items_that_no_pack_holds_are_refused():
@@ -61,13 +76,21 @@ def test_items_that_no_pack_holds_are_refused():
 def test_without_packing_a_pack_holds_one_item(tmp_path):
     store, _ = make_store(tmp_path, (2,))
     stream = BatchStream(store, config(use_sequence_packing=False), FILLER)
-    assert sorted(pack.tolist() for pack in stream.plan) == [[n, n + 1] for n in range(0, len(store), 2)]
+    assert sorted(pack.tolist() for pack in stream.plan) == [
+        [n, n + 1] for n in range(0, len(store), 2)
+    ]
 
 
 def test_items_of_one_document_are_planned_as_documents_are(tmp_path):
     store, _ = make_store(tmp_path, (1,))
-    plain, items = plan_packs(store.lengths, 64, 3), plan_packs(store.lengths, 64, 3, items=store.items)
-    assert plain.documents.tolist() == items.documents.tolist() and plain.offsets.tolist() == items.offsets.tolist()
+    plain, items = (
+        plan_packs(store.lengths, 64, 3),
+        plan_packs(store.lengths, 64, 3, items=store.items),
+    )
+    assert (
+        plain.documents.tolist() == items.documents.tolist()
+        and plain.offsets.tolist() == items.offsets.tolist()
+    )
 
 
 @pytest.mark.parametrize("items", [(2,), (1, 3)])
@@ -81,11 +104,16 @@ def test_batches_carry_columns_of_their_documents(tmp_path, items):
             starts, lengths = batch.cu_seqlens[:-1], batch.cu_seqlens.diff()
             assert {tensor.shape for tensor in batch.segments.values()} == {starts.shape}
             assert batch.segments["reference"].dtype == torch.float32
-            first = torch.where(lengths > 0, batch.input_ids[starts.clamp(max=len(batch) - 1)], FILLER)
+            first = torch.where(
+                lengths > 0, batch.input_ids[starts.clamp(max=len(batch) - 1)], FILLER
+            )
             there = first != FILLER
             for name in ("side", "group", "reference"):
                 assert (batch.segments[name][~there] == -1).all()
-            assert batch.segments["side"][there].tolist() == store.columns["side"][first[there]].tolist()
+            assert (
+                batch.segments["side"][there].tolist()
+                == store.columns["side"][first[there]].tolist()
+            )
             assert batch.segments["reference"][there].tolist() == first[there].tolist()
             groups = item_of(sizes)[first[there]]
             _, expected = np.unique(groups, return_inverse=True)
@@ -100,7 +128,10 @@ def test_weights_of_documents_are_those_of_their_targets_and_are_counted(tmp_pat
     store, sizes = make_store(tmp_path, (2,))
     weight = np.random.default_rng(0).random(len(store)).astype(np.float32)
     (rank, other) = (
-        BatchStream(store.with_column("weight", weight), config(), FILLER, epochs=1, rank=n, ranks=2) for n in range(2)
+        BatchStream(
+            store.with_column("weight", weight), config(), FILLER, epochs=1, rank=n, ranks=2
+        )
+        for n in range(2)
     )
     items = 0
     for one, two in zip(rank.steps(count=4), other.steps(count=4)):
@@ -111,8 +142,12 @@ def test_weights_of_documents_are_those_of_their_targets_and_are_counted(tmp_pat
         for batch in batches:
             starts, lengths = batch.cu_seqlens[:-1], batch.cu_seqlens.diff()
             first = batch.input_ids[starts[lengths > 0]]
-            of_documents = torch.from_numpy(np.append(weight, -1.0)).float()[torch.where(first == FILLER, len(weight), first)]
-            assert torch.equal(batch.weights, torch.repeat_interleave(of_documents, lengths[lengths > 0]))
+            of_documents = torch.from_numpy(np.append(weight, -1.0)).float()[
+                torch.where(first == FILLER, len(weight), first)
+            ]
+            assert torch.equal(
+                batch.weights, torch.repeat_interleave(of_documents, lengths[lengths > 0])
+            )
         items += one.counts["items"]
     assert items == len(sizes)
 
@@ -125,7 +160,9 @@ def test_a_split_leaves_items_whole(tmp_path):
     assert not found[0] & found[1] and found[0] | found[1] == set(range(len(sizes)))
     for part in parts:
         assert np.diff(part.items).sum() == len(part)
-        assert [sizes[of[part.document(first)[0][0]]] for first in part.items[:-1]] == np.diff(part.items).tolist()
+        assert [sizes[of[part.document(first)[0][0]]] for first in part.items[:-1]] == np.diff(
+            part.items
+        ).tolist()
 
 
 def test_a_column_has_a_value_for_each_document(tmp_path):

@@ -1,4 +1,6 @@
-"""A judged answer becomes an item: the answer, and the answer to another prompt, which the divergence is estimated by."""
+"""A judged answer becomes an item: the answer, and the answer to another prompt, which the
+divergence is estimated by.
+"""
 
 import csv
 import json
@@ -29,7 +31,11 @@ def stored(rows, folder, width=128, **changes):
 
 def texts(store):
     """Of every item the own answer and the mismatched one, with their prompts, as text."""
-    found = [tiny.tokenizer().decode(store.whole_document(n)[0]) for n in range(len(store)) if store.columns["shared"][n] >= 0]
+    found = [
+        tiny.tokenizer().decode(store.whole_document(n)[0])
+        for n in range(len(store))
+        if store.columns["shared"][n] >= 0
+    ]
     return [*zip(found[::2], found[1::2], strict=True)]
 
 
@@ -41,17 +47,30 @@ def test_a_label_that_is_missing_or_wrong_is_told(label, tmp_path):
     rows = [JUDGED, {**JUDGED, "label": label}, {**JUDGED, "completion": " a", "label": 0.0}]
     report = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path).report
     finding = report.findings["unusable_label"]
-    said = None if label != label or label == "" else label  # a table's words for a label that is missing
-    assert finding.rows == [2] and f"label={said!r}: must be true for a good answer or false" in finding.example
+    said = (
+        None if label != label or label == "" else label
+    )  # a table's words for a label that is missing
+    assert (
+        finding.rows == [2]
+        and f"label={said!r}: must be true for a good answer or false" in finding.example
+    )
 
 
-@pytest.mark.parametrize(("good", "bad"), [("true", "false"), ("TRUE", " False "), ("1", "0"), (" 1\t", "0 "), ("1.0", "0.0")])
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [("true", "false"), ("TRUE", " False "), ("1", "0"), (" 1\t", "0 "), ("1.0", "0.0")],
+)
 def test_labels_of_a_table_are_texts(good, bad, tmp_path):
     with open(tmp_path / "judged.csv", "w", newline="") as file:
-        csv.writer(file).writerows([JUDGED, ["what is 2?", " two", good], ["what is 3?", " a number", bad]])
+        csv.writer(file).writerows(
+            [JUDGED, ["what is 2?", " two", good], ["what is 3?", " a number", bad]]
+        )
     store = stored(DataSource(str(tmp_path / "judged.csv")), tmp_path)
     other = {"prompt": "what is 3?", "completion": " a number", "label": False}
-    assert store.columns["label"].tolist() == stored([JUDGED, other], tmp_path).columns["label"].tolist()
+    assert (
+        store.columns["label"].tolist()
+        == stored([JUDGED, other], tmp_path).columns["label"].tolist()
+    )
     assert len(texts(store)) == 2 and "unusable_label" not in store.report.findings
 
 
@@ -63,28 +82,61 @@ def test_judged_conversations_may_repeat_their_prompt(tmp_path):
     ]
     encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
     store = build_store(rows, encoder, 128, tmp_path)
-    expected = [("what is 2?", "two"), ("what is 2?", "a number"), ("what is 3?", "a number"), ("what is 3?", "two")]
-    found = [store.whole_document(n)[0].tolist() for n in range(len(store)) if store.columns["shared"][n] >= 0]
+    expected = [
+        ("what is 2?", "two"),
+        ("what is 2?", "a number"),
+        ("what is 3?", "a number"),
+        ("what is 3?", "two"),
+    ]
+    found = [
+        store.whole_document(n)[0].tolist()
+        for n in range(len(store))
+        if store.columns["shared"][n] >= 0
+    ]
     alone = Tokenizer(tiny.tokenizer())
-    assert found == [alone.encode({"messages": [user(q), assistant(a)]}, "row")[0] for q, a in expected]
+    assert found == [
+        alone.encode({"messages": [user(q), assistant(a)]}, "row")[0] for q, a in expected
+    ]
 
 
 @pytest.mark.parametrize("place", [1, 3])
 def test_an_unusable_answer_is_given_to_no_other_row(place, tmp_path, monkeypatch):
     """Nor where it is the last of the rows before a chunk."""
     monkeypatch.setattr("chronicals.data.chunks.CHUNK_ROWS", 4)
-    rows = [{"prompt": [user(f"what is {n}?")], "completion": [assistant(f"a {n}")], "label": n % 2 == 0} for n in range(8)]
+    rows = [
+        {
+            "prompt": [user(f"what is {n}?")],
+            "completion": [assistant(f"a {n}")],
+            "label": n % 2 == 0,
+        }
+        for n in range(8)
+    ]
     rows[place]["completion"] = [{"role": "narrator", "content": "x"}, assistant("y")]
     store = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
     assert store.report.findings["unknown_role"].rows == [place + 1]
-    assert len(texts(store)) == 7 and not any("narrator" in text for item in texts(store) for text in item)
+    assert len(texts(store)) == 7 and not any(
+        "narrator" in text for item in texts(store) for text in item
+    )
 
 
 @pytest.mark.parametrize("what", ["not trained", "refused"])
 def test_an_answer_without_a_target_takes_no_other_row_along(what, tmp_path):
-    rows = [{"prompt": [user(f"what is {n}?")], "completion": [assistant(f"a {n}")], "label": n % 2 == 0} for n in range(4)]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    rows[1]["completion"] = [{**assistant("x"), "train": False}] if what == "not trained" else [call]
+    rows = [
+        {
+            "prompt": [user(f"what is {n}?")],
+            "completion": [assistant(f"a {n}")],
+            "label": n % 2 == 0,
+        }
+        for n in range(4)
+    ]
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    }
+    rows[1]["completion"] = (
+        [{**assistant("x"), "train": False}] if what == "not trained" else [call]
+    )
     store = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
     (finding,) = [found for found in store.report.findings.values() if 2 in found.rows]
     assert finding.rows == [2] and len(texts(store)) == 3
@@ -92,7 +144,14 @@ def test_an_answer_without_a_target_takes_no_other_row_along(what, tmp_path):
 
 
 def test_a_row_with_no_other_answer_goes_by_its_own_rule(tmp_path):
-    rows = [{"prompt": [user(f"what is {n}?")], "completion": [assistant(f"a {n}")], "label": n % 2 == 0} for n in range(2)]
+    rows = [
+        {
+            "prompt": [user(f"what is {n}?")],
+            "completion": [assistant(f"a {n}")],
+            "label": n % 2 == 0,
+        }
+        for n in range(2)
+    ]
     rows[1]["completion"][0]["train"] = False
     store = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=KINDS), 128, tmp_path)
     found = {rule: finding.rows for rule, finding in store.report.findings.items()}
@@ -103,7 +162,12 @@ def test_a_row_with_no_other_answer_goes_by_its_own_rule(tmp_path):
     "row",
     [
         {"messages": [user("what is 2?"), assistant("two")]},
-        {"conversations": [{"from": "human", "value": "what is 2?"}, {"from": "gpt", "value": "two"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "what is 2?"},
+                {"from": "gpt", "value": "two"},
+            ]
+        },
         {"messages": json.dumps([user("what is 2?"), assistant("two")])},
         {"completion": [user("what is 2?"), assistant("two")]},
         {"completion": json.dumps([user("what is 2?"), assistant("two")])},
@@ -118,8 +182,14 @@ def test_a_row_with_no_other_answer_goes_by_its_own_rule(tmp_path):
 )
 def test_a_judged_answer_is_found_where_people_write_it(row, tmp_path):
     """The last message of a conversation is what is judged."""
-    rows = [{**row, "label": True}, {"prompt": [user("what is 3?")], "completion": [assistant("three")], "label": False}]
-    usual = [{"prompt": [user("what is 2?")], "completion": [assistant("two")], "label": True}, rows[1]]
+    rows = [
+        {**row, "label": True},
+        {"prompt": [user("what is 3?")], "completion": [assistant("three")], "label": False},
+    ]
+    usual = [
+        {"prompt": [user("what is 2?")], "completion": [assistant("two")], "label": True},
+        rows[1],
+    ]
     store, expected = stored(rows, tmp_path), stored(usual, tmp_path)
     assert texts(store) == texts(expected) and len(texts(store)) == 2
     assert store.columns["label"].tolist() == expected.columns["label"].tolist()
@@ -150,7 +220,14 @@ def test_a_judged_conversation_has_its_prompt_once(prompt, tmp_path):
         ({"completion": "two", "label": True}, "missing_field"),
         ({"messages": [user("what is 2?")], "label": True}, "no_assistant_turn"),
         ({"messages": [assistant("two")], "label": True}, "no_common_prompt"),
-        ({"prompt": "what is 3?", "completion": [user("what is 2?"), assistant("two")], "label": True}, "other_prompt"),
+        (
+            {
+                "prompt": "what is 3?",
+                "completion": [user("what is 2?"), assistant("two")],
+                "label": True,
+            },
+            "other_prompt",
+        ),
         ({"messages": [user("what is 2?"), assistant("two")]}, "unusable_label"),
         ({"question": "what is 2?", "answer": "two"}, "unusable_label"),
         ({"text": "a text"}, "unusable_kind"),
@@ -167,12 +244,16 @@ def test_a_label_beside_a_chat_says_nothing_to_fine_tuning(tmp_path):
     assert build_store([row], Tokenizer(tiny.tokenizer()), 64, tmp_path).report.kinds == {"chat": 1}
 
 
-# --- the answer to another prompt ------------------------------------------------------------------------------------
+# --- the answer to another prompt
+# ------------------------------------------------------------------------------------
 
 
 def rows_of(prompts):
     """Answered by their place."""
-    return [{"prompt": [user(prompt)], "completion": [assistant(f"answer {n}")]} for n, prompt in enumerate(prompts)]
+    return [
+        {"prompt": [user(prompt)], "completion": [assistant(f"answer {n}")]}
+        for n, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +275,10 @@ def test_it_is_of_the_nearest_row_before_that_asks_something_else(prompts, earli
     """A number in quotes is of the earlier rows."""
     rows, before = rows_of(prompts), rows_of(earlier)
     found = of_other_prompts(rows, before)
-    expected = [None if at is None else before[int(at)] if isinstance(at, str) else rows[at] for at in others]
+    expected = [
+        None if at is None else before[int(at)] if isinstance(at, str) else rows[at]
+        for at in others
+    ]
     assert all(one is other for one, other in zip(found, expected, strict=True))
 
 
@@ -207,7 +291,11 @@ def test_prompts_are_the_same_whatever_their_dialect():
 def numbered(count, prompts):
     """Good and bad answers in turn; each prompt so many times side by side."""
     return [
-        {"prompt": f"what is number {n // prompts} of them all?", "completion": f" it is {n}", "label": n % 2 == 0}
+        {
+            "prompt": f"what is number {n // prompts} of them all?",
+            "completion": f" it is {n}",
+            "label": n % 2 == 0,
+        }
         for n in range(count)
     ]
 
@@ -236,8 +324,12 @@ def test_prompts_in_cells_of_json_text_have_the_same_other_answers(tmp_path):
 
 
 def test_rows_without_another_prompt_near_them_are_left_out_and_told(tmp_path):
-    rows = numbered(CHUNK_ROWS, 2) + [{**numbered(1, 1)[0], "completion": f" it is {n}"} for n in range(EARLIER + 1)]
-    assert not stored(rows, tmp_path).report.count("no_other_prompt")  # the rows before the chunk ask something else
+    rows = numbered(CHUNK_ROWS, 2) + [
+        {**numbered(1, 1)[0], "completion": f" it is {n}"} for n in range(EARLIER + 1)
+    ]
+    assert not stored(rows, tmp_path).report.count(
+        "no_other_prompt"
+    )  # the rows before the chunk ask something else
     alone = [{**row, "prompt": "what is number 0 of them all?"} for row in rows]
     store = stored(alone, tmp_path)
     assert store.report.count("no_other_prompt") == len(alone) and not len(store)
@@ -262,18 +354,27 @@ def test_a_long_neighbour_does_not_cut_the_rows_own_answer(overlong, prompt, tmp
     width = 130
     store = stored(rows, tmp_path, width, overlong=overlong)
     (own, mismatched) = texts(store)[0]
-    alone = Tokenizer(tiny.tokenizer()).encode({"messages": [user(prompt), assistant("two")]}, "row")[0]
+    alone = Tokenizer(tiny.tokenizer()).encode(
+        {"messages": [user(prompt), assistant("two")]}, "row"
+    )[0]
     assert own == tiny.tokenizer().decode(alone)
     assert "three three" in mismatched and sum(store.lengths[store.rows == 0]) == width
-    assert all(1 not in found.rows for found in store.report.findings.values())  # the other one is too long by itself
+    assert all(
+        1 not in found.rows for found in store.report.findings.values()
+    )  # the other one is too long by itself
 
 
 @pytest.mark.parametrize("overlong", ["cut", "drop"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_answer_that_fits_by_itself_is_whole_whatever_is_left(overlong, shared, tmp_path):
-    """Where no target of the other one has room, be its prompt shared or not, it stands alone, behind a prompt of its own."""
+    """Where no target of the other one has room, be its prompt shared or not, it stands alone,
+    behind a prompt of its own.
+    """
     prompt, encoder = ("2 " * 30 if shared else "2?"), Tokenizer(tiny.tokenizer())
-    rows = [{"prompt": p, "completion": said, "label": True} for p, said in ((prompt, " two" * 30), ("3?", " three"))]
+    rows = [
+        {"prompt": p, "completion": said, "label": True}
+        for p, said in ((prompt, " two" * 30), ("3?", " three"))
+    ]
     ids, trained = encoder.encode({"prompt": prompt, "completion": " two" * 30}, "row")
     least = 2 if shared else len(ids) - sum(trained) + 1
     for spare in range(least + 1):
@@ -293,7 +394,11 @@ def test_rows_without_another_answer_are_not_counted_among_those_that_have_one(t
     assert (np.bincount(store.rows) == 1).tolist() == [n == 3 for n in range(8)]
     config = ChronicalsConfig(max_seq_length=width, batch_size=8, gradient_accumulation_steps=1)
     (step,) = BatchStream(store, config, epochs=1).steps(count=1)
-    assert (step.counts["items"], step.counts["mismatched_items"], step.counts["good_items"]) == (8, 7, 4)
+    assert (step.counts["items"], step.counts["mismatched_items"], step.counts["good_items"]) == (
+        8,
+        7,
+        4,
+    )
 
 
 def test_an_answer_that_is_too_long_itself_leaves_a_target_of_the_other(tmp_path):

@@ -1,4 +1,6 @@
-"""Batches hold every document as it was stored, once an epoch, in an order that only seed and position decide."""
+"""Batches hold every document as it was stored, once an epoch, in an order that only seed and
+position decide.
+"""
 
 import dataclasses
 import itertools
@@ -18,7 +20,14 @@ import chronicals
 import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, DataError, Tokenizer, build_store, create_dataloader, plan_packs
+from chronicals.data import (
+    BatchStream,
+    DataError,
+    Tokenizer,
+    build_store,
+    create_dataloader,
+    plan_packs,
+)
 from chronicals.data import loader as loader_module
 from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
 
@@ -31,7 +40,11 @@ SHARINGS = [(1, 8, 1), (2, 4, 1), (8, 1, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2)]
 
 def config(width=64, batch=2, accumulation=2, **changes):
     return ChronicalsConfig(
-        max_seq_length=width, batch_size=batch, gradient_accumulation_steps=accumulation, seed=11, **changes
+        max_seq_length=width,
+        batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        seed=11,
+        **changes,
     )
 
 
@@ -43,27 +56,39 @@ def make_store(tmp_path):
         """With a list of lengths, each document takes one of them."""
         rows = []
         for n in range(count):
-            length = random.choice(longest) if isinstance(longest, list) else random.randint(2, longest)
+            length = (
+                random.choice(longest) if isinstance(longest, list) else random.randint(2, longest)
+            )
             ids = [n, *(random.randrange(FILLER) for _ in range(length - 1))]
             labels = [token if random.random() < 0.6 else IGNORED for token in ids]
             labels[random.randrange(1, len(ids))] = IGNORED
             place = random.randrange(1, len(ids))
             labels[place] = ids[place]
             rows.append({"input_ids": ids, "labels": labels})
-        return build_store(rows, Tokenizer(tiny.tokenizer()), max(longest) if isinstance(longest, list) else longest, tmp_path)
+        return build_store(
+            rows,
+            Tokenizer(tiny.tokenizer()),
+            max(longest) if isinstance(longest, list) else longest,
+            tmp_path,
+        )
 
     return make
 
 
 def streams(store, settings, ranks=1, **options):
-    return [BatchStream(store, settings, FILLER, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+    return [
+        BatchStream(store, settings, FILLER, rank=rank, ranks=ranks, **options)
+        for rank in range(ranks)
+    ]
 
 
 def pieces(batch):
     """What lies between the bounds, filler included: ids, targets, positions."""
     bounds = batch.cu_seqlens.tolist()
     columns = (batch.input_ids.tolist(), batch.targets.tolist(), batch.position_ids.tolist())
-    return [tuple(column[a:b] for column in columns) for a, b in itertools.pairwise(bounds) if b > a]
+    return [
+        tuple(column[a:b] for column in columns) for a, b in itertools.pairwise(bounds) if b > a
+    ]
 
 
 def documents(batch):
@@ -78,7 +103,9 @@ def of_step(steps):
 
 def same(left, right):
     fields = ("input_ids", "targets", "position_ids", "cu_seqlens")
-    return left.max_seqlen == right.max_seqlen and all(torch.equal(getattr(left, f), getattr(right, f)) for f in fields)
+    return left.max_seqlen == right.max_seqlen and all(
+        torch.equal(getattr(left, f), getattr(right, f)) for f in fields
+    )
 
 
 def same_steps(left, right):
@@ -89,17 +116,22 @@ def same_steps(left, right):
     )
 
 
-# --- one Batch -------------------------------------------------------------------------------------------------------
+# --- one Batch
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_documents", [None, 3])
 @pytest.mark.parametrize(("width", "longest"), [(3, 3), (13, 12), (64, 40), (97, 20), (250, 10)])
 def test_every_piece_of_a_batch_is_a_document_or_filler(make_store, width, longest, max_documents):
     store = make_store(60, longest)
-    stream = BatchStream(store, config(width, batch=3, max_documents=max_documents), FILLER, epochs=2)
+    stream = BatchStream(
+        store, config(width, batch=3, max_documents=max_documents), FILLER, epochs=2
+    )
     for batch in stream:
         assert batch.cu_seqlens.dtype == torch.int32
-        assert {t.dtype for t in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
+        assert {t.dtype for t in (batch.input_ids, batch.targets, batch.position_ids)} == {
+            torch.int64
+        }
         assert batch.trained == (batch.targets != IGNORED).sum()
         bounds = batch.cu_seqlens
         assert bounds[0] == 0
@@ -110,7 +142,9 @@ def test_every_piece_of_a_batch_is_a_document_or_filler(make_store, width, longe
         at = 0
         for ids, targets, positions in pieces(batch):
             assert positions == list(range(len(ids)))
-            assert at // width == (at + len(ids) - 1) // width, "a piece crosses from one pack into the next"
+            assert at // width == (at + len(ids) - 1) // width, (
+                "a piece crosses from one pack into the next"
+            )
             if ids[0] == FILLER:
                 assert set(ids) == {FILLER}
                 assert set(targets) == {IGNORED}
@@ -129,16 +163,22 @@ def test_every_piece_of_a_batch_is_a_document_or_filler(make_store, width, longe
 def test_shapes_never_change_but_for_a_few_numbers_of_entries(make_store, width, longest):
     store = make_store(45, longest)
     stream = BatchStream(store, config(width), FILLER, epochs=3)
-    batches = [batch for step in stream.steps(count=stream.steps_in_all + 2) for batch in step.batches]
+    batches = [
+        batch for step in stream.steps(count=stream.steps_in_all + 2) for batch in step.batches
+    ]
     names = ("input_ids", "targets", "position_ids")
     assert len({tuple(getattr(batch, name).shape for name in names) for batch in batches}) == 1
     share = -(-2 * (stream.plan.max_documents + BUCKETS) // ENTRY_SHARES)
     for batch in batches:
         entries = len(batch.cu_seqlens) - 1
         assert entries % share == 0 and entries <= ENTRY_SHARES * share
-        assert int((batch.cu_seqlens.diff() > 0).sum()) > entries - share, "no more than a share is unused"
+        assert int((batch.cu_seqlens.diff() > 0).sum()) > entries - share, (
+            "no more than a share is unused"
+        )
     assert {batch.max_seqlen for batch in batches} <= {-(-width // share) for share in (8, 4, 2, 1)}
-    assert not any(documents(batch) for batch in batches[-4:]), "packs past the end are part of this"
+    assert not any(documents(batch) for batch in batches[-4:]), (
+        "packs past the end are part of this"
+    )
     assert all(batch.weights is None and not batch.segments for batch in batches)
 
 
@@ -175,7 +215,9 @@ def test_without_packing_a_pack_holds_one_document(make_store):
 @pytest.mark.gpu
 def test_pinned_batches_are_pinned_and_the_same(make_store):
     store = make_store()
-    plain, pinned = (list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True))
+    plain, pinned = (
+        list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True)
+    )
     assert all(same(a, b) for a, b in zip(plain, pinned))
     assert all(batch.input_ids.is_pinned() and batch.cu_seqlens.is_pinned() for batch in pinned)
 
@@ -190,12 +232,15 @@ def test_batches_in_memory_of_torch_are_the_same(make_store, monkeypatch):
 
     monkeypatch.setattr(loader_module.torch, "empty", pageable)
     store = make_store()
-    plain, pinned = (list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True))
+    plain, pinned = (
+        list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True)
+    )
     assert any(asked)
     assert all(same(a, b) for a, b in zip(plain, pinned, strict=True))
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------
+# --- steps
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch", "accumulation", "ranks"), SHARINGS)
@@ -203,7 +248,9 @@ def test_counts_are_of_the_whole_step(make_store, batch, accumulation, ranks):
     store = make_store(70, 30)
     everyone = streams(store, config(40, batch, accumulation), ranks, epochs=2)
     total = 0
-    for shares in zip(*(stream.steps(count=everyone[0].steps_in_all + 1) for stream in everyone), strict=True):
+    for shares in zip(
+        *(stream.steps(count=everyone[0].steps_in_all + 1) for stream in everyone), strict=True
+    ):
         batches = [b for step in shares for b in step.batches]
         assert [len(step.batches) for step in shares] == [accumulation] * ranks
         counts = dict(
@@ -226,8 +273,12 @@ def test_a_step_holds_the_same_documents_however_it_is_shared(make_store):
     for batch, accumulation, ranks in SHARINGS:
         everyone = streams(store, config(40, batch, accumulation), ranks, epochs=2)
         assert {stream.packs_a_step for stream in everyone} == {8}
-        steps = list(zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True))
-        found.append([(sorted(of_step(shares)), shares[0].counts, shares[0].state) for shares in steps])
+        steps = list(
+            zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True)
+        )
+        found.append(
+            [(sorted(of_step(shares)), shares[0].counts, shares[0].state) for shares in steps]
+        )
     assert all(other == found[0] for other in found[1:])
     assert len(found[0]) > 4
     assert len({str(documents) for documents, _, _ in found[0]}) == len(found[0])
@@ -241,8 +292,13 @@ def test_one_micro_batch_holds_a_step_as_it_comes(make_store):
 
 
 def costs(store, shares):
-    """Σ length² of every micro-batch of a step, ``[accumulation][ranks]``, given each rank's share."""
-    return [[int((store.lengths[documents(b)] ** 2).sum()) for b in batches] for batches in zip(*(s.batches for s in shares))]
+    """Σ length² of every micro-batch of a step, ``[accumulation][ranks]``, given each rank's
+    share.
+    """
+    return [
+        [int((store.lengths[documents(b)] ** 2).sum()) for b in batches]
+        for batches in zip(*(s.batches for s in shares))
+    ]
 
 
 def in_turn(costs, accumulation, ranks, batch_size):
@@ -251,16 +307,28 @@ def in_turn(costs, accumulation, ranks, batch_size):
 
 
 @pytest.mark.parametrize(("batch", "accumulation", "ranks"), [(4, 8, 1), (4, 2, 4), (8, 1, 4)])
-def test_attention_costs_micro_batches_and_ranks_alike(make_store, monkeypatch, batch, accumulation, ranks):
-    """Lengths from 2 to 256 with a long tail: of 32 packs a step some cost many times what others do."""
-    store = make_store(2000, np.random.lognormal(np.log(40), 0.9, 500).clip(2, 256).astype(int).tolist())
+def test_attention_costs_micro_batches_and_ranks_alike(
+    make_store, monkeypatch, batch, accumulation, ranks
+):
+    """Lengths from 2 to 256 with a long tail: of 32 packs a step some cost many times what
+    others do.
+    """
+    store = make_store(
+        2000, np.random.lognormal(np.log(40), 0.9, 500).clip(2, 256).astype(int).tolist()
+    )
 
     def found():
         everyone = streams(store, config(256, batch, accumulation), ranks)
         totals = []
         for shares in zip(*(stream.steps(count=6) for stream in everyone), strict=True):
             cost = np.array(costs(store, shares))
-            totals.append((sorted(of_step(shares)), cost.max() / cost.mean() - 1, np.ptp(cost, axis=1).max() / cost.mean()))
+            totals.append(
+                (
+                    sorted(of_step(shares)),
+                    cost.max() / cost.mean() - 1,
+                    np.ptp(cost, axis=1).max() / cost.mean(),
+                )
+            )
         return zip(*totals)
 
     held, imbalance, spread = found()
@@ -276,7 +344,9 @@ def test_attention_costs_micro_batches_and_ranks_alike(make_store, monkeypatch, 
 def test_every_document_comes_once_an_epoch(make_store, batch, accumulation, ranks, epochs):
     store = make_store(90, 30)
     everyone = streams(store, config(40, batch, accumulation), ranks, epochs=epochs)
-    steps = list(zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True))
+    steps = list(
+        zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True)
+    )
     seen = [n for shares in steps for n in of_step(shares)]
     assert sorted(seen) == sorted(list(range(90)) * epochs)
     assert of_step(steps[-1]), "the last step is not for nothing"
@@ -301,7 +371,9 @@ def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
     assert (last - 1) * 6 < packs <= last * 6
     assert sum(step.counts["documents"] for step in steps[:last]) == 60
     for step in steps[last:]:
-        assert step.counts == dict(targets=0, tokens=0, documents=0, items=0, first_targets=0, slots=240, packs=0)
+        assert step.counts == dict(
+            targets=0, tokens=0, documents=0, items=0, first_targets=0, slots=240, packs=0
+        )
         for batch in step.batches:
             assert (batch.input_ids == FILLER).all()
             assert (batch.targets == IGNORED).all()
@@ -320,7 +392,8 @@ def test_an_endless_stream_goes_on(make_store):
     assert stream.epoch(steps[-1].state) == 5
 
 
-# --- determinism -----------------------------------------------------------------------------------------------------
+# --- determinism
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_steps_from_a_position_are_the_tail_of_all_steps(make_store):
@@ -338,7 +411,10 @@ def test_a_stream_may_be_read_again_and_twice_at_once(make_store):
     (stream,) = streams(make_store(40, 30), config(40), epochs=2)
     first, second = list(stream), list(stream)
     together = list(zip(stream, stream, strict=True))
-    assert all(same(a, b) and same(a, x) and same(a, y) for a, b, (x, y) in zip(first, second, together, strict=True))
+    assert all(
+        same(a, b) and same(a, x) and same(a, y)
+        for a, b, (x, y) in zip(first, second, together, strict=True)
+    )
 
 
 def test_the_order_is_a_function_of_the_seed(make_store):
@@ -348,13 +424,23 @@ def test_the_order_is_a_function_of_the_seed(make_store):
         (stream,) = streams(store, config(40).replace(seed=seed), epochs=1)
         orders.append([documents(batch) for batch in stream])
     assert orders[0] == orders[2] != orders[1]
-    assert sorted(n for batch in orders[0] for n in batch) == sorted(n for batch in orders[1] for n in batch)
+    assert sorted(n for batch in orders[0] for n in batch) == sorted(
+        n for batch in orders[1] for n in batch
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "same"),
     [
-        ({"batch_size": 2, "gradient_accumulation_steps": 3, "num_epochs": 7, "learning_rate": 1.0}, True),
+        (
+            {
+                "batch_size": 2,
+                "gradient_accumulation_steps": 3,
+                "num_epochs": 7,
+                "learning_rate": 1.0,
+            },
+            True,
+        ),
         ({"seed": 2}, False),
         ({"packing_strategy": "in-order"}, False),
         ({"max_documents": 1}, False),
@@ -386,12 +472,16 @@ def test_without_shuffling_packs_come_as_planned_in_every_epoch(make_store):
 def test_a_part_of_a_store_gives_its_documents_alone(make_store):
     store = make_store(60, 30)
     train, validation = store.split(0.3, seed=5)
-    found = [{n for batch in streams(part, config(40), epochs=1)[0] for n in documents(batch)} for part in (train, validation)]
+    found = [
+        {n for batch in streams(part, config(40), epochs=1)[0] for n in documents(batch)}
+        for part in (train, validation)
+    ]
     assert [len(part) for part in found] == [42, 18]
     assert found[0] | found[1] == set(range(60))
 
 
-# --- the background thread -------------------------------------------------------------------------------------------
+# --- the background thread
+# -------------------------------------------------------------------------------------------
 
 
 def builders():
@@ -407,7 +497,9 @@ def test_an_unreadable_document_raises_in_the_consumer_after_the_steps_before_it
     starts[lost] = len(store.ids) - 1
     (stream,) = streams(dataclasses.replace(store, id_starts=starts), config(40, 1, 1), epochs=1)
     got = []
-    with pytest.raises(DataError, match=rf"{store.path.name}: document {lost} is not where the store says"):
+    with pytest.raises(
+        DataError, match=rf"{store.path.name}: document {lost} is not where the store says"
+    ):
         for step in stream.steps(count=20):
             got.append(step)
     assert same_steps(got, good[:9])
@@ -425,7 +517,9 @@ def test_an_error_of_the_thread_reaches_the_consumer(make_store, monkeypatch):
 
 
 def test_steps_are_assembled_while_python_does_not_let_go(make_store, monkeypatch):
-    """The thread that runs Python keeps the GIL: who needed it for every step would come to none of those behind."""
+    """The thread that runs Python keeps the GIL: who needed it for every step would come to none
+    of those behind.
+    """
     assembled = []
     assemble = loader_module.assemble
 
@@ -441,7 +535,9 @@ def test_steps_are_assembled_while_python_does_not_let_go(make_store, monkeypatc
     while sum(assembled) < 64 and time.perf_counter() < until:
         pass
     steps.close()
-    assert assembled[:4] == [16] * 4, "a call assembles many steps, so that the GIL is needed for few"
+    assert assembled[:4] == [16] * 4, (
+        "a call assembles many steps, so that the GIL is needed for few"
+    )
 
 
 def test_what_was_handed_out_is_never_written_again(make_store, monkeypatch):
@@ -454,11 +550,17 @@ def test_what_was_handed_out_is_never_written_again(make_store, monkeypatch):
     assert len({batch.input_ids.data_ptr() for batch, _ in kept}) == len(kept) == 100
 
 
-@pytest.mark.parametrize(("width", "depth", "size"), [(64, 64, 16), (1 << 17, 5, 2), (1 << 20, 2, 1)])
+@pytest.mark.parametrize(
+    ("width", "depth", "size"), [(64, 64, 16), (1 << 17, 5, 2), (1 << 20, 2, 1)]
+)
 def test_memory_of_prefetched_steps_is_bounded(make_store, monkeypatch, width, depth, size):
     made = []
     prefetch = loader_module.prefetch
-    monkeypatch.setattr(loader_module, "prefetch", lambda tasks, blocks: made.append(blocks) or prefetch(tasks, blocks))
+    monkeypatch.setattr(
+        loader_module,
+        "prefetch",
+        lambda tasks, blocks: made.append(blocks) or prefetch(tasks, blocks),
+    )
     (stream,) = streams(make_store(), config(width, 2, 2), epochs=1)
     next(stream.steps(count=1))
     assert made == [depth // size]
@@ -478,7 +580,9 @@ def test_a_process_ends_with_a_stream_that_nobody_closed(make_store):
         next(kept)
         print("taken")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "taken\n", "")
 
 
@@ -491,7 +595,8 @@ def test_a_consumer_that_stops_early_leaves_no_thread(make_store):
     assert not builders()
 
 
-# --- create_dataloader -----------------------------------------------------------------------------------------------
+# --- create_dataloader
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epochs", [None, 3])
@@ -508,7 +613,10 @@ def test_a_dataloader_yields_batches_and_has_a_length(tmp_path, epochs):
                 trained = tokenizer.decode([token for token in targets if token != IGNORED])
                 texts.append((tokenizer.decode(ids), trained))
     expected = [
-        (tokenizer.apply_chat_template(row["messages"], tokenize=False), f"{row['messages'][1]['content']}<|im_end|>")
+        (
+            tokenizer.apply_chat_template(row["messages"], tokenize=False),
+            f"{row['messages'][1]['content']}<|im_end|>",
+        )
         for row in rows
     ]
     assert sorted(texts) == sorted(expected * (epochs or 1))
@@ -518,7 +626,13 @@ def test_a_dataloader_yields_batches_and_has_a_length(tmp_path, epochs):
 def test_a_dataloader_fills_with_the_padding_token(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = "<|im_start|>"
-    batch = next(iter(create_dataloader([{"input_ids": [9, 8, 7]}], tokenizer, config(16, 1, 1, cache_dir=tmp_path))))
+    batch = next(
+        iter(
+            create_dataloader(
+                [{"input_ids": [9, 8, 7]}], tokenizer, config(16, 1, 1, cache_dir=tmp_path)
+            )
+        )
+    )
     assert batch.input_ids.tolist() == [9, 8, 7, *[tokenizer.pad_token_id] * 13]
     assert batch.targets.tolist() == [8, 7, *[IGNORED] * 14]
 
@@ -541,12 +655,18 @@ def test_a_dataloader_takes_whatever_holds_rows(tmp_path, make):
     ("rows", "reason"),
     [
         ([], "dataset: holds no rows"),
-        ([{"input_ids": [1, 2], "labels": [-100, -100]}] * 3, "dataset: nothing to train on in any of 3 rows"),
+        (
+            [{"input_ids": [1, 2], "labels": [-100, -100]}] * 3,
+            "dataset: nothing to train on in any of 3 rows",
+        ),
         (
             [{"input_ids": [1, 2], "labels": [-100, n]} for n in (2, -100, -100)],
             "dataset: breaks 1 .*in 3 rows:\n  masked_row: 2 ",
         ),
-        ([{"question": "a"}], "nothing to train on in any of 1 rows:\n  missing_field: .*row 1: unknown kind of row"),
+        (
+            [{"question": "a"}],
+            "nothing to train on in any of 1 rows:\n  missing_field: .*row 1: unknown kind of row",
+        ),
     ],
 )
 def test_a_dataloader_refuses_what_cannot_be_trained(tmp_path, rows, reason):
@@ -556,8 +676,12 @@ def test_a_dataloader_refuses_what_cannot_be_trained(tmp_path, rows, reason):
 
 def test_objective_and_share_of_masked_rows_come_from_the_configuration(tmp_path):
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}] * 3
-    loader = create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, objective="pretraining"))
+    loader = create_dataloader(
+        rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, objective="pretraining")
+    )
     assert np.array_equal(loader.store.targets, [2, 2, 2])
     rows[1] = {"input_ids": [1, 2, 3]}
-    loader = create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, gate={"masked_row": 0.7}))
+    loader = create_dataloader(
+        rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, gate={"masked_row": 0.7})
+    )
     assert np.array_equal(loader.store.targets, [2])

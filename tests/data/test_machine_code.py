@@ -1,4 +1,6 @@
-"""Machine code is kept between processes, and never after any source that it was compiled from has changed."""
+"""Machine code is kept between processes, and never after any source that it was compiled from
+has changed.
+"""
 
 import os
 import re
@@ -21,11 +23,14 @@ FILES = {
     "batch.py": "IGNORED = -100\n",
     "data/inner.py": "from .compiled import compiled\n@compiled\ndef inner(x):\n    return x + 1\n",
     "data/outer.py": (
-        "from chronicals.batch import IGNORED\nfrom .compiled import compiled\nfrom .inner import inner\n"
+        "from chronicals.batch import IGNORED\nfrom .compiled import compiled\nfrom .inner import "
+        "inner\n"
         "@compiled(nogil=True)\ndef outer(x):\n    return inner(x) * IGNORED\n"
     ),
 }
-PROGRAM = "from chronicals.data.outer import outer; print(outer(2), sum(outer.stats.cache_hits.values()))"
+PROGRAM = (
+    "from chronicals.data.outer import outer; print(outer(2), sum(outer.stats.cache_hits.values()))"
+)
 
 
 def run(folder, **environment):
@@ -33,7 +38,7 @@ def run(folder, **environment):
     environment = {**clean, "PYTHONPATH": str(folder), **environment}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment
-    ).stdout.split()  # fmt: skip
+    ).stdout.split()
 
 
 def edit(file, old, new):
@@ -65,9 +70,19 @@ def test_an_edit_of_a_callee_or_a_constant_in_another_file_is_compiled(tmp_path)
 
 def test_all_that_numba_compiles_is_kept_in_this_way():
     decorated = re.compile(r"\b(njit|jit|vectorize|guvectorize|cfunc|jit_module)\(|cache=True")
-    using = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if decorated.search(path.read_text())}
-    assert {name for name in using if "numba" in (SOURCE / name).read_text()} == {"data/compiled.py"}
-    covered = {file.relative_to(SOURCE).as_posix() for pattern in compilation.SOURCES for file in SOURCE.glob(pattern)}
+    using = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if decorated.search(path.read_text())
+    }
+    assert {name for name in using if "numba" in (SOURCE / name).read_text()} == {
+        "data/compiled.py"
+    }
+    covered = {
+        file.relative_to(SOURCE).as_posix()
+        for pattern in compilation.SOURCES
+        for file in SOURCE.glob(pattern)
+    }
     assert {"data/assembly.py", "data/packing.py", "data/balancing.py", "batch.py"} <= covered
 
 
@@ -84,8 +99,18 @@ def test_where_no_folder_can_be_written_nothing_is_kept_and_that_is_said(tmp_pat
     (tmp_path / "chronicals/data/__pycache__").write_text("")
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file" / "below")
-    environment = {"NUMBA_CACHE_DIR": nowhere, "HOME": nowhere, "XDG_CACHE_HOME": nowhere, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**os.environ, **environment})
+    environment = {
+        "NUMBA_CACHE_DIR": nowhere,
+        "HOME": nowhere,
+        "XDG_CACHE_HOME": nowhere,
+        "PYTHONPATH": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert done.stdout.split() == ["-300", "0"], done.stderr
     assert done.stderr.count("machine code is not kept") == 1 and "NUMBA_CACHE_DIR" in done.stderr
 
@@ -95,7 +120,17 @@ def test_machine_code_that_cannot_be_saved_does_not_end_the_run(tmp_path):
         "import pathlib, shutil; from chronicals.data.outer import outer; shutil.rmtree('own'); "
         "pathlib.Path('own').write_text(''); print(outer(2))"
     )
-    environment = {**os.environ, "NUMBA_CACHE_DIR": "own", "PYTHONPATH": str(package_in(tmp_path / "code"))}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": "own",
+        "PYTHONPATH": str(package_in(tmp_path / "code")),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
     assert done.stdout.split() == ["-300"], done.stderr
     assert done.stderr.count("machine code is not kept") == 1

@@ -1,4 +1,6 @@
-"""Files of runs, models and token stores beside rows are no rows; files of users that have such names are."""
+"""Files of runs, models and token stores beside rows are no rows; files of users that have such
+names are.
+"""
 
 import json
 import logging
@@ -8,18 +10,46 @@ import pytest
 from chronicals.data import read_records
 from chronicals.data.own_files import own_files
 
-REPORT = {"data": "a", "rows": 1, "documents": 1, "tokens": 3, "targets": 2, "kinds": {}, "findings": []}
+REPORT = {
+    "data": "a",
+    "rows": 1,
+    "documents": 1,
+    "tokens": 3,
+    "targets": 2,
+    "kinds": {},
+    "findings": [],
+}
 ROW = {"text": "a row"}
 
 INSIDE = {
-    "a run that was kept": {"resume.yaml": "model: a", "metrics.jsonl": "{}", "checkpoints/step-00000001/state.json": "{}"},
-    "a run from Python": {"model/chronicals.json": "{}", "model/config.json": "{}", "metrics.jsonl": "{}"},
-    "a run that was killed": {"checkpoints/step-00000002/manifest.json": "{}", "metrics.jsonl": "{}"},
+    "a run that was kept": {
+        "resume.yaml": "model: a",
+        "metrics.jsonl": "{}",
+        "checkpoints/step-00000001/state.json": "{}",
+    },
+    "a run from Python": {
+        "model/chronicals.json": "{}",
+        "model/config.json": "{}",
+        "metrics.jsonl": "{}",
+    },
+    "a run that was killed": {
+        "checkpoints/step-00000002/manifest.json": "{}",
+        "metrics.jsonl": "{}",
+    },
     "a check": {"train_dataset.json": json.dumps(REPORT), "eval_dataset.json": json.dumps(REPORT)},
-    "a model": {"config.json": "{}", "model.safetensors": "", "generation_config.json": "{}", "tokenizer.json": "{}"},
+    "a model": {
+        "config.json": "{}",
+        "model.safetensors": "",
+        "generation_config.json": "{}",
+        "tokenizer.json": "{}",
+    },
     "a tokenizer": {"config.json": "{}", "tokenizer_config.json": "{}", "vocab.json": "{}"},
     "an adapter": {"adapter_config.json": "{}", "tokenizer_config.json": "{}"},
-    "a token store": {f"{'0a' * 16}.arrow": "", f"{'0a' * 16}.json": "{}", "file-digests.json": "{}"},
+    "a token store": {
+        f"{'0a' * 16}.arrow": "",
+        f"{'0a' * 16}.json": "{}",
+        "file-digests.json": "{}",
+    },
 }
 
 
@@ -36,17 +66,31 @@ def texts(source):
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("place", [".", "inside", "one/two"])
 @pytest.mark.parametrize("pattern", ["", "**/*.json*"])
-def test_they_are_left_out_of_folders_and_patterns_and_said_by_name(tmp_path, name, place, pattern, caplog):
+def test_they_are_left_out_of_folders_and_patterns_and_said_by_name(
+    tmp_path, name, place, pattern, caplog
+):
     write(tmp_path / place, INSIDE[name])
     write(tmp_path, {"rows.jsonl": json.dumps(ROW), "one/more.jsonl": json.dumps(ROW)})
     with caplog.at_level(logging.INFO):
         assert texts(f"{tmp_path}/{pattern}" if pattern else tmp_path) == [ROW, ROW]
-    said = next(said for said in map(logging.LogRecord.getMessage, caplog.records) if "files of runs, models" in said)
-    assert str((tmp_path / place / next(iter(INSIDE[name])).split("/")[0]).resolve()) in said or pattern
+    said = next(
+        said
+        for said in map(logging.LogRecord.getMessage, caplog.records)
+        if "files of runs, models" in said
+    )
+    assert (
+        str((tmp_path / place / next(iter(INSIDE[name])).split("/")[0]).resolve()) in said
+        or pattern
+    )
 
 
 def test_rows_of_users_with_such_names_are_read(tmp_path):
-    rows = {"train_dataset.json": [ROW], "metrics.jsonl": ROW, "model/config.json": [ROW], "vocab.json": [ROW]}
+    rows = {
+        "train_dataset.json": [ROW],
+        "metrics.jsonl": ROW,
+        "model/config.json": [ROW],
+        "vocab.json": [ROW],
+    }
     write(tmp_path, {name: json.dumps(content) for name, content in rows.items()})
     assert texts(tmp_path) == [ROW] * 4
     write(tmp_path / "run", {**INSIDE["a run that was kept"], "answers.jsonl": json.dumps(ROW)})

@@ -1,4 +1,6 @@
-"""A plan of packs is a partition, is best-fit decreasing to the document, and leaves Python free while it is made."""
+"""A plan of packs is a partition, is best-fit decreasing to the document, and leaves Python free
+while it is made.
+"""
 
 import collections
 import dataclasses
@@ -57,7 +59,11 @@ def first_fit_decreasing(lengths, width, limit):
     """Documents of the packs, each where the first pack has room."""
     packs = []
     for document in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
-        fits = (p for p in packs if sum(lengths[d] for d in p) + lengths[document] <= width and len(p) < limit)
+        fits = (
+            p
+            for p in packs
+            if sum(lengths[d] for d in p) + lengths[document] <= width and len(p) < limit
+        )
         pack = next(fits, None)
         if pack is None:
             packs.append(pack := [])
@@ -69,7 +75,11 @@ def next_fit(lengths, width, limit):
     """Documents of the packs, in the order of the data."""
     packs = []
     for document, length in enumerate(lengths):
-        if not packs or sum(lengths[d] for d in packs[-1]) + length > width or len(packs[-1]) == limit:
+        if (
+            not packs
+            or sum(lengths[d] for d in packs[-1]) + length > width
+            or len(packs[-1]) == limit
+        ):
             packs.append([])
         packs[-1].append(document)
     return packs
@@ -80,7 +90,9 @@ def faults(plan, lengths, width, limit):
     packs = list(plan)
     checks = {
         "not a partition": sorted(plan.documents) == list(range(len(lengths))),
-        "offsets": plan.offsets[0] == 0 and plan.offsets[-1] == len(lengths) and len(packs) == len(plan.offsets) - 1,
+        "offsets": plan.offsets[0] == 0
+        and plan.offsets[-1] == len(lengths)
+        and len(packs) == len(plan.offsets) - 1,
         "packs and documents differ": np.array_equal(np.concatenate(packs), plan.documents),
         "an empty pack": all(len(pack) for pack in packs),
         "too many documents": all(len(pack) <= (limit or len(lengths)) for pack in packs),
@@ -121,8 +133,12 @@ def test_a_wrong_plan_is_found_by_what_is_checked():
 
 @pytest.mark.parametrize("limit", [None, 1, 2, 5])
 @pytest.mark.parametrize(("count", "width", "distribution"), CASES)
-@pytest.mark.parametrize(("strategy", "plain"), [("first-fit", first_fit_decreasing), ("in-order", next_fit)])
-def test_plans_are_those_of_the_plain_algorithms(strategy, plain, count, width, distribution, limit):
+@pytest.mark.parametrize(
+    ("strategy", "plain"), [("first-fit", first_fit_decreasing), ("in-order", next_fit)]
+)
+def test_plans_are_those_of_the_plain_algorithms(
+    strategy, plain, count, width, distribution, limit
+):
     lengths = draw(count, width, distribution)
     plan = plan_packs(lengths, width, limit, strategy)
     assert [pack.tolist() for pack in plan] == plain(lengths.tolist(), width, limit or count)
@@ -148,7 +164,9 @@ def test_every_document_goes_where_best_fit_decreasing_puts_it(count, width, dis
         size, pack = lengths[document], pack_of[document]
         fits = [room[p] for p in room if room[p] >= size and held[p] < (limit or count)]
         if fits:
-            assert room.get(pack) == min(fits), f"document {document} of {size} tokens is not in the fullest pack"
+            assert room.get(pack) == min(fits), (
+                f"document {document} of {size} tokens is not in the fullest pack"
+            )
         else:
             assert pack not in room
         room[pack] = room.get(pack, width) - size
@@ -189,7 +207,9 @@ def test_a_length_out_of_range_is_named(wrong):
     lengths = [5] * 20
     place = random.randrange(20)
     lengths[place] = wrong
-    with pytest.raises(ValueError, match=rf"lengths\[{place}\]={wrong}: must be between 1 and max_seq_length=64"):
+    with pytest.raises(
+        ValueError, match=rf"lengths\[{place}\]={wrong}: must be between 1 and max_seq_length=64"
+    ):
         plan_packs(lengths, 64)
 
 
@@ -199,14 +219,22 @@ def test_a_pack_must_hold_a_document():
 
 
 def test_an_unknown_strategy_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"strategy='worst-fit': no such strategy; there are best-fit, first-fit, in-order"):
+    with pytest.raises(
+        ValueError,
+        match=r"strategy='worst-fit': no such strategy; there are best-fit, first-fit, in-order",
+    ):
         plan_packs([1], 64, strategy="worst-fit")
 
 
 def test_the_configuration_takes_the_strategies_there_are():
-    assert [ChronicalsConfig(packing_strategy=name).packing_strategy for name in STRATEGIES] == list(STRATEGIES)
+    assert [
+        ChronicalsConfig(packing_strategy=name).packing_strategy for name in STRATEGIES
+    ] == list(STRATEGIES)
     assert ChronicalsConfig().packing_strategy == "best-fit"
-    with pytest.raises(ConfigurationError, match="packing_strategy='worst-fit'.*'best-fit', 'first-fit' or 'in-order'"):
+    with pytest.raises(
+        ConfigurationError,
+        match="packing_strategy='worst-fit'.*'best-fit', 'first-fit' or 'in-order'",
+    ):
         ChronicalsConfig(packing_strategy="worst-fit")
 
 
@@ -236,7 +264,8 @@ def test_other_threads_run_while_a_plan_is_made():
     assert within >= 5, f"a thread ran {within} times in the middle of {took:.3f} s"
 
 
-# --- SequencePacker --------------------------------------------------------------------------------------------------
+# --- SequencePacker
+# --------------------------------------------------------------------------------------------------
 
 
 def token_rows(count, longest):
@@ -325,14 +354,19 @@ def test_a_width_below_one_is_refused():
 def test_the_mask_lets_a_position_see_its_own_document_alone(causal):
     packer = SequencePacker(17)
     packed = packer.pack(token_rows(12, 15))
-    ids = [*(row["sequence_ids"] for row in packed), [0] * 6 + [1] * 3 + [SequencePacker.PADDING] * 8]
+    ids = [
+        *(row["sequence_ids"] for row in packed),
+        [0] * 6 + [1] * 3 + [SequencePacker.PADDING] * 8,
+    ]
     mask = packer.create_attention_mask(torch.tensor(ids), causal=causal)
     assert mask.dtype == torch.bool
     assert mask.shape == (len(ids), 1, 17, 17)
     for row, allowed in zip(ids, mask[:, 0].tolist()):
         for query in range(17):
             for key in range(17):
-                together = row[query] == row[key] != SequencePacker.PADDING and (key <= query or not causal)
+                together = row[query] == row[key] != SequencePacker.PADDING and (
+                    key <= query or not causal
+                )
                 assert allowed[query][key] == (together or query == key)
     assert mask.any(-1).all()
     assert torch.equal(mask, packer.create_attention_mask(ids, causal=causal))
@@ -340,5 +374,10 @@ def test_the_mask_lets_a_position_see_its_own_document_alone(causal):
 
 def test_the_mask_is_causal_unless_asked_otherwise():
     packer = SequencePacker(5)
-    assert torch.equal(packer.create_attention_mask([0, 0, 0, 1, -1]), packer.create_attention_mask([[0, 0, 0, 1, -1]]))
-    assert torch.equal(packer.create_attention_mask([0] * 5)[0, 0], torch.ones(5, 5, dtype=torch.bool).tril())
+    assert torch.equal(
+        packer.create_attention_mask([0, 0, 0, 1, -1]),
+        packer.create_attention_mask([[0, 0, 0, 1, -1]]),
+    )
+    assert torch.equal(
+        packer.create_attention_mask([0] * 5)[0, 0], torch.ones(5, 5, dtype=torch.bool).tril()
+    )

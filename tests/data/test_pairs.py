@@ -1,4 +1,6 @@
-"""Other names of prompt and completion are recognised and said; completions are rendered as chats only where that is asked."""
+"""Other names of prompt and completion are recognised and said; completions are rendered as
+chats only where that is asked.
+"""
 
 import dataclasses
 
@@ -12,7 +14,9 @@ from chronicals.data.rows import READ, kind_of, normalise
 
 PAIRS = [("prompt", "response"), ("question", "answer"), ("query", "response"), ("input", "output")]
 PLAIN = {"prompt": "what is 2?", "completion": "two"}
-CHAT = {"messages": [{"role": "user", "content": "what is 2?"}, {"role": "assistant", "content": "two"}]}
+CHAT = {
+    "messages": [{"role": "user", "content": "what is 2?"}, {"role": "assistant", "content": "two"}]
+}
 
 
 def store_of(rows, folder, **options):
@@ -31,14 +35,21 @@ def test_pairs_are_completions_and_it_is_said_how_they_were_read(tmp_path, pair)
     if pair[0] == "prompt":
         assert said is None
     else:
-        assert said.count == 1 and said.example == f"row 1: {pair[0]} is the prompt, {pair[1]} the completion"
+        assert (
+            said.count == 1
+            and said.example == f"row 1: {pair[0]} is the prompt, {pair[1]} the completion"
+        )
         assert store.report.level("columns_recognised", {}) == "info"
 
 
 def test_a_pair_beside_a_label_stays_a_completion(tmp_path):
-    """Under its usual names it would be a judged answer; the kind is found once, by the names that it came with."""
+    """Under its usual names it would be a judged answer; the kind is found once, by the names
+    that it came with.
+    """
     row = {"question": "what is 2?", "answer": "two", "label": 1}
-    assert Tokenizer(tiny.tokenizer()).encode(row, "row 1") == Tokenizer(tiny.tokenizer()).encode(PLAIN, "row 1")
+    assert Tokenizer(tiny.tokenizer()).encode(row, "row 1") == Tokenizer(tiny.tokenizer()).encode(
+        PLAIN, "row 1"
+    )
     assert store_of([row], tmp_path).report.kinds == {"completion": 1}
 
 
@@ -64,12 +75,20 @@ def test_completions_are_plain_and_warned_about_unless_they_are_asked_to_be_chat
     assert plain.report.kinds == {"completion": 2} and plain.report.count("plain_completion") == 2
     assert plain.report.level("plain_completion", {}) == "warning"
     chats = store_of(rows, tmp_path, completions_as_chat=True)
-    assert chats.key != plain.key and chats.report.kinds == {"completion": 2} and chats.kinds == ["instruction"]
+    assert (
+        chats.key != plain.key
+        and chats.report.kinds == {"completion": 2}
+        and chats.kinds == ["instruction"]
+    )
     assert not {"plain_completion", "unread_field"} & chats.report.findings.keys()
     system = {"messages": [{"role": "system", "content": "be kind"}, *CHAT["messages"]]}
     encoder = Tokenizer(tiny.tokenizer(), completions_as_chat=True)
     for number, chat in enumerate((CHAT, system)):
-        assert chats.document(number)[0].tolist() == encoder.encode(chat, "row")[0] == encoder.encode(rows[number], "row")[0]
+        assert (
+            chats.document(number)[0].tolist()
+            == encoder.encode(chat, "row")[0]
+            == encoder.encode(rows[number], "row")[0]
+        )
     without = tiny.tokenizer()
     without.chat_template = None
     assert not build_store(rows, Tokenizer(without), 64, tmp_path).report.count("plain_completion")
@@ -90,7 +109,9 @@ def test_names_of_columns_in_a_recipe_are_those_of_configurations():
 )
 def test_columns_of_a_recipe_name_those_of_every_source_without_its_own(columns, tmp_path):
     own = DataSource("b.csv", columns={"text": "body"})
-    recipe = Recipe(model="base", data=["a.jsonl=2", own], validation_data="c.jsonl", columns=columns)
+    recipe = Recipe(
+        model="base", data=["a.jsonl=2", own], validation_data="c.jsonl", columns=columns
+    )
     named = {"prompt": "question", "completion": "answer"}
     assert recipe.columns == named
     first = DataSource("a.jsonl", weight=2, columns=named)
@@ -123,10 +144,14 @@ def test_columns_that_cannot_be_are_refused(columns, words):
 
 
 def test_completions_as_chat_is_a_field():
-    assert Tokenizer.configured(tiny.tokenizer(), ChronicalsConfig(completions_as_chat=True)).completions_as_chat
+    assert Tokenizer.configured(
+        tiny.tokenizer(), ChronicalsConfig(completions_as_chat=True)
+    ).completions_as_chat
 
 
 @pytest.mark.parametrize("as_chat", [False, True])
 def test_pictures_are_refused_however_completions_are_rendered(tmp_path, as_chat):
     rows = [{"question": "what is 2?", "answer": "two", "image": "cat.png"}]
-    assert store_of(rows, tmp_path, completions_as_chat=as_chat).report.count("pictures_or_sound") == 1
+    assert (
+        store_of(rows, tmp_path, completions_as_chat=as_chat).report.count("pictures_or_sound") == 1
+    )

@@ -1,4 +1,6 @@
-"""Documents that fit in a part of a pack lie whole in one, longer ones in all; parts are as even as the rule makes them."""
+"""Documents that fit in a part of a pack lie whole in one, longer ones in all; parts are as even
+as the rule makes them.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,9 @@ def faults(plan, lengths, width, parts, limit):
         for length, part in zip(lengths[pack], part_of):
             if (part == SPLIT) != (length > part_width):
                 found.append("split and fits, or whole and does not")
-            used[slice(None) if part == SPLIT else part] += 2 * -(-length // (2 * parts)) if part == SPLIT else length
+            used[slice(None) if part == SPLIT else part] += (
+                2 * -(-length // (2 * parts)) if part == SPLIT else length
+            )
             held[slice(None) if part == SPLIT else part] += 1
         if used.max() > part_width:
             found.append("too wide")
@@ -45,21 +49,32 @@ def faults(plan, lengths, width, parts, limit):
 def test_a_plan_is_a_partition_within_its_parts(mix, parts, limit, strategy):
     lengths = MIXES[mix]()
     plan = plan_parts(lengths, 96, limit, strategy, None, parts)
-    assert not faults(plan, lengths, 96, parts, limit) and plan.tokens == lengths.sum() and plan.parts == parts
+    assert (
+        not faults(plan, lengths, 96, parts, limit)
+        and plan.tokens == lengths.sum()
+        and plan.parts == parts
+    )
 
 
 def test_a_wrong_plan_is_found_by_what_is_checked():
     lengths = np.array([96, 30, 30, 10, 10])
     plan = plan_parts(lengths, 96, None, "best-fit", None, 2)
     plan.part_of[:] = 0
-    assert set(faults(plan, lengths, 96, 2, 2)) >= {"split and fits, or whole and does not", "too wide", "too many documents"}
+    assert set(faults(plan, lengths, 96, 2, 2)) >= {
+        "split and fits, or whole and does not",
+        "too wide",
+        "too many documents",
+    }
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_packs_of_one_part_are_those_of_plan_packs(strategy):
     lengths = MIXES["any"]()
     one, plain = plan_parts(lengths, 96, 5, strategy, None, 1), plan_packs(lengths, 96, 5, strategy)
-    assert one.documents.tolist() == plain.documents.tolist() and one.offsets.tolist() == plain.offsets.tolist()
+    assert (
+        one.documents.tolist() == plain.documents.tolist()
+        and one.offsets.tolist() == plain.offsets.tolist()
+    )
     assert one.part_of is None and one.parts == 1
 
 
@@ -90,7 +105,9 @@ def test_new_parts_share_a_pack_with_their_like():
 
 def test_in_order_nothing_is_sorted():
     lengths = MIXES["any"]()
-    assert plan_parts(lengths, 96, None, "in-order", None, 2).documents.tolist() == list(range(len(lengths)))
+    assert plan_parts(lengths, 96, None, "in-order", None, 2).documents.tolist() == list(
+        range(len(lengths))
+    )
 
 
 def test_in_order_a_split_document_counts_beside_those_before_it():
@@ -112,9 +129,14 @@ def test_items_are_whole_and_lie_in_one_part(strategy):
 
 
 def test_what_cannot_be_planned_is_refused():
-    with pytest.raises(ValueError, match=r"max_seq_length=98: packs in 2 parts .* need a multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"max_seq_length=98: packs in 2 parts .* need a multiple of 4"
+    ):
         plan_parts(np.array([5]), 98, None, "best-fit", None, 2)
-    with pytest.raises(ValueError, match="item 1 has 60 tokens in 2 documents, which one process must have: at most .* = 48"):
+    with pytest.raises(
+        ValueError,
+        match="item 1 has 60 tokens in 2 documents, which one process must have: at most .* = 48",
+    ):
         plan_parts(np.array([5, 6, 30, 30]), 96, None, "best-fit", np.array([0, 2, 4]), 2)
     with pytest.raises(ValueError, match="max_documents=1: 2 parts of a pack must hold 1 each"):
         plan_parts(np.array([5]), 96, 1, "best-fit", None, 2)

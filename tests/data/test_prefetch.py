@@ -1,4 +1,6 @@
-"""Results come in order, are computed before they are asked for, and no more of them than was said."""
+"""Results come in order, are computed before they are asked for, and no more of them than was
+said.
+"""
 
 import functools
 import threading

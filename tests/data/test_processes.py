@@ -1,4 +1,6 @@
-"""Stores built by several processes are those that one builds, and whatever happens to a process is said."""
+"""Stores built by several processes are those that one builds, and whatever happens to a process
+is said.
+"""
 
 import contextlib
 import io
@@ -22,7 +24,13 @@ from chronicals import data
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, build_store, building, chunks, open_store, processes
 from chronicals.data.chunks import Chunk, ChunkEncoder, chunks_of
-from chronicals.data.frames import chunk_of_frame, frame_of_chunk, frame_of_encoded, read_frame, write_frame
+from chronicals.data.frames import (
+    chunk_of_frame,
+    frame_of_chunk,
+    frame_of_encoded,
+    read_frame,
+    write_frame,
+)
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import BadRow, Line
 from process_groups import members, wait_until
@@ -86,9 +94,18 @@ def planted_rows():
     rows = []
     for name, planted in planted_faults.PLANTED.items():
         if isinstance(planted, dict):
-            rows += [(f"{name}", planted), (f"{name} again", Line(json.dumps(planted).encode() + b"\n"))]
+            rows += [
+                (f"{name}", planted),
+                (f"{name} again", Line(json.dumps(planted).encode() + b"\n")),
+            ]
     clean = [(f"row {n}", row) for n, row in enumerate(planted_faults.CLEAN)]
-    return [*clean, *rows, *clean, ("a.csv:3", BadRow("has 2 fields", "missing_field")), ("a.jsonl:9", Line(b'{"text": "cu\n'))]
+    return [
+        *clean,
+        *rows,
+        *clean,
+        ("a.csv:3", BadRow("has 2 fields", "missing_field")),
+        ("a.jsonl:9", Line(b'{"text": "cu\n')),
+    ]
 
 
 def test_the_same_documents_and_the_same_report():
@@ -105,8 +122,13 @@ def test_the_same_however_many_rows_the_tokenizer_is_given_at_once(at_once):
 
 def test_the_same_where_a_chunk_needs_the_rows_before_it():
     """Judged answers, pairs of which ask the same; one of those before a chunk cannot be read."""
-    answers = [{"prompt": f"what is {n // 2}?", "completion": f" {n}", "label": n % 2} for n in range(40)]
-    rows = [(f"row {n}", BadRow("torn", "unparsable") if n == 20 else row) for n, row in enumerate(answers)]
+    answers = [
+        {"prompt": f"what is {n // 2}?", "completion": f" {n}", "label": n % 2} for n in range(40)
+    ]
+    rows = [
+        (f"row {n}", BadRow("torn", "unparsable") if n == 20 else row)
+        for n, row in enumerate(answers)
+    ]
     assert_same_by_processes(rows, encoder(kinds=("unpaired preference",)), earlier=4)
 
 
@@ -126,24 +148,33 @@ def test_rows_that_json_has_no_word_for_are_made_here():
 
 def test_a_store_of_several_processes(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"This is text {n % 180}."}) + "\n" for n in range(200)))
+    path.write_text(
+        "".join(json.dumps({"text": f"This is text {n % 180}."}) + "\n" for n in range(200))
+    )
     alone = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "alone", processes=1)
     chunked = building.chunks_of
     encoded = TokenizingProcesses.encoded
     monkeypatch.setattr(building, "chunks_of", lambda *given: list(chunked(*given)))
-    monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, helped(self, some)))
+    monkeypatch.setattr(
+        TokenizingProcesses, "encoded", lambda self, some: encoded(self, helped(self, some))
+    )
     store = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "several", processes=3)
     for name in ("lengths", "targets", "rows", "hashes"):
         assert np.array_equal(getattr(store, name), getattr(alone, name))
     for number in range(200):
-        assert [array.tolist() for array in store.document(number)] == [array.tolist() for array in alone.document(number)]
+        assert [array.tolist() for array in store.document(number)] == [
+            array.tolist() for array in alone.document(number)
+        ]
     assert (store.report, store.max_id, store.key) == (alone.report, alone.max_id, alone.key)
     assert store.report.count("duplicate_row") == 20
 
 
 def forked(program):
     """Numbers of the processes that a program divided into."""
-    return [int(number) for number in Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()]
+    return [
+        int(number)
+        for number in Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+    ]
 
 
 @pytest.mark.parametrize("killed", ["a process", "the program"])
@@ -160,13 +191,17 @@ def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, monkey
                 processes = forked(program)
                 assert len(processes) == 2
                 for process in processes if killed == "a process" else [program.pid, *processes]:
-                    with contextlib.suppress(ProcessLookupError):  # one that ends takes the others with it
+                    with contextlib.suppress(
+                        ProcessLookupError
+                    ):  # one that ends takes the others with it
                         os.kill(process, signal.SIGKILL)
                 program.wait()
             yield chunk
 
     monkeypatch.setattr(building, "chunks_of", lambda *given: list(chunked(*given)))
-    monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, killing(self, some)))
+    monkeypatch.setattr(
+        TokenizingProcesses, "encoded", lambda self, some: encoded(self, killing(self, some))
+    )
     with pytest.raises(ChildProcessError, match=r"ended with status -9.*dataset_num_proc"):
         build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path, processes=2)
     assert list(tmp_path.iterdir()) == []
@@ -182,7 +217,8 @@ def test_one_that_fails_ends_them_all(fault):
         "from chronicals.data.worker import divided\n"
         "def serving(own):\n"
         "    number = pipes.index(own)\n"
-        "    opened = {pipe for pipe in [p for pair in pipes for p in pair] if os.path.exists(f'/proc/self/fd/{pipe}')}\n"
+        "    opened = {pipe for pipe in [p for pair in pipes for p in pair] if "
+        "os.path.exists(f'/proc/self/fd/{pipe}')}\n"
         "    assert opened == set(own), opened\n"
         "    if number == 1 and sys.argv[1] == 'raises': raise ValueError('row 7')\n"
         "    if number == 1 and sys.argv[1] == 'signal': os.kill(os.getpid(), signal.SIGSEGV)\n"
@@ -190,8 +226,12 @@ def test_one_that_fails_ends_them_all(fault):
         "pipes = [os.pipe() for _ in range(3)]\n"
         "sys.exit(divided(pipes, serving))"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(fault)], capture_output=True, text=True, timeout=50)
-    assert done.returncode == {"raises": 1, "signal": 128 + signal.SIGSEGV, None: 0}[fault], done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(fault)], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == {"raises": 1, "signal": 128 + signal.SIGSEGV, None: 0}[fault], (
+        done.stderr
+    )
     assert ("ValueError: row 7" in done.stderr) == (fault == "raises")
 
 
@@ -267,9 +307,13 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
     elif fault == "vocabulary":
         other, save = tiny.tokenizer(), type(inner).save_pretrained
         other.add_tokens(["<another>"])
-        monkeypatch.setattr(type(inner), "save_pretrained", lambda self, folder: save(other, folder))
+        monkeypatch.setattr(
+            type(inner), "save_pretrained", lambda self, folder: save(other, folder)
+        )
     else:
-        monkeypatch.setattr(type(inner), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+        monkeypatch.setattr(
+            type(inner), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("no room"))
+        )
     of = encoder(inner)
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
 
@@ -289,7 +333,9 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
     assert sum(len(encoded.documents) for _, encoded in found) == 60
 
 
-@pytest.mark.parametrize(("alone", "expected", "asked"), [(1 << 20, 0, False), (300, 0, True), (1 << 20, 1 << 24, True)])
+@pytest.mark.parametrize(
+    ("alone", "expected", "asked"), [(1 << 20, 0, False), (300, 0, True), (1 << 20, 1 << 24, True)]
+)
 def test_help_is_asked_for_where_there_is_much_to_do(alone, expected, asked, monkeypatch):
     monkeypatch.setattr(processes, "LETTERS_ALONE", alone)
     asking = []
@@ -334,7 +380,11 @@ def test_the_configuration_sets_how_many(tmp_path, monkeypatch):
 
 def test_frames_come_as_they_went():
     line, bad = Line(b'\xef\xbb\xbf{"text": "b"}\r\n'), BadRow("why", "wrong_type")
-    chunk = Chunk(12, ["a", "b", "c", "d"], [{"text": "é\u2028🙂", "price": object()}, line, bad, {"id": None}])
+    chunk = Chunk(
+        12,
+        ["a", "b", "c", "d"],
+        [{"text": "é\u2028🙂", "price": object()}, line, bad, {"id": None}],
+    )
     pipe = io.BytesIO()
     write_frame(pipe, *frame_of_chunk(chunk))
     write_frame(pipe, {"last": True})
@@ -342,8 +392,11 @@ def test_frames_come_as_they_went():
     again = chunk_of_frame(*read_frame(pipe))
     assert (again.first, again.wheres) == (12, ["a", "b", "c", "d"])
     assert [chunks.parsed(record) for record in again.records] == [
-        {"text": "é\u2028🙂", "price": 0}, {"text": "b"}, bad, {"id": None}
-    ]  # fmt: skip
+        {"text": "é\u2028🙂", "price": 0},
+        {"text": "b"},
+        bad,
+        {"id": None},
+    ]
     assert read_frame(pipe) == ({"last": True}, b"") and read_frame(pipe) is None
     pipe = io.BytesIO(pipe.getvalue()[:30])
     with pytest.raises(EOFError):
@@ -351,21 +404,30 @@ def test_frames_come_as_they_went():
 
 
 @pytest.mark.parametrize(
-    "row", [("a", "b"), {"text": ("a", "b")}, {None: 1, "foo": 2}, {"text": "\ud83d"}, None, b"{}"], ids=repr
+    "row",
+    [("a", "b"), {"text": ("a", "b")}, {None: 1, "foo": 2}, {"text": "\ud83d"}, None, b"{}"],
+    ids=repr,
 )
 def test_a_row_that_would_come_back_as_another_does_not_go(row):
     assert frame_of_chunk(Chunk(0, ["a"], [row])) is None
 
 
 def test_every_name_of_the_room_is_there():
-    assert dir(data) == data.__all__ and all(getattr(data, name) is not None for name in data.__all__)
+    assert dir(data) == data.__all__ and all(
+        getattr(data, name) is not None for name in data.__all__
+    )
     with pytest.raises(AttributeError, match="TokenStore"):
         _ = data.Store
 
 
 def test_a_process_starts_with_what_it_needs():
-    """Not with pyarrow either, whose allocator has a thread: only a program of one thread may divide."""
-    program = "import sys, chronicals.data.worker; assert not {'torch', 'numba', 'pandas', 'pyarrow'} & set(sys.modules)"
+    """Not with pyarrow either, whose allocator has a thread: only a program of one thread may
+    divide.
+    """
+    program = (
+        "import sys, chronicals.data.worker; assert not {'torch', 'numba', 'pandas', "
+        "'pyarrow'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -375,7 +437,8 @@ def test_a_process_never_imports_torch(tmp_path):
     program = (
         "import importlib.util, sys\n"
         "from chronicals.data import worker\n"
-        "worker.tokenizer_in = lambda *_: sys.exit('found' if importlib.util.find_spec('torch') else 7)\n"
+        "worker.tokenizer_in = lambda *_: sys.exit('found' if importlib.util.find_spec('torch') "
+        "else 7)\n"
         f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
         "worker.main()"
     )
@@ -411,7 +474,9 @@ def test_processes_end_with_one_that_is_killed():
         "    time.sleep(60)\n"
     )
     paths = [str(Path(tiny.__file__).parent), str(Path(processes.__file__).parents[2])]
-    parent = subprocess.Popen([sys.executable, "-c", program, *paths], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, *paths], stdout=subprocess.PIPE, text=True
+    )
     group, other = map(int, parent.stdout.readline().split())
     assert len(members(group)) == 3
     parent.kill()

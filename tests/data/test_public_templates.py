@@ -1,4 +1,6 @@
-"""Chat templates by name write what public texts of the same models write, and their answers are trained."""
+"""Chat templates by name write what public texts of the same models write, and their answers are
+trained.
+"""
 
 import json
 from pathlib import Path
@@ -12,13 +14,22 @@ from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.foreign_values import TEMPLATES
 from chronicals.data import DataError, TemplateError, Tokenizer
 from chronicals.data.batch_encoding import BatchEncoder
-from chronicals.data.chat_templates import END_OF_TEXT, FAMILIES, FOLDER, NAMED, SPELLINGS, with_chat_template
+from chronicals.data.chat_templates import (
+    END_OF_TEXT,
+    FAMILIES,
+    FOLDER,
+    NAMED,
+    SPELLINGS,
+    with_chat_template,
+)
 from chronicals.data.rows import NormalRow, plain_row
 
 PUBLIC = json.loads((Path(__file__).parent / "public_templates.json").read_text(encoding="utf-8"))
 
 TALKS = ("single", "turns", "system", "rich tools")
-"""Kinds of conversation without calls and thoughts, which every template trains if it writes them."""
+"""Kinds of conversation without calls and thoughts, which every template trains if it writes
+them.
+"""
 
 ONE_CALL = ("tools", "arguments as text", "content is null", "content is missing")
 
@@ -36,9 +47,14 @@ CALLING = {
 THINKING = {"qwen3": ("thinking",), "gpt-oss": ("thinking",)}
 """By name the kinds of conversation with thoughts that are trained; others are refused."""
 
-UNTRAINABLE = {"mistral-v3": ("system",), "mistral-v3-tekken": ("system",), "gpt-oss": ("turns", "system")}
-"""Kinds that a template writes in such a way that not every answer can be trained: Mistral moves the system message to the
-question that is last, and gpt-oss ends the last answer alone with the token at which generation stops."""
+UNTRAINABLE = {
+    "mistral-v3": ("system",),
+    "mistral-v3-tekken": ("system",),
+    "gpt-oss": ("turns", "system"),
+}
+"""Kinds that a template writes in such a way that not every answer can be trained: Mistral moves
+the system message to the question that is last, and gpt-oss ends the last answer alone with the
+token at which generation stops."""
 
 CALLED = "<|call|>"
 """Ends a call of gpt-oss, where its stop token ends an answer."""
@@ -60,7 +76,9 @@ def with_family(name):
     tokenizer = plain()
     family = FAMILIES[name]
     needed = [token for token in (*family.tokens, family.stop) if token != END_OF_TEXT]
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in needed], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in needed], special_tokens=True
+    )
     return with_chat_template(tokenizer, name)
 
 
@@ -129,7 +147,10 @@ def test_answers_and_their_end_are_trained_and_else_refused(name):
 def test_many_conversations_at_once_are_encoded_alike(name):
     encoder = Tokenizer(with_family(name))
     records = [{"messages": messages, "tools": tools} for messages, tools in CONVERSATIONS.values()]
-    rows = [NormalRow.of(plain_row(record, kind), "chat", kind) for record, kind in zip(records, CONVERSATIONS)]
+    rows = [
+        NormalRow.of(plain_row(record, kind), "chat", kind)
+        for record, kind in zip(records, CONVERSATIONS)
+    ]
     together = BatchEncoder(encoder).encode_batch(rows, list(CONVERSATIONS))
     for row, kind, encoded in zip(rows, CONVERSATIONS, together, strict=True):
         if isinstance(encoded, DataError):
@@ -145,12 +166,16 @@ def test_a_token_that_the_tokenizer_lacks_is_named(name):
     family = FAMILIES[name]
     tokenizer = plain()
     if family.stop == END_OF_TEXT:
-        tokenizer.add_tokens([AddedToken(token, special=True) for token in family.tokens], special_tokens=True)
+        tokenizer.add_tokens(
+            [AddedToken(token, special=True) for token in family.tokens], special_tokens=True
+        )
         tokenizer.eos_token = None
         lacking = "the tokenizer has no eos_token"
     else:
         known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        lacking = next((token for token in (*family.tokens, family.stop) if token not in known), None)
+        lacking = next(
+            (token for token in (*family.tokens, family.stop) if token not in known), None
+        )
         if lacking is None:
             pytest.skip("the tests' own tokenizer has all of ChatML")
     with pytest.raises(ConfigurationError) as error:
@@ -160,20 +185,40 @@ def test_a_token_that_the_tokenizer_lacks_is_named(name):
 
 
 def test_names_are_understood_as_others_spell_them():
-    for spelled, name in {"llama-3": "llama3", "phi_35": "phi3.5", "Phi-3": "phi3", "mistral_v1": "mistral-v1"}.items():
+    for spelled, name in {
+        "llama-3": "llama3",
+        "phi_35": "phi3.5",
+        "Phi-3": "phi3",
+        "mistral_v1": "mistral-v1",
+    }.items():
         tokenizer = plain()
         family = FAMILIES[name]
         tokens = [token for token in (*family.tokens, family.stop) if token != END_OF_TEXT]
-        tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens], special_tokens=True)
-        assert with_chat_template(tokenizer, spelled).chat_template == with_family(name).chat_template
-        assert Recipe(model="base", data="rows.jsonl", chat_template=spelled).chat_template == spelled
+        tokenizer.add_tokens(
+            [AddedToken(token, special=True) for token in tokens], special_tokens=True
+        )
+        assert (
+            with_chat_template(tokenizer, spelled).chat_template == with_family(name).chat_template
+        )
+        assert (
+            Recipe(model="base", data="rows.jsonl", chat_template=spelled).chat_template == spelled
+        )
     assert len(SPELLINGS) == len(NAMED) + len(FAMILIES)
-    assert not {SPELLINGS.get(name.replace("_", "").replace("-", "").replace(".", "")) for name in TEMPLATES.split()} - {None}
+    assert not {
+        SPELLINGS.get(name.replace("_", "").replace("-", "").replace(".", ""))
+        for name in TEMPLATES.split()
+    } - {None}
 
 
 def test_every_file_is_of_some_name_and_every_origin_is_complete():
-    assert {path.stem for path in FOLDER.glob("*.jinja")} == {family.file for family in FAMILIES.values()}
+    assert {path.stem for path in FOLDER.glob("*.jinja")} == {
+        family.file for family in FAMILIES.values()
+    }
     assert set(PUBLIC) == {"chatml", *FAMILIES}
     for origin in PUBLIC.values():
-        assert origin["repository"].startswith("https://github.com/") and origin["path"].endswith(".jinja")
-        assert len(origin["sha256"]) == 64 and (len(origin.get("commit", "")) == 40 or origin["package"].startswith("trl "))
+        assert origin["repository"].startswith("https://github.com/") and origin["path"].endswith(
+            ".jinja"
+        )
+        assert len(origin["sha256"]) == 64 and (
+            len(origin.get("commit", "")) == 40 or origin["package"].startswith("trl ")
+        )

@@ -1,4 +1,6 @@
-"""Rows of every dialect become the same messages; what is wrong is named with its rule, its row and its message."""
+"""Rows of every dialect become the same messages; what is wrong is named with its rule, its row
+and its message.
+"""
 
 import json
 import random
@@ -26,7 +28,10 @@ from chronicals.data.rows import (
 
 ASKED, SAID = "what is the answer?", "forty two"
 MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
-CALL = {"type": "function", "function": {"name": "measure", "arguments": {"thing": "table", "times": 2}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "measure", "arguments": {"thing": "table", "times": 2}},
+}
 
 NESTED: list = []
 for _ in range(2000):
@@ -69,12 +74,20 @@ def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
         kind_of({"asked": "a", "answer": "b"}, "rows.jsonl:7")
     message = str(error.value)
     assert message.startswith("rows.jsonl:7: unknown kind of row with fields ['answer', 'asked']")
-    assert all(field in message for field in ("messages", "prompt", "completion", "text", "input_ids"))
+    assert all(
+        field in message for field in ("messages", "prompt", "completion", "text", "input_ids")
+    )
     assert error.value.rule == "missing_field"
 
 
 @pytest.mark.parametrize(
-    "said", [MESSAGES, MESSAGES[:1], [{"from": "human", "value": ASKED}], [{"role": "assistant", "tool_calls": [CALL]}]]
+    "said",
+    [
+        MESSAGES,
+        MESSAGES[:1],
+        [{"from": "human", "value": ASKED}],
+        [{"role": "assistant", "tool_calls": [CALL]}],
+    ],
 )
 def test_a_text_that_is_a_conversation_is_read_as_one(said):
     assert conversation_or_text(json.dumps(said)) == said
@@ -84,20 +97,40 @@ def test_a_text_that_is_a_conversation_is_read_as_one(said):
 
 @pytest.mark.parametrize("printed", [MESSAGES, MESSAGES[0], {"from": "gpt", "value": "it's"}])
 def test_messages_as_python_prints_them_are_refused(printed):
-    with pytest.raises(DataError, match="^row 1: chosen holds messages as Python prints them; write JSON"):
+    with pytest.raises(
+        DataError, match="^row 1: chosen holds messages as Python prints them; write JSON"
+    ):
         refuse_printed_messages({"prompt": "{'a': 1}", "chosen": str(printed)}, "row 1")
-    refuse_printed_messages({"completion": "{'role': admin}", "response": "{'content': 'a'}"}, "row 1")
+    refuse_printed_messages(
+        {"completion": "{'role': admin}", "response": "{'content': 'a'}"}, "row 1"
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "what is 2?", "[", "[{", "[]", "[1, 2]", '["user"]', "[[]]", "{}", '[{"role": "user"}]',
-        '[{"content": "a"}]', '[{"name": "a", "value": 3}]', json.dumps([*MESSAGES, 3]), json.dumps([*MESSAGES, {}]),
-        json.dumps(MESSAGES) + " is JSON", "so " + json.dumps(MESSAGES), json.dumps(json.dumps(MESSAGES)),
-        '[{"role": "user", "content": ' + "9" * 5000 + "}]", '[{"a": ' * 10**5, "\xa0" + json.dumps(MESSAGES),
+        "",
+        "what is 2?",
+        "[",
+        "[{",
+        "[]",
+        "[1, 2]",
+        '["user"]',
+        "[[]]",
+        "{}",
+        '[{"role": "user"}]',
+        '[{"content": "a"}]',
+        '[{"name": "a", "value": 3}]',
+        json.dumps([*MESSAGES, 3]),
+        json.dumps([*MESSAGES, {}]),
+        json.dumps(MESSAGES) + " is JSON",
+        "so " + json.dumps(MESSAGES),
+        json.dumps(json.dumps(MESSAGES)),
+        '[{"role": "user", "content": ' + "9" * 5000 + "}]",
+        '[{"a": ' * 10**5,
+        "\xa0" + json.dumps(MESSAGES),
     ],
-)  # fmt: skip
+)
 def test_any_other_text_stays_what_it_is(text):
     record = dict.fromkeys(("prompt", "completion", "chosen", "rejected", "response"), text)
     assert conversation_or_text(text) is text
@@ -106,7 +139,11 @@ def test_any_other_text_stays_what_it_is(text):
 
 @pytest.mark.parametrize("name", ["prompt", "completion", "response", "chosen", "rejected"])
 def test_fields_of_texts_or_messages_may_hold_them_as_json(name):
-    record = {name: json.dumps(MESSAGES), "text": json.dumps(MESSAGES), "output": json.dumps(MESSAGES)}
+    record = {
+        name: json.dumps(MESSAGES),
+        "text": json.dumps(MESSAGES),
+        "output": json.dumps(MESSAGES),
+    }
     before = repr(record)
     assert with_conversations(record) == {**record, name: MESSAGES}
     assert repr(record) == before
@@ -114,7 +151,9 @@ def test_fields_of_texts_or_messages_may_hold_them_as_json(name):
 
 @pytest.mark.parametrize("record", ["a text", 3, None, ["a"]])
 def test_a_row_that_is_no_object_is_refused(record):
-    with pytest.raises(DataError, match=rf"^row 4: a row must be an object.*{type(record).__name__}") as error:
+    with pytest.raises(
+        DataError, match=rf"^row 4: a row must be an object.*{type(record).__name__}"
+    ) as error:
         kind_of(record, "row 4")
     assert error.value.rule == "wrong_type"
 
@@ -128,8 +167,17 @@ def test_a_row_that_is_no_object_is_refused(record):
         {"messages": np.array(MESSAGES, dtype=object)},
         {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]},
         {"conversations": [{"role": "user", "content": ASKED}, {"role": "model", "content": SAID}]},
-        {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]},
-        {"messages": [{**m, "content": [{"type": "text", "text": m["content"][:4]}, m["content"][4:]]} for m in MESSAGES]},
+        {
+            "messages": [
+                {**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES
+            ]
+        },
+        {
+            "messages": [
+                {**m, "content": [{"type": "text", "text": m["content"][:4]}, m["content"][4:]]}
+                for m in MESSAGES
+            ]
+        },
         {"instruction": ASKED, "input": "", "output": SAID},
         {"instruction": ASKED, "response": SAID},
     ],
@@ -142,8 +190,12 @@ def test_dialects_of_a_conversation_become_the_same_messages(record):
 
 def test_instructions_with_all_they_can_have():
     record = {
-        "system": "be kind", "history": [["hello", "hi"]], "instruction": "add", "input": "1 2", "output": "3",
-    }  # fmt: skip
+        "system": "be kind",
+        "history": [["hello", "hi"]],
+        "instruction": "add",
+        "input": "1 2",
+        "output": "3",
+    }
     assert normal(record)["messages"] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hello"},
@@ -157,17 +209,28 @@ SHAREGPT = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]
 
 
 @pytest.mark.parametrize(
-    "row", [{"conversations": SHAREGPT}, {"messages": MESSAGES}, {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}]
+    "row",
+    [
+        {"conversations": SHAREGPT},
+        {"messages": MESSAGES},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+    ],
 )
 @pytest.mark.parametrize("own", ["system", "developer"])
 def test_the_system_beside_a_conversation_comes_first_unless_it_has_one(row, own):
     before = repr(row)
     (asked, *rest), system = row.items(), {"role": "system", "content": "be kind"}
     row = normal({**row, "system": "be kind"})
-    assert [*row.get("messages", row.get("prompt")), *row.get("completion", ())] == [system, *MESSAGES]
+    assert [*row.get("messages", row.get("prompt")), *row.get("completion", ())] == [
+        system,
+        *MESSAGES,
+    ]
     brief = {"role": own, "content": "be brief"}
     row = normal({asked[0]: [brief, *asked[1]], **dict(rest), "system": "be kind"})
-    assert [*row.get("messages", row.get("prompt")), *row.get("completion", ())] == [brief, *MESSAGES]
+    assert [*row.get("messages", row.get("prompt")), *row.get("completion", ())] == [
+        brief,
+        *MESSAGES,
+    ]
     assert repr(dict([asked, *rest])) == before
 
 
@@ -178,10 +241,17 @@ def test_no_tools_are_none_however_they_are_written(tools):
 
 @pytest.mark.parametrize("written", [lambda value: value, json.dumps])
 def test_nulls_in_tools_and_arguments_are_kept_and_elsewhere_are_fields_that_are_not_there(written):
-    tool = {"type": "function", "function": {"name": "f", "default": None, "enum": ["a", None, {"const": None}]}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "default": None, "enum": ["a", None, {"const": None}]},
+    }
     assert normal({"messages": MESSAGES, "tools": written([tool])})["tools"] == [tool]
     arguments = {"a": None, "b": [None, {"c": None}]}
-    call = {"id": None, "type": None, "function": {"name": "f", "arguments": written(arguments), "strict": None}}
+    call = {
+        "id": None,
+        "type": None,
+        "function": {"name": "f", "arguments": written(arguments), "strict": None},
+    }
     said = {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}
     assert normal({"messages": [said]})["messages"] == [
         {
@@ -206,28 +276,46 @@ def test_plain_completions_say_what_of_them_is_not_read():
 
 @pytest.mark.parametrize("picture", ["cat.png", ["cat.png"], {"bytes": b"1"}, np.zeros((2, 2)), 7])
 def test_pictures_and_sound_are_not_read(picture):
-    row = {"messages": MESSAGES, "audio": None, "video": [], "videos": np.zeros(0), "system": "be kind"}
+    row = {
+        "messages": MESSAGES,
+        "audio": None,
+        "video": [],
+        "videos": np.zeros(0),
+        "system": "be kind",
+    }
     refuse_media(row, "row 3")
     for name in ("images", "image"):
-        with pytest.raises(DataError, match=f"row 3: '{name}' holds pictures, video or sound; only text") as error:
+        with pytest.raises(
+            DataError, match=f"row 3: '{name}' holds pictures, video or sound; only text"
+        ) as error:
             refuse_media({**row, name: picture}, "row 3")
         assert error.value.rule == "pictures_or_sound"
 
 
 @pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
 def test_parts_that_are_no_text_are_refused_even_with_a_text(kind):
-    said = [{"type": kind, "text": "a cat", kind: "cat.png"}, {"type": "text", "text": "what is it?"}]
-    with pytest.raises(DataError, match=rf"message 1 \(user\): content has a part of type '{kind}'; only text") as error:
+    said = [
+        {"type": kind, "text": "a cat", kind: "cat.png"},
+        {"type": "text", "text": "what is it?"},
+    ]
+    with pytest.raises(
+        DataError, match=rf"message 1 \(user\): content has a part of type '{kind}'; only text"
+    ) as error:
         normal({"messages": [{"role": "user", "content": said}, MESSAGES[-1]]})
     assert error.value.rule == "pictures_or_sound"
     with pytest.raises(DataError, match="message 1: 'images' holds pictures"):
-        normal({"messages": [{"role": "user", "content": "hi", "images": ["cat.png"]}, MESSAGES[-1]]})
+        normal(
+            {"messages": [{"role": "user", "content": "hi", "images": ["cat.png"]}, MESSAGES[-1]]}
+        )
 
 
 def test_parts_of_text_from_a_table_have_an_empty_column_of_pictures():
     """As arrow fills a list of objects of two kinds."""
     said = [{"type": "text", "text": "what is it?", "image": None}]
-    assert normal({"messages": [{"role": "user", "content": said}]})["messages"][0]["content"] == "what is it?"
+    assert (
+        normal({"messages": [{"role": "user", "content": said}]})["messages"][0]["content"]
+        == "what is it?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,25 +323,43 @@ def test_parts_of_text_from_a_table_have_an_empty_column_of_pictures():
     [
         {"role": "assistant", "tool_calls": [CALL]},
         {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])},
-        {"role": "assistant", "tool_calls": [{"name": "measure", "arguments": {"thing": "table", "times": 2}}]},
         {
             "role": "assistant",
-            "tool_calls": [{"function": {"name": "measure", "arguments": '{"thing": "table", "times": 2}'}}],
+            "tool_calls": [{"name": "measure", "arguments": {"thing": "table", "times": 2}}],
         },
-        {"role": "assistant", "tool_calls": [{"function": {**CALL["function"], "other": None}, "id": None}]},
-        {"from": "function_call", "value": '{"name": "measure", "arguments": {"thing": "table", "times": 2}}'},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"function": {"name": "measure", "arguments": '{"thing": "table", "times": 2}'}}
+            ],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {**CALL["function"], "other": None}, "id": None}],
+        },
+        {
+            "from": "function_call",
+            "value": '{"name": "measure", "arguments": {"thing": "table", "times": 2}}',
+        },
     ],
 )
 def test_calls_of_tools_become_the_same(message):
     """Of a table's cell of text, too."""
-    assert normal({"messages": json.dumps([MESSAGES[0], message])}) == normal({"messages": [MESSAGES[0], message]})
+    assert normal({"messages": json.dumps([MESSAGES[0], message])}) == normal(
+        {"messages": [MESSAGES[0], message]}
+    )
     row = normal({"messages": [MESSAGES[0], message], "tools": '[{"type": "function"}]'})
     assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert row["tools"] == [{"type": "function"}]
 
 
 def test_openais_weight_leaves_messages_out_and_trains_none_that_would_not_be():
-    said = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, {**MESSAGES[0], "weight": 1}, {**MESSAGES[1], "weight": 1.0}]
+    said = [
+        MESSAGES[0],
+        {**MESSAGES[1], "weight": 0},
+        {**MESSAGES[0], "weight": 1},
+        {**MESSAGES[1], "weight": 1.0},
+    ]
     messages = normal({"messages": said})["messages"]
     assert [message.get("train") for message in messages] == [None, False, None, None]
     assert not any("weight" in message for message in messages)
@@ -262,7 +368,9 @@ def test_openais_weight_leaves_messages_out_and_trains_none_that_would_not_be():
 @pytest.mark.parametrize("role", ["user", "assistant"])
 @pytest.mark.parametrize("weight", ["0", "1", 0.5, 2, -1, np.array([0, 1]), [0], "high"])
 def test_other_weights_are_refused_by_value(role, weight):
-    with pytest.raises(DataError, match=rf"^row 3: message 1 \({role}\): weight=.*is not supported.*0 or 1") as error:
+    with pytest.raises(
+        DataError, match=rf"^row 3: message 1 \({role}\): weight=.*is not supported.*0 or 1"
+    ) as error:
         normal({"messages": [{"role": role, "content": "a", "weight": weight}]}, "row 3")
     assert error.value.rule == "wrong_type"
 
@@ -270,7 +378,10 @@ def test_other_weights_are_refused_by_value(role, weight):
 def test_a_weight_of_zero_and_train_contradict_each_other():
     with pytest.raises(DataError, match="weight=0 contradicts train=True"):
         normal({"messages": [{**MESSAGES[1], "weight": 0, "train": True}]})
-    assert normal({"messages": [{**MESSAGES[1], "weight": 1, "train": False}]})["messages"][0]["train"] is False
+    assert (
+        normal({"messages": [{**MESSAGES[1], "weight": 1, "train": False}]})["messages"][0]["train"]
+        is False
+    )
 
 
 @pytest.mark.parametrize(("speaker", "role"), SPEAKERS.items())
@@ -286,24 +397,60 @@ def test_other_names_of_the_roles(speaker, role):
         ({"messages": "hello"}, "wrong_type", "must be a list of messages, this is str"),
         ({"messages": [MESSAGES[0], "hello"]}, "wrong_type", "message 2 must be an object"),
         ({"messages": [{"content": "hello"}]}, "missing_field", "message 1 has no role"),
-        ({"messages": [*MESSAGES, {"role": "assistant"}]}, "missing_field", r"message 3 \(assistant\) has no content"),
-        ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown_role", "unknown role 'narrator'"),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant"}]},
+            "missing_field",
+            r"message 3 \(assistant\) has no content",
+        ),
+        (
+            {"messages": [{"role": "narrator", "content": "a"}]},
+            "unknown_role",
+            "unknown role 'narrator'",
+        ),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown_role", "unknown role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "wrong_type", r"message 1 \(user\): content must be text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "pictures_or_sound", "type 'image'"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "missing_field", "a tool call has no name"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "wrong_type",
+            r"message 1 \(user\): content must be text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "pictures_or_sound",
+            "type 'image'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "missing_field",
+            "a tool call has no name",
+        ),
         ({"messages": MESSAGES, "tools": "[{"}, "wrong_type", "tools cannot be read as JSON"),
-        ({"messages": MESSAGES, "tools": {"name": "f"}}, "wrong_type", "tools must be a list of objects"),
+        (
+            {"messages": MESSAGES, "tools": {"name": "f"}},
+            "wrong_type",
+            "tools must be a list of objects",
+        ),
         ({"messages": MESSAGES, "tools": '["f"]'}, "wrong_type", "tools must be a list of objects"),
-        ({"messages": MESSAGES, "tools": "[" * 10**5 + "]" * 10**5}, "wrong_type", "tools cannot be read as JSON"),
+        (
+            {"messages": MESSAGES, "tools": "[" * 10**5 + "]" * 10**5},
+            "wrong_type",
+            "tools cannot be read as JSON",
+        ),
         ({"messages": MESSAGES, "tools": NESTED}, "wrong_type", "nested too deeply"),
         ({"messages": "[" + "9" * 5000 + "]"}, "wrong_type", "messages cannot be read as JSON"),
         ({"messages": MESSAGES, "system": 3}, "wrong_type", "system must be text"),
         ({"instruction": 3, "output": "a"}, "wrong_type", "instruction must be text, this is int"),
-        ({"instruction": "a", "output": "a", "history": [["b"]]}, "wrong_type", "history must be a list of"),
+        (
+            {"instruction": "a", "output": "a", "history": [["b"]]},
+            "wrong_type",
+            "history must be a list of",
+        ),
         ({"prompt": "a"}, "unusable_kind", "a prompt without an answer"),
         ({"prompt": "a", "response": "b", "label": True}, "unusable_kind", "a judged answer"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "wrong_type", "function must be an object"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+            "wrong_type",
+            "function must be an object",
+        ),
         ({"messages": "[{"}, "wrong_type", "messages cannot be read as JSON"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unusable_kind", "a preference pair"),
         ({"prompt": "a", "completion": "b", "label": True}, "unusable_kind", "a judged answer"),
@@ -323,11 +470,17 @@ def test_a_response_is_a_completion():
 
 def test_a_call_or_a_thought_is_an_answer_but_blanks_are_none():
     for answer in ({"tool_calls": [CALL]}, {"reasoning_content": "hm"}, {"content": "a"}):
-        assert check_answers([MESSAGES[0], {"role": "assistant", "content": "", **answer}], 0, "row 1")
+        assert check_answers(
+            [MESSAGES[0], {"role": "assistant", "content": "", **answer}], 0, "row 1"
+        )
     for answer in ("", " \n\t", None):
         with pytest.raises(DataError, match=r"message 2 \(assistant\) is empty"):
-            check_answers([MESSAGES[0], {"role": "assistant", "content": answer}, *MESSAGES], 0, "row 1")
-    assert not check_answers(MESSAGES[:1], 0, "row 1") and not check_answers(MESSAGES, len(MESSAGES), "row 1")
+            check_answers(
+                [MESSAGES[0], {"role": "assistant", "content": answer}, *MESSAGES], 0, "row 1"
+            )
+    assert not check_answers(MESSAGES[:1], 0, "row 1") and not check_answers(
+        MESSAGES, len(MESSAGES), "row 1"
+    )
 
 
 def test_oddities():
@@ -338,7 +491,10 @@ def test_oddities():
 
 
 def test_texts_are_what_people_wrote():
-    assert texts_of({"messages": [*MESSAGES, {"role": "assistant", "content": None}]}) == [ASKED, SAID]
+    assert texts_of({"messages": [*MESSAGES, {"role": "assistant", "content": None}]}) == [
+        ASKED,
+        SAID,
+    ]
     assert texts_of({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}) == [ASKED, SAID]
     assert texts_of({"prompt": ASKED, "completion": SAID}) == [ASKED, SAID]
     assert texts_of({"text": SAID}) == [SAID]

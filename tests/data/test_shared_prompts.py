@@ -1,4 +1,6 @@
-"""Answers to one prompt share its tokens in a pack: nothing is lost, and every answer attends to what it would alone."""
+"""Answers to one prompt share its tokens in a pack: nothing is lost, and every answer attends to
+what it would alone.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,11 @@ PROMPT = range(100, 100 + SHORTEST + 5)
 def test_each_document_is_whole_behind_its_prompt():
     item = [piece(0, PROMPT, [1, 2, 3]), piece(1, PROMPT, [1, 5])]
     first, second, prompt = share_prompt(item)
-    assert [one.shared for one in (first, second, prompt)] == [SHORTEST + 4, SHORTEST + 4, IS_SHARED]
+    assert [one.shared for one in (first, second, prompt)] == [
+        SHORTEST + 4,
+        SHORTEST + 4,
+        IS_SHARED,
+    ]
     assert first.ids.tolist() == [PROMPT[-1], 1, 2, 3] and second.trained.tolist() == [0, 1, 1]
     assert [one.side for one in (first, second, prompt)] == [0, 1, 2] and not prompt.trained.any()
     for whole, side in zip(item, (first, second)):
@@ -41,7 +47,10 @@ def test_each_document_is_whole_behind_its_prompt():
         [piece(0, range(SHORTEST), [1]), piece(1, range(SHORTEST), [2])],
         [piece(0, PROMPT, [1])],
         [piece(0, [7, *PROMPT], [1]), piece(1, [8, *PROMPT], [1])],
-        [piece(0, PROMPT, [1])._replace(trained=np.ones(SHORTEST + 6, np.uint8)), piece(1, PROMPT, [2])],
+        [
+            piece(0, PROMPT, [1])._replace(trained=np.ones(SHORTEST + 6, np.uint8)),
+            piece(1, PROMPT, [2]),
+        ],
     ],
     ids=["short", "one answer", "other beginnings", "trained prompt"],
 )
@@ -52,7 +61,12 @@ def test_what_is_not_shared_stays_as_it_is(item):
 def test_tokens_that_answers_begin_with_are_not_shared():
     """They are trained, on each side."""
     sides = share_prompt([piece(0, PROMPT, [1, 2, 3]), piece(1, PROMPT, [1, 2, 4])])
-    assert sides[0].ids.tolist() == [PROMPT[-1], 1, 2, 3] and sides[0].trained.tolist() == [0, 1, 1, 1]
+    assert sides[0].ids.tolist() == [PROMPT[-1], 1, 2, 3] and sides[0].trained.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_answers_are_cut_and_prompts_are_not():
@@ -61,7 +75,9 @@ def test_answers_are_cut_and_prompts_are_not():
     first, second, prompt = fit(item, width, "cut", report)
     assert [len(one.ids) for one in (first, second)] == [5, 5] and prompt is item[2]
     assert report.count("cut_row") == 1
-    assert fit(item, len(prompt.ids) + 3, "cut", report) == [] and report.count("masked_by_cut") == 1
+    assert (
+        fit(item, len(prompt.ids) + 3, "cut", report) == [] and report.count("masked_by_cut") == 1
+    )
 
 
 def batch_of(tmp_path, rows, width=128):
@@ -84,7 +100,9 @@ def rows(count):
 
 
 def test_keys_of_a_batch_are_the_whole_documents(tmp_path):
-    """Of an answer its prompt's tokens and its own; positions go on from the prompt's; all others attend to themselves."""
+    """Of an answer its prompt's tokens and its own; positions go on from the prompt's; all
+    others attend to themselves.
+    """
     store, stream, batch = batch_of(tmp_path, rows(6))
     keys, bounds, ends = batch.keys, batch.cu_seqlens.tolist(), batch.keys.cu_seqlens.tolist()
     numbers = [number for pack in stream.packs_of(0) for number in pack]
@@ -97,9 +115,14 @@ def test_keys_of_a_batch_are_the_whole_documents(tmp_path):
             continue
         ids, _ = store.whole_document(numbers[found])
         assert batch.input_ids[attended].tolist() == ids.tolist()
-        assert batch.position_ids[start:end].tolist() == list(range(len(ids) - (end - start), len(ids)))
+        assert batch.position_ids[start:end].tolist() == list(
+            range(len(ids) - (end - start), len(ids))
+        )
         found += 1
-    assert found == len(store) and max(ends[n + 1] - ends[n] for n in range(len(bounds) - 1)) <= keys.max_seqlen <= 128
+    assert (
+        found == len(store)
+        and max(ends[n + 1] - ends[n] for n in range(len(bounds) - 1)) <= keys.max_seqlen <= 128
+    )
 
 
 def test_every_key_has_its_place(tmp_path):
@@ -116,15 +139,30 @@ def test_every_key_has_its_place(tmp_path):
 def test_real_tokens_are_counted_once(tmp_path):
     store, stream, batch = batch_of(tmp_path, rows(6))
     (step,) = stream.steps(count=1)
-    assert step.counts["tokens"] == store.lengths.sum() < sum(len(store.whole_document(n)[0]) for n in range(len(store)))
-    assert step.counts["targets"] == int((batch.targets != IGNORED).sum()) == int(store.targets.sum())
-    whole = sum(len(store.whole_document(n)[0]) for n in range(len(store)) if store.columns["shared"][n] >= 0)
+    assert (
+        step.counts["tokens"]
+        == store.lengths.sum()
+        < sum(len(store.whole_document(n)[0]) for n in range(len(store)))
+    )
+    assert (
+        step.counts["targets"] == int((batch.targets != IGNORED).sum()) == int(store.targets.sum())
+    )
+    whole = sum(
+        len(store.whole_document(n)[0])
+        for n in range(len(store))
+        if store.columns["shared"][n] >= 0
+    )
     assert store.tokens_shared == whole - step.counts["tokens"] > 0
-    assert step.counts["items"] == 6 and store.longest == max(len(store.whole_document(n)[0]) for n in range(len(store)))
+    assert step.counts["items"] == 6 and store.longest == max(
+        len(store.whole_document(n)[0]) for n in range(len(store))
+    )
 
 
 FAULTS = {
-    "one token too many": ("shared = min(common, untrained) - 1", "shared = min(common, untrained)"),
+    "one token too many": (
+        "shared = min(common, untrained) - 1",
+        "shared = min(common, untrained)",
+    ),
     "trained tokens shared": ("shared = min(common, untrained) - 1", "shared = common - 1"),
 }
 
@@ -132,10 +170,14 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_of_sharing_are_found(fault):
     broken = mutant(module, *FAULTS[fault])
-    first, _, prompt = broken.share_prompt([piece(0, PROMPT, [1, 2, 3]), piece(1, PROMPT, [1, 2, 4])])
+    first, _, prompt = broken.share_prompt(
+        [piece(0, PROMPT, [1, 2, 3]), piece(1, PROMPT, [1, 2, 4])]
+    )
     whole = piece(0, PROMPT, [1, 2, 3])
     targets = [int(trained) for trained in first.trained[1:]]
-    assert targets != [1, 1, 1] or not np.array_equal(np.concatenate([prompt.ids, first.ids]), whole.ids)
+    assert targets != [1, 1, 1] or not np.array_equal(
+        np.concatenate([prompt.ids, first.ids]), whole.ids
+    )
 
 
 def test_a_prompt_is_looked_for_in_the_documents_own_item():

@@ -1,4 +1,6 @@
-"""Whatever is given as data is read whole and in order; what cannot be is named by place, with the remedy."""
+"""Whatever is given as data is read whole and in order; what cannot be is named by place, with
+the remedy.
+"""
 
 import collections
 import itertools
@@ -37,7 +39,9 @@ def test_bytes_that_will_be_read(tmp_path):
     json_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     size = (tmp_path / "a.jsonl").stat().st_size
     assert sources.bytes_to_read(tmp_path) == sources.bytes_to_read([tmp_path / "a.jsonl"]) == size
-    assert sources.bytes_to_read([DataSource(str(tmp_path), weight=2.5), tmp_path]) == int(3.5 * size)
+    assert sources.bytes_to_read([DataSource(str(tmp_path), weight=2.5), tmp_path]) == int(
+        3.5 * size
+    )
     assert sources.bytes_to_read([{"text": "a"}]) == sources.bytes_to_read("owner/name") == 0
 
 
@@ -63,7 +67,9 @@ def test_a_text_file_is_one_record(tmp_path, suffix):
 @pytest.mark.parametrize("make", [list, tuple, iter, lambda rows: (row for row in rows)])
 def test_rows_in_memory_are_numbered_from_one(make):
     rows = tiny.chat_rows(7)
-    assert list(read_records(make(rows))) == [(f"row {number}", row) for number, row in enumerate(rows, 1)]
+    assert list(read_records(make(rows))) == [
+        (f"row {number}", row) for number, row in enumerate(rows, 1)
+    ]
 
 
 @pytest.mark.parametrize("make", [lambda data: data, lambda data: data.to_iterable_dataset()])
@@ -76,8 +82,12 @@ def test_a_dataset_of_datasets_is_rows_in_memory(make):
 
 def test_several_splits_at_once_are_refused(tmp_path):
     datasets = pytest.importorskip("datasets")
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(numbered(0)), test=datasets.Dataset.from_list(numbered(3)))
-    with pytest.raises(DataError, match="rows are wanted, this is a DatasetDict; choose one of train, test"):
+    splits = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(numbered(0)), test=datasets.Dataset.from_list(numbered(3))
+    )
+    with pytest.raises(
+        DataError, match="rows are wanted, this is a DatasetDict; choose one of train, test"
+    ):
         records(splits)
 
 
@@ -149,7 +159,9 @@ def test_what_datasets_writes_about_rows_is_no_row(folder, caplog):
 def test_a_folder_of_texts_is_a_record_a_file(tmp_path):
     for name in ("b.txt", "a.md", "c.txt"):
         (tmp_path / name).write_text(name)
-    assert list(read_records(tmp_path)) == [(f"{tmp_path}/{name}", {"text": name}) for name in ("a.md", "b.txt", "c.txt")]
+    assert list(read_records(tmp_path)) == [
+        (f"{tmp_path}/{name}", {"text": name}) for name in ("a.md", "b.txt", "c.txt")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +230,12 @@ def test_a_saved_dataset_is_read_as_it_was_saved(tmp_path):
     datasets.Dataset.from_list(rows).shuffle(seed=1).save_to_disk(tmp_path / "one", num_shards=3)
     shuffled = datasets.Dataset.from_list(rows).shuffle(seed=1).to_list()
     place = f"{tmp_path}/one"
-    assert list(read_records(place)) == [(f"{place}: row {n}", row) for n, row in enumerate(shuffled, 1)]
-    with pytest.raises(DataError, match="one: split='test': this folder holds a single dataset without splits"):
+    assert list(read_records(place)) == [
+        (f"{place}: row {n}", row) for n, row in enumerate(shuffled, 1)
+    ]
+    with pytest.raises(
+        DataError, match="one: split='test': this folder holds a single dataset without splits"
+    ):
         records(DataSource(place, split="test"))
     with pytest.raises(DataError, match="one: subset='main' belongs to a hub name"):
         records(DataSource(place, subset="main"))
@@ -229,20 +245,29 @@ def test_a_saved_dataset_that_a_pattern_matches_is_refused(tmp_path):
     datasets = pytest.importorskip("datasets")
     splits = {name: datasets.Dataset.from_list(numbered(0)) for name in ("train", "test")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"matches .*saved, a folder of save_to_disk, which may hold several splits; name it"):
+    with pytest.raises(
+        DataError,
+        match=r"matches .*saved, a folder of save_to_disk, which may hold several splits; name it",
+    ):
         records(f"{tmp_path}/*")
 
 
 def test_a_saved_dataset_with_splits(tmp_path):
     datasets = pytest.importorskip("datasets")
     splits = {"train": numbered(0), "test": numbered(3)}
-    datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}).save_to_disk(tmp_path / "d")
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    ).save_to_disk(tmp_path / "d")
     assert records(tmp_path / "d") == numbered(0)
     assert records(DataSource(tmp_path / "d", split="test")) == numbered(3)
-    with pytest.raises(DataError, match="split='validation': there is no such split; choose one of train, test"):
+    with pytest.raises(
+        DataError, match="split='validation': there is no such split; choose one of train, test"
+    ):
         records(DataSource(tmp_path / "d", split="validation"))
     cache = tmp_path / "tokens"
-    assert source_fingerprint(DataSource(tmp_path / "d", split="test"), cache) != source_fingerprint(tmp_path / "d", cache)
+    assert source_fingerprint(
+        DataSource(tmp_path / "d", split="test"), cache
+    ) != source_fingerprint(tmp_path / "d", cache)
 
 
 @pytest.fixture
@@ -260,16 +285,24 @@ def hub(tmp_path, monkeypatch):
     with pa.ipc.new_stream(place / "name-test.arrow", table.schema) as writer:
         writer.write_table(pa.Table.from_pylist(numbered(3)))
     info = {
-        "builder_name": "parquet", "dataset_name": "name", "config_name": "default", "version": {"version_str": "0.0.0"},
+        "builder_name": "parquet",
+        "dataset_name": "name",
+        "config_name": "default",
+        "version": {"version_str": "0.0.0"},
         "features": {"text": {"dtype": "string", "_type": "Value"}},
-        "splits": {name: {"name": name, "num_examples": 3, "dataset_name": "name"} for name in ("train", "test")},
-    }  # fmt: skip
+        "splits": {
+            name: {"name": name, "num_examples": 3, "dataset_name": "name"}
+            for name in ("train", "test")
+        },
+    }
     (place / "dataset_info.json").write_text(json.dumps(info))
     return place
 
 
 def test_a_hub_name(hub):
-    assert list(read_records("owner/name")) == [(f"owner/name: row {n}", row) for n, row in enumerate(numbered(0), 1)]
+    assert list(read_records("owner/name")) == [
+        (f"owner/name: row {n}", row) for n, row in enumerate(numbered(0), 1)
+    ]
     assert records(DataSource("owner/name", split="test", weight=2)) == numbered(3) * 2
 
 
@@ -302,9 +335,14 @@ def test_what_exists_is_no_hub_name(hub, tmp_path):
     assert records("owner/name") == numbered(9)
 
 
-@pytest.mark.parametrize("use", [records, lambda source: source_fingerprint(source, Path("tokens"))])
+@pytest.mark.parametrize(
+    "use", [records, lambda source: source_fingerprint(source, Path("tokens"))]
+)
 def test_a_name_that_is_nowhere_says_what_to_do(hub, use):
-    with pytest.raises(DataError, match=r"^nobody/nothing: no such file or folder here, .*save_to_disk and give that folder"):
+    with pytest.raises(
+        DataError,
+        match=r"^nobody/nothing: no such file or folder here, .*save_to_disk and give that folder",
+    ):
         use("nobody/nothing")
     with pytest.raises(DataError, match=r"^owner/rows\.jsonl: no such file or folder$"):
         use("owner/rows.jsonl")
@@ -332,7 +370,10 @@ def test_without_datasets_the_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_several_sources_follow_each_other(tmp_path):
-    one, two = json_lines(tmp_path / "1.jsonl", numbered(0)), json_lines(tmp_path / "2.jsonl", numbered(3))
+    one, two = (
+        json_lines(tmp_path / "1.jsonl", numbered(0)),
+        json_lines(tmp_path / "2.jsonl", numbered(3)),
+    )
     assert records([one, str(two)]) == records((DataSource(one), two)) == numbered(0, 6)
 
 
@@ -359,7 +400,9 @@ def test_a_fraction_is_drawn_by_the_seed_alone(tmp_path, seed, weight):
 
 def test_more_weight_adds_rows_and_takes_none_away(tmp_path):
     path = json_lines(tmp_path / "rows.jsonl", numbered(0, 500))
-    few, more = ({row["text"] for row in records(DataSource(path, weight=weight))} for weight in (0.3, 0.6))
+    few, more = (
+        {row["text"] for row in records(DataSource(path, weight=weight))} for weight in (0.3, 0.6)
+    )
     assert few < more
 
 
@@ -372,7 +415,9 @@ def test_the_same_source_twice_is_drawn_twice(tmp_path):
 
 def test_a_name_stands_before_the_place(tmp_path):
     path = json_lines(tmp_path / "rows.jsonl", numbered(0, 1))
-    assert list(read_records(DataSource(path, name="essays"))) == [(f"essays: {path}:1", numbered(0, 1)[0])]
+    assert list(read_records(DataSource(path, name="essays"))) == [
+        (f"essays: {path}:1", numbered(0, 1)[0])
+    ]
 
 
 # Columns
@@ -381,8 +426,14 @@ def test_a_name_stands_before_the_place(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
-        ({"prompt": "question", "completion": "answer"}, {"prompt": "q", "completion": "a", "meta": {"x.y": 1, "z": {"w": 2}}}),
-        ({"question": "answer", "answer": "question"}, {"question": "a", "answer": "q", "meta": {"x.y": 1, "z": {"w": 2}}}),
+        (
+            {"prompt": "question", "completion": "answer"},
+            {"prompt": "q", "completion": "a", "meta": {"x.y": 1, "z": {"w": 2}}},
+        ),
+        (
+            {"question": "answer", "answer": "question"},
+            {"question": "a", "answer": "q", "meta": {"x.y": 1, "z": {"w": 2}}},
+        ),
         ({"meta": "meta.z.w"}, {"question": "q", "answer": "a", "meta": 2}),
         (
             {"text": "question", "again": "question"},
@@ -392,7 +443,9 @@ def test_a_name_stands_before_the_place(tmp_path):
 )
 def test_columns_get_our_names_and_the_others_stay(tmp_path, columns, expected):
     row = {"question": "q", "answer": "a", "meta": {"x.y": 1, "z": {"w": 2}}}
-    assert records(DataSource(json_lines(tmp_path / "rows.jsonl", [row]), columns=columns)) == [expected]
+    assert records(DataSource(json_lines(tmp_path / "rows.jsonl", [row]), columns=columns)) == [
+        expected
+    ]
 
 
 def test_a_dot_in_a_name_is_tried_as_it_is_first(tmp_path):
@@ -410,14 +463,26 @@ def test_what_is_mapped_tells_the_kind(tmp_path):
         "said": "d",
     }
     path = json_lines(tmp_path / "rows.jsonl", [row])
-    assert records(DataSource(path, columns={"text": "summary"})) == [{"text": "b", "asked": "c", "tools": None, "said": "d"}]
+    assert records(DataSource(path, columns={"text": "summary"})) == [
+        {"text": "b", "asked": "c", "tools": None, "said": "d"}
+    ]
     (mapped,) = records(DataSource(path, columns={"prompt": "asked", "completion": "said"}))
     assert mapped == {"prompt": "c", "completion": "d", "summary": "b", "tools": None}
     (prompt,) = records(DataSource(path, columns={"prompt": "asked"}))
-    assert prompt["prompt"] == "c" and prompt["label"] is True and prompt["messages"] == row["messages"]
+    assert (
+        prompt["prompt"] == "c"
+        and prompt["label"] is True
+        and prompt["messages"] == row["messages"]
+    )
     (pair,) = records(DataSource(path, columns={"chosen": "summary", "rejected": "said"}))
-    assert pair == {"chosen": "b", "rejected": "d", **{name: row[name] for name in ("messages", "label", "asked", "tools")}}
-    (ranked,) = records(DataSource(path, columns={"responses": "summary", "scores": "said", "chosen": "asked"}))
+    assert pair == {
+        "chosen": "b",
+        "rejected": "d",
+        **{name: row[name] for name in ("messages", "label", "asked", "tools")},
+    }
+    (ranked,) = records(
+        DataSource(path, columns={"responses": "summary", "scores": "said", "chosen": "asked"})
+    )
     assert "chosen" in ranked and ranked["messages"] == row["messages"]
     (other,) = records(DataSource(path, columns={"tools": "asked"}))
     assert other["messages"] == row["messages"] and other["tools"] == "c"
@@ -433,14 +498,20 @@ def test_one_conversation_is_not_taken_for_rows(tmp_path):
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        ("body", "column 'body' is missing (no 'body' in 'title', 'meta'); columns={'text': 'THEIR_NAME'} must name one that"),
+        (
+            "body",
+            "column 'body' is missing (no 'body' in 'title', 'meta'); columns={'text': "
+            "'THEIR_NAME'} must name one that",
+        ),
         ("meta.body", "column 'meta.body' is missing (no 'body' in 'x', 'y')"),
         ("title.body", "column 'title.body' is missing (no 'body' in str)"),
     ],
 )
 def test_a_missing_column_names_the_row_and_the_columns_there_are(tmp_path, theirs, reason):
     full = {"title": {"body": "t"}, "meta": {"body": "m"}, "body": "b"}
-    path = json_lines(tmp_path / "rows.jsonl", [full, {"title": "t", "meta": {"x": 1, "y": 2}}, full])
+    path = json_lines(
+        tmp_path / "rows.jsonl", [full, {"title": "t", "meta": {"x": 1, "y": 2}}, full]
+    )
     (_, first), (where, bad), (_, last) = read_records(DataSource(path, columns={"text": theirs}))
     assert "text" in first and first == last
     assert where == f"{path}:2" and bad.rule == "missing_field" and bad.reason.startswith(reason)
@@ -471,11 +542,21 @@ def test_a_fingerprint_is_of_the_content_and_of_all_that_changes_the_rows(tmp_pa
 
     plain = fingerprint()
     other = json_lines(tmp_path / "elsewhere" / "b.jsonl", numbered(0))
-    assert plain == fingerprint() == fingerprint(other) == fingerprint(name="essays") == fingerprint([path])
+    assert (
+        plain
+        == fingerprint()
+        == fingerprint(other)
+        == fingerprint(name="essays")
+        == fingerprint([path])
+    )
     different = [
-        fingerprint(weight=2), fingerprint(weight=0.5), fingerprint(columns={"text": "body"}), fingerprint([path, path]),
-        fingerprint(json_lines(tmp_path / "a.json", numbered(0))), fingerprint(numbered(0)),
-    ]  # fmt: skip
+        fingerprint(weight=2),
+        fingerprint(weight=0.5),
+        fingerprint(columns={"text": "body"}),
+        fingerprint([path, path]),
+        fingerprint(json_lines(tmp_path / "a.json", numbered(0))),
+        fingerprint(numbered(0)),
+    ]
     rewritten(path, numbered(1))
     assert len({plain, fingerprint(), *different}) == 2 + len(different)
 
@@ -483,7 +564,10 @@ def test_a_fingerprint_is_of_the_content_and_of_all_that_changes_the_rows(tmp_pa
 def test_the_seed_counts_where_it_draws(tmp_path, seed):
     path = json_lines(tmp_path / "a.jsonl", numbered(0))
     for weight, equal in ((2, True), (0.5, False)):
-        one, two = (source_fingerprint(DataSource(path, weight=weight), tmp_path, s) for s in (seed, seed + 1))
+        one, two = (
+            source_fingerprint(DataSource(path, weight=weight), tmp_path, s)
+            for s in (seed, seed + 1)
+        )
         assert (one == two) is equal
 
 
@@ -509,7 +593,10 @@ def test_a_saved_dataset_changes_its_fingerprint(tmp_path):
 
 def test_rows_in_memory_are_known_by_their_values(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = [{"input_ids": np.arange(5000), "labels": None}, {"input_ids": [1, 2], "labels": [1, -100]}]
+    rows = [
+        {"input_ids": np.arange(5000), "labels": None},
+        {"input_ids": [1, 2], "labels": [1, -100]},
+    ]
     first = source_fingerprint(rows, tmp_path)
     assert first == source_fingerprint(tuple({**row} for row in rows), tmp_path)
     rows[0]["input_ids"][2500] += 1
@@ -541,7 +628,8 @@ def test_a_source_is_checked_when_it_is_made():
 def test_a_missing_column_is_told_with_a_remedy_that_can_be_typed():
     row = sources._renamed({"output_dir": "x"}, {"prompt": "question"})
     assert row.reason == (
-        "column 'question' is missing (no 'question' in 'output_dir'); columns={'prompt': 'THEIR_NAME'} must name one that "
+        "column 'question' is missing (no 'question' in 'output_dir'); columns={'prompt': "
+        "'THEIR_NAME'} must name one that "
         "every row has"
     )
     said = Wording({"columns": False, "output_dir": False})(row.reason)

@@ -1,4 +1,6 @@
-"""The page on sources is true: its files are written, its Python runs, its recipes and commands are understood."""
+"""The page on sources is true: its files are written, its Python runs, its recipes and commands
+are understood.
+"""
 
 import re
 import shlex
@@ -36,7 +38,12 @@ def test_recipe_and_command_say_the_same():
     assert data[:2] == [DataSource("chats.jsonl"), DataSource("table.csv", weight=2.5)]
     assert data[2].columns == {"prompt": "question", "completion": "answer"}
     words = shlex.split(command)
-    assert Recipe(model="base", data=[word for flag, word in zip(words, words[1:]) if flag == "--data"]).data == data[:2]
+    assert (
+        Recipe(
+            model="base", data=[word for flag, word in zip(words, words[1:]) if flag == "--data"]
+        ).data
+        == data[:2]
+    )
 
 
 @pytest.mark.parametrize("suffix", [*READERS, *COMPRESSED])

@@ -1,4 +1,6 @@
-"""A store gives back what was tokenised, is made once for the same content, and is whole or not there."""
+"""A store gives back what was tokenised, is made once for the same content, and is whole or not
+there.
+"""
 
 import itertools
 import json
@@ -31,7 +33,9 @@ def tokenizer(train_on="answers"):
 
 
 def token_rows(count, longest=12):
-    """Documents that share no token, each with at least one target and its first token trained or not."""
+    """Documents that share no token, each with at least one target and its first token trained
+    or not.
+    """
     rows, start = [], 10  # past the special tokens
     for _ in range(count):
         ids = list(range(start, start + random.randint(2, longest)))
@@ -58,7 +62,8 @@ def refuse(*_):
     raise AssertionError("tokenised again")
 
 
-# --- content ---------------------------------------------------------------------------------------------------------
+# --- content
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_documents_come_back_exactly(tmp_path):
@@ -68,14 +73,21 @@ def test_documents_come_back_exactly(tmp_path):
     ids, trained = store.document(7)
     assert (ids.dtype, trained.dtype) == (np.int32, np.uint8)
     assert store.lengths.tolist() == [len(row["input_ids"]) for row in rows]
-    assert store.targets.tolist() == [sum(label != -100 for label in row["labels"][1:]) for row in rows]
+    assert store.targets.tolist() == [
+        sum(label != -100 for label in row["labels"][1:]) for row in rows
+    ]
     assert store.max_id == rows[-1]["input_ids"][-1]
     assert store.kinds == ["tokens"]
     assert len(store) == 50
 
 
 def test_every_kind_of_row_comes_back_as_it_was_encoded(tmp_path):
-    rows = [*tiny.chat_rows(5), {"text": "hello world"}, {"prompt": "what", "completion": "forty"}, *token_rows(3)]
+    rows = [
+        *tiny.chat_rows(5),
+        {"text": "hello world"},
+        {"prompt": "what", "completion": "forty"},
+        *token_rows(3),
+    ]
     random.shuffle(rows)
     encoded = [tokenizer().encode(row, "row") for row in rows]
     store = build_store(rows, tokenizer(), 200, tmp_path)
@@ -101,14 +113,21 @@ def test_more_documents_than_a_batch_of_the_file_holds(tmp_path, monkeypatch, co
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     with pa.memory_map(str(store.path)) as source:
         batches = -(-(count + 1) // 7)
-        assert pa.ipc.open_file(source).num_record_batches in (batches - 1, batches)  # the masked row may be alone in one
+        assert pa.ipc.open_file(source).num_record_batches in (
+            batches - 1,
+            batches,
+        )  # the masked row may be alone in one
     assert documents(store) == expected([row for row in rows if row["input_ids"] != [9, 9]])
     assert store.report.count("masked_row") == 1
     assert store.targets.sum() == store.report.targets
 
 
 def test_the_report_counts_what_is_stored(tmp_path):
-    rows = [*tiny.chat_rows(20), *token_rows(10, 100), *({"text": "the answer " * n} for n in range(1, 60, 7))]
+    rows = [
+        *tiny.chat_rows(20),
+        *token_rows(10, 100),
+        *({"text": "the answer " * n} for n in range(1, 60, 7)),
+    ]
     store = build_store(rows, tokenizer(), 48, tmp_path)
     report = store.report
     masks = [trained for _, trained in documents(store)]
@@ -116,12 +135,17 @@ def test_the_report_counts_what_is_stored(tmp_path):
     assert report.documents == len(store)
     assert report.tokens == store.lengths.sum() == sum(map(len, masks))
     assert report.targets == store.targets.sum() == sum(sum(mask[1:]) for mask in masks)
-    assert report.count("split_row") == sum("text" in row and len(tokenizer().encode(row, "row")[0]) > 48 for row in rows) > 0
+    assert (
+        report.count("split_row")
+        == sum("text" in row and len(tokenizer().encode(row, "row")[0]) > 48 for row in rows)
+        > 0
+    )
     assert report.count("cut_row") > 0
     assert store.lengths.max() == 48
 
 
-# --- too long --------------------------------------------------------------------------------------------------------
+# --- too long
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [2, 9, 10, 11, 19, 20, 28, 29, 101])
@@ -176,14 +200,26 @@ def test_a_conversation_whose_answer_is_cut_away_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("kind", ["chat", "text", "tokens"])
 def test_what_becomes_of_long_rows_can_be_chosen(tmp_path, kind):
-    row = {"chat": tiny.chat_rows(1)[0], "text": {"text": "what is the answer"}, "tokens": token_rows(1, 12)[0]}[kind]
+    row = {
+        "chat": tiny.chat_rows(1)[0],
+        "text": {"text": "what is the answer"},
+        "tokens": token_rows(1, 12)[0],
+    }[kind]
     if kind == "tokens":
         row = {"input_ids": random.sample(range(1000), 12)}
     ids, trained = tokenizer().encode(row, "row")
     width = len(ids) - random.randint(1, 3)
-    cut, split, drop = (build_store([row], tokenizer(), width, tmp_path, overlong=o) for o in ("cut", "split", "drop"))
+    cut, split, drop = (
+        build_store([row], tokenizer(), width, tmp_path, overlong=o)
+        for o in ("cut", "split", "drop")
+    )
     assert documents(cut) == [(ids[:width], [int(flag) for flag in trained[:width]])]
-    targets = [token for piece in documents(split) for token, flag in list(zip(*piece, strict=True))[1:] if flag]
+    targets = [
+        token
+        for piece in documents(split)
+        for token, flag in list(zip(*piece, strict=True))[1:]
+        if flag
+    ]
     assert targets == [token for token, flag in list(zip(ids, trained, strict=True))[1:] if flag]
     assert len(drop) == 0 and found(drop) == {"dropped_row": 1}
     assert len({cut.key, split.key, drop.key}) == 3
@@ -194,7 +230,11 @@ def test_nulls_in_the_text_of_a_call_are_kept_whichever_way_a_row_is_tokenised(t
     row = {
         "messages": [
             {"role": "user", "content": "a?"},
-            {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"name": "f", "arguments": arguments}],
+            },
         ],
         "tools": '[{"type": "function", "function": {"name": "f", "default": null}}]',
     }
@@ -206,7 +246,8 @@ def test_nulls_in_the_text_of_a_call_are_kept_whichever_way_a_row_is_tokenised(t
         assert arguments in inner.decode(ids) and '"default": null' in inner.decode(ids)
 
 
-# --- the key ---------------------------------------------------------------------------------------------------------
+# --- the key
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatch):
@@ -216,7 +257,10 @@ def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatc
     monkeypatch.setattr(BatchEncoder, "encode", refuse)
     again = build_store((dict(row) for row in rows), tokenizer(), WIDTH, tmp_path)
     assert again.path == first.path
-    assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
+    assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == (
+        written.st_mtime_ns,
+        written.st_ino,
+    )
     assert documents(again) == documents(first)
     assert (again.report, again.kinds, again.max_id) == (first.report, first.kinds, first.max_id)
     assert again.key == first.key
@@ -229,7 +273,10 @@ def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     first = build_store(tmp_path / "a.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
     monkeypatch.setattr(BatchEncoder, "encode", refuse)
-    assert build_store(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path == first.path
+    assert (
+        build_store(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path
+        == first.path
+    )
 
 
 def test_a_file_that_changed_is_tokenised_again(tmp_path):
@@ -252,15 +299,24 @@ def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, monkeypa
         return encode(self, batches)
 
     monkeypatch.setattr(BatchEncoder, "encode", write_and_encode)
-    with pytest.raises(DataError, match=r"a\.jsonl: was written to while it was tokenised; start again"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl: was written to while it was tokenised; start again"
+    ):
         build_store(path, tokenizer(), WIDTH, tmp_path / "cache")
-    assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix != ".json" or len(file.stem) == 32]
+    assert not [
+        file
+        for file in (tmp_path / "cache").iterdir()
+        if file.suffix != ".json" or len(file.stem) == 32
+    ]
 
 
 def test_a_slow_tokenizer_is_known_by_what_it_does(tmp_path):
     class Slow(transformers.PreTrainedTokenizer):
         def __init__(self, splitting, **tokens):
-            self.splitting, self.vocabulary = splitting, {chr(letter): letter for letter in range(1, 0x3000)}
+            self.splitting, self.vocabulary = (
+                splitting,
+                {chr(letter): letter for letter in range(1, 0x3000)},
+            )
             super().__init__(**tokens)
 
         vocab_size = 0x3000
@@ -277,7 +333,10 @@ def test_a_slow_tokenizer_is_known_by_what_it_does(tmp_path):
         def _convert_id_to_token(self, index):
             return chr(index)
 
-    prints = [Tokenizer(Slow(splitting, eos_token="\x01")).fingerprint() for splitting in (True, False, True)]
+    prints = [
+        Tokenizer(Slow(splitting, eos_token="\x01")).fingerprint()
+        for splitting in (True, False, True)
+    ]
     assert prints[0] == prints[2] != prints[1]
 
 
@@ -286,7 +345,9 @@ def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
     other_rows = tiny.chat_rows(3)
     other_rows[2]["messages"][0]["content"] += "?"
     other_template, other_end, more_tokens, splitting = (tiny.tokenizer() for _ in range(4))
-    other_template.chat_template = other_template.chat_template.replace("<|im_end|>\n", "<|im_end|>")
+    other_template.chat_template = other_template.chat_template.replace(
+        "<|im_end|>\n", "<|im_end|>"
+    )
     other_end.eos_token = "<|im_end|>"
     more_tokens.add_tokens(["answer"])
     splitting.split_special_tokens = True
@@ -322,16 +383,22 @@ def test_the_key_changes_with_the_order_in_which_a_template_writes_fields(tmp_pa
     inner = tiny.tokenizer()
     inner.chat_template = "{{ tools | tojson }}" + inner.chat_template
     (row,) = tiny.chat_rows(1)
-    first, second = ({**row, "tools": [tool]} for tool in ({"a": "x", "b": "y"}, {"b": "y", "a": "x"}))
+    first, second = (
+        {**row, "tools": [tool]} for tool in ({"a": "x", "b": "y"}, {"b": "y", "a": "x"})
+    )
     rendered = [Tokenizer(inner).encode(row, "row")[0] for row in (first, second)]
     assert rendered[0] != rendered[1]
     for row, ids in zip((first, second), rendered):
         assert build_store([row], Tokenizer(inner), 200, tmp_path).document(0)[0].tolist() == ids
 
 
-@pytest.mark.parametrize("row", [{"text": "hello world"}, tiny.chat_rows(1)[0]], ids=["text", "chat"])
+@pytest.mark.parametrize(
+    "row", [{"text": "hello world"}, tiny.chat_rows(1)[0]], ids=["text", "chat"]
+)
 def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
-    """Mesh that only open stores must look for the names that the building rank gives, second store included."""
+    """Mesh that only open stores must look for the names that the building rank gives, second
+    store included.
+    """
     inner = tiny.tokenizer()
     before = Tokenizer(inner).fingerprint()
     inner(["a", "b c d"], padding=True, truncation=True, max_length=5)
@@ -341,7 +408,8 @@ def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
     assert Tokenizer(inner).fingerprint() == padded == before
 
 
-# --- whole or not there ----------------------------------------------------------------------------------------------
+# --- whole or not there
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0, 10, 29])
@@ -364,7 +432,12 @@ def test_a_store_is_written_chunk_by_chunk(tmp_path, monkeypatch):
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert documents(store) == expected(rows)
     reader = pa.ipc.open_file(pa.memory_map(str(store.path)))
-    assert [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)] == [10, 10, 10, 2]
+    assert [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)] == [
+        10,
+        10,
+        10,
+        2,
+    ]
 
 
 def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
@@ -383,8 +456,13 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, name, from_file):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"text": "hello world"}))
     os.utime(file, (1, 1))
-    with pytest.raises(ConfigurationError, match=f"^cache_dir='{tmp_path}/{name}': .* name a folder that can be written$"):
-        build_store(file if from_file else [{"text": "hello world"}], tokenizer(), 8, tmp_path / name)
+    with pytest.raises(
+        ConfigurationError,
+        match=f"^cache_dir='{tmp_path}/{name}': .* name a folder that can be written$",
+    ):
+        build_store(
+            file if from_file else [{"text": "hello world"}], tokenizer(), 8, tmp_path / name
+        )
 
 
 def test_a_missing_file_makes_no_folder(tmp_path):
@@ -422,7 +500,9 @@ BUILDER = """
 def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path):
     sources = [tmp_path / f"rows-{number}.jsonl" for number in range(5)]
     for number, source in enumerate(sources):
-        rows = [{"prompt": f"what is {n}?", "completion": f"forty {n + number}"} for n in range(200)]
+        rows = [
+            {"prompt": f"what is {n}?", "completion": f"forty {n + number}"} for n in range(200)
+        ]
         source.write_text("\n".join(map(json.dumps, rows)))
     paths = [str(Path(chronicals.__file__).parents[1]), str(Path(tiny.__file__).parent)]
     script = f"import sys; sys.path[:0] = {paths}\n{textwrap.dedent(BUILDER)}"
@@ -441,8 +521,14 @@ def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path)
                 process.kill()
         time.sleep(0.02)
     finished = [process.communicate() for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(errors for _, errors in finished)
-    assert len(list(tmp_path.glob("begun-rows-*-one"))) == len(list(tmp_path.glob("begun-rows-*-two"))) == 5
+    assert [process.returncode for process in running] == [0, 0], "\n".join(
+        errors for _, errors in finished
+    )
+    assert (
+        len(list(tmp_path.glob("begun-rows-*-one")))
+        == len(list(tmp_path.glob("begun-rows-*-two")))
+        == 5
+    )
     assert finished[0][0] == finished[1][0]
     names = []
     for source, line in zip(sources, finished[0][0].splitlines(), strict=True):
@@ -454,11 +540,15 @@ def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path)
         assert documents(store) == documents(fresh)
         assert store.report == fresh.report
         names += [f"{key}.arrow", f"{key}.json"]
-    assert sorted(path.name for path in (tmp_path / "stores").iterdir()) == sorted([*names, "file-digests.json"])
+    assert sorted(path.name for path in (tmp_path / "stores").iterdir()) == sorted(
+        [*names, "file-digests.json"]
+    )
 
 
 def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monkeypatch):
-    """Whatever file is about to get its name: another process gives its own that name just before."""
+    """Whatever file is about to get its name: another process gives its own that name just
+    before.
+    """
     rows, replace = token_rows(5), building.os.replace
     for moment in range(2):
         cache, renamed = tmp_path / str(moment), []
@@ -528,10 +618,13 @@ def test_a_store_without_its_description_is_built_again(tmp_path):
     assert documents(build_store(rows, tokenizer(), WIDTH, tmp_path)) == expected(rows)
 
 
-# --- parts of a store ------------------------------------------------------------------------------------------------
+# --- parts of a store
+# ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "share", "held"), [(40, 0.25, 10), (7, 0.01, 1), (2, 0.5, 1), (33, 0.5, 16)])
+@pytest.mark.parametrize(
+    ("count", "share", "held"), [(40, 0.25, 10), (7, 0.01, 1), (2, 0.5, 1), (33, 0.5, 16)]
+)
 def test_a_split_is_disjoint_and_complete(tmp_path, count, share, held):
     rows = token_rows(count)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
@@ -553,7 +646,9 @@ def test_a_split_is_a_function_of_the_seed(tmp_path):
 
 @pytest.mark.parametrize("overlong", ["cut", "split"])
 def test_a_split_keeps_equal_rows_on_one_side(tmp_path, overlong):
-    """Whichever they are: of 40 pairs, a quarter held out, chance alone would have all on one side once in 10^8 draws."""
+    """Whichever they are: of 40 pairs, a quarter held out, chance alone would have all on one
+    side once in 10^8 draws.
+    """
     rows = [{"text": f"{n} {'is followed by ' * (n % 7)}{n + 1}"} for n in range(40)]
     rows = [*rows, *rows]
     random.shuffle(rows)
@@ -567,7 +662,9 @@ def test_a_split_keeps_equal_rows_on_one_side(tmp_path, overlong):
 @pytest.mark.parametrize(("count", "share"), [(1, 0.1), (2, 0.9), (10, 0.99)])
 def test_a_split_that_leaves_nothing_is_refused(tmp_path, count, share):
     store = build_store(token_rows(count), tokenizer(), WIDTH, tmp_path)
-    with pytest.raises(DataError, match=f"validation_split={share}: leaves none of {count} documents"):
+    with pytest.raises(
+        DataError, match=f"validation_split={share}: leaves none of {count} documents"
+    ):
         store.split(share, seed=0)
 
 
@@ -589,4 +686,6 @@ def test_a_subset_of_a_subset_counts_within_it(tmp_path):
     part = store.subset(outer).subset(inner)
     assert documents(part) == [expected(rows)[n] for n in outer[inner]]
     train, validation = store.subset(outer).split(0.25, seed=0)
-    assert sorted(documents(train) + documents(validation)) == sorted(expected(rows)[n] for n in outer)
+    assert sorted(documents(train) + documents(validation)) == sorted(
+        expected(rows)[n] for n in outer
+    )

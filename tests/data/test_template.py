@@ -1,4 +1,6 @@
-"""What is trained, read back as text: every answer with its stop token and nothing else, for every template taken."""
+"""What is trained, read back as text: every answer with its stop token and nothing else, for
+every template taken.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -16,14 +18,23 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import DataError, TemplateError, Tokenizer, stop_token_ids
 from chronicals.data.tokenizer_training import train_tokenizer
 from data import stock_templates
-from data.stock_templates import KINDS, OTHERWISE_CONTINUED, expected_refusal, saying, shipped, with_template
+from data.stock_templates import (
+    KINDS,
+    OTHERWISE_CONTINUED,
+    expected_refusal,
+    saying,
+    shipped,
+    with_template,
+)
 
 ZEPHYR = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + "
+    "m['content'] + ' [/INST]' }}"
     "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token }}"
     "{% else %}{{ raise_exception('no system message') }}{% endif %}{% endfor %}"
 )
@@ -32,7 +43,8 @@ ENDLESS = (
     "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
 OTHER_PROMPT = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
 )
 END_ONLY_AT_LAST = (
@@ -77,7 +89,9 @@ TAKEN = {
     "qwen3_vl": ("", "<|im_end|>"),
     "smolvlm": (" ", "<end_of_utterance>"),
 }
-"""Templates of trl that are taken: what the model itself writes before its answer, and its stop token."""
+"""Templates of trl that are taken: what the model itself writes before its answer, and its stop
+token.
+"""
 
 
 def spans(ids, trained):
@@ -94,30 +108,44 @@ def trained_texts(tokenizer, record):
 def conversation(kind):
     turns = 1 if kind in ("single", "system") else random.randint(2, 5)
     system = [{"role": "system", "content": saying()}] if kind == "system" else []
-    return [*system, *({"role": role, "content": saying()} for _ in range(turns) for role in ("user", "assistant"))]
+    return [
+        *system,
+        *(
+            {"role": role, "content": saying()}
+            for _ in range(turns)
+            for role in ("user", "assistant")
+        ),
+    ]
 
 
 def answers(messages):
     return [message["content"] for message in messages if message["role"] == "assistant"]
 
 
-# --- conversations ---------------------------------------------------------------------------------------------------
+# --- conversations
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["single", "turns", "system"])
 def test_chatml_trains_answers_and_their_stop(kind):
     for _ in range(20):
         messages = conversation(kind)
-        assert trained_texts(tiny.tokenizer(), {"messages": messages}) == [f"{a}<|im_end|>" for a in answers(messages)]
+        assert trained_texts(tiny.tokenizer(), {"messages": messages}) == [
+            f"{a}<|im_end|>" for a in answers(messages)
+        ]
 
 
 @pytest.mark.parametrize("kind", ["single", "turns"])
-@pytest.mark.parametrize(("template", "opening"), [(ZEPHYR, ""), (MISTRAL, " ")], ids=["zephyr", "mistral"])
+@pytest.mark.parametrize(
+    ("template", "opening"), [(ZEPHYR, ""), (MISTRAL, " ")], ids=["zephyr", "mistral"]
+)
 def test_a_stop_that_is_eos_and_padding_is_trained(template, opening, kind):
     tokenizer = with_template(template, eos_token="</s>", pad_token="</s>")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     messages = conversation(kind)
-    assert trained_texts(tokenizer, {"messages": messages}) == [f"{opening}{a}</s>" for a in answers(messages)]
+    assert trained_texts(tokenizer, {"messages": messages}) == [
+        f"{opening}{a}</s>" for a in answers(messages)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,13 +168,18 @@ def test_templates_of_trl_train_answers_and_their_stop(name, kind):
 @pytest.mark.parametrize("name", stock_templates.names())
 def test_every_template_of_trl_is_taken_or_refused_as_listed(name, kind):
     for _ in range(2):
-        reason, expected = stock_templates.refusal(name, stock_templates.record(kind)), expected_refusal(name, kind)
+        reason, expected = (
+            stock_templates.refusal(name, stock_templates.record(kind)),
+            expected_refusal(name, kind),
+        )
         assert (reason is None) == (expected is None), reason
         assert expected is None or re.search(expected, reason), reason
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [name for name in stock_templates.names() if stock_templates.twin(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in stock_templates.names() if stock_templates.twin(name)]
+)
 def test_masks_equal_those_of_the_marked_twin_or_differ_as_listed(name, kind):
     if not expected_refusal(name, kind):
         differences = stock_templates.differences(name, stock_templates.record(kind))
@@ -166,7 +199,9 @@ def test_calls_and_thoughts_are_trained_and_what_others_say_is_not(name, kind):
         assert message["content"] in text
         assert message.get("reasoning_content", "") in text
         assert "measure" in text or "tool_calls" not in message
-        assert tokenizer.added_tokens_decoder[tokenizer(text, add_special_tokens=False)["input_ids"][-1]].special
+        assert tokenizer.added_tokens_decoder[
+            tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+        ].special
         others = [m["content"] for m in row["messages"] if m is not message and m["content"]]
         assert not any(other in text for other in others if len(other) > 12)
 
@@ -183,7 +218,10 @@ def test_earlier_answers_of_qwen3_are_trained_as_rendered_or_refused_for_a_true_
         assert "does not close" not in str(error)
     else:
         *earlier, last = answers(messages)
-        assert texts == [*(f"{a}<|im_end|>" for a in earlier), f"<think>\n\n</think>\n\n{last}<|im_end|>"]
+        assert texts == [
+            *(f"{a}<|im_end|>" for a in earlier),
+            f"<think>\n\n</think>\n\n{last}<|im_end|>",
+        ]
 
 
 @pytest.mark.parametrize("name", ["idefics3", "llava_next", "smolvlm"])
@@ -197,7 +235,9 @@ def test_templates_for_lists_of_parts_get_texts_as_one_part(name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "llama3", "gemma"])
 def test_contents_in_parts_are_never_lost_or_spelt_out(name):
-    """These templates know contents as text alone: they drop a list, or write it as Python would print it."""
+    """These templates know contents as text alone: they drop a list, or write it as Python would
+    print it.
+    """
     tokenizer = with_template(shipped(name))
     messages = conversation("single")
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
@@ -223,7 +263,9 @@ def test_a_stop_token_inside_an_answer_does_not_end_its_mask(name):
     except TemplateError:
         assert expected_refusal(name, "turns") or name == "qwen3"
     else:
-        first = "" if name == "qwen3" else opening  # its earlier answers come without what opens the last
+        first = (
+            "" if name == "qwen3" else opening
+        )  # its earlier answers come without what opens the last
         assert texts == [f"{first}{messages[1]['content']}{stop}", f"{opening}yes{stop}"]
 
 
@@ -259,23 +301,34 @@ def test_the_ids_are_what_the_template_renders_and_generation_continues_them():
 
 def test_a_conversation_must_not_begin_with_the_assistant():
     messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(TemplateError, match=r"^rows\.jsonl:3: the conversation begins with the assistant"):
+    with pytest.raises(
+        TemplateError, match=r"^rows\.jsonl:3: the conversation begins with the assistant"
+    ):
         Tokenizer(tiny.tokenizer()).encode({"messages": messages}, "rows.jsonl:3")
 
 
 def test_a_tokenizer_without_a_template_says_what_to_do():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(TemplateError, match=r"^row 1: .*no chat template; set tokenizer\.chat_template.*completion"):
+    with pytest.raises(
+        TemplateError, match=r"^row 1: .*no chat template; set tokenizer\.chat_template.*completion"
+    ):
         Tokenizer(tokenizer).encode(tiny.chat_rows(1)[0], "row 1")
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (ENDLESS, "writes no special token after an assistant's answer, so the model would never learn to stop"),
+        (
+            ENDLESS,
+            "writes no special token after an assistant's answer, so the model would never learn "
+            "to stop",
+        ),
         (OTHER_PROMPT, OTHERWISE_CONTINUED),
-        (END_ONLY_AT_LAST, r"message 2: the stop token '<\|im_end\|>' does not close this assistant turn"),
+        (
+            END_ONLY_AT_LAST,
+            r"message 2: the stop token '<\|im_end\|>' does not close this assistant turn",
+        ),
     ],
     ids=["endless", "other prompt", "end only at last"],
 )
@@ -285,8 +338,13 @@ def test_templates_that_cannot_be_masked_are_refused_by_reason(template, reason)
 
 
 def test_what_the_template_raises_is_passed_on_with_the_row():
-    with pytest.raises(TemplateError, match=r"^row 9: the chat template refuses the conversation: no system message"):
-        Tokenizer(with_template(MISTRAL, eos_token="</s>")).encode({"messages": conversation("system")}, "row 9")
+    with pytest.raises(
+        TemplateError,
+        match=r"^row 9: the chat template refuses the conversation: no system message",
+    ):
+        Tokenizer(with_template(MISTRAL, eos_token="</s>")).encode(
+            {"messages": conversation("system")}, "row 9"
+        )
 
 
 @pytest.mark.parametrize("generation", [False, True])
@@ -296,12 +354,19 @@ def test_many_conversations_are_rendered_as_each_by_itself(refused, generation):
     template = Tokenizer(with_template(MISTRAL, eos_token="</s>")).template
     asked = []
     for n in range(7):
-        messages = [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"forty {n}"}]
+        messages = [
+            {"role": "user", "content": f"what is {n}?"},
+            {"role": "assistant", "content": f"forty {n}"},
+        ]
         first = [{"role": "system", "content": "be kind"}] if n in refused else []
         asked.append((first + messages, [{"name": "f"}] if n % 3 == 1 else None, f"row {n}"))
     for n, (text, one) in enumerate(zip(template.texts(asked, generation), asked, strict=True)):
         if n in refused:
-            assert isinstance(text, TemplateError) and f"row {n}: " in str(text) and "no system message" in str(text)
+            assert (
+                isinstance(text, TemplateError)
+                and f"row {n}: " in str(text)
+                and "no system message" in str(text)
+            )
         else:
             assert text == template.text(one[0], one[1], generation)
     assert template.texts([], generation) == []
@@ -315,7 +380,10 @@ def test_many_conversations_are_rendered_as_each_by_itself(refused, generation):
         (None, "unknown kind of row"),
         (["a"], "message 1 must be an object"),
         ([{"role": "user", "content": "a"}, {"content": "a"}], "message 2 has no role"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant"}],
+            r"message 2 \(assistant\) has no content",
+        ),
     ],
 )
 def test_malformed_messages_are_named(messages, reason):
@@ -323,7 +391,8 @@ def test_malformed_messages_are_named(messages, reason):
         Tokenizer(tiny.tokenizer()).encode({"messages": messages}, "row 5")
 
 
-# --- prompts, completions and texts ----------------------------------------------------------------------------------
+# --- prompts, completions and texts
+# ----------------------------------------------------------------------------------
 
 
 def marking(before="", after=""):
@@ -331,7 +400,9 @@ def marking(before="", after=""):
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     marks = [(text, tokenizer.convert_tokens_to_ids(text)) for text in (before, after) if text]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{before} $A {after}".strip(), special_tokens=marks)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{before} $A {after}".strip(), special_tokens=marks
+    )
     assert tokenizer("a")["input_ids"] == [
         *(tokenizer.convert_tokens_to_ids([before]) if before else []),
         *tokenizer("a", add_special_tokens=False)["input_ids"],
@@ -347,10 +418,15 @@ MARKS = [("", ""), ("<bos>", ""), ("<bos>", "<|endoftext|>"), ("", "<|endoftext|
 def test_a_completion_and_its_end_are_trained_and_its_prompt_is_not(marks):
     tokenizer = marking(*marks)
     prompt, completion = saying(), saying()
-    ids, trained = Tokenizer(tokenizer).encode({"prompt": prompt, "completion": completion}, "row 1")
+    ids, trained = Tokenizer(tokenizer).encode(
+        {"prompt": prompt, "completion": completion}, "row 1"
+    )
     (span,) = spans(ids, trained)
     assert tokenizer.decode(span, skip_special_tokens=False) == f"{completion}<|endoftext|>"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{marks[0]}{prompt}{completion}<|endoftext|>"
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=False)
+        == f"{marks[0]}{prompt}{completion}<|endoftext|>"
+    )
 
 
 @pytest.mark.parametrize("marks", MARKS)
@@ -384,7 +460,9 @@ def test_a_text_is_trained_whole_and_ends_once(marks, end):
     assert trained == [True] * len(ids)
 
 
-@pytest.mark.parametrize("row", [{"text": "<bos>hello"}, {"prompt": "<bos>hello", "completion": "b"}])
+@pytest.mark.parametrize(
+    "row", [{"text": "<bos>hello"}, {"prompt": "<bos>hello", "completion": "b"}]
+)
 def test_a_text_that_brings_its_own_beginning_has_one(row):
     tokenizer = marking("<bos>")
     ids, _ = Tokenizer(tokenizer).encode(row, "row 1")
@@ -407,8 +485,14 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(row):
         ({"text": ["a"]}, "text must be text, this is list"),
         ({"prompt": 3, "completion": "a"}, "prompt must be a list of messages, this is int"),
         ({"prompt": "a", "completion": 3}, "completion must be text, this is int"),
-        ({"prompt": "a", "completion": '[{"role": "user", "content": "a"}]'}, "completion must be text, this is list"),
-        ({"prompt": '[{"role": "boss", "content": "a"}]', "completion": []}, "message 1: unknown role 'boss'"),
+        (
+            {"prompt": "a", "completion": '[{"role": "user", "content": "a"}]'},
+            "completion must be text, this is list",
+        ),
+        (
+            {"prompt": '[{"role": "boss", "content": "a"}]', "completion": []},
+            "message 1: unknown role 'boss'",
+        ),
     ],
 )
 def test_fields_that_are_no_text_are_named(row, reason):
@@ -423,7 +507,8 @@ def test_text_that_no_tokenizer_takes_is_a_data_error(row):
         Tokenizer(tiny.tokenizer()).encode(row, "row 2")
 
 
-# --- token ids -------------------------------------------------------------------------------------------------------
+# --- token ids
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [list, np.array])
@@ -431,12 +516,16 @@ def test_labels_are_the_mask_of_token_ids(make):
     ids = [random.randrange(300) for _ in range(30)]
     mask = [random.random() < 0.5 for _ in ids]
     labels = make([token if kept else -100 for token, kept in zip(ids, mask)])
-    got, trained = Tokenizer(tiny.tokenizer()).encode({"input_ids": make(ids), "labels": labels}, "row 1")
+    got, trained = Tokenizer(tiny.tokenizer()).encode(
+        {"input_ids": make(ids), "labels": labels}, "row 1"
+    )
     assert list(got) == ids
     assert list(trained) == mask
 
 
-@pytest.mark.parametrize("row", [{"input_ids": [3, 1, 2]}, {"input_ids": [3, 1, 2], "labels": None}])
+@pytest.mark.parametrize(
+    "row", [{"input_ids": [3, 1, 2]}, {"input_ids": [3, 1, 2], "labels": None}]
+)
 def test_token_ids_without_labels_are_trained_whole(row):
     assert Tokenizer(tiny.tokenizer()).encode(row, "row 1") == ([3, 1, 2], [True] * 3)
 
@@ -465,7 +554,10 @@ def test_padding_under_an_attention_mask_is_left_out(train_on, left, right, kind
     row["attention_mask"] = [kind(0)] * left + [kind(1)] * 3 + [kind(0)] * right
     assert tokenizer.encode(row, "row 1") == (ids, [True] * 3)
     assert tokenizer.encode({**row, "labels": row["input_ids"]}, "row 1") == (ids, [True] * 3)
-    assert tokenizer.encode({**row, "attention_mask": [0] * (left + right + 3)}, "row 1") == ([], [])
+    assert tokenizer.encode({**row, "attention_mask": [0] * (left + right + 3)}, "row 1") == (
+        [],
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -479,10 +571,14 @@ def test_padding_under_an_attention_mask_is_left_out(train_on, left, right, kind
 )
 def test_masks_that_are_no_padding_are_refused(mask, reason):
     with pytest.raises(DataError, match=f"^row 6: {reason}"):
-        Tokenizer(tiny.tokenizer()).encode({"input_ids": [1, 2, 3], "attention_mask": mask}, "row 6")
+        Tokenizer(tiny.tokenizer()).encode(
+            {"input_ids": [1, 2, 3], "attention_mask": mask}, "row 6"
+        )
 
 
-@pytest.mark.parametrize("ids", [None, "hello", [1, None], [1, "2"], [1.5, 2.0], [[1, 2]], [1, -5], [1, 2**31]])
+@pytest.mark.parametrize(
+    "ids", [None, "hello", [1, None], [1, "2"], [1.5, 2.0], [[1, 2]], [1, -5], [1, 2**31]]
+)
 def test_what_is_no_list_of_token_ids_is_a_data_error(ids):
     with pytest.raises(DataError, match=r"^row 2: "):
         Tokenizer(tiny.tokenizer()).encode({"input_ids": ids}, "row 2")
@@ -498,10 +594,13 @@ def test_kinds_that_cannot_be_trained_on_are_data_errors(row):
 def test_instructions_are_conversations():
     tokenizer = Tokenizer(tiny.tokenizer())
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert tokenizer.encode({"instruction": "a", "output": "b"}, "row 1") == tokenizer.encode({"messages": messages}, "row 1")
+    assert tokenizer.encode({"instruction": "a", "output": "b"}, "row 1") == tokenizer.encode(
+        {"messages": messages}, "row 1"
+    )
 
 
-# --- objectives and stops --------------------------------------------------------------------------------------------
+# --- objectives and stops
+# --------------------------------------------------------------------------------------------
 
 EVERY_KIND = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -564,7 +663,12 @@ def test_pretraining_needs_no_mask_and_so_no_stop():
     """A template without a stop token can be pretrained on; only its rendering is used."""
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "world"},
+        ]
+    }
     ids, trained = Tokenizer(tokenizer, "all").encode(row, "row 1")
     assert tokenizer.decode(ids) == "helloworld"
     assert all(trained)

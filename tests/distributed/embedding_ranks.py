@@ -1,6 +1,7 @@
 """One of several processes that divide an embedding: the program of ``test_embedding_shards.py``.
 
-``python embedding_ranks.py FOLDER SEED``: every rank writes what it looked up, and what it should have found, to ``RANK.pt``.
+``python embedding_ranks.py FOLDER SEED``: every rank writes what it looked up, and what it should
+have found, to ``RANK.pt``.
 """
 
 import sys
@@ -18,7 +19,9 @@ KINDS = {
     "fp32": lambda: nn.Embedding(ROWS, WIDTH),
     "bf16": lambda: nn.Embedding(ROWS, WIDTH, dtype=torch.bfloat16),
     "padding": lambda: nn.Embedding(ROWS, WIDTH, padding_idx=3),
-    "scaled": lambda: Gemma3TextScaledWordEmbedding(ROWS, WIDTH, 3, embed_scale=WIDTH**0.5).bfloat16(),
+    "scaled": lambda: Gemma3TextScaledWordEmbedding(
+        ROWS, WIDTH, 3, embed_scale=WIDTH**0.5
+    ).bfloat16(),
     "strided": lambda: nn.Embedding(ROWS, WIDTH, _weight=torch.randn(WIDTH, ROWS).t()),
 }
 EVEN, UNEVEN = ((5,), (1, 7), (3, 4), (2, 3, 2)), ((4, 1), (6, 0, 1, 2), (1, 5, 3, 3))
@@ -36,13 +39,17 @@ def main() -> None:
         whole = make()
         model = nn.Sequential(EmbeddingInShards(whole, ranks.rank, ranks.count, ranks.device))
 
-        def look_up(*shape: int, whole: nn.Module = whole, model: nn.Module = model) -> list[torch.Tensor]:
+        def look_up(
+            *shape: int, whole: nn.Module = whole, model: nn.Module = model
+        ) -> list[torch.Tensor]:
             ids = torch.randint(0, ROWS, shape, generator=drawing)
             return [model(ids), whole(ids).detach()]
 
         with looking_up_as_many(model):
             found |= {f"{kind}, {shape}": look_up(*shape) for shape in EVEN}
-        found |= {f"{kind}, one of {sizes}": look_up(sizes[ranks.rank % len(sizes)]) for sizes in UNEVEN}
+        found |= {
+            f"{kind}, one of {sizes}": look_up(sizes[ranks.rank % len(sizes)]) for sizes in UNEVEN
+        }
         found[f"{kind}, in rows that differ"] = look_up(2, 3 + ranks.rank)
     torch.save(found, folder / f"{ranks.rank}.pt")
     dist.destroy_process_group()

@@ -1,7 +1,8 @@
-"""One of several processes that sum gradients of weights in shards: the program of ``test_exchanged_sums.py``.
+"""One of several processes that sum gradients of weights in shards: the program of
+``test_exchanged_sums.py``.
 
-``python exchanged_ranks.py FOLDER SEED``: every rank writes its rows of the sums to ``RANK.pt``, by exchange and by FSDP's own
-reduce-scatter in fp32.
+``python exchanged_ranks.py FOLDER SEED``: every rank writes its rows of the sums to ``RANK.pt``, by
+exchange and by FSDP's own reduce-scatter in fp32.
 """
 
 import os
@@ -21,11 +22,15 @@ BACKWARD = 3
 """Passes whose gradients add up in the shards."""
 
 
-def gradients(ranks: Mesh, sharing: int, dtype: torch.dtype, exchanged: bool, seed: int) -> list[torch.Tensor]:
+def gradients(
+    ranks: Mesh, sharing: int, dtype: torch.dtype, exchanged: bool, seed: int
+) -> list[torch.Tensor]:
     """This rank's rows of each weight's gradient."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 37, bias=False), nn.LayerNorm(37), nn.Linear(37, 10))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype if exchanged else torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=dtype if exchanged else torch.float32
+    )
     fully_shard(model, mesh=weight_mesh(ranks, sharing), mp_policy=policy)
     model.set_gradient_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)
@@ -43,9 +48,12 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = Mesh.current()
     found = {
-        f"{sharing} of {ranks.count} share, {dtype}": [gradients(ranks, sharing, dtype, way, seed) for way in (True, False)]
-        for sharing in sorted({2, ranks.count}) for dtype in (torch.bfloat16, torch.float16)
-    }  # fmt: skip
+        f"{sharing} of {ranks.count} share, {dtype}": [
+            gradients(ranks, sharing, dtype, way, seed) for way in (True, False)
+        ]
+        for sharing in sorted({2, ranks.count})
+        for dtype in (torch.bfloat16, torch.float16)
+    }
     torch.save(found, folder / f"{ranks.rank}.pt")
     dist.destroy_process_group()
 

@@ -1,6 +1,8 @@
-"""One of several processes that share the update of a few weights: the program of ``test_shards.py``.
+"""One of several processes that share the update of a few weights: the program of
+``test_shards.py``.
 
-``python sharded_ranks.py FOLDER CASE …``: every rank runs each case and writes what it returns to ``CASE.RANK.pt``.
+``python sharded_ranks.py FOLDER CASE …``: every rank runs each case and writes what it returns to
+``CASE.RANK.pt``.
 """
 
 import sys
@@ -14,16 +16,24 @@ from chronicals.optimizers import Adam8bit, FusedAdamW
 from chronicals.training.precision import Precision
 from chronicals.training.step import update
 
-SHAPES = {"matrix": (96, 70), "large": (130, 513), "vector": (300,), "small": (7,), "odd": (20, 30),
-          "idle": (40, 40)}  # fmt: skip
-"""No rank count divides them all, some ranks have nothing of the small ones, the fourth nothing of the odd one; nobody has a
-gradient of the last."""
+SHAPES = {
+    "matrix": (96, 70),
+    "large": (130, 513),
+    "vector": (300,),
+    "small": (7,),
+    "odd": (20, 30),
+    "idle": (40, 40),
+}
+"""No rank count divides them all, some ranks have nothing of the small ones, the fourth nothing
+of the odd one; nobody has a gradient of the last."""
 
 STEPS = 4
 KINDS = {
-    "fp32": (torch.float32, {}), "bf16": (torch.bfloat16, {}),
-    "without masters": (torch.bfloat16, {"master": False, "state_dtype": torch.float32}), "8 bits": (torch.bfloat16, {}),
-}  # fmt: skip
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "without masters": (torch.bfloat16, {"master": False, "state_dtype": torch.float32}),
+    "8 bits": (torch.bfloat16, {}),
+}
 
 
 def made(kind: str, strided: bool = False) -> dict[str, torch.nn.Parameter]:
@@ -47,7 +57,9 @@ def groups(weights: dict[str, torch.nn.Parameter]) -> list[dict]:
     ]
 
 
-def optimizer_of(weights: dict[str, torch.nn.Parameter], kind: str, ranks: Mesh, size: int) -> FusedAdamW:
+def optimizer_of(
+    weights: dict[str, torch.nn.Parameter], kind: str, ranks: Mesh, size: int
+) -> FusedAdamW:
     options = {"lr": 1e-3, **KINDS[kind][1]}
     if ranks.count == 1:
         return (Adam8bit if kind == "8 bits" else FusedAdamW)(groups(weights), **options)
@@ -56,19 +68,27 @@ def optimizer_of(weights: dict[str, torch.nn.Parameter], kind: str, ranks: Mesh,
 
 
 def gradients(step: int, name: str, shares: int) -> torch.Tensor:
-    """Of ``shares`` ranks, ``[shares, …]``: whole numbers over 64, so that sums do not depend on their order."""
+    """Of ``shares`` ranks, ``[shares, …]``: whole numbers over 64, so that sums do not depend on
+    their order.
+    """
     drawing = torch.Generator().manual_seed(100 * step + len(name))
     return torch.randint(-64, 65, (shares, *SHAPES[name]), generator=drawing) / 64
 
 
 def train(
-    kind: str, ranks: Mesh, shares: int, size: int = 1 << 26, strided: bool = False, interrupted: bool = False,
+    kind: str,
+    ranks: Mesh,
+    shares: int,
+    size: int = 1 << 26,
+    strided: bool = False,
+    interrupted: bool = False,
     clipped: float | None = None,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """Weights, whole states and norms after a few steps, of ``shares`` ranks' gradients.
 
     Args:
-        interrupted: midway everything is put into another optimizer, and a weight is written by other code.
+        interrupted: midway everything is put into another optimizer, and a weight is written by
+            other code.
     """
     weights = made(kind, strided)
     parameters, precision = list(weights.values()), Precision("fp32", torch.device("cpu"))
@@ -86,10 +106,20 @@ def train(
                 weight.grad = gradients(step, name, shares)[list(own)].sum(0).reshape(weight.shape)
         sums = optimizer.shards if isinstance(optimizer, ShardedAdamW) else ranks
         holders = sums.reduce(parameters, [torch.ones(())])
-        norms.append(update(parameters, optimizer, precision, clipped, sums.norm, holders)["grad_norm"])
+        norms.append(
+            update(parameters, optimizer, precision, clipped, sums.norm, holders)["grad_norm"]
+        )
         optimizer.zero_grad()
-    states = {f"{name}:{part}": x for name, w in weights.items() for part, x in whole_states(optimizer, w).items()}
-    return {**{name: w.detach().clone().contiguous() for name, w in weights.items()}, **states, "norms": torch.stack(norms)}
+    states = {
+        f"{name}:{part}": x
+        for name, w in weights.items()
+        for part, x in whole_states(optimizer, w).items()
+    }
+    return {
+        **{name: w.detach().clone().contiguous() for name, w in weights.items()},
+        **states,
+        "norms": torch.stack(norms),
+    }
 
 
 def whole_states(optimizer: FusedAdamW, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -129,7 +159,10 @@ def bytes_of_states(ranks: Mesh) -> dict[str, torch.Tensor]:
     for weight in weights.values():
         optimizer.state_of(weight)
     kept = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim)
-    return {"bytes": torch.tensor(kept), "elements": torch.tensor(sum(w.numel() for w in weights.values()))}
+    return {
+        "bytes": torch.tensor(kept),
+        "elements": torch.tensor(sum(w.numel() for w in weights.values())),
+    }
 
 
 CASES = {

@@ -1,4 +1,6 @@
-"""Gradients in buckets: each in one, in order, no bucket too large; and their sums are those of each by itself."""
+"""Gradients in buckets: each in one, in order, no bucket too large; and their sums are those of
+each by itself.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,15 @@ SHAPES = [(3, 5), (7,), (100, 30), (1,), (), (0, 4), (60,), (50, 50), (2, 2)]
 
 
 def drawn():
-    kinds = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    kinds = [
+        torch.float32,
+        torch.float32,
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
     kinds += [torch.bfloat16, torch.float32]
     found = [torch.randn(shape).to(kind) for shape, kind in zip(SHAPES, kinds, strict=True)]
     return [*found, torch.randn(8, 6).t()]
@@ -49,18 +59,33 @@ def ranks(monkeypatch):
 @pytest.mark.parametrize("size", [1, 60, 300, 1 << 20])
 def test_sums_are_those_of_each_by_itself(size, ranks):
     gradients = drawn()
-    expected, places = [2 * gradient for gradient in gradients], [gradient.data_ptr() for gradient in gradients]
+    expected, places = (
+        [2 * gradient for gradient in gradients],
+        [gradient.data_ptr() for gradient in gradients],
+    )
     sum_over_ranks(gradients, size)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
-    assert [gradient.data_ptr() for gradient in gradients] == places and not ranks.flying and ranks.most <= IN_FLIGHT
+    assert (
+        [gradient.data_ptr() for gradient in gradients] == places
+        and not ranks.flying
+        and ranks.most <= IN_FLIGHT
+    )
     largest = max(gradient.nbytes for gradient in gradients)
-    assert all(size_of <= max(size, largest) for size_of in ranks.calls) and (size < 1000 or len(ranks.calls) < len(gradients))
+    assert all(size_of <= max(size, largest) for size_of in ranks.calls) and (
+        size < 1000 or len(ranks.calls) < len(gradients)
+    )
 
 
 def is_right(found, gradients, size):
-    in_order = [id(gradient) for bucket in found for gradient in bucket] == [id(gradient) for gradient in gradients]
+    in_order = [id(gradient) for bucket in found for gradient in bucket] == [
+        id(gradient) for gradient in gradients
+    ]
     alike = all(len({gradient.dtype for gradient in bucket}) == 1 for bucket in found)
-    return in_order and alike and all(len(bucket) == 1 or sum(g.nbytes for g in bucket) <= size for bucket in found)
+    return (
+        in_order
+        and alike
+        and all(len(bucket) == 1 or sum(g.nbytes for g in bucket) <= size for bucket in found)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 60, 300, 1 << 20])
@@ -90,5 +115,7 @@ def test_a_planted_fault_is_found(old, new, ranks):
     gradients = drawn()
     expected = [2 * gradient for gradient in gradients]
     wrong.sum_over_ranks(gradients, 80)
-    summed = all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
+    summed = all(
+        torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True)
+    )
     assert not summed or ranks.flying or not is_right(wrong.buckets(gradients, 80), gradients, 80)

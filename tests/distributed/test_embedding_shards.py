@@ -1,4 +1,6 @@
-"""A frozen embedding whose columns are on several ranks: what is looked up, when it stays whole, and what a rank holds."""
+"""A frozen embedding whose columns are on several ranks: what is looked up, when it stays whole,
+and what a rank holds.
+"""
 
 import random
 import sys
@@ -10,7 +12,13 @@ from torch import nn
 
 import tiny
 import two_processes
-from chronicals.distributed import EmbeddingInShards, Mesh, shard_embedding, shard_frozen, why_embedding_stays_whole
+from chronicals.distributed import (
+    EmbeddingInShards,
+    Mesh,
+    shard_embedding,
+    shard_frozen,
+    why_embedding_stays_whole,
+)
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import decoder_layers
 from chronicals.models import count_values, quantise_layers
@@ -27,9 +35,13 @@ CPU = torch.device("cpu")
 def test_ranks_look_up_what_is_in_the_whole(tmp_path, count):
     """To the bit; whether all look up as many tokens or not."""
     seed = random.randrange(2**31)
-    for rank, found in enumerate(two_processes.saved(embedding_ranks.__file__, tmp_path, str(seed), count=count)):
+    for rank, found in enumerate(
+        two_processes.saved(embedding_ranks.__file__, tmp_path, str(seed), count=count)
+    ):
         for case, (got, expected) in found.items():
-            assert got.dtype == expected.dtype and torch.equal(got, expected), f"{case} on rank {rank}, {seed}"
+            assert got.dtype == expected.dtype and torch.equal(got, expected), (
+                f"{case} on rank {rank}, {seed}"
+            )
 
 
 def lora(**fields):
@@ -61,7 +73,10 @@ def normed():
 
 WHOLE = {
     "all weights": (tiny.llama, "it is trained"),
-    "tied": (lambda: lora(sizes={"tie_word_embeddings": True}), "another layer, as a head, has the same weight"),
+    "tied": (
+        lambda: lora(sizes={"tie_word_embeddings": True}),
+        "another layer, as a head, has the same weight",
+    ),
     "adapted": (lambda: lora(target_modules=["q_proj", "embed_tokens"]), "it has an adapter"),
     "trained tokens": (lambda: lora(trainable_token_indices=[3, 5]), "tokens that are trained"),
     "trained whole": (lambda: lora(modules_to_save=["embed_tokens"]), "it is trained"),
@@ -77,7 +92,9 @@ def test_what_cannot_be_divided_stays_whole_and_says_why(kind):
     build, words = WHOLE[kind]
     model = build()
     layer = model.get_input_embeddings()
-    assert words in why_embedding_stays_whole(model, 7) and words in shard_embedding(model, 0, 7, CPU)
+    assert words in why_embedding_stays_whole(model, 7) and words in shard_embedding(
+        model, 0, 7, CPU
+    )
     assert model.get_input_embeddings() is layer
 
 
@@ -86,7 +103,10 @@ def test_each_rank_has_its_own_columns_and_saves_none():
     found = []
     for rank in range(4):
         model = lora()
-        assert shard_embedding(model, rank, 4, CPU) is None and shard_embedding(model, rank, 4, CPU) is None
+        assert (
+            shard_embedding(model, rank, 4, CPU) is None
+            and shard_embedding(model, rank, 4, CPU) is None
+        )
         layer = model.get_input_embeddings()
         assert isinstance(layer, EmbeddingInShards) and why_embedding_stays_whole(model, 4) is None
         assert not any("embed_tokens" in name for name in model.state_dict())
@@ -96,9 +116,13 @@ def test_each_rank_has_its_own_columns_and_saves_none():
 
 
 EIGHT_BILLION = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 GIB = 2**30
 
 
@@ -107,14 +131,26 @@ def frozen_bytes(model):
     tensors = [p for p in model.parameters() if not p.requires_grad]
     units = {module.unit for module in model.modules() if hasattr(module, "unit")}
     own = {id(p) for module in model.modules() if hasattr(module, "unit") for p in [module.weight]}
-    beside = sum(b.nbytes for module in model.modules() if hasattr(module, "packed") for b in module.buffers(recurse=False))
+    beside = sum(
+        b.nbytes
+        for module in model.modules()
+        if hasattr(module, "packed")
+        for b in module.buffers(recurse=False)
+    )
     gathered = 2 * max((len(unit.own) * unit.gathers.count for unit in units), default=0)
-    return sum(p.nbytes for p in tensors if id(p) not in own) + sum(len(unit.own) for unit in units) + beside + gathered
+    return (
+        sum(p.nbytes for p in tensors if id(p) not in own)
+        + sum(len(unit.own) for unit in units)
+        + beside
+        + gathered
+    )
 
 
 @pytest.mark.parametrize(("kind", "at_least"), [("NF4", 1.9), ("16 bit", 6.1)])
 def test_what_a_rank_of_two_holds_of_eight_billion(kind, at_least):
-    """Less by half of the layers and of the embedding, but for two gathered layers: of NF4 1.68 + 0.49 - 0.21 GiB."""
+    """Less by half of the layers and of the embedding, but for two gathered layers: of NF4 1.68
+    + 0.49 - 0.21 GiB.
+    """
     with torch.device("meta"):
         model = tiny.llama(**EIGHT_BILLION).bfloat16()
     if kind == "NF4":
@@ -133,7 +169,9 @@ def test_what_a_rank_of_two_holds_of_eight_billion(kind, at_least):
 
 @pytest.mark.parametrize("kind", ["NF4", "16 bit"])
 def test_weights_are_counted_as_all_ranks_have_them(kind):
-    model = tiny.llama(hidden_size=256, intermediate_size=512, attention_bias=True).requires_grad_(False)
+    model = tiny.llama(hidden_size=256, intermediate_size=512, attention_bias=True).requires_grad_(
+        False
+    )
     whole = count_values(model)
     assert whole == sum(p.numel() for p in model.parameters())
     if kind == "NF4":

@@ -1,4 +1,6 @@
-"""Gradients that are exchanged in 16 bits and summed in fp32: the sums of a reduce-scatter in fp32."""
+"""Gradients that are exchanged in 16 bits and summed in fp32: the sums of a reduce-scatter in
+fp32.
+"""
 
 import random
 import sys
@@ -19,13 +21,19 @@ import exchanged_ranks
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_sums_are_those_of_a_reduce_scatter_in_fp32(tmp_path, count):
-    """To the bit where two ranks share the rows, or else but for the order of the sum; also among copies of the rows."""
+    """To the bit where two ranks share the rows, or else but for the order of the sum; also
+    among copies of the rows.
+    """
     seed = random.randrange(2**31)
     for found in two_processes.saved(exchanged_ranks.__file__, tmp_path, str(seed), count=count):
         for case, (exchanged, expected) in found.items():
             for got, right in zip(exchanged, expected, strict=True):
                 assert got.dtype == right.dtype == torch.float32 and got.shape == right.shape
-                bound = 0.0 if case.startswith("2 of 2") or not right.numel() else 1e-5 * float(right.abs().max())
+                bound = (
+                    0.0
+                    if case.startswith("2 of 2") or not right.numel()
+                    else 1e-5 * float(right.abs().max())
+                )
                 torch.testing.assert_close(got, right, rtol=0.0, atol=bound)
 
 

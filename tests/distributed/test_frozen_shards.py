@@ -1,4 +1,6 @@
-"""Frozen weights whose rows are on several ranks: where they are cut, and when they are gathered."""
+"""Frozen weights whose rows are on several ranks: where they are cut, and when they are
+gathered.
+"""
 
 import copy
 import random
@@ -11,7 +13,14 @@ import torch
 from torch import nn
 
 from chronicals.config import ChronicalsConfig
-from chronicals.distributed import DenseRows, Mesh, PackedRows, frozen_shards, gathers_of, shard_frozen
+from chronicals.distributed import (
+    DenseRows,
+    Mesh,
+    PackedRows,
+    frozen_shards,
+    gathers_of,
+    shard_frozen,
+)
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
 from chronicals.quantization import Linear4bit, Packed
 from chronicals.training import weight_sharding
@@ -22,7 +31,9 @@ def packed_of(rows, width, seed):
     return Packed.of(torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)))
 
 
-@pytest.mark.parametrize(("rows", "width", "count"), [(512, 64, 2), (256, 128, 2), (1024, 64, 4), (96, 1024, 3)])
+@pytest.mark.parametrize(
+    ("rows", "width", "count"), [(512, 64, 2), (256, 128, 2), (1024, 64, 4), (96, 1024, 3)]
+)
 def test_rows_of_all_ranks_are_the_weight(rows, width, count):
     seed = random.randrange(2**31)
     packed = packed_of(rows, width, seed)
@@ -33,7 +44,9 @@ def test_rows_of_all_ranks_are_the_weight(rows, width, count):
     assert torch.equal(found, whole), seed
 
 
-@pytest.mark.parametrize(("rows", "width", "count"), [(511, 64, 2), (256, 64, 2), (512, 96, 2), (512, 64, 4)])
+@pytest.mark.parametrize(
+    ("rows", "width", "count"), [(511, 64, 2), (256, 64, 2), (512, 96, 2), (512, 64, 4)]
+)
 def test_what_would_be_cut_within_a_block_of_scales_is_not_cut(rows, width, count):
     assert PackedRows.of(packed_of(rows, width, 0), 0, count) is None
 
@@ -46,8 +59,8 @@ def test_rows_of_dense_weights():
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """Units of which a second rank has the same rows as the first; the order in which collectives are begun, waited for, and
-    read."""
+    """Units of which a second rank has the same rows as the first; the order in which
+    collectives are begun, waited for, and read."""
     order = []
 
     class Asked(Gathers):
@@ -91,7 +104,19 @@ def test_the_next_layer_is_gathered_beside_this_one(gathered):
     x = start = torch.randn(2, 3, requires_grad=True)
     for linear, _ in linears:
         x = linear(x)[:, :3]
-    forward = ["begin 0", "wait 0", "begin 1", "use 0", "wait 1", "begin 2", "use 1", "wait 2", "begin 3", "use 2", "wait 3"]
+    forward = [
+        "begin 0",
+        "wait 0",
+        "begin 1",
+        "use 0",
+        "wait 1",
+        "begin 2",
+        "use 1",
+        "wait 2",
+        "begin 3",
+        "use 2",
+        "wait 3",
+    ]
     assert [f"{what} {number}" for what, number in order] == [*forward, "use 3"]
     assert torch.equal(linears[-1][0].packed.dense(), linears[-1][1])
     order.clear()
@@ -100,7 +125,16 @@ def test_the_next_layer_is_gathered_beside_this_one(gathered):
     for _, whole in reversed(linears):
         expected = torch.nn.functional.pad(expected, (0, 1)) @ whole
     torch.testing.assert_close(start.grad, expected)
-    backward = ["use 3", "begin 1", "use 2", "wait 1", "begin 0", "use 1", "wait 0", "use 0"]  # the last two are there already
+    backward = [
+        "use 3",
+        "begin 1",
+        "use 2",
+        "wait 1",
+        "begin 0",
+        "use 1",
+        "wait 0",
+        "use 0",
+    ]  # the last two are there already
     assert [f"{what} {number}" for what, number in order] == backward
 
 
@@ -147,7 +181,9 @@ BEFORE = {
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_what_a_training_pass_gathers_depends_on_it_alone(before, gathered):
-    """So ranks that replay a captured one send what others send. What it begins to gather it also waits for."""
+    """So ranks that replay a captured one send what others send. What it begins to gather it
+    also waits for.
+    """
     linears, order = gathered
     gathers = linears[0][0].unit.gathers
     for _ in range(2):
@@ -160,7 +196,9 @@ def test_what_a_training_pass_gathers_depends_on_it_alone(before, gathered):
         begun = [number for what, number in order if what == "begin"]
         assert begun == [0, 1, 2, 3, 1, 0]
         assert sorted({number for what, number in order if what == "wait"}) == [0, 1, 2, 3]
-        assert all(order.index(("wait", number)) < order.index(("use", number)) for number in range(4))
+        assert all(
+            order.index(("wait", number)) < order.index(("use", number)) for number in range(4)
+        )
         assert gathers._holds == gathers._flying == [None, None]
 
 
@@ -186,8 +224,15 @@ def test_all_that_products_read_is_where_rows_are_gathered():
     shard_frozen([layer], Mesh(), 1, target, torch.float32)
     linear = layer[0]
     scales = linear.form.packed.scales
-    read = {"rows": linear.weight, "bias": linear.bias, "code2": scales.code2, "offset": scales.offset}
-    assert {name: tensor.device.type for name, tensor in read.items()} == dict.fromkeys(read, target.type)
+    read = {
+        "rows": linear.weight,
+        "bias": linear.bias,
+        "code2": scales.code2,
+        "offset": scales.offset,
+    }
+    assert {name: tensor.device.type for name, tensor in read.items()} == dict.fromkeys(
+        read, target.type
+    )
 
 
 @pytest.mark.parametrize("nf4", [False, True], ids=["dense", "NF4"])
@@ -232,7 +277,12 @@ def test_what_stays_whole_is_said_once(rank, caplog):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_products_that_are_not_side_by_side_are_said_once(rank, monkeypatch, caplog):
-    given = {"names_of_products": ["a", "b"], "decoder_layers": [], "trains_layers": True, "weight_mesh": None}
+    given = {
+        "names_of_products": ["a", "b"],
+        "decoder_layers": [],
+        "trains_layers": True,
+        "weight_mesh": None,
+    }
     for name, value in {**given, "shard_weights": 1}.items():
         monkeypatch.setattr(weight_sharding, name, lambda *_, value=value: value)
     weight_sharding.divide_weights(nn.Linear(4, 4), ChronicalsConfig(), Mesh(rank, 2), 2)

@@ -1,4 +1,6 @@
-"""What the variables of torchrun, job operators, MPI and Slurm say, on processes that are one of several and that are not."""
+"""What the variables of torchrun, job operators, MPI and Slurm say, on processes that are one of
+several and that are not.
+"""
 
 import pytest
 
@@ -10,25 +12,52 @@ MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SEVERAL = {
     "torchrun": ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, (3, 4, 1)),
     "a job operator, a process a machine": ({"WORLD_SIZE": "2", "RANK": "0"}, (0, 2, None)),
-    "Open MPI": ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, (1, 2, 1)),
+    "Open MPI": (
+        {
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        },
+        (1, 2, 1),
+    ),
     "MPICH": ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, (1, 2, 1)),
     "srun": (
-        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+        {
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "0",
+        },
         (1, 2, 0),
     ),
     "srun within a batch script": (
-        {"ENVIRONMENT": "BATCH", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        {
+            "ENVIRONMENT": "BATCH",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NTASKS": "8",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+        },
         (0, 2, 0),
     ),
-    "tasks of an older Slurm": ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (0, 2, 0)),
-    "srun with WORLD_SIZE set by hand": (
-        {"WORLD_SIZE": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, (1, 2, 1),
+    "tasks of an older Slurm": (
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        (0, 2, 0),
     ),
-}  # fmt: skip
+    "srun with WORLD_SIZE set by hand": (
+        {"WORLD_SIZE": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
+        (1, 2, 1),
+    ),
+}
 ALONE = {
     "nothing": {},
     "one of one": {"WORLD_SIZE": "1", "RANK": "0", **MEETING},
-    "one of one in a large job": {"WORLD_SIZE": "1", "RANK": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+    "one of one in a large job": {
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "0",
+    },
     "a shell of salloc": {"SLURM_NTASKS": "2"},
     "an interactive step": {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     "a shell of srun --pty": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "bash"},
@@ -49,7 +78,12 @@ def test_one_of_several(how):
         launch.require_meeting_point({**environment, "MASTER_ADDR": "10.0.0.1"})
     name, _, value = launch.told_by.partition("=")
     assert environment[name] == value
-    for part in (launch.told_by, "MASTER_PORT is not set", f"torchrun --nproc-per-node={count}", f"unset {name}"):
+    for part in (
+        launch.told_by,
+        "MASTER_PORT is not set",
+        f"torchrun --nproc-per-node={count}",
+        f"unset {name}",
+    ):
         assert part in str(refused.value)
 
 
@@ -86,7 +120,10 @@ def test_what_runs_in_one_process_says_so(no_launcher, caplog):
     assert not caplog.text
     no_launcher.setenv("OMPI_COMM_WORLD_SIZE", "2")
     no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
-    with pytest.raises(ConfigurationError, match="OMPI_COMM_WORLD_SIZE=2: verify runs in one process, and 2 were started"):
+    with pytest.raises(
+        ConfigurationError,
+        match="OMPI_COMM_WORLD_SIZE=2: verify runs in one process, and 2 were started",
+    ):
         require_one_process("verify")
     warn_of_other_processes("evaluate")
     assert "evaluate runs in one process" in caplog.text

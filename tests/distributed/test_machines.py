@@ -1,4 +1,6 @@
-"""Which processes are on one machine, and so share a copy of divided weights, whatever started them."""
+"""Which processes are on one machine, and so share a copy of divided weights, whatever started
+them.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +56,9 @@ def test_machines_hold_copies_whatever_started_the_processes(tmp_path, monkeypat
 
 def decided(monkeypatch, ranks, here, **fields):
     monkeypatch.setattr(session, "on_each_machine", lambda _: here)
-    return session._decide(present(tiny.llama()), runs.config(ranks.told[0], sharding="weights", **fields), ranks)["sharding"]
+    return session._decide(
+        present(tiny.llama()), runs.config(ranks.told[0], sharding="weights", **fields), ranks
+    )["sharding"]
 
 
 class Alike(Told):
@@ -71,7 +75,9 @@ def test_a_decision_says_what_machines_share(tmp_path, monkeypatch):
     spread = decided(monkeypatch, ranks, 4, sharding_ranks=8).reason
     assert spread.endswith("1/8 in each process, each over 2 machines")
     monkeypatch.setattr(needed_memory, "_memory_of", lambda _: 1)
-    made = decided(monkeypatch, ranks, 4, check_memory=False)  # which would refuse a card of one byte
+    made = decided(
+        monkeypatch, ranks, 4, check_memory=False
+    )  # which would refuse a card of one byte
     assert "each over 2 machines, for the cards of one hold no copy" in made.reason
 
 

@@ -1,4 +1,6 @@
-"""The first rank does something while the others wait at the store, not in a collective; what a process keeps between steps."""
+"""The first rank does something while the others wait at the store, not in a collective; what a
+process keeps between steps.
+"""
 
 import itertools
 import subprocess
@@ -29,7 +31,9 @@ def waiting():
 
     def wait():
         try:
-            seen.append(Mesh(1, 2).writer_does(lambda: pytest.fail("the second rank did it"), OSError))
+            seen.append(
+                Mesh(1, 2).writer_does(lambda: pytest.fail("the second rank did it"), OSError)
+            )
         except OSError as error:
             seen.append(str(error))
 
@@ -89,12 +93,16 @@ print(mesh.dist.distributed_c10d._get_default_store().timeout.total_seconds())
 
 def joining(count):
     program = JOINING.replace("COUNT", str(count))
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nccl is asked otherwise for its timeout")
 def test_torch_waits_longer_than_any_rank_timeout():
-    """Who hangs is found by the watch, which names it; torch would end the processes after minutes, whatever was set."""
+    """Who hangs is found by the watch, which names it; torch would end the processes after
+    minutes, whatever was set.
+    """
     done = joining(1)
     assert done.stdout.split() == 3 * [str(LONGEST_TIMEOUT)], done.stderr[-2000:]
     with pytest.raises(ConfigurationError, match="rank_timeout"):
@@ -104,16 +112,20 @@ def test_torch_waits_longer_than_any_rank_timeout():
 def test_every_group_waits_as_long():
     """Groups that are made without a timeout have torch's."""
     makers = [
-        path.name for path in Path(mesh.__file__).parents[1].rglob("*.py")
+        path.name
+        for path in Path(mesh.__file__).parents[1].rglob("*.py")
         if "dist.new_group(" in path.read_text() and path.parent.name != "planning"
-    ]  # fmt: skip
+    ]
     assert makers == ["mesh.py"] and Path(mesh.__file__).read_text().count("dist.new_group(") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="as on the CPU")
 def test_processes_that_do_not_come_are_named():
     done = joining(2)
-    assert done.returncode and "WORLD_SIZE=2: not all of the 2 processes that train together came" in done.stderr
+    assert (
+        done.returncode
+        and "WORLD_SIZE=2: not all of the 2 processes that train together came" in done.stderr
+    )
     assert "within 2 seconds" in done.stderr and "1/2 clients joined" in done.stderr
 
 
@@ -138,9 +150,13 @@ def test_few_patterns_of_gradients_are_kept():
     ranks, device = Mesh(0, 2), torch.device("cpu")
     patterns = [tuple(map(bool, map(int, f"{number:06b}"))) for number in range(3 * mesh.PATTERNS)]
     first = [ranks.held_by(pattern, device) for pattern in patterns[:3]]
-    assert [found.tolist() for found in first] == [list(map(float, pattern)) for pattern in patterns[:3]]
+    assert [found.tolist() for found in first] == [
+        list(map(float, pattern)) for pattern in patterns[:3]
+    ]
     for _ in range(2):
-        assert all(ranks.held_by(pattern, device) is found for pattern, found in zip(patterns, first))
+        assert all(
+            ranks.held_by(pattern, device) is found for pattern, found in zip(patterns, first)
+        )
     for pattern in patterns[3:]:
         ranks.held_by(pattern, device)
         ranks.held_by(patterns[0], device)

@@ -1,4 +1,6 @@
-"""Files of several ranks in a folder that one writes, also from machines that do not see it; ranks are threads here."""
+"""Files of several ranks in a folder that one writes, also from machines that do not see it;
+ranks are threads here.
+"""
 
 import threading
 from pathlib import Path
@@ -57,7 +59,9 @@ def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch
     aside.mkdir()
     if not seen:
         monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
-    threads, raised = delivering(files, lambda rank, folder: (places.append(folder), written(rank, folder)))
+    threads, raised = delivering(
+        files, lambda rank, folder: (places.append(folder), written(rank, folder))
+    )
     with files[0].collecting(aside):
         pass
     for thread in threads:
@@ -65,9 +69,13 @@ def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch
     for rank in range(1, COUNT):
         written(rank, tmp_path)
         for kind in ("small", "large", "empty"):
-            assert (aside / f"{kind}-{rank}").read_bytes() == (tmp_path / f"{kind}-{rank}").read_bytes()
+            assert (aside / f"{kind}-{rank}").read_bytes() == (
+                tmp_path / f"{kind}-{rank}"
+            ).read_bytes()
     assert not raised and len(list(aside.iterdir())) == 3 * (COUNT - 1)
-    assert (set(places) == {aside}) == seen and all(place == aside or not place.exists() for place in places)
+    assert (set(places) == {aside}) == seen and all(
+        place == aside or not place.exists() for place in places
+    )
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
@@ -98,8 +106,12 @@ def shared(folder, turn, turns):
     (folder / f"share-{turn}-of-{turns}").write_bytes(content)
 
 
-@pytest.mark.parametrize("blind", [set(), {1}, {1, 2}], ids=["one disk", "two see it", "the first alone"])
-def test_those_that_see_the_folder_share_what_is_written_of_all_files(blind, store, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "blind", [set(), {1}, {1, 2}], ids=["one disk", "two see it", "the first alone"]
+)
+def test_those_that_see_the_folder_share_what_is_written_of_all_files(
+    blind, store, tmp_path, monkeypatch
+):
     files, of_thread = of_all(), threading.local()
 
     def deliver(own):
@@ -119,7 +131,10 @@ def test_those_that_see_the_folder_share_what_is_written_of_all_files(blind, sto
     turns = COUNT - len(blind)
     shares = {f"share-{turn}-of-{turns}" for turn in range(turns)}
     assert {file.name for file in tmp_path.glob("share-*")} == shares
-    assert all((tmp_path / name).read_bytes() == bytes([r for r in range(COUNT) for _ in range(5)]) for name in shares)
+    assert all(
+        (tmp_path / name).read_bytes() == bytes([r for r in range(COUNT) for _ in range(5)])
+        for name in shares
+    )
 
 
 def test_a_rank_that_cannot_write_its_share_is_named(store, tmp_path):
@@ -132,7 +147,9 @@ def test_a_rank_that_cannot_write_its_share_is_named(store, tmp_path):
     threads, raised = delivering(files, written, share)
     with files[0].collecting(tmp_path):
         written(0, tmp_path)
-    with pytest.raises(CheckpointError, match="rank 2 could not write its part: OSError: .*No space left"):
+    with pytest.raises(
+        CheckpointError, match="rank 2 could not write its part: OSError: .*No space left"
+    ):
         files[0].share(tmp_path, share)
     for thread in threads:
         thread.join(10)
@@ -173,9 +190,15 @@ def test_torchs_own_store_takes_large_files(tmp_path, monkeypatch):
     monkeypatch.setattr(RankFiles, "_store", store)
     monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
     files, content = of_all(2), bytes(range(256)) * 40_000
-    threads, raised = delivering(files, lambda rank, folder: (folder / "large").write_bytes(content))
+    threads, raised = delivering(
+        files, lambda rank, folder: (folder / "large").write_bytes(content)
+    )
     before = store.num_keys()
     with files[0].collecting(tmp_path):
         pass
     threads[0].join(10)
-    assert (tmp_path / "large").read_bytes() == content and not raised and store.num_keys() <= before + 1
+    assert (
+        (tmp_path / "large").read_bytes() == content
+        and not raised
+        and store.num_keys() <= before + 1
+    )

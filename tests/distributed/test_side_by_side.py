@@ -1,4 +1,6 @@
-"""What is used of torch's FSDP beyond its interface, pinned; and a product over weights that lie side by side."""
+"""What is used of torch's FSDP beyond its interface, pinned; and a product over weights that lie
+side by side.
+"""
 
 import pytest
 import torch
@@ -11,16 +13,29 @@ from chronicals.patching.fused_weights import are_side_by_side
 
 
 def test_names_of_fsdp_that_are_not_public():
-    """A new torch in which one of them is called otherwise must be looked at before it is admitted."""
-    methods = {"alloc_all_gather_outputs", "free_unsharded_param", "init_all_gather_outputs", "init_unsharded_param"}
+    """A new torch in which one of them is called otherwise must be looked at before it is
+    admitted.
+    """
+    methods = {
+        "alloc_all_gather_outputs",
+        "free_unsharded_param",
+        "init_all_gather_outputs",
+        "init_unsharded_param",
+    }
     assert all(callable(getattr(FSDPParam, name)) for name in methods)
     annotated = set(FSDPParam.__annotations__)
     assert {"_unsharded_param", "all_gather_outputs", "sharded_param", "_orig_size"} <= annotated
     assert set(side_by_side.PRIVATE) == methods | {
-        "_unsharded_param", "all_gather_outputs", "sharded_param", "_orig_size", "_module_info"
+        "_unsharded_param",
+        "all_gather_outputs",
+        "sharded_param",
+        "_orig_size",
+        "_module_info",
     }
     assert hasattr(FSDPParamGroup, "unshard") and callable(FSDPParamGroup.post_backward)
-    assert "unsharded_accumulated_grad" in annotated and isinstance(FSDPParam.unsharded_param, property)  # even_gradients
+    assert "unsharded_accumulated_grad" in annotated and isinstance(
+        FSDPParam.unsharded_param, property
+    )  # even_gradients
 
 
 class Part:
@@ -64,5 +79,7 @@ def test_another_fsdp_is_refused_by_name():
     class Other(Part):
         _module_info = all_gather_outputs = alloc_all_gather_outputs = free_unsharded_param = None
 
-    with pytest.raises(RuntimeError, match=r"sharding='weights': torch .*init_unsharded_param missing"):
+    with pytest.raises(
+        RuntimeError, match=r"sharding='weights': torch .*init_unsharded_param missing"
+    ):
         side_by_side._check([Other(2, 2)])

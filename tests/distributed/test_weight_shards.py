@@ -17,11 +17,15 @@ def test_rows_are_cut_as_torch_cuts_chunks():
         rows, count = random.randrange(1, 40), random.randrange(1, 9)
         chunks = [list(chunk) for chunk in torch.arange(rows).chunk(count)]
         chunks += [[]] * (count - len(chunks))
-        assert [list(rows_of(rows, rank, count)) for rank in range(count)] == [[int(x) for x in chunk] for chunk in chunks]
+        assert [list(rows_of(rows, rank, count)) for rank in range(count)] == [
+            [int(x) for x in chunk] for chunk in chunks
+        ]
 
 
 def asked(number):
-    return ChronicalsConfig(sharding="weights", sharding_ranks=number, batch_size=1, max_seq_length=64)
+    return ChronicalsConfig(
+        sharding="weights", sharding_ranks=number, batch_size=1, max_seq_length=64
+    )
 
 
 def test_neighbours_that_share_a_copy(monkeypatch):
@@ -32,7 +36,9 @@ def test_neighbours_that_share_a_copy(monkeypatch):
     assert [sharing_of(asked(None), model, ranks) for ranks in (8, 4, 6)] == [4, 4, 6]
     assert sharing_of(asked(8), model, 8) == 8
     for wrong in (1, 3):
-        with pytest.raises(ConfigurationError, match=rf"sharding_ranks={wrong}: 8 processes cannot share"):
+        with pytest.raises(
+            ConfigurationError, match=rf"sharding_ranks={wrong}: 8 processes cannot share"
+        ):
             sharing_of(asked(wrong), model, 8)
 
 

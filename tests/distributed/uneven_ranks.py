@@ -1,7 +1,8 @@
-"""One of two processes whose micro-batches use other weights of a unit: the program of ``test_even_gradients.py``.
+"""One of two processes whose micro-batches use other weights of a unit: the program of
+``test_even_gradients.py``.
 
-``python uneven_ranks.py FOLDER SEED``: every rank writes to ``RANK.pt``, by dtype, how many ranks had a gradient of each
-weight, and its rows of the sums; and what ``after_a_broken_step`` gives.
+``python uneven_ranks.py FOLDER SEED``: every rank writes to ``RANK.pt``, by dtype, how many ranks
+had a gradient of each weight, and its rows of the sums; and what ``after_a_broken_step`` gives.
 """
 
 import os
@@ -12,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chronicals.distributed import Mesh, WeightShards, forget_broken_step, last_micro_batch, shard_weights
+from chronicals.distributed import (
+    Mesh,
+    WeightShards,
+    forget_broken_step,
+    last_micro_batch,
+    shard_weights,
+)
 from chronicals.distributed.weight_shards import local, weight_mesh
 from chronicals.models.presentation import AS_FORWARD
 
@@ -30,7 +37,9 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(8, width, bias=False) for width in WIDTHS])
 
     def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
-        return torch.stack([self.experts[number](x).float().square().sum() for number in used]).sum()
+        return torch.stack(
+            [self.experts[number](x).float().square().sum() for number in used]
+        ).sum()
 
 
 class Model(nn.Module):
@@ -58,7 +67,14 @@ def inputs(seed: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
 
 def divided(ranks: Mesh, sharing: int, dtype: torch.dtype, seed: int) -> tuple[Model, WeightShards]:
     model, values = built(seed), dict(built(seed).named_parameters())
-    shard_weights(model, [model.layer], [], weight_mesh(ranks, sharing), dtype, lambda name, *_: values[name].detach())
+    shard_weights(
+        model,
+        [model.layer],
+        [],
+        weight_mesh(ranks, sharing),
+        dtype,
+        lambda name, *_: values[name].detach(),
+    )
     return model, WeightShards(ranks, list(model.parameters()))
 
 
@@ -72,14 +88,18 @@ def summed(ranks: Mesh, dtype: torch.dtype, seed: int) -> tuple[list[float], lis
 
 
 def after_a_broken_step(ranks: Mesh, seed: int) -> list[list[Tensor]]:
-    """Sums among copies of a step after one that ended between its micro-batches, and of one after none."""
+    """Sums among copies of a step after one that ended between its micro-batches, and of one
+    after none.
+    """
     found = []
     for broken in (True, False):
         model, shards = divided(ranks, 1, torch.float32, seed)
         first, second = inputs(seed, ranks.rank, torch.float32)
         for x, is_last in ((first, False), (second, True)) if broken else ((second, True),):
             last_micro_batch(model, is_last)
-            getattr(model, AS_FORWARD)(lambda model=model, x=x: model(x, USED[ranks.rank])).backward()
+            getattr(model, AS_FORWARD)(
+                lambda model=model, x=x: model(x, USED[ranks.rank])
+            ).backward()
             if not is_last:
                 forget_broken_step(model)
                 shards.drop_gradients()

@@ -1,4 +1,6 @@
-"""What adapters of stacked experts and of embeddings add to files, which hold each expert by itself or all together."""
+"""What adapters of stacked experts and of embeddings add to files, which hold each expert by
+itself or all together.
+"""
 
 import json
 
@@ -44,25 +46,39 @@ def test_files_are_those_of_the_merged_model(tmp_path, name, case, dtype):
     """Bit-equal to what merging in memory gives; names in files and in the model differ."""
     families.mixture(name).to(dtype).save_pretrained(tmp_path / "base", max_shard_size="40KB")
     wanted = BOTH if case == "experts" else [ROUTERS[name], "down_proj"]
-    adapted(tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj"], target_parameters=wanted)
+    adapted(
+        tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj"], target_parameters=wanted
+    )
     merged = merge(tmp_path / "adapter", tmp_path / "merged")
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype)
-    model = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype), tmp_path / "adapter")
+    model = load_adapter(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype), tmp_path / "adapter"
+    )
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     expected = merge_and_unload(model).state_dict()
     assert got.state_dict().keys() == expected.keys()
     assert all(equal(weight, expected[key]) for key, weight in got.state_dict().items())
-    assert any("down_proj" in key and not equal(weight, expected[key.replace(".base_layer", "")])
-               for key, weight in before.items() if key.replace(".base_layer", "") in expected)  # fmt: skip
-    stored = {key for file in (tmp_path / "merged").glob("*.safetensors") for key in load_file(file)}
-    assert merged.changes.keys() <= stored and len(merged.changes) == len(json.loads(
-        (tmp_path / "merged" / "merge.json").read_text())["weights"])  # fmt: skip
+    assert any(
+        "down_proj" in key and not equal(weight, expected[key.replace(".base_layer", "")])
+        for key, weight in before.items()
+        if key.replace(".base_layer", "") in expected
+    )
+    stored = {
+        key for file in (tmp_path / "merged").glob("*.safetensors") for key in load_file(file)
+    }
+    assert merged.changes.keys() <= stored and len(merged.changes) == len(
+        json.loads((tmp_path / "merged" / "merge.json").read_text())["weights"]
+    )
 
 
 def test_the_command_merges_them(tmp_path):
     families.mixture("qwen3_moe").save_pretrained(tmp_path / "base")
-    model = adapted(tmp_path / "adapter", tmp_path / "base", target_modules=[], target_parameters=BOTH)
-    found = CliRunner().invoke(app, ["merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")])
+    model = adapted(
+        tmp_path / "adapter", tmp_path / "base", target_modules=[], target_parameters=BOTH
+    )
+    found = CliRunner().invoke(
+        app, ["merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")]
+    )
     assert found.exit_code == 0, found.output
     got, expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(model)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
@@ -72,7 +88,9 @@ def test_the_command_merges_them(tmp_path):
 def test_an_adapted_embedding(tmp_path, whose):
     """PEFT stores the embedding's own weight beside its adapter."""
     tiny.llama(3).save_pretrained(tmp_path / "base")
-    model = adapted(tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj", "embed_tokens"])
+    model = adapted(
+        tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj", "embed_tokens"]
+    )
     if whose == "peft":
         peft = pytest.importorskip("peft")
         config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["embed_tokens"])
@@ -90,7 +108,10 @@ def test_an_adapted_embedding(tmp_path, whose):
 def test_the_embedding_of_a_tied_head_is_refused(tmp_path):
     tiny.llama(3, tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     adapted(tmp_path / "adapter", tmp_path / "base", target_modules=["embed_tokens"])
-    with pytest.raises(MergeError, match=r"model.embed_tokens has an adapter, and its weight is that of the head.*unload"):
+    with pytest.raises(
+        MergeError,
+        match=r"model.embed_tokens has an adapter, and its weight is that of the head.*unload",
+    ):
         merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -102,7 +123,9 @@ def test_an_adapter_on_one_end_of_a_tied_pair_is_exported_by_itself(tmp_path, en
     tiny.tokenizer().save_pretrained(tmp_path / "base")
     with caplog.at_level("WARNING"):
         adapted(tmp_path / "adapter", tmp_path / "base", target_modules=[end])
-    assert "chronicals export takes it as it is (--to adapter), and refuses to merge it" in caplog.text
+    assert (
+        "chronicals export takes it as it is (--to adapter), and refuses to merge it" in caplog.text
+    )
     (exported,) = export(tmp_path / "adapter", "adapter", tmp_path / "artefacts")
     assert not exported.proof.failed and (exported.path / "adapter_model.safetensors").exists()
     with pytest.raises(MergeError, match="head"):
@@ -119,7 +142,9 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path):
 
 def reverted(monkeypatch, change):
     monkeypatch.setattr(
-        core_model_loading, "revert_weight_conversion", lambda _, tensors: {key: change(t) for key, t in tensors.items()}
+        core_model_loading,
+        "revert_weight_conversion",
+        lambda _, tensors: {key: change(t) for key, t in tensors.items()},
     )
     return parts_in_files(None, "experts", torch.Size((3, 8, 6)))
 
@@ -140,7 +165,9 @@ def test_whole_parameters(monkeypatch):
     assert reverted(monkeypatch, lambda stacked: stacked) == {"experts": Part()}
 
 
-@pytest.mark.parametrize("change", [lambda t: t[0].flip(0), lambda t: t[0][::2], lambda t: t.flip(0), lambda t: t[:, 0]])
+@pytest.mark.parametrize(
+    "change", [lambda t: t[0].flip(0), lambda t: t[0][::2], lambda t: t.flip(0), lambda t: t[:, 0]]
+)
 def test_what_is_no_block_is_refused(monkeypatch, change):
     with pytest.raises(ValueError, match=r"no block of the model's weight; .*merge_and_unload\(\)"):
         reverted(monkeypatch, change)

@@ -1,4 +1,6 @@
-"""Sums of base and adapter are fp32 and rounded once, to the type asked for; a proof is made against base and adapter apart."""
+"""Sums of base and adapter are fp32 and rounded once, to the type asked for; a proof is made
+against base and adapter apart.
+"""
 
 import json
 import sys
@@ -45,12 +47,17 @@ def adapter(tmp_path_factory):
 
 def exact_sums(adapter):
     """W + s B A of every adapted layer, fp32, by the names of weights."""
-    base, matrices = load_file(adapter.parent / "base" / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    base, matrices = (
+        load_file(adapter.parent / "base" / "model.safetensors"),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
     sums = {}
     for name, weight in base.items():
         path = f"base_model.model.{name.removesuffix('.weight')}.lora_"
         if f"{path}B.weight" in matrices:
-            update = SCALE * matrices[f"{path}B.weight"].float() @ matrices[f"{path}A.weight"].float()
+            update = (
+                SCALE * matrices[f"{path}B.weight"].float() @ matrices[f"{path}A.weight"].float()
+            )
             sums[name] = weight.float() + update
     assert len(sums) == 14
     return sums
@@ -73,7 +80,11 @@ def test_merged_weights_are_rounded_once(kind, dtype, adapter, artefacts):
     found = load_file(exported.path / "model.safetensors")
     for name, total in exact_sums(adapter).items():
         assert relative_error(found[name], total.to(getattr(torch, dtype))) < 1e-6, name
-    logits = next(check for check in exported.proof.checks if check.name == "logits beside the trained model's")
+    logits = next(
+        check
+        for check in exported.proof.checks
+        if check.name == "logits beside the trained model's"
+    )
     assert kind != "merged-fp32" or logits.value < 1e-5
 
 
@@ -104,7 +115,11 @@ def test_codes_of_nf4_are_those_of_the_sums(adapter, tmp_path):
     assert not torch.equal(codes, Packed.of(total.bfloat16()).codes.view(-1))
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True}, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}],
+    ids=str,
+)
 def test_other_adapters_are_exact_in_fp32(options, tmp_path):
     (exported,) = export(saved_adapter(tmp_path, **options), "merged-fp32")
     values = {check.name: check.value for check in exported.proof.checks}
@@ -117,22 +132,30 @@ def test_a_rounding_on_the_way_is_found(kind, adapter, tmp_path, monkeypatch):
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(merge_module.Sums, "dtype_of", lambda self, stored: stored.dtype)
-    with pytest.raises(NotProved, match=r"weights beside the trained ones rounded once, \w+, \w+: FAILED"):
+    with pytest.raises(
+        NotProved, match=r"weights beside the trained ones rounded once, \w+, \w+: FAILED"
+    ):
         export(adapter, kind, tmp_path)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
 
 
 def test_an_adapter_that_only_fp32_keeps(tmp_path):
-    """In 16 bits or fewer the model would be its base again, which is said; in fp32 it is the trained one."""
+    """In 16 bits or fewer the model would be its base again, which is said; in fp32 it is the
+    trained one.
+    """
     small = saved_adapter(tmp_path, std=3e-4)
     for kind in ("merged", "gguf-q8_0"):
-        with pytest.raises(MergeError, match=r"is lost: .* spacing of bfloat16; .* \(--to merged-fp32\)"):
+        with pytest.raises(
+            MergeError, match=r"is lost: .* spacing of bfloat16; .* \(--to merged-fp32\)"
+        ):
             export(small, kind)
     assert not export(small, "merged-fp32")[0].proof.failed
 
 
 def test_a_base_in_4_bits_is_what_products_of_the_run_read(tmp_path):
-    """A run in bf16 multiplies with values that are rounded to it, and so does the model that a proof compares with."""
+    """A run in bf16 multiplies with values that are rounded to it, and so does the model that a
+    proof compares with.
+    """
     import runs
     from chronicals.models import load_model
 

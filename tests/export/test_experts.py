@@ -21,7 +21,9 @@ def watched(model, through, ids=IDS):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
 def test_every_row_passes_through_its_experts(name):
-    """Each token in as many experts as it has, once into the first product and once into the second; nothing changes."""
+    """Each token in as many experts as it has, once into the first product and once into the
+    second; nothing changes.
+    """
     model, rows = gguf_models.build(name), {}
 
     def through(path, expert, x):
@@ -31,7 +33,11 @@ def test_every_row_passes_through_its_experts(name):
     with torch.no_grad():
         plain = model(IDS).logits
     assert torch.allclose(watched(model, through), plain, atol=1e-4)
-    expected = {f"model.layers.{n}.mlp.experts.{part}": 34 for n in range(2) for part in ("gate_up_proj", "down_proj")}
+    expected = {
+        f"model.layers.{n}.mlp.experts.{part}": 34
+        for n in range(2)
+        for part in ("gate_up_proj", "down_proj")
+    }
     assert rows == expected
     with torch.no_grad():
         assert equal(model(IDS).logits, plain) and sum(rows.values()) == 4 * 34
@@ -42,17 +48,29 @@ def test_what_an_expert_is_given_is_told_by_its_number(name):
     model = gguf_models.build(name)
     experts, seen = model.model.layers[1].mlp.experts, []
     x = torch.randn(3, 64)
-    undo = watch_experts(model, lambda path, expert, given: seen.append((path, expert, given)) or given)
-    experts(x, torch.tensor([[2, 0], [2, 3], [1, 2]]), torch.ones(3, 2) if name == "mixtral" else torch.ones(3, 4))
+    undo = watch_experts(
+        model, lambda path, expert, given: seen.append((path, expert, given)) or given
+    )
+    experts(
+        x,
+        torch.tensor([[2, 0], [2, 3], [1, 2]]),
+        torch.ones(3, 2) if name == "mixtral" else torch.ones(3, 4),
+    )
     undo()
-    first = {expert: given for path, expert, given in seen if path == "model.layers.1.mlp.experts.gate_up_proj"}
+    first = {
+        expert: given
+        for path, expert, given in seen
+        if path == "model.layers.1.mlp.experts.gate_up_proj"
+    }
     assert {number: len(given) for number, given in first.items()} == {0: 1, 1: 1, 2: 3, 3: 1}
     assert equal(first[2], x) and equal(first[3], x[1:2]) and equal(first[0], x[:1])
 
 
 def test_what_is_given_back_is_what_is_multiplied():
     model = gguf_models.build("qwen3_moe")
-    without = watched(model, lambda path, expert, x: torch.zeros_like(x) if path.endswith("down_proj") else x)
+    without = watched(
+        model, lambda path, expert, x: torch.zeros_like(x) if path.endswith("down_proj") else x
+    )
     for layer in model.model.layers:
         layer.mlp.experts.down_proj.data.zero_()
     with torch.no_grad():
@@ -62,10 +80,18 @@ def test_what_is_given_back_is_what_is_multiplied():
 def test_names_of_experts():
     assert Expert.named("model.layers.3.mlp.experts.11.up_proj.weight") == Expert(3, 11, UP)
     for name, role in (("w1", GATE), ("w2", DOWN), ("w3", UP)):
-        assert Expert.named(f"model.layers.0.block_sparse_moe.experts.2.{name}.weight") == Expert(0, 2, role)
+        assert Expert.named(f"model.layers.0.block_sparse_moe.experts.2.{name}.weight") == Expert(
+            0, 2, role
+        )
     assert Expert.named("model.layers.3.mlp.shared_expert.up_proj.weight") is None
     assert Expert.named("model.layers.3.mlp.experts.1.up_proj.bias") is None
-    assert stack_named("model.layers.3.mlp.experts.gate_up_proj") == Expert(3, 5, GATE).stack == (3, "gate_up_proj")
+    assert (
+        stack_named("model.layers.3.mlp.experts.gate_up_proj")
+        == Expert(3, 5, GATE).stack
+        == (3, "gate_up_proj")
+    )
     assert stack_named("model.layers.3.mlp.experts.gate_up_proj_bias") is None
     stack = torch.arange(24).view(2, 4, 3)
-    assert Expert(0, 1, GATE).within(stack)[0, 0] == 12 and Expert(0, 1, UP).within(stack)[0, 0] == 18
+    assert (
+        Expert(0, 1, GATE).within(stack)[0, 0] == 12 and Expert(0, 1, UP).within(stack)[0, 0] == 18
+    )

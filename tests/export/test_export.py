@@ -1,4 +1,6 @@
-"""``chronicals export``: whole models, adapters and runs, proved or not kept; what older programs read; cards for Ollama."""
+"""``chronicals export``: whole models, adapters and runs, proved or not kept; what older
+programs read; cards for Ollama.
+"""
 
 import importlib
 import json
@@ -72,13 +74,17 @@ def results(exported):
     return {check.name: check for check in exported.proof.checks}
 
 
-# --- whole models and adapters -----------------------------------------------------------------------------------------
+# --- whole models and adapters
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["merged", "merged-fp16", "merged-fp32"])
 def test_a_run_with_adapters_becomes_a_whole_model(kind, run, tmp_path):
     (exported,) = export(run, kind, tmp_path)
-    folder, dtype = exported.path, {"merged": "bfloat16", "merged-fp16": "float16", "merged-fp32": "float32"}[kind]
+    folder, dtype = (
+        exported.path,
+        {"merged": "bfloat16", "merged-fp16": "float16", "merged-fp32": "float32"}[kind],
+    )
     tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {getattr(torch, dtype)}
     assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
@@ -92,20 +98,31 @@ def test_a_run_with_adapters_becomes_a_whole_model(kind, run, tmp_path):
 def test_a_model_that_was_trained_whole_keeps_its_weights(tmp_path):
     runs.train(tmp_path, **USUAL)
     (exported,) = export(tmp_path / "run", "merged-fp32")
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run" / "model", exported.path))
+    ours, theirs = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "run" / "model", exported.path)
+    )
     assert exported.path == tmp_path / "run" / "export" / "run-fp32"
     assert ours.keys() == theirs.keys() and all(equal(ours[name], theirs[name]) for name in ours)
     assert results(exported)["logits beside the trained model's"].value == 0.0
 
 
-KINDS = {"dora": {"use_dora": True}, "rslora": {"use_rslora": True, "learning_rate": 5e-4}, "nf4": {"quantization": "nf4"}}
+KINDS = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True, "learning_rate": 5e-4},
+    "nf4": {"quantization": "nf4"},
+}
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_every_kind_of_adapter(changes, base, tmp_path):
     """Merged from the weights that the adapter saw; by PEFT where it can load them."""
     folder = adapted(tmp_path, base, **changes)
-    formats = ["merged-fp32", "gguf-f32"] if "quantization" in changes else ["merged-fp32", "adapter", "gguf-f32"]
+    formats = (
+        ["merged-fp32", "gguf-f32"]
+        if "quantization" in changes
+        else ["merged-fp32", "adapter", "gguf-f32"]
+    )
     for exported in export(folder, formats):
         assert not exported.proof.failed
 
@@ -136,21 +153,36 @@ def test_llama_cpp_adds_an_adapter_to_its_base(changes, base, tmp_path):
 
 
 def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
-    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i + half; of q and k alone."""
+    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i +
+    half; of q and k alone.
+    """
     folder = adapted(tmp_path, base, lora_target_modules=["q_proj", "k_proj", "v_proj"])
     (exported,) = export(folder, "gguf-adapter")
-    file, trained = gguf_file.File(exported.path), load_file(folder / "model" / "adapter_model.safetensors")
+    file, trained = (
+        gguf_file.File(exported.path),
+        load_file(folder / "model" / "adapter_model.safetensors"),
+    )
     for name in ("q", "k", "v"):
-        (b,) = [tensor for key, tensor in trained.items() if f"layers.1.self_attn.{name}_proj.lora_B" in key]
-        ours, theirs = (x.view(-1, 16, b.shape[1]) for x in (b, file.read(f"blk.1.attn_{name}.weight.lora_b")))
-        expected = ours if name == "v" else torch.stack([ours[:, :8], ours[:, 8:]], dim=2).flatten(1, 2)
+        (b,) = [
+            tensor
+            for key, tensor in trained.items()
+            if f"layers.1.self_attn.{name}_proj.lora_B" in key
+        ]
+        ours, theirs = (
+            x.view(-1, 16, b.shape[1]) for x in (b, file.read(f"blk.1.attn_{name}.weight.lora_b"))
+        )
+        expected = (
+            ours if name == "v" else torch.stack([ours[:, :8], ours[:, 8:]], dim=2).flatten(1, 2)
+        )
         torch.testing.assert_close(theirs, expected)
     given = source.Source(SavedModel.find(folder), base)
     assert gguf_adapter.size(given) == sum(tensor.n_bytes for tensor in file.tensors.values())
 
 
 def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
-    with pytest.raises(NotExpressible, match=r"DoRA: GGUF has no place for it in an adapter; export it merged"):
+    with pytest.raises(
+        NotExpressible, match=r"DoRA: GGUF has no place for it in an adapter; export it merged"
+    ):
         export(adapted(tmp_path / "dora", base, use_dora=True), "gguf-adapter")
     with pytest.raises(ValueError, match="was trained whole and has no adapter"):
         export(base, "gguf-adapter", tmp_path / "whole")
@@ -163,7 +195,11 @@ def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, monkeypatch):
     kept = module.write
 
     def write(given, target):
-        monkeypatch.setattr(module, "_pairs", lambda x: {k: (p, a, b, s / 2) for k, (p, a, b, s) in right(x).items()})
+        monkeypatch.setattr(
+            module,
+            "_pairs",
+            lambda x: {k: (p, a, b, s / 2) for k, (p, a, b, s) in right(x).items()},
+        )
         kept(given, target)
         monkeypatch.setattr(module, "_pairs", right)
 
@@ -193,7 +229,9 @@ def test_a_model_in_memory(with_adapters, base, tmp_path):
     assert exported.path.name == "model-fp32"
     ids = torch.tensor([[5, 7, 9, 11]])
     with torch.no_grad():
-        expected, found = (m.eval()(ids).logits for m in (model, load_model(exported.path, torch.float32)))
+        expected, found = (
+            m.eval()(ids).logits for m in (model, load_model(exported.path, torch.float32))
+        )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ExportError, match="tokenizer=None: a model in memory"):
         export(model, "merged")
@@ -209,7 +247,10 @@ def test_checkpoints_are_exported_too(base, tmp_path):
 def test_how_much_survives(run, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()[:20]))
-    first, second = (results(exported) for exported in export(run, ["gguf-f32", "gguf-q4_0"], tmp_path, data=data))
+    first, second = (
+        results(exported)
+        for exported in export(run, ["gguf-f32", "gguf-q4_0"], tmp_path, data=data)
+    )
     losses = [first[f"loss on the data, {name}"].value for name in ("base", "trained", "exported")]
     assert losses[0] > losses[1] == pytest.approx(losses[2], abs=1e-5)
     assert first["ratio of the training's gain that is kept"].value == pytest.approx(1.0, abs=1e-3)
@@ -221,11 +262,16 @@ def test_large_models_are_compared_in_16_bits(run, tmp_path, monkeypatch):
     monkeypatch.setattr(source, "LARGE", 0)
     for exported in export(run, ["merged-fp32", "gguf-f32", "adapter", "fp8"], tmp_path):
         assert not exported.proof.failed
-    bounds = {check.bound for check in exported.proof.checks if check.name.startswith("logits beside torch")}
+    bounds = {
+        check.bound
+        for check in exported.proof.checks
+        if check.name.startswith("logits beside torch")
+    }
     assert bounds <= {5e-2}
 
 
-# --- what is not proved is not kept --------------------------------------------------------------------------------------
+# --- what is not proved is not kept
+# --------------------------------------------------------------------------------------
 
 
 def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, monkeypatch):
@@ -264,8 +310,11 @@ def test_faults_beside_the_weights_are_found(planted, run, tmp_path, monkeypatch
 
     monkeypatch.setattr(whole, "make_compatible", plant)
     said = {
-        "template": "chat template", "stop": "where generation ends", "tokenizer": "ids of texts", "settings": "settings",
-    }[planted]  # fmt: skip
+        "template": "chat template",
+        "stop": "where generation ends",
+        "tokenizer": "ids of texts",
+        "settings": "settings",
+    }[planted]
     with pytest.raises(NotProved, match=said):
         export(run, "merged-fp32", tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -294,23 +343,31 @@ def test_a_weight_too_large_for_fp16_is_named(tmp_path):
         model.model.norm.weight[0] = 1e5
     model.save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"model.norm.weight: has 1e\+05, and float16 ends at 65504; write bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"model.norm.weight: has 1e\+05, and float16 ends at 65504; write bfloat16",
+    ):
         export(tmp_path / "model", "merged-fp16")
     assert list((tmp_path / "model" / "export").iterdir()) == []
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_no_such_format(run):
-    with pytest.raises(ExportError, match="to='gguf-q9': no such format; there are merged, merged-fp16"):
+    with pytest.raises(
+        ExportError, match="to='gguf-q9': no such format; there are merged, merged-fp16"
+    ):
         export(run, "gguf-q9")
 
 
 def test_what_is_there_is_not_replaced(run, tmp_path):
     export(run, "gguf-f16", tmp_path, name="x")
     before = (tmp_path / "x-f16.gguf").read_bytes()
-    with pytest.raises(ExportError, match=r"x-f16.gguf: is there already \(--to gguf-f16\); delete it"):
+    with pytest.raises(
+        ExportError, match=r"x-f16.gguf: is there already \(--to gguf-f16\); delete it"
+    ):
         export(run, ["merged", "gguf-f16"], tmp_path, name="x")
     assert (tmp_path / "x-f16.gguf").read_bytes() == before and not (tmp_path / "x-bf16").exists()
 
@@ -352,11 +409,14 @@ def test_memory_is_one_tensor(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files.StoredTensor, "read", read)
     monkeypatch.setattr(nf4, "stored_tensors", stored_tensors)
     given = source.Source(SavedModel.find(tmp_path), tmp_path)
-    gguf.write(given, tmp_path / "x.gguf", "q8_0") if kind == "gguf" else nf4.write(given, tmp_path / "x")
+    gguf.write(given, tmp_path / "x.gguf", "q8_0") if kind == "gguf" else nf4.write(
+        given, tmp_path / "x"
+    )
     assert len(most) == len(given.tensors) and max(most) <= 2
 
 
-# --- older programs ------------------------------------------------------------------------------------------------------
+# --- older programs
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_both_spellings_of_the_rotation(tmp_path):
@@ -378,19 +438,28 @@ def test_other_names_of_older_programs():
     assert older_names({"num_experts": 8}) == {"num_local_experts": 8}
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert older_names(plain) == {"rope_theta": 1e6, "rope_scaling": None}
-    assert older_names({"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}) == {}
+    assert (
+        older_names({"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]})
+        == {}
+    )
 
 
 def test_a_tokenizer_of_transformers_5_has_a_name_that_version_4_knows(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "TokenizersBackend"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "tokenizer_class": "TokenizersBackend"})
+    )
     make_compatible(tmp_path, [])
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast" and config["chat_template"] == tiny.tokenizer().chat_template
+    assert (
+        config["tokenizer_class"] == "PreTrainedTokenizerFast"
+        and config["chat_template"] == tiny.tokenizer().chat_template
+    )
 
 
-# --- Ollama --------------------------------------------------------------------------------------------------------------
+# --- Ollama
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_modelfile_says_the_template_and_the_stops(run, tmp_path):
@@ -399,7 +468,10 @@ def test_a_modelfile_says_the_template_and_the_stops(run, tmp_path):
     assert text.startswith("FROM ./mine-f16.gguf\n") and 'PARAMETER stop "<|im_end|>"' in text
     turns = ollama.turns_of(tiny.tokenizer())
     assert turns.around["user"] == ("<|im_start|>user\n", "<|im_end|>\n") and turns.in_go() in text
-    assert '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ end }}' in text
+    assert (
+        '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ '
+        "end }}" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -408,7 +480,8 @@ def test_a_modelfile_says_the_template_and_the_stops(run, tmp_path):
         "{% for m in messages %}{{ loop.index }}:{{ m['content'] }}\n{% endfor %}",
         "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
         "{{ raise_exception('no') }}",
-        "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m['role'] }}{{ m['content'] }};{% endfor %}",
+        "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m['role'] }}{{ m['content'] "
+        "}};{% endfor %}",
     ],
 )
 def test_templates_that_do_more_are_left_to_ollama(template):
@@ -417,15 +490,22 @@ def test_templates_that_do_more_are_left_to_ollama(template):
     assert ollama.turns_of(tokenizer) is None
 
 
-# --- cards and uploads ---------------------------------------------------------------------------------------------------
+# --- cards and uploads
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_card_says_what_was_trained_and_compared(run, tmp_path):
     (exported,) = export(run, "merged-fp32", tmp_path, name="mine")
     text = (exported.path / "README.md").read_text()
     head = yaml.safe_load(text.split("---")[1])
-    assert head["license"] == "apache-2.0" and head["library_name"] == "transformers" and head["tags"][0] == "chronicals"
-    assert "base_model" not in head and str(tmp_path) not in text and str(run) not in text  # no path of this machine
+    assert (
+        head["license"] == "apache-2.0"
+        and head["library_name"] == "transformers"
+        and head["tags"][0] == "chronicals"
+    )
+    assert (
+        "base_model" not in head and str(tmp_path) not in text and str(run) not in text
+    )  # no path of this machine
     assert "| 3 | " in text and "| chat template | transformers | equal |" in text
 
 
@@ -433,7 +513,11 @@ def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
     """Of a recipe: by its name on the hub, or by a folder's last part."""
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
-    recipe = {"model": "someone/small", "data": ["/home/me/secret/rows.jsonl"], "learning_rate": 1e-3}
+    recipe = {
+        "model": "someone/small",
+        "data": ["/home/me/secret/rows.jsonl"],
+        "learning_rate": 1e-3,
+    }
     (folder / "resume.yaml").write_text(yaml.safe_dump(recipe))
     given = source.Source(replace(SavedModel.find(folder), base=None), folder / "model")
     text = card(given, "x", "merged", Proof({}))
@@ -448,21 +532,29 @@ def test_artefacts_are_uploaded_with_their_proofs(run, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     export(run, ["gguf-f16", "merged"], tmp_path, name="mine", push_to_hub="mine")
     assert hub.made == {"mine": True}
-    assert {"mine-f16.gguf", "mine-f16.gguf.proof.json", "mine-bf16/model.safetensors", "README.md"} <= set(hub.files)
+    assert {
+        "mine-f16.gguf",
+        "mine-f16.gguf.proof.json",
+        "mine-bf16/model.safetensors",
+        "README.md",
+    } <= set(hub.files)
 
 
 def test_an_upload_that_fails_leaves_the_artefacts(run, tmp_path, monkeypatch):
     import huggingface_hub
 
     hub = Hub()
-    monkeypatch.setattr(hub, "create_repo", lambda *_, **__: (_ for _ in ()).throw(OSError("no route")))
+    monkeypatch.setattr(
+        hub, "create_repo", lambda *_, **__: (_ for _ in ()).throw(OSError("no route"))
+    )
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     with pytest.raises(UploadError, match="push_to_hub='mine': the upload failed: no route"):
         export(run, "gguf-f16", tmp_path, name="mine", push_to_hub="mine")
     assert (tmp_path / "mine-f16.gguf").exists()
 
 
-# --- vLLM, by a stand-in -------------------------------------------------------------------------------------------------
+# --- vLLM, by a stand-in
+# -------------------------------------------------------------------------------------------------
 
 
 STAND_IN = """
@@ -500,7 +592,10 @@ def stand_in(folder, fault=None):
     (folder / "vllm" / "lora").mkdir(parents=True)
     (folder / "vllm" / "__init__.py").write_text(STAND_IN.format(fault=fault))
     (folder / "vllm" / "lora" / "__init__.py").write_text("")
-    request = "class LoRARequest:\n    def __init__(self, name, number, path):\n        self.path = path\n"
+    request = (
+        "class LoRARequest:\n    def __init__(self, name, number, path):\n        self.path "
+        "= path\n"
+    )
     (folder / "vllm" / "lora" / "request.py").write_text(request)
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
@@ -530,16 +625,27 @@ def test_what_vllm_computes_otherwise_is_not_kept(fault, run, tmp_path):
         export(run, "merged", tmp_path / "out", vllm_python="/nowhere/python")
 
 
-# --- serving -------------------------------------------------------------------------------------------------------------
+# --- serving
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_how_to_serve_what_was_written(run, base, tmp_path):
     kinds = ["merged", "gguf-f16", "gguf-adapter", "adapter", "merged-fp32", "fp8"]
-    found = {exported.format: exported.serve for exported in export(run, kinds, tmp_path, name="a b")}
-    assert found["merged"] == f"vllm serve '{tmp_path}/a b-bf16'" and found["fp8"] == f"vllm serve '{tmp_path}/a b-fp8'"
-    assert found["gguf-f16"] == f"llama-server -m '{tmp_path}/a b-f16.gguf'" and found["merged-fp32"] is None
+    found = {
+        exported.format: exported.serve for exported in export(run, kinds, tmp_path, name="a b")
+    }
+    assert (
+        found["merged"] == f"vllm serve '{tmp_path}/a b-bf16'"
+        and found["fp8"] == f"vllm serve '{tmp_path}/a b-fp8'"
+    )
+    assert (
+        found["gguf-f16"] == f"llama-server -m '{tmp_path}/a b-f16.gguf'"
+        and found["merged-fp32"] is None
+    )
     assert found["gguf-adapter"].startswith("llama-server -m BASE.gguf --lora ")
-    assert found["adapter"].startswith(f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules 'a b-adapter'=")
+    assert found["adapter"].startswith(
+        f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules 'a b-adapter'="
+    )
 
 
 def test_an_adapter_that_vllm_refuses_is_not_offered_to_it(base, tmp_path):
@@ -547,20 +653,29 @@ def test_an_adapter_that_vllm_refuses_is_not_offered_to_it(base, tmp_path):
     assert exported.serve is None
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------
+# --- the command
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_command(run, tmp_path):
     done = CliRunner().invoke(
-        app, ["export", str(run), "--to", "merged-fp32,gguf-q8_0", "--output", str(tmp_path)], catch_exceptions=False
+        app,
+        ["export", str(run), "--to", "merged-fp32,gguf-q8_0", "--output", str(tmp_path)],
+        catch_exceptions=False,
     )
     assert done.exit_code == 0, done.output
     assert {path.name for path in tmp_path.iterdir()} == {
-        "run-fp32", "run-fp32.proof.json", "run-q8_0.gguf", "run-q8_0.gguf.proof.json",
-    }  # fmt: skip
+        "run-fp32",
+        "run-fp32.proof.json",
+        "run-q8_0.gguf",
+        "run-q8_0.gguf.proof.json",
+    }
     assert "equal" in done.output and "chat template" in done.output
 
 
 def test_the_command_lists_formats(run):
     done = CliRunner().invoke(app, ["export", str(run), "--to", "list"], catch_exceptions=False)
-    assert done.output.split()[:3] == ["merged", "merged-fp16", "merged-fp32"] and "gguf-q4_0" in done.output
+    assert (
+        done.output.split()[:3] == ["merged", "merged-fp16", "merged-fp32"]
+        and "gguf-q4_0" in done.output
+    )

@@ -1,4 +1,6 @@
-"""GGUF files: every family, type and tokenizer as the model has them, and as llama.cpp reads them where it is installed."""
+"""GGUF files: every family, type and tokenizer as the model has them, and as llama.cpp reads
+them where it is installed.
+"""
 
 import json
 import random
@@ -7,12 +9,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 import gguf_models
 import tiny
-from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer, llama_cpp
+from chronicals.export import (
+    NotExpressible,
+    NotProved,
+    export,
+    gguf,
+    gguf_file,
+    gguf_tokenizer,
+    llama_cpp,
+)
 from chronicals.export.source import PROBES, Source
 from chronicals.models import gguf_families, gguf_tensors, load_model
 from chronicals.saving import SavedModel
@@ -33,10 +52,15 @@ def written(folder, kind="f32"):
     """A file of the model in a folder, and its pieces."""
     given = source(folder)
     gguf.write(given, folder / "model.gguf", kind)
-    return given, gguf_file.File(folder / "model.gguf"), gguf_file.plan(given.config, given.tensors, kind)
+    return (
+        given,
+        gguf_file.File(folder / "model.gguf"),
+        gguf_file.plan(given.config, given.tensors, kind),
+    )
 
 
-# --- families --------------------------------------------------------------------------------------------------------
+# --- families
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", gguf_models.MODELS)
@@ -67,29 +91,42 @@ def test_what_is_read_back_is_the_model(name, tmp_path):
     given, file, planned = written(saved(tmp_path / "model", model))
     found = file.restored(planned.pieces, {n: s.shape for n, s in given.tensors.items()})
     for tensor_name in found:
-        assert torch.allclose(found[tensor_name], given.tensors[tensor_name].read(), atol=1e-6), tensor_name
+        assert torch.allclose(found[tensor_name], given.tensors[tensor_name].read(), atol=1e-6), (
+            tensor_name
+        )
 
 
 TURNED_BY_NEIGHBOURS = ("llama", "mistral", "mixtral", "smollm3", "granite")
-"""Families whose heads llama.cpp rotates by neighbouring elements, by the conversions of its own script."""
+"""Families whose heads llama.cpp rotates by neighbouring elements, by the conversions of its own
+script.
+"""
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in gguf_models.MODELS if "phi3" not in name])
 def test_rows_of_queries_are_reordered_as_llama_cpp_rotates(name, tmp_path):
-    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i + half: of weights and biases of q
-    and k, and of nothing else."""
+    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i +
+    half: of weights and biases of q and k, and of nothing else."""
     model = gguf_models.build(name)
     given, file, _ = written(saved(tmp_path, model))
     dim = getattr(model.config, "head_dim", None) or 64 // 4
-    own = {key: stored.read() for key, stored in given.tensors.items() if "layers.1.self_attn." in key and "_proj." in key}
+    own = {
+        key: stored.read()
+        for key, stored in given.tensors.items()
+        if "layers.1.self_attn." in key and "_proj." in key
+    }
     assert len(own) >= 4 + 4 * (name == "llama with biases")
     for key, ours in own.items():
         role, kind = key.split(".")[-2:]
         theirs = file.read(f"blk.1.attn_{IN_ATTENTION[role]}.{kind}")
-        if role in ("q_proj", "k_proj") and name.split(",")[0].split(" ")[0] in TURNED_BY_NEIGHBOURS:
+        if (
+            role in ("q_proj", "k_proj")
+            and name.split(",")[0].split(" ")[0] in TURNED_BY_NEIGHBOURS
+        ):
             heads = ours.unflatten(0, (-1, dim))
-            ours = torch.stack([heads[:, : dim // 2], heads[:, dim // 2 :]], dim=2).reshape(ours.shape)
+            ours = torch.stack([heads[:, : dim // 2], heads[:, dim // 2 :]], dim=2).reshape(
+                ours.shape
+            )
         assert equal(theirs, ours), key
 
 
@@ -119,8 +156,17 @@ def test_heads_are_described_as_the_model_has_them(tmp_path):
 
 
 OF_FAMILIES = {
-    "granite": {"embedding_scale": 2.0, "residual_scale": 0.6, "attention.scale": 0.2, "logit_scale": 3.0},
-    "gemma2": {"attention.sliding_window": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "granite": {
+        "embedding_scale": 2.0,
+        "residual_scale": 0.6,
+        "attention.scale": 0.2,
+        "logit_scale": 3.0,
+    },
+    "gemma2": {
+        "attention.sliding_window": 16,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     "mixtral": {"expert_count": 4, "expert_used_count": 2, "feed_forward_length": 96},
     "qwen2_moe": {
         "expert_count": 6,
@@ -160,8 +206,14 @@ def test_settings_of_a_family_have_its_names_of_them(name, tmp_path):
 
 def test_norms_of_gemma_have_what_they_add(tmp_path):
     given, file, _ = written(saved(tmp_path, gguf_models.build("gemma2")))
-    for ours, theirs in {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm"}.items():
-        assert equal(file.read(f"blk.1.{theirs}.weight"), given.tensors[f"model.layers.1.{ours}.weight"].read() + 1)
+    for ours, theirs in {
+        "input_layernorm": "attn_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+    }.items():
+        assert equal(
+            file.read(f"blk.1.{theirs}.weight"),
+            given.tensors[f"model.layers.1.{ours}.weight"].read() + 1,
+        )
     assert file.value("gemma2.attn_logit_softcapping") == 50.0
 
 
@@ -170,7 +222,10 @@ def test_experts_are_stacked_in_their_order(tmp_path):
     for ours, theirs in {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}.items():
         stack = file.read(f"blk.1.ffn_{theirs}_exps.weight")
         for number in range(6):
-            assert equal(stack[number], given.tensors[f"model.layers.1.mlp.experts.{number}.{ours}.weight"].read())
+            assert equal(
+                stack[number],
+                given.tensors[f"model.layers.1.mlp.experts.{number}.{ours}.weight"].read(),
+            )
 
 
 def test_experts_of_gpt_oss_are_taken_apart(tmp_path):
@@ -205,12 +260,20 @@ def test_a_tied_head_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "layer_types with 1 layers"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
+            "layer_types with 1 layers",
+        ),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
         ("gemma2", {"query_pre_attn_scalar": 20}, "query_pre_attn_scalar=20"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers=[1, 0, 1, 1]"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type='dynamic'",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
     ],
@@ -225,7 +288,10 @@ def test_what_llama_cpp_computes_otherwise_is_refused(name, changes, said, tmp_p
 def test_a_family_without_a_form_is_refused_by_name(tmp_path):
     import families
 
-    with pytest.raises(NotExpressible, match="model_type='cohere': has no proved form in GGUF here; there are gemma2"):
+    with pytest.raises(
+        NotExpressible,
+        match="model_type='cohere': has no proved form in GGUF here; there are gemma2",
+    ):
         export(saved(tmp_path, families.build("cohere", vocab_size=300)), "gguf-f16")
 
 
@@ -234,7 +300,8 @@ def test_a_window_that_llama_cpp_lacks_ends_the_context(tmp_path):
     assert file.value("llama.context_length") == 48
 
 
-# --- types -----------------------------------------------------------------------------------------------------------
+# --- types
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", gguf_file.TYPES)
@@ -243,11 +310,15 @@ def test_every_type(kind, tmp_path):
     types = exported.proof.about["types"]
     name = gguf_file.TYPES[kind]
     of_the_head = {"Q8_0": 1} if kind.startswith(("q4", "q5")) else {}
-    expected = {"F32": 21} if kind == "f32" else {"F32": 5, name: 16 - len(of_the_head), **of_the_head}
+    expected = (
+        {"F32": 21} if kind == "f32" else {"F32": 5, name: 16 - len(of_the_head), **of_the_head}
+    )
     assert types == dict(sorted(expected.items()))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in gguf_file.TYPES if kind.startswith(("q4", "q5"))])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in gguf_file.TYPES if kind.startswith(("q4", "q5"))]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_has_more_bits_than_the_rest(tied, kind, tmp_path):
     """Where it is the embedding, too."""
@@ -270,7 +341,9 @@ def test_a_tied_head_has_more_bits_in_what_llama_cpp_quantises(kind, tmp_path):
 
 
 def test_rows_that_are_no_whole_blocks_are_16_bit(tmp_path):
-    (exported,) = export(saved(tmp_path, gguf_models.build("llama", hidden_size=80, head_dim=20)), "gguf-q8_0")
+    (exported,) = export(
+        saved(tmp_path, gguf_models.build("llama", hidden_size=80, head_dim=20)), "gguf-q8_0"
+    )
     assert exported.proof.about["types"] == {"F16": 14, "F32": 5, "Q8_0": 2}
 
 
@@ -287,12 +360,16 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", gguf_file.BY_LLAMA_CPP)
 def test_types_that_llama_cpp_quantises(kind, tmp_path):
-    """With an importance matrix over rows; its own bound is that of what it computes with the file's weights."""
+    """With an importance matrix over rows; its own bound is that of what it computes with the
+    file's weights.
+    """
     saved(tmp_path, gguf_models.build("llama", **WIDE))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
     (exported,) = export(tmp_path, f"gguf-{kind}", importance=rows)
-    assert not exported.proof.failed and "ids of a conversation" in {check.name for check in exported.proof.checks}
+    assert not exported.proof.failed and "ids of a conversation" in {
+        check.name for check in exported.proof.checks
+    }
     assert [path.name for path in exported.path.parent.iterdir() if "whole" in path.name] == []
 
 
@@ -301,12 +378,18 @@ def test_importance_moves_the_error_to_where_it_matters_less(tmp_path):
     """With all importance in some columns of a weight, those are nearer to what they were."""
     given = source(saved(tmp_path, gguf_models.build("llama", **WIDE)))
     gguf.write(given, tmp_path / "whole.gguf", "f32")
-    weights = {"blk.0.attn_q.weight": np.where(np.arange(256) % 32 < 4, 1.0, 1e-4).astype(np.float32)}
+    weights = {
+        "blk.0.attn_q.weight": np.where(np.arange(256) % 32 < 4, 1.0, 1e-4).astype(np.float32)
+    }
     errors = []
     for name, importance in (("plain", None), ("weighed", weights)):
-        llama_cpp.quantise(tmp_path / "whole.gguf", tmp_path / f"{name}.gguf", 12, importance)  # Q3_K_M
+        llama_cpp.quantise(
+            tmp_path / "whole.gguf", tmp_path / f"{name}.gguf", 12, importance
+        )  # Q3_K_M
         files = gguf_file.File(tmp_path / f"{name}.gguf"), gguf_file.File(tmp_path / "whole.gguf")
-        off = (files[0].read("blk.0.attn_q.weight") - files[1].read("blk.0.attn_q.weight"))[:, np.arange(256) % 32 < 4]
+        off = (files[0].read("blk.0.attn_q.weight") - files[1].read("blk.0.attn_q.weight"))[
+            :, np.arange(256) % 32 < 4
+        ]
         errors.append(float(off.norm()))
     assert errors[1] < 0.9 * errors[0]
 
@@ -322,13 +405,20 @@ def test_importance_is_the_mean_square_of_inputs(tmp_path):
     with torch.no_grad():
         embedded = [model.model.embed_tokens(torch.tensor(ids)) for ids in documents]
         states = torch.cat([model.model.layers[0].input_layernorm(x) for x in embedded])
-    np.testing.assert_allclose(found["blk.0.attn_q.weight"], states.square().mean(0).numpy(), rtol=1e-4)
-    assert {"blk.1.ffn_down.weight", "blk.1.attn_output.weight"} <= found.keys() and "token_embd.weight" not in found
+    np.testing.assert_allclose(
+        found["blk.0.attn_q.weight"], states.square().mean(0).numpy(), rtol=1e-4
+    )
+    assert {
+        "blk.1.ffn_down.weight",
+        "blk.1.attn_output.weight",
+    } <= found.keys() and "token_embd.weight" not in found
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_importance_of_experts_is_of_the_tokens_that_each_was_given(name, tmp_path, caplog):
-    """By hand: what the first layer's router sends to each expert; both products, each expert by its number."""
+    """By hand: what the first layer's router sends to each expert; both products, each expert by
+    its number.
+    """
     from chronicals.export.importance import importance_of
 
     caplog.set_level("INFO")
@@ -341,15 +431,23 @@ def test_importance_of_experts_is_of_the_tokens_that_each_was_given(name, tmp_pa
         for ids in documents:
             model(torch.tensor([ids]))
     hook.remove()
-    found = importance_of(model, gguf_file.plan(given.config, given.tensors, "f32").pieces, documents)
+    found = importance_of(
+        model, gguf_file.plan(given.config, given.tensors, "f32").pieces, documents
+    )
     states, chosen = (torch.cat([inputs[n].flatten(0, -2) for inputs in taken]) for n in (0, 1))
     gate = found["blk.0.ffn_gate_exps.weight"]
-    assert np.array_equal(gate, found["blk.0.ffn_up_exps.weight"]) and gate.shape == (len(mlp.experts.down_proj), 64)
+    assert np.array_equal(gate, found["blk.0.ffn_up_exps.weight"]) and gate.shape == (
+        len(mlp.experts.down_proj),
+        64,
+    )
     for number in range(len(gate)):
         own = states[(chosen == number).any(-1)]
         expected = own.square().mean(0) if len(own) else torch.ones(64)
         np.testing.assert_allclose(gate[number], expected.numpy(), rtol=1e-4)
-    assert found["blk.1.ffn_down_exps.weight"].shape == (len(gate), 32 if name == "qwen3_moe" else 96)
+    assert found["blk.1.ffn_down_exps.weight"].shape == (
+        len(gate),
+        32 if name == "qwen3_moe" else 96,
+    )
     assert not any("gate_inp" in key or key.endswith("bias") for key in found)
     unseen = any((means == 1).all(-1).any() for key, means in found.items() if "_exps" in key)
     assert ("saw none of the rows" in caplog.text) == unseen
@@ -362,7 +460,9 @@ OF_EXPERTS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 @pytest.mark.parametrize("kind", ["q4_k_m", "q2_k", "iq2_xs"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_are_quantised_with_their_importance(name, kind, tmp_path):
-    """iq2_xs, which llama.cpp refuses where a tensor has none, shows that it takes that of experts."""
+    """iq2_xs, which llama.cpp refuses where a tensor has none, shows that it takes that of
+    experts.
+    """
     saved(tmp_path, gguf_models.build(name, **OF_EXPERTS))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
@@ -372,8 +472,8 @@ def test_experts_are_quantised_with_their_importance(name, kind, tmp_path):
 
 @pytest.mark.llama_cpp
 def test_importance_in_another_order_of_experts_is_found(tmp_path):
-    """Each expert has all its importance in columns of its own, which are then nearer to what they were; in another order they
-    are not."""
+    """Each expert has all its importance in columns of its own, which are then nearer to what
+    they were; in another order they are not."""
     given = source(saved(tmp_path, gguf_models.build("mixtral", **OF_EXPERTS)))
     gguf.write(given, tmp_path / "whole.gguf", "f32")
     name, own = "blk.0.ffn_up_exps.weight", np.arange(256)[None] % 16 // 2 == np.arange(4)[:, None]
@@ -381,7 +481,9 @@ def test_importance_in_another_order_of_experts_is_found(tmp_path):
     errors = {}
     for order, values in {"plain": None, "right": importance, "reversed": importance[::-1]}.items():
         weights = None if values is None else {name: values}
-        llama_cpp.quantise(tmp_path / "whole.gguf", tmp_path / f"{order}.gguf", 12, weights)  # Q3_K_M
+        llama_cpp.quantise(
+            tmp_path / "whole.gguf", tmp_path / f"{order}.gguf", 12, weights
+        )  # Q3_K_M
         files = gguf_file.File(tmp_path / f"{order}.gguf"), gguf_file.File(tmp_path / "whole.gguf")
         off = (files[0].read(name) - files[1].read(name)).permute(0, 2, 1)[torch.from_numpy(own)]
         errors[order] = float(off.norm())
@@ -389,19 +491,24 @@ def test_importance_in_another_order_of_experts_is_found(tmp_path):
 
 
 def test_few_bits_need_rows(tmp_path):
-    with pytest.raises(ValueError, match=r"gguf-iq2_xs: so few bits .* \(--importance your.jsonl\)"):
+    with pytest.raises(
+        ValueError, match=r"gguf-iq2_xs: so few bits .* \(--importance your.jsonl\)"
+    ):
         export(saved(tmp_path, gguf_models.build("llama", **WIDE)), "gguf-iq2_xs")
 
 
 def test_llama_cpps_types_need_llama_cpp(tmp_path, monkeypatch):
     monkeypatch.setattr(llama_cpp, "is_there", lambda: False)
     with pytest.raises(
-        ValueError, match="gguf-q4_k_m: weights are quantised by llama.cpp itself, .* pip install llama-cpp-python"
+        ValueError,
+        match="gguf-q4_k_m: weights are quantised by llama.cpp itself, .* pip install "
+        "llama-cpp-python",
     ):
         export(saved(tmp_path, gguf_models.build("llama", **WIDE)), "gguf-q4_k_m")
 
 
-# --- tokenizers --------------------------------------------------------------------------------------------------------
+# --- tokenizers
+# --------------------------------------------------------------------------------------------------------
 
 
 TEXTS = ["def words(of): return 'it is 12345, we are 67'\n\n  and café"] * 40 + list(PROBES) * 5
@@ -417,17 +524,26 @@ def trained(pre, size=400, ignore_merges=False, normalizer=None, prefix=False):
     bpe.train_from_iterator(
         TEXTS,
         trainers.BpeTrainer(
-            vocab_size=size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         ),
     )
     found = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
-    found.chat_template = tiny.tokenizer().chat_template.replace("<|im_end|>", "<|turn|>").replace("<|im_start|>", "<|turn|>")
+    found.chat_template = (
+        tiny.tokenizer()
+        .chat_template.replace("<|im_end|>", "<|turn|>")
+        .replace("<|im_start|>", "<|turn|>")
+    )
     return found
 
 
 def splits(expression):
     split = pre_tokenizers.Split(Regex(expression), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def by_name():
@@ -459,7 +575,9 @@ def test_byte_level_tokenizers_by_how_they_split(name):
 @pytest.mark.llama_cpp
 @pytest.mark.parametrize("name", SPLITS)
 def test_llama_cpp_splits_texts_as_the_tokenizer_does(name, tmp_path):
-    export(saved(tmp_path, gguf_models.build("llama", vocab_size=420), splitting(name)), "gguf-f32")  # proves ids
+    export(
+        saved(tmp_path, gguf_models.build("llama", vocab_size=420), splitting(name)), "gguf-f32"
+    )  # proves ids
 
 
 def from_characters(size=400):
@@ -467,7 +585,12 @@ def from_characters(size=400):
     bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     special = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
     bpe.train_from_iterator(
@@ -478,7 +601,11 @@ def from_characters(size=400):
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < 3]
     bpe = Tokenizer.from_str(json.dumps(described))
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>"
+        tokenizer_object=bpe,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
     )
 
 
@@ -492,19 +619,26 @@ def test_a_tokenizer_over_characters_with_bytes_for_the_rest():
 @pytest.mark.llama_cpp
 def test_llama_cpp_reads_a_tokenizer_over_characters(tmp_path):
     tokenizer = from_characters()
-    export(saved(tmp_path, gguf_models.build("llama", vocab_size=len(tokenizer)), tokenizer), "gguf-f32")  # proves ids
+    export(
+        saved(tmp_path, gguf_models.build("llama", vocab_size=len(tokenizer)), tokenizer),
+        "gguf-f32",
+    )  # proves ids
 
 
 def around(tokenizer, begin, end):
     """The tokenizer with a token in front of each text, one behind it, both, or none."""
     pieces = [*["<|turn|>"] * begin, "$A", *["<|end|>"] * end]
     special = [("<|turn|>", 1), ("<|end|>", 0)]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=pieces, special_tokens=special
+    )
     tokenizer.bos_token = "<|turn|>"
     return tokenizer
 
 
-@pytest.mark.parametrize(("begin", "end"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(False, False), (True, False), (False, True), (True, True)]
+)
 def test_the_tokens_around_a_text_are_those_of_the_tokenizer(begin, end, tmp_path):
     """In ids, and in what the file says of each."""
     tokenizer = around(splitting("qwen2"), begin, end)
@@ -519,7 +653,9 @@ def test_the_tokens_around_a_text_are_those_of_the_tokenizer(begin, end, tmp_pat
 @pytest.mark.parametrize("begin", [True, False])
 def test_llama_cpp_begins_texts_as_the_tokenizer_does(begin, tmp_path):
     tokenizer = around(splitting("qwen2"), begin, False)
-    export(saved(tmp_path, gguf_models.build("llama", vocab_size=420), tokenizer), "gguf-f32")  # proves ids
+    export(
+        saved(tmp_path, gguf_models.build("llama", vocab_size=420), tokenizer), "gguf-f32"
+    )  # proves ids
 
 
 def test_tokens_that_were_added_keep_their_kinds(tmp_path):
@@ -536,7 +672,10 @@ def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path):
     tokenizer = tiny.tokenizer()
     turn, end = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
     _, file, _ = written(saved(tmp_path, gguf_models.build("llama")))
-    assert file.value("tokenizer.ggml.eos_token_id") == end and file.value("tokenizer.ggml.eot_token_id") == turn
+    assert (
+        file.value("tokenizer.ggml.eos_token_id") == end
+        and file.value("tokenizer.ggml.eot_token_id") == turn
+    )
     several = gguf_tokenizer.vocabulary_of(tokenizer, 310, [end, turn, 7])
     assert several.special["eot"] == turn, "the first that ends a turn"
 
@@ -561,7 +700,12 @@ def test_a_size_is_that_of_the_tensors(kind, tmp_path):
     [
         (lambda: trained(splits("[a-z]+|[^a-z]+")), "splits texts by ['[a-z]+|[^a-z]+']"),
         (lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)), "add_prefix_space"),
-        (lambda: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))), "'WordLevel'"),
+        (
+            lambda: PreTrainedTokenizerFast(
+                tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))
+            ),
+            "'WordLevel'",
+        ),
     ],
 )
 def test_tokenizers_that_llama_cpp_lacks_are_refused(tokenizer, said):
@@ -576,11 +720,14 @@ def test_more_tokens_than_rows_are_refused():
 
 
 def test_normalisation_is_reported(tmp_path):
-    found = gguf_tokenizer.vocabulary_of(trained(by_name()["qwen2"], normalizer=normalizers.NFC()), 420, [])
+    found = gguf_tokenizer.vocabulary_of(
+        trained(by_name()["qwen2"], normalizer=normalizers.NFC()), 420, []
+    )
     assert found.notes == ["llama.cpp does not normalise text, which the tokenizer does (NFC)"]
 
 
-# --- planted faults ----------------------------------------------------------------------------------------------------
+# --- planted faults
+# ----------------------------------------------------------------------------------------------------
 
 
 def edited(monkeypatch, **changes):
@@ -600,10 +747,18 @@ FAULTS = {
     "end added": (lambda m: edited(m, adds_eos=lambda v: True), "ends texts with EOS"),
     "another kind": (lambda m: edited(m, model=lambda v: "llama"), "kind of tokenizer"),
     "another splitting": (lambda m: edited(m, pre=lambda v: "llama-bpe"), "splitting of texts"),
-    "stale tokenizer": (lambda m: edited(m, tokens=lambda v: [*v.tokens[:-20], *v.tokens[-10:], *v.tokens[-20:-10]]), "tokens"),
+    "stale tokenizer": (
+        lambda m: edited(
+            m, tokens=lambda v: [*v.tokens[:-20], *v.tokens[-10:], *v.tokens[-20:-10]]
+        ),
+        "tokens",
+    ),
     "merges lost": (lambda m: edited(m, merges=lambda v: v.merges[:-1]), "merges"),
-    "unused tokens are words": (lambda m: edited(m, types=lambda v: [1] * len(v.types)), "types of tokens"),
-}  # fmt: skip
+    "unused tokens are words": (
+        lambda m: edited(m, types=lambda v: [1] * len(v.types)),
+        "types of tokens",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -627,7 +782,14 @@ def planted_when_written(monkeypatch, change):
     right = gguf_file.write
 
     def write(target, planned, tensors, vocabulary, kind, about):
-        right(target, replace(planned, pieces=[change(piece) for piece in planned.pieces]), tensors, vocabulary, kind, about)
+        right(
+            target,
+            replace(planned, pieces=[change(piece) for piece in planned.pieces]),
+            tensors,
+            vocabulary,
+            kind,
+            about,
+        )
 
     monkeypatch.setattr(gguf_file, "write", write)
 
@@ -669,7 +831,9 @@ def test_a_head_beside_a_tied_embedding_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.llama_cpp
-@pytest.mark.parametrize("name", ["q and k not reordered", "norm without its offset", "scaling of positions lost"])
+@pytest.mark.parametrize(
+    "name", ["q and k not reordered", "norm without its offset", "scaling of positions lost"]
+)
 def test_faults_in_both_directions_are_found_by_llama_cpp(name, tmp_path, monkeypatch):
     of, change = {
         "q and k not reordered": ("llama", {"reorders_heads": False}),
@@ -681,7 +845,9 @@ def test_faults_in_both_directions_are_found_by_llama_cpp(name, tmp_path, monkey
     monkeypatch.setitem(gguf_families.FAMILIES, model.config.model_type, replace(family, **change))
     if not change:
         monkeypatch.setattr(gguf_file, "extra_tensors", lambda config: iter(()))
-    assert "logits beside torch with the file's weights, llama.cpp: FAILED" in failed(saved(tmp_path, model))
+    assert "logits beside torch with the file's weights, llama.cpp: FAILED" in failed(
+        saved(tmp_path, model)
+    )
 
 
 @pytest.mark.llama_cpp
@@ -710,4 +876,6 @@ def test_tensors_may_come_in_any_order(tmp_path):
     family = gguf_families.family_of(given.config)
     pieces = {piece.name: piece for piece in gguf_tensors.pieces_of(shapes, given.config, family)}
     found = pieces["blk.0.ffn_up_exps.weight"].sources
-    assert found == tuple(f"model.layers.0.block_sparse_moe.experts.{n}.w3.weight" for n in range(4))
+    assert found == tuple(
+        f"model.layers.0.block_sparse_moe.experts.{n}.w3.weight" for n in range(4)
+    )

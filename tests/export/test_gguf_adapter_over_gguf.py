@@ -43,7 +43,9 @@ def compared(folder, path):
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_k_m", "q6_k"])
 def test_llama_cpp_computes_what_was_trained(kind, tmp_path):
     found = compared(tmp_path, gguf_files.write(tmp_path, wide(), kind))
-    assert found[LOGITS].passed and found[LOGITS].client == "llama.cpp" and found[LOGITS].value < 0.05
+    assert (
+        found[LOGITS].passed and found[LOGITS].client == "llama.cpp" and found[LOGITS].value < 0.05
+    )
     assert found["the adapter changes logits"].passed
 
 
@@ -55,15 +57,31 @@ def test_over_weights_that_are_not_quantised_it_is_exact(kind, tmp_path):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3", "olmo2", "glm4", "granite", "llama 3"]
+    "name",
+    [
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "smollm3",
+        "olmo2",
+        "glm4",
+        "granite",
+        "llama 3",
+    ],
 )
 def test_every_family(name, tmp_path):
-    assert compared(tmp_path, gguf_files.write(tmp_path, gguf_models.build(name), "q8_0"))[LOGITS].passed
+    assert compared(tmp_path, gguf_files.write(tmp_path, gguf_models.build(name), "q8_0"))[
+        LOGITS
+    ].passed
 
 
 def test_a_trained_run(tmp_path):
     path = gguf_files.write(tmp_path, gguf_files.wide(), "q4_k_m")
-    result = runs.train(tmp_path, model=load_model(path, torch.float32), use_lora=True, lora_rank=4, lora_alpha=4)
+    result = runs.train(
+        tmp_path, model=load_model(path, torch.float32), use_lora=True, lora_rank=4, lora_alpha=4
+    )
     (exported,) = export(result.model_dir, "gguf-adapter", output=tmp_path / "out")
     assert {check.name: check for check in exported.proof.checks}[LOGITS].passed
 
@@ -71,7 +89,11 @@ def test_a_trained_run(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("laid = piece.forward([b * (scale * len(a) / alpha)])", "laid = b * (scale * len(a) / alpha)", "what is added"),
+        (
+            "laid = piece.forward([b * (scale * len(a) / alpha)])",
+            "laid = b * (scale * len(a) / alpha)",
+            "what is added",
+        ),
         (
             "writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)",
             "writer.add_float32(Keys.Adapter.LORA_ALPHA, 3 * alpha)",
@@ -82,7 +104,9 @@ def test_a_trained_run(tmp_path):
 )
 def test_a_planted_fault_is_found(old, new, said, tmp_path, monkeypatch):
     format_ = FORMATS["gguf-adapter"]
-    monkeypatch.setitem(FORMATS, "gguf-adapter", replace(format_, write=mutant(gguf_adapter, old, new).write))
+    monkeypatch.setitem(
+        FORMATS, "gguf-adapter", replace(format_, write=mutant(gguf_adapter, old, new).write)
+    )
     path = gguf_files.write(tmp_path, wide(), "q8_0")
     with pytest.raises(NotProved, match=said):
         compared(tmp_path, path)
@@ -91,7 +115,9 @@ def test_a_planted_fault_is_found(old, new, said, tmp_path, monkeypatch):
 def test_a_base_that_is_read_wrongly_is_found(tmp_path, monkeypatch):
     """Rows of q and k as they lie in the file: llama.cpp's logits are others."""
     old = "lambda x: x.view(-1, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape),"
-    monkeypatch.setattr(gguf_loading, "pieces_of", mutant(gguf_tensors, old, "lambda x: x,").pieces_of)
+    monkeypatch.setattr(
+        gguf_loading, "pieces_of", mutant(gguf_tensors, old, "lambda x: x,").pieces_of
+    )
     path = gguf_files.write(tmp_path, wide(), "q8_0")
     with pytest.raises(NotProved, match="logits beside the trained model's"):
         compared(tmp_path, path)

@@ -1,4 +1,6 @@
-"""FP8 and 4 bits in the layouts of compressed-tensors and bitsandbytes: clients compute what torch does, faults are found."""
+"""FP8 and 4 bits in the layouts of compressed-tensors and bitsandbytes: clients compute what
+torch does, faults are found.
+"""
 
 import importlib.util
 import json
@@ -11,7 +13,14 @@ from safetensors.torch import load_file
 
 import gguf_models
 import tiny
-from chronicals.export import NotExpressible, NotProved, compressed_tensors, export, source, weight_files
+from chronicals.export import (
+    NotExpressible,
+    NotProved,
+    compressed_tensors,
+    export,
+    source,
+    weight_files,
+)
 from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS
 from chronicals.models import describe_packed, load_model
 from chronicals.quantization import Linear4bit
@@ -31,7 +40,9 @@ def saved(folder, name="llama", **changes):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["llama", "llama with biases", "qwen2", "qwen3", "gemma2", "phi3", "glm4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama with biases", "qwen2", "qwen3", "gemma2", "phi3", "glm4"]
+)
 def test_transformers_computes_with_them_what_torch_does(name, layout, tmp_path):
     (exported,) = export(saved(tmp_path, name), layout)
     found = {check.name: check for check in exported.proof.checks}
@@ -40,14 +51,20 @@ def test_transformers_computes_with_them_what_torch_does(name, layout, tmp_path)
     described = json.loads((exported.path / "config.json").read_text())["quantization_config"]
     assert described["format"] == LAYOUTS[layout].name and described["ignore"] == ["lm_head"]
     tensors = load_file(exported.path / "model.safetensors")
-    assert tensors["model.embed_tokens.weight"].dtype == tensors["model.norm.weight"].dtype == torch.bfloat16
+    assert (
+        tensors["model.embed_tokens.weight"].dtype
+        == tensors["model.norm.weight"].dtype
+        == torch.bfloat16
+    )
 
 
 OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 ROUTERS = {
-    "mixtral": ["block_sparse_moe.gate"], "qwen2_moe": ["mlp.gate", "mlp.shared_expert_gate"], "qwen3_moe": ["mlp.gate"],
+    "mixtral": ["block_sparse_moe.gate"],
+    "qwen2_moe": ["mlp.gate", "mlp.shared_expert_gate"],
+    "qwen3_moe": ["mlp.gate"],
     "olmoe": ["mlp.gate"],
-}  # fmt: skip
+}
 
 
 def of_experts(folder, name):
@@ -57,8 +74,9 @@ def of_experts(folder, name):
 def limit(check, layout):
     """The largest error of a right file's logits.
 
-    transformers below 5.21 adds up experts in another order than torch here. Where an input lies between two FP8 codes, the last
-    bit of a sum then decides which it gets, and the logits differ by what FP8 rounds.
+    transformers below 5.21 adds up experts in another order than torch here. Where an input lies
+    between two FP8 codes, the last bit of a sum then decides which it gets, and the logits differ
+    by what FP8 rounds.
     """
     return check.bound if layout == "fp8" and transformers_before("5.21") else 1e-5
 
@@ -67,17 +85,28 @@ def limit(check, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_are_written_one_by_one(name, layout, tmp_path):
-    """In the checkpoint's names, which vLLM reads; routers are left out by the same names; transformers computes the same."""
+    """In the checkpoint's names, which vLLM reads; routers are left out by the same names;
+    transformers computes the same.
+    """
     (exported,) = export(of_experts(tmp_path, name), layout)
     found = {check.name: check for check in exported.proof.checks}
     same = found.get("logits beside torch with the same weights and inputs")
     assert same.value < limit(same, layout) if READ_BY_TRANSFORMERS else same is None
     described = json.loads((exported.path / "config.json").read_text())["quantization_config"]
-    assert described["ignore"] == ["lm_head", *(f"model.layers.{n}.{router}" for n in range(2) for router in ROUTERS[name])]
-    before, tensors = load_file(tmp_path / "model.safetensors"), load_file(exported.path / "model.safetensors")
+    assert described["ignore"] == [
+        "lm_head",
+        *(f"model.layers.{n}.{router}" for n in range(2) for router in ROUTERS[name]),
+    ]
+    before, tensors = (
+        load_file(tmp_path / "model.safetensors"),
+        load_file(exported.path / "model.safetensors"),
+    )
     stored = torch.float8_e4m3fn if layout == "fp8" else torch.int32
     for expert in (key for key in before if ".experts." in key):
-        codes, scale = tensors[expert if layout == "fp8" else f"{expert}_packed"], tensors[f"{expert}_scale"]
+        codes, scale = (
+            tensors[expert if layout == "fp8" else f"{expert}_packed"],
+            tensors[f"{expert}_scale"],
+        )
         assert codes.dtype == stored and scale.shape[0] == before[expert].shape[0]
     for router in ROUTERS[name]:
         assert tensors[f"model.layers.1.{router}.weight"].dtype == torch.bfloat16
@@ -98,33 +127,49 @@ def exchanged(right, stored):
 def test_experts_in_another_order_are_found_in_low_bits(layout, tmp_path, monkeypatch):
     kind = type(LAYOUTS[layout])
     right = kind.written
-    monkeypatch.setattr(kind, "written", lambda self, stored: exchanged(lambda given: right(self, given), stored))
+    monkeypatch.setattr(
+        kind, "written", lambda self, stored: exchanged(lambda given: right(self, given), stored)
+    )
     with pytest.raises(NotProved, match="quantised weights, safetensors: FAILED"):
         export(of_experts(tmp_path, "qwen3_moe"), layout)
 
 
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
 def test_scales_of_another_expert_are_found_by_transformers(tmp_path, monkeypatch):
-    """A fault in the way there and in the way back: the layout is read as it was written, and is another than the package's."""
+    """A fault in the way there and in the way back: the layout is read as it was written, and is
+    another than the package's.
+    """
     right, back = FP8.quantise, FP8.read
-    monkeypatch.setattr(FP8, "quantise", lambda self, weight: (lambda codes, scale: (codes, scale / 2))(*right(self, weight)))
+    monkeypatch.setattr(
+        FP8,
+        "quantise",
+        lambda self, weight: (lambda codes, scale: (codes, scale / 2))(*right(self, weight)),
+    )
     monkeypatch.setattr(FP8, "read", lambda self, found, name: 2 * back(self, found, name))
     with pytest.raises(NotProved, match="same weights and inputs, transformers: FAILED"):
         export(of_experts(tmp_path, "mixtral"), "fp8")
 
 
 def test_in_vllm_experts_round_their_inputs_too(tmp_path):
-    """Beside the same model whose experts' inputs were rounded by hand: its experts have one matrix each."""
+    """Beside the same model whose experts' inputs were rounded by hand: its experts have one
+    matrix each.
+    """
     given = source.Source(SavedModel.find(of_experts(tmp_path, "qwen3_moe")), tmp_path)
     compressed_tensors.write(given, tmp_path / "fp8", FP8())
-    found = {stored.name: stored for stored in weight_files.tensors_in(tmp_path / "fp8" / "model.safetensors")}
+    found = {
+        stored.name: stored
+        for stored in weight_files.tensors_in(tmp_path / "fp8" / "model.safetensors")
+    }
     names = compressed_tensors._quantised(given, FP8())
     model = compressed_tensors._in_torch(given, found, FP8(), names, in_vllm=True)
     experts = model.model.layers[1].mlp.experts
     x = torch.randn(5, 128)
     on = experts.down_proj.device
     got = experts(x.to(on), torch.tensor([[3]] * 5, device=on), torch.ones(5, 1, device=on)).cpu()
-    gate, up, down = (FP8().read(found, f"model.layers.1.mlp.experts.3.{role}_proj.weight") for role in ("gate", "up", "down"))
+    gate, up, down = (
+        FP8().read(found, f"model.layers.1.mlp.experts.3.{role}_proj.weight")
+        for role in ("gate", "up", "down")
+    )
     rounded = FP8().as_taken(x)
     inner = FP8().as_taken(torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T))
     assert torch.allclose(got, inner @ down.T, atol=1e-5)
@@ -148,7 +193,9 @@ def test_fp8_by_hand():
     assert scale.shape == (5, 1) and scale.dtype == torch.bfloat16
     assert torch.isfinite(codes.float()).all() and codes.float().abs().max() <= 448
     found = codes.float() * scale.float()
-    assert ((found - weight).norm(dim=1)[[0, 1, 3, 4]] < 0.035 * weight.norm(dim=1)[[0, 1, 3, 4]]).all()
+    assert (
+        (found - weight).norm(dim=1)[[0, 1, 3, 4]] < 0.035 * weight.norm(dim=1)[[0, 1, 3, 4]]
+    ).all()
     assert (found[2] == 0).all()
 
 
@@ -183,7 +230,9 @@ def test_faults_are_found(layout, planted, tmp_path, monkeypatch):
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
 def test_a_head_that_is_said_to_be_quantised_is_found(tmp_path, monkeypatch):
     right = compressed_tensors._described
-    monkeypatch.setattr(compressed_tensors, "_described", lambda *given: {**right(*given), "ignore": []})
+    monkeypatch.setattr(
+        compressed_tensors, "_described", lambda *given: {**right(*given), "ignore": []}
+    )
     with pytest.raises((NotProved, ValueError)):
         export(saved(tmp_path), "fp8")
 
@@ -192,9 +241,14 @@ def test_what_has_no_layout_is_refused(tmp_path):
     said = r"float-quantized: model.layers.0.mlp.experts.down_proj, \[4, 256, 128\]: .* a matrix an expert, .* \(--to merged\)"
     with pytest.raises(NotExpressible, match=said):
         export(saved(tmp_path / "stacked", "gpt_oss"), "fp8")
-    with pytest.raises(NotExpressible, match="experts.0.down_proj.weight: rows of 32 are no whole groups of 128"):
+    with pytest.raises(
+        NotExpressible, match="experts.0.down_proj.weight: rows of 32 are no whole groups of 128"
+    ):
         export(saved(tmp_path / "experts", "qwen3_moe"), "int4")
-    with pytest.raises(NotExpressible, match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8"):
+    with pytest.raises(
+        NotExpressible,
+        match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8",
+    ):
         export(saved(tmp_path / "narrow", intermediate_size=96), "int4")
 
 
@@ -211,7 +265,9 @@ def test_nf4_is_what_bitsandbytes_reads(name, tmp_path):
     assert described["load_in_4bit"] and described["bnb_4bit_quant_type"] == "nf4"
     stored = load_file(exported.path / "model.safetensors")
     experts = [tensor.dtype for key, tensor in stored.items() if ".experts." in key]
-    assert set(experts) <= {torch.bfloat16} and bool(experts) == (name in ("mixtral", "qwen2_moe", "gpt_oss"))
+    assert set(experts) <= {torch.bfloat16} and bool(experts) == (
+        name in ("mixtral", "qwen2_moe", "gpt_oss")
+    )
     share = found["ratio of the weights that are in 4 bits"].value
     assert (share < 0.5) == bool(experts)
 
@@ -226,21 +282,33 @@ def test_only_linear_layers_of_decoder_layers_are_in_nf4(name, tmp_path):
     stored = load_file(tmp_path / "ours" / "model.safetensors")
     linear = re.compile(r"model\.layers\.\d+\.(self_attn|mlp(\.shared_expert)?)\.\w+_proj\.weight")
     expected = {key for key in given.tensors if linear.fullmatch(key)}
-    assert expected and {key.removesuffix(".absmax") for key in stored if key.endswith(".absmax")} == expected
+    assert (
+        expected
+        and {key.removesuffix(".absmax") for key in stored if key.endswith(".absmax")} == expected
+    )
     others = {key: stored[key].dtype for key in given.tensors.keys() - expected}
     assert set(others.values()) == {torch.bfloat16} and "model.embed_tokens.weight" in others
     assert ("lm_head.weight" in others) == (not given.config.tie_word_embeddings)
 
 
 def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):
-    """Gemma 3's norms with an offset amplify it: torch's own bf16 is further from its fp32 than the usual bound."""
+    """Gemma 3's norms with an offset amplify it: torch's own bf16 is further from its fp32 than
+    the usual bound.
+    """
     for package in ("generic_bitsandbytes", "bitsandbytes"):
         pytest.importorskip(package)
     from chronicals.export import nf4
 
     torch.manual_seed(0)
-    (exported,) = export(saved(tmp_path, "gemma3", hidden_size=256, intermediate_size=512, num_attention_heads=16), "nf4")
-    (check,) = [check for check in exported.proof.checks if check.name == "logits beside torch with the same weights"]
+    (exported,) = export(
+        saved(tmp_path, "gemma3", hidden_size=256, intermediate_size=512, num_attention_heads=16),
+        "nf4",
+    )
+    (check,) = [
+        check
+        for check in exported.proof.checks
+        if check.name == "logits beside torch with the same weights"
+    ]
     assert nf4.BOUND < check.bound < 0.3 and check.value < check.bound
 
 
@@ -266,24 +334,37 @@ def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
 
     given = source.Source(SavedModel.find(saved(tmp_path / "whole", name)), tmp_path / "whole")
     nf4.write(given, tmp_path / "ours")
-    model, exact = (load_model(tmp_path / "whole", dtype) for dtype in (torch.bfloat16, torch.float32))
+    model, exact = (
+        load_model(tmp_path / "whole", dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
     for path, layer in linear_layers(exact).items():
         # From the values of the files, not from those rounded to 16 bits before.
         model.set_submodule(path, Linear4bit.of(layer).to(torch.bfloat16))
     describe_packed(model)
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys() and sum(tensor.nbytes for tensor in ours.values()) == nf4.size(given)
+    ours, theirs = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys() and sum(
+        tensor.nbytes for tensor in ours.values()
+    ) == nf4.size(given)
     for key, tensor in theirs.items():
         found = ours[key]
         if "quant_state" in key:
-            assert bytes(found[len(tensor) :].tolist()).strip() == b"" and len(found) == nf4.DESCRIPTION
+            assert (
+                bytes(found[len(tensor) :].tolist()).strip() == b""
+                and len(found) == nf4.DESCRIPTION
+            )
         assert equal(found[: len(tensor)], tensor), key
-    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "theirs")]
+    configs = [
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "theirs")
+    ]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
 def test_what_is_quantised_already_is_not_written_in_nf4(tmp_path):
     export(saved(tmp_path / "whole"), "nf4", tmp_path / "out", name="x")
-    with pytest.raises(NotExpressible, match=r"nf4: its weights are quantised already \(bitsandbytes\)"):
+    with pytest.raises(
+        NotExpressible, match=r"nf4: its weights are quantised already \(bitsandbytes\)"
+    ):
         export(tmp_path / "out" / "x-nf4", "nf4")

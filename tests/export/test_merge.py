@@ -1,4 +1,6 @@
-"""Merged files: the model with its adapter, a tensor at a time; what makes no sense is refused and leaves nothing."""
+"""Merged files: the model with its adapter, a tensor at a time; what makes no sense is refused
+and leaves nothing.
+"""
 
 import json
 import shutil
@@ -57,7 +59,9 @@ def answers(model, ids):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}, {"use_dora": True}], ids=str
+    "options",
+    [{}, {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}, {"use_dora": True}],
+    ids=str,
 )
 def test_plain_transformers_answers_as_the_adapted_model_does(tmp_path, dtype, options):
     torch.manual_seed(6)
@@ -65,13 +69,19 @@ def test_plain_transformers_answers_as_the_adapted_model_does(tmp_path, dtype, o
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
     merged = merge(folder, tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(merged.folder, dtype=dtype)
-    exact = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), folder)
+    exact = load_adapter(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), folder
+    )
     ids = torch.randint(1, 300, (2, 9))
     got, expected = answers(plain.float(), ids), answers(exact, ids)
-    assert (got[0] - expected[0]).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * expected[0].norm()
+    assert (got[0] - expected[0]).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * expected[
+        0
+    ].norm()
     if dtype == torch.float32:
         assert equal(got[1], expected[1])
-    by_module = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype), folder)
+    by_module = load_adapter(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype), folder
+    )
     merge_and_unload(by_module)
     for name, weight in by_module.state_dict().items():
         assert equal(plain.state_dict()[name].to(dtype), weight), name
@@ -82,16 +92,25 @@ def test_the_report_says_what_each_weight_lost(trained, tmp_path):
     folder = adapter(tmp_path / "small", base(tmp_path / "narrow", torch.bfloat16), std=0.01)
     merged = merge(folder, tmp_path / "merged")
     report = json.loads((tmp_path / "merged" / module.REPORT).read_text())
-    assert report["base"] == str(tmp_path / "narrow") and len(report["weights"]) == len(merged.changes) == 14
+    assert (
+        report["base"] == str(tmp_path / "narrow")
+        and len(report["weights"]) == len(merged.changes) == 14
+    )
     name, change = next(iter(merged.changes.items()))
     matrices = load_file(folder / "adapter_model.safetensors")
     path = f"base_model.model.{name.removesuffix('.weight')}"
     update = 2.0 * matrices[f"{path}.lora_B.weight"] @ matrices[f"{path}.lora_A.weight"]
-    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype=torch.float32).state_dict()
-    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "narrow", dtype=torch.float32
+    ).state_dict()
+    kept = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32
+    ).state_dict()
     assert change.change == pytest.approx(float(update.norm() / weights[name].norm()), rel=1e-4)
     off = (kept[name] - weights[name] - update).norm()
-    assert change.lost == pytest.approx(float(off / update.norm()), rel=1e-3) and 0 < change.lost < 1
+    assert (
+        change.lost == pytest.approx(float(off / update.norm()), rel=1e-3) and 0 < change.lost < 1
+    )
 
 
 def test_an_embedding_that_was_resized_comes_along(tmp_path):
@@ -105,7 +124,10 @@ def test_an_embedding_that_was_resized_comes_along(tmp_path):
                 parameter.normal_(std=0.05)
     save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
     merge(tmp_path / "adapter", tmp_path / "merged")
-    plain, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.tensor([[3, 306, 5]])
+    plain, ids = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+        torch.tensor([[3, 306, 5]]),
+    )
     assert plain.config.vocab_size == 307
     got, expected = (answers(one, ids)[0] for one in (plain, model))
     assert (got - expected).norm() <= 1e-6 * expected.norm()
@@ -137,7 +159,9 @@ def test_other_mistakes_are_named(trained, tmp_path, monkeypatch):
     with pytest.raises(MergeError, match="changes a weight .* that of the base is"):
         merge(trained, tmp_path / "merged", base_model=str(other))
     with monkeypatch.context() as patch:
-        patch.setattr(module.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(1, 1, 1 << 10))
+        patch.setattr(
+            module.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(1, 1, 1 << 10)
+        )
         with pytest.raises(MergeError, match="the merged model takes .* GiB, the disk has 0.00"):
             merge(trained, tmp_path / "merged")
     file = sorted((tmp_path / "base").glob("*.safetensors"))[0]
@@ -171,7 +195,10 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
     )
     model.save_pretrained(tmp_path / "base", max_shard_size="10KB" if files > 1 else "1GB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) >= files
-    model = apply_lora(load_model(tmp_path / "base", torch.float32), LoRAConfig(rank=4, dropout=0.0, target_modules=["q_proj"]))
+    model = apply_lora(
+        load_model(tmp_path / "base", torch.float32),
+        LoRAConfig(rank=4, dropout=0.0, target_modules=["q_proj"]),
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -179,7 +206,9 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
     model.save_pretrained(tmp_path / "adapter")
     merge(tmp_path / "adapter", tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert plain.dtype == torch.bfloat16 and type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert (
+        plain.dtype == torch.bfloat16 and type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    )
     for path, layer in model.named_modules():
         if isinstance(layer, Linear4bit) and not path.endswith(".base_layer"):
             assert equal(plain.get_submodule(path).weight, layer.plain().weight.bfloat16()), path
@@ -189,7 +218,9 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
     index = tmp_path / "merged" / weight_files.INDEX
     if files > 1:
         assert set(json.loads(index.read_text())["weight_map"]) == set(plain.state_dict())
-    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "merged" / "config.json").read_text()
+    )
 
 
 def test_a_base_in_four_bits_that_is_damaged_is_named(tmp_path):
@@ -234,4 +265,6 @@ def test_the_command(trained, tmp_path, monkeypatch):
     assert "14 weights changed" in done.output and "rounding loses up to" in done.output
     assert "merged base and the adapter adapter" in done.output.replace(str(tmp_path) + "/", "")
     assert "of its norm away from the weight in the files of" in done.output
-    assert (Path("merged") / "config.json").exists() and not (Path("merged") / "adapter_config.json").exists()
+    assert (Path("merged") / "config.json").exists() and not (
+        Path("merged") / "adapter_config.json"
+    ).exists()

@@ -1,4 +1,6 @@
-"""Unigram vocabularies in GGUF: llama.cpp's ids are the tokenizer's, whatever it does with blanks, or it is refused."""
+"""Unigram vocabularies in GGUF: llama.cpp's ids are the tokenizer's, whatever it does with
+blanks, or it is refused.
+"""
 
 import json
 import struct
@@ -14,15 +16,26 @@ from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file
 from chronicals.export.llama_cpp import LlamaCpp
 from chronicals.export.source import PROBES
 
-CHARACTERS = {"\n": " ", "\t": " ", "ï": "i", "é": "e", "£": "GBP", "…": "...", "à": "a", "\r\n": " ", "\x07": ""}
+CHARACTERS = {
+    "\n": " ",
+    "\t": " ",
+    "ï": "i",
+    "é": "e",
+    "£": "GBP",
+    "…": "...",
+    "à": "a",
+    "\r\n": " ",
+    "\x07": "",
+}
 """Some that a map changes."""
 
 
 def charsmap(changes):
-    """SentencePiece's form of a map of characters: a double array of units (Darts), then what is written, ended by zeros.
+    """SentencePiece's form of a map of characters: a double array of units (Darts), then what is
+    written, ended by zeros.
 
-    A unit has its label in bits 0-7, whether a value follows in bit 8, and in bits 10-30 what its children's places are xored
-    with; a value is a unit with bit 31 set.
+    A unit has its label in bits 0-7, whether a value follows in bit 8, and in bits 10-30 what its
+    children's places are xored with; a value is a unit with bit 31 set.
     """
     texts, places, trie = b"", {}, {}
     for key, text in changes.items():
@@ -36,7 +49,9 @@ def charsmap(changes):
     units, taken, waiting = {0: 0}, {0}, [(0, trie)]
     while waiting:
         place, node = waiting.pop()
-        offset = next(n for n in range(1, 1 << 20) if all((place ^ n ^ byte) not in taken for byte in node))
+        offset = next(
+            n for n in range(1, 1 << 20) if all((place ^ n ^ byte) not in taken for byte in node)
+        )
         units[place] |= offset << 10 | (0 in node) << 8
         for byte, child in node.items():
             at = place ^ offset ^ byte
@@ -69,29 +84,45 @@ WAYS = {
     "blanks stay, prepended": ([normalizers.Prepend("▁"), ESCAPE], None),
     "no prefix": ([ESCAPE], metaspace("never")),
     "no prefix, by words": ([MAP], metaspace("never", split=True)),
-}  # fmt: skip
+}
 
 
 def unigram(steps, splitter, bytes_too=False, size=300):
     """With a vocabulary of some texts, in which not every character is."""
-    texts = ["def words(of): return 'it is 12345, we are 67'  and cafe twice and more"] * 40 + list(PROBES[:2]) * 5
+    texts = ["def words(of): return 'it is 12345, we are 67'  and cafe twice and more"] * 40 + list(
+        PROBES[:2]
+    ) * 5
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[^ -~▁]"), ""), *steps])
     made.pre_tokenizer = metaspace(split=True)
     special = ["<unk>", "<s>", "</s>", "<|turn|>"]
-    trainer = trainers.UnigramTrainer(vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
     made.train_from_iterator([text for text in texts], trainer)
     described = json.loads(made.to_str())
     if "▁" not in {piece for piece, _ in described["model"]["vocab"]}:
         described["model"]["vocab"].append(["▁", -4.0])
     described["model"]["byte_fallback"] = bytes_too
     made = Tokenizer.from_str(json.dumps(described))
-    made.normalizer, made.pre_tokenizer, made.decoder = normalizers.Sequence(steps), splitter, decoders.Metaspace()
+    made.normalizer, made.pre_tokenizer, made.decoder = (
+        normalizers.Sequence(steps),
+        splitter,
+        decoders.Metaspace(),
+    )
     found = PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>",
+        tokenizer_object=made,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
         additional_special_tokens=["<|turn|>"],
-    )  # fmt: skip
-    found.chat_template = tiny.tokenizer().chat_template.replace("<|im_end|>", "<|turn|>").replace("<|im_start|>", "<|turn|>")
+    )
+    found.chat_template = (
+        tiny.tokenizer()
+        .chat_template.replace("<|im_end|>", "<|turn|>")
+        .replace("<|im_start|>", "<|turn|>")
+    )
     return found
 
 
@@ -101,7 +132,14 @@ def saved(folder, tokenizer, rows=None):
     return folder
 
 
-TEXTS = (*PROBES, "  é…\t\tx\r\n", " twice  and  more ", "漢字漢 字 ▁ cafe\n\n", "'we are'12345\x07", "")
+TEXTS = (
+    *PROBES,
+    "  é…\t\tx\r\n",
+    " twice  and  more ",
+    "漢字漢 字 ▁ cafe\n\n",
+    "'we are'12345\x07",
+    "",
+)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -111,9 +149,13 @@ def test_a_unigram_vocabulary_is_written_as_it_is(way, tmp_path):
     checks = {check.name: check.passed for check in exported.proof.checks}
     assert checks["scores"] and checks["map of characters"] and checks["blanks"]
     file = gguf_file.File(exported.path)
-    assert file.value("tokenizer.ggml.model") == "t5" and file.value("tokenizer.ggml.token_type")[:4] == [2, 3, 3, 3]
+    assert file.value("tokenizer.ggml.model") == "t5" and file.value("tokenizer.ggml.token_type")[
+        :4
+    ] == [2, 3, 3, 3]
     assert (file.value("tokenizer.ggml.precompiled_charsmap") is None) == (MAP not in steps)
-    assert file.value("tokenizer.ggml.remove_extra_whitespaces") == (SEVERAL in steps or ONE in steps)
+    assert file.value("tokenizer.ggml.remove_extra_whitespaces") == (
+        SEVERAL in steps or ONE in steps
+    )
     assert file.value("tokenizer.ggml.add_space_prefix") == (not way.startswith("no prefix"))
 
 
@@ -132,10 +174,14 @@ def test_llama_cpp_gives_the_same_ids(way, tmp_path):
 
 @pytest.mark.llama_cpp
 def test_a_blank_in_front_of_blanks_alone_is_found(tmp_path):
-    """With a map that makes blanks of the ends of lines, which are alone between the turns of a conversation."""
+    """With a map that makes blanks of the ends of lines, which are alone between the turns of a
+    conversation.
+    """
     tokenizer = unigram([MAP, ESCAPE, BEFORE_BLANKS], metaspace())
     found = gguf_tokenizer.vocabulary_of(tokenizer, len(tokenizer), [2])
-    assert found.notes == ["llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer does"]
+    assert found.notes == [
+        "llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer does"
+    ]
     with pytest.raises(NotProved, match="ids of a conversation, llama.cpp: FAILED"):
         export(saved(tmp_path, tokenizer), "gguf-f32")
 
@@ -169,7 +215,9 @@ def test_pieces_across_words_are_refused_where_words_are_looked_at_apart():
     tokenizer = unigram([MAP, STRIP, SEVERAL], metaspace(split=True))
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     described["model"]["vocab"].append(["▁we▁are", -1.0])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)), unk_token="<unk>"
+    )
     with pytest.raises(NotExpressible, match="piece '▁we▁are' goes across words"):
         gguf_tokenizer.vocabulary_of(tokenizer, 400, [2])
 
@@ -185,14 +233,18 @@ FAULTS = {
 def test_faults_of_a_unigram_vocabulary_are_found(name, tmp_path, monkeypatch):
     """Where it is written, though it was made rightly."""
     right = gguf_file._add_vocabulary
-    monkeypatch.setattr(gguf_file, "_add_vocabulary", lambda writer, v: right(writer, FAULTS[name](v)))
+    monkeypatch.setattr(
+        gguf_file, "_add_vocabulary", lambda writer, v: right(writer, FAULTS[name](v))
+    )
     with pytest.raises(NotProved, match=f"{name}, gguf: FAILED"):
         export(saved(tmp_path, unigram(*WAYS["as transformers makes them"])), "gguf-f32")
 
 
 @pytest.mark.llama_cpp
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_unigram_vocabulary_that_is_made_wrongly_is_found_by_llama_cpp(name, tmp_path, monkeypatch):
+def test_a_unigram_vocabulary_that_is_made_wrongly_is_found_by_llama_cpp(
+    name, tmp_path, monkeypatch
+):
     make = gguf_tokenizer.vocabulary_of
     monkeypatch.setattr(gguf, "vocabulary_of", lambda *given: FAULTS[name](make(*given)))
     with pytest.raises(NotProved, match="ids of .*, llama.cpp: FAILED"):

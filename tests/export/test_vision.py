@@ -1,4 +1,6 @@
-"""Models of images and text in every format: the language part, what reads images, and what shows that they are the model."""
+"""Models of images and text in every format: the language part, what reads images, and what
+shows that they are the model.
+"""
 
 import json
 from dataclasses import replace
@@ -39,7 +41,9 @@ def saved(folder, name, model=None, processor="preprocessor_config.json", **size
         tokenizer.add_tokens(["\n\n"])
     tokenizer.save_pretrained(folder)
     said = {"image_mean": MEAN, "image_std": STD, "size": {"longest_edge": 56}}
-    (folder / processor).write_text(json.dumps(said if processor.startswith("pre") else {"image_processor": said}))
+    (folder / processor).write_text(
+        json.dumps(said if processor.startswith("pre") else {"image_processor": said})
+    )
     return folder
 
 
@@ -47,7 +51,8 @@ def checks(exported):
     return {check.name: check for check in exported.proof.checks}
 
 
-# --- both files --------------------------------------------------------------------------------------------------------
+# --- both files
+# --------------------------------------------------------------------------------------------------------
 
 
 @every_family
@@ -55,7 +60,10 @@ def test_the_language_part_and_what_reads_images_are_proved(name, tmp_path):
     """By the reader of files."""
     language, eyes = export(saved(tmp_path / "model", name), "gguf-f32", tmp_path / "out")
     assert [language.format, eyes.format] == ["gguf-f32", "mmproj-f32"]
-    assert [path.name for path in sorted((tmp_path / "out").glob("*.gguf"))] == ["mmproj-model-f32.gguf", "model-f32.gguf"]
+    assert [path.name for path in sorted((tmp_path / "out").glob("*.gguf"))] == [
+        "mmproj-model-f32.gguf",
+        "model-f32.gguf",
+    ]
     assert language.serve.endswith(f"model-f32.gguf --mmproj {eyes.path}")
     found = checks(eyes)
     assert found["weights in F32"].value <= 1e-6 and found["every tensor is there"].passed
@@ -68,19 +76,28 @@ def test_llama_cpp_reads_an_image_as_the_model_does(name, tmp_path):
     language, eyes = export(saved(tmp_path, name), "gguf-f32")
     found = checks(eyes)
     assert found["embeddings of an image"].value <= 1e-3
-    assert found["logits behind an image"].passed and checks(language)["logits beside torch with the file's weights"].passed
+    assert (
+        found["logits behind an image"].passed
+        and checks(language)["logits beside torch with the file's weights"].passed
+    )
 
 
 @pytest.mark.sample(2)
 @every_family
 def test_in_16_bits(name, tmp_path):
-    """What quantised language parts come with; a processor's settings are read as transformers 5 writes them, too."""
+    """What quantised language parts come with; a processor's settings are read as transformers 5
+    writes them, too.
+    """
     exported = export(saved(tmp_path, name, processor="processor_config.json"), "gguf-q8_0")
     assert exported[1].path.name == f"mmproj-{tmp_path.name}-f16.gguf"
     file = gguf_file.File(exported[1].path)
     kinds = {tensor: file.type_of(tensor) for tensor in file.tensors}
     assert kinds["v.patch_embd.weight"] == kinds["v.blk.0.attn_q.weight"] == "F16"
-    assert {kinds[tensor] for tensor in kinds if "ln1" in tensor or "bias" in tensor or "position" in tensor} == {"F32"}
+    assert {
+        kinds[tensor]
+        for tensor in kinds
+        if "ln1" in tensor or "bias" in tensor or "position" in tensor
+    } == {"F32"}
 
 
 def test_a_second_language_part_takes_the_first_ones_eyes(tmp_path):
@@ -89,7 +106,10 @@ def test_a_second_language_part_takes_the_first_ones_eyes(tmp_path):
     second = export(folder, "gguf-q8_0", out)
     assert [len(first), len(second)] == [2, 1] and second[0].serve.endswith(str(first[1].path))
     other = saved(tmp_path / "other", "llava")
-    with pytest.raises(ExportError, match=r"mmproj-model-f16.gguf: is there already and is not this model's .* delete it"):
+    with pytest.raises(
+        ExportError,
+        match=r"mmproj-model-f16.gguf: is there already and is not this model's .* delete it",
+    ):
         export(other, "gguf-bf16", out, name="model")
 
 
@@ -98,7 +118,8 @@ def test_what_reads_images_may_be_asked_for_alone(tmp_path):
     assert exported.path.name == f"mmproj-{tmp_path.name}-f32.gguf" and "--mmproj" in exported.serve
 
 
-# --- names, by another map than the writer's ----------------------------------------------------------------------------
+# --- names, by another map than the writer's
+# ----------------------------------------------------------------------------
 
 
 def written(folder, name):
@@ -117,12 +138,19 @@ def test_the_parts_of_qwen(tmp_path):
             whole = weights[f"visual.blocks.2.attn.qkv.{end}"]
             assert equal(file.read(f"v.blk.2.attn_{letter}.{end}"), whole[32 * n : 32 * (n + 1)])
     same = {
-        "v.blk.3.attn_out.bias": "blocks.3.attn.proj.bias", "v.blk.0.ffn_gate.weight": "blocks.0.mlp.gate_proj.weight",
-        "v.blk.0.ffn_down.weight": "blocks.0.mlp.down_proj.weight", "v.post_ln.weight": "merger.ln_q.weight",
-        "mm.0.weight": "merger.mlp.0.weight", "mm.2.bias": "merger.mlp.2.bias", "v.blk.1.ln2.weight": "blocks.1.norm2.weight",
-    }  # fmt: skip
+        "v.blk.3.attn_out.bias": "blocks.3.attn.proj.bias",
+        "v.blk.0.ffn_gate.weight": "blocks.0.mlp.gate_proj.weight",
+        "v.blk.0.ffn_down.weight": "blocks.0.mlp.down_proj.weight",
+        "v.post_ln.weight": "merger.ln_q.weight",
+        "mm.0.weight": "merger.mlp.0.weight",
+        "mm.2.bias": "merger.mlp.2.bias",
+        "v.blk.1.ln2.weight": "blocks.1.norm2.weight",
+    }
     assert all(equal(file.read(target), weights[f"visual.{own}"]) for target, own in same.items())
-    assert file.value("clip.projector_type") == "qwen2.5vl_merger" and file.value("clip.vision.n_wa_pattern") == 2
+    assert (
+        file.value("clip.projector_type") == "qwen2.5vl_merger"
+        and file.value("clip.vision.n_wa_pattern") == 2
+    )
     assert file.value("clip.use_silu") is True and file.value("general.type") == "mmproj"
     assert file.value("clip.vision.image_mean") == pytest.approx(MEAN)
 
@@ -133,38 +161,55 @@ def test_the_parts_of_gemma(tmp_path):
     assert equal(file.read("mm.soft_emb_norm.weight"), norm + 1)
     projection = weights["multi_modal_projector.mm_input_projection_weight"]
     assert equal(file.read("mm.input_projection.weight"), projection)
-    assert equal(file.read("v.blk.1.ffn_up.weight"), weights["vision_tower.encoder.layers.1.mlp.fc1.weight"])
+    assert equal(
+        file.read("v.blk.1.ffn_up.weight"), weights["vision_tower.encoder.layers.1.mlp.fc1.weight"]
+    )
     assert equal(file.read("v.post_ln.weight"), weights["vision_tower.post_layernorm.weight"])
-    assert file.value("clip.vision.projector.scale_factor") == 2 and not any("head" in name for name in file.tensors)
+    assert file.value("clip.vision.projector.scale_factor") == 2 and not any(
+        "head" in name for name in file.tensors
+    )
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
 def test_the_parts_of_idefics(name, tmp_path):
     file, weights = written(tmp_path, name)
-    assert equal(file.read("mm.model.fc.weight"), weights["model.connector.modality_projection.proj.weight"])
+    assert equal(
+        file.read("mm.model.fc.weight"), weights["model.connector.modality_projection.proj.weight"]
+    )
     own = weights["model.vision_model.embeddings.position_embedding.weight"]
     assert equal(file.read("v.position_embd.weight"), own)
-    assert file.value("clip.vision.preproc_image_size") == 56 and file.value("clip.projector_type") == "idefics3"
+    assert (
+        file.value("clip.vision.preproc_image_size") == 56
+        and file.value("clip.projector_type") == "idefics3"
+    )
 
 
 def test_the_parts_of_llava(tmp_path):
-    """The last layer but one is projected: neither the last nor the norm behind it is in the file."""
+    """The last layer but one is projected: neither the last nor the norm behind it is in the
+    file.
+    """
     file, weights = written(tmp_path, "llava")
     same = {"mm.0": "linear_1", "mm.2": "linear_2"}
     for target, own in same.items():
         assert equal(file.read(f"{target}.weight"), weights[f"multi_modal_projector.{own}.weight"])
     assert equal(file.read("v.class_embd"), weights["vision_tower.embeddings.class_embedding"])
     assert equal(file.read("v.pre_ln.bias"), weights["vision_tower.pre_layrnorm.bias"])
-    assert file.value("clip.vision.block_count") == 2 and file.value("clip.vision.feature_layer") == [2]
+    assert file.value("clip.vision.block_count") == 2 and file.value(
+        "clip.vision.feature_layer"
+    ) == [2]
     assert not any(name.startswith(("v.post_ln", "v.blk.2")) for name in file.tensors)
 
 
 OLDER = {
     "qwen2_5_vl": [("model.", "model.language_model."), ("visual.", "model.visual.")],
     "gemma3": [("vision_tower.", "vision_tower.vision_model.")],
-    "llava": [("language_model.model.", "model.language_model."), ("vision_tower.", "model.vision_tower."),
-              ("multi_modal_projector.", "model.multi_modal_projector."), ("language_model.lm_head.", "lm_head.")],
-}  # fmt: skip
+    "llava": [
+        ("language_model.model.", "model.language_model."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+        ("language_model.lm_head.", "lm_head."),
+    ],
+}
 """Other beginnings that versions of transformers gave to the same names."""
 
 
@@ -176,29 +221,47 @@ def test_files_of_other_versions_have_the_same_parts(name, tmp_path):
     weights = load_file(folder / "model.safetensors")
 
     def older(own):
-        return next((new + own.removeprefix(old) for old, new in OLDER[name] if own.startswith(old)), own)
+        return next(
+            (new + own.removeprefix(old) for old, new in OLDER[name] if own.startswith(old)), own
+        )
 
-    save_file({older(own): tensor for own, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {older(own): tensor for own, tensor in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     second = export(folder, "gguf-f32", tmp_path / "second")
     for one, other in zip(first, second, strict=True):
         files = gguf_file.File(one.path), gguf_file.File(other.path)
         assert files[0].tensors.keys() == files[1].tensors.keys()
-        assert all(equal(files[0].read(tensor), files[1].read(tensor)) for tensor in files[0].tensors)
+        assert all(
+            equal(files[0].read(tensor), files[1].read(tensor)) for tensor in files[0].tensors
+        )
 
 
 def test_names_of_parts():
-    assert language_name("language_model.model.layers.0.mlp.up_proj") == "model.layers.0.mlp.up_proj"
-    assert language_name("model.text_model.norm.weight") == language_name("model.norm.weight") == "model.norm.weight"
+    assert (
+        language_name("language_model.model.layers.0.mlp.up_proj") == "model.layers.0.mlp.up_proj"
+    )
+    assert (
+        language_name("model.text_model.norm.weight")
+        == language_name("model.norm.weight")
+        == "model.norm.weight"
+    )
     assert language_name("language_model.lm_head.weight") == "lm_head.weight"
     assert language_name("model.vision_tower.encoder.layers.0.mlp.fc1.weight") is None
     assert vision_name("vision_tower.vision_model.head.probe") == "vision_tower.head.probe"
     assert vision_name("model.visual.merger.ln_q.weight") == "visual.merger.ln_q.weight"
     there = StoredNames(["language_model.model.norm.weight", "h.0.weight", "lm_head.weight"])
     assert there.find("model.language_model.norm.weight") == "language_model.model.norm.weight"
-    assert there.find("transformer.h.0.weight") == "h.0.weight" and there.find("model.visual.norm.weight") is None
+    assert (
+        there.find("transformer.h.0.weight") == "h.0.weight"
+        and there.find("model.visual.norm.weight") is None
+    )
 
 
-# --- planted faults ----------------------------------------------------------------------------------------------------
+# --- planted faults
+# ----------------------------------------------------------------------------------------------------
 
 
 def refused(folder, name, what):
@@ -211,7 +274,9 @@ def refused(folder, name, what):
 
 def test_a_dropped_tensor_of_the_projector_is_found(tmp_path, monkeypatch):
     right = gguf_vision.fill
-    monkeypatch.setattr(gguf_vision, "fill", lambda writer, pieces, *rest: right(writer, pieces[:-1], *rest))
+    monkeypatch.setattr(
+        gguf_vision, "fill", lambda writer, pieces, *rest: right(writer, pieces[:-1], *rest)
+    )
     refused(tmp_path, "llava", "every tensor is there")
 
 
@@ -219,7 +284,9 @@ def with_pieces(monkeypatch, change):
     """The writer lays a piece out otherwise; what reads the file back does not."""
     right = gguf_vision.fill
     monkeypatch.setattr(
-        gguf_vision, "fill", lambda writer, pieces, *rest: right(writer, [change(piece) for piece in pieces], *rest)
+        gguf_vision,
+        "fill",
+        lambda writer, pieces, *rest: right(writer, [change(piece) for piece in pieces], *rest),
     )
 
 
@@ -243,7 +310,10 @@ def test_mean_and_deviation_swapped_are_found(tmp_path, monkeypatch):
         saw.append(1)
         if len(saw) > 1:  # the writer alone
             return found
-        return found | {"vision_image_mean": found["vision_image_std"], "vision_image_std": found["vision_image_mean"]}
+        return found | {
+            "vision_image_mean": found["vision_image_std"],
+            "vision_image_std": found["vision_image_mean"],
+        }
 
     monkeypatch.setattr(gguf_vision, "settings_of", swapped)
     refused(tmp_path, "gemma3", "settings")
@@ -255,17 +325,25 @@ def swap(settings, one, other):
 
 SEEN = "embeddings of an image, llama.cpp: FAILED"
 WRONG = {
-    "mean and deviation": ("gemma3", lambda found: swap(found, "vision_image_mean", "vision_image_std")),
+    "mean and deviation": (
+        "gemma3",
+        lambda found: swap(found, "vision_image_mean", "vision_image_std"),
+    ),
     "activation": ("smolvlm", lambda found: found | {"vision_use_gelu": False}),
     "windows": ("qwen2_5_vl", lambda found: found | {"vision_n_wa_pattern": 4}),
-    "scale of the projector": ("idefics3", lambda found: found | {"vision_attention_layernorm_eps": 0.1}),
+    "scale of the projector": (
+        "idefics3",
+        lambda found: found | {"vision_attention_layernorm_eps": 0.1},
+    ),
     "layer": ("llava", lambda found: found | {gguf_vision.FEATURE_LAYER: [1]}),
 }
 
 
 @pytest.mark.llama_cpp
 @pytest.mark.parametrize("fault", WRONG)
-def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(fault, tmp_path, monkeypatch):
+def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(
+    fault, tmp_path, monkeypatch
+):
     name, change = WRONG[fault]
     right = gguf_vision.settings_of
     monkeypatch.setattr(gguf_vision, "settings_of", lambda source: change(right(source)))
@@ -274,14 +352,20 @@ def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(fault, t
 
 @pytest.mark.llama_cpp
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(name, tmp_path, monkeypatch):
+def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(
+    name, tmp_path, monkeypatch
+):
     """Queries taken for keys; a norm without its one: back and forth they are right."""
     right = gguf_vision._pieces_of_one
 
     def wrong(own, shape):
         for piece in right(own, shape):
             if "mm_soft_emb_norm" in own:
-                yield replace(piece, forward=lambda given: given[0], backward=lambda read, own=own: [(own, ..., read)])
+                yield replace(
+                    piece,
+                    forward=lambda given: given[0],
+                    backward=lambda read, own=own: [(own, ..., read)],
+                )
             elif name == "qwen2_5_vl" and "attn_q." in piece.name:
                 yield replace(piece, name=piece.name.replace("attn_q.", "attn_v."))
             elif name == "qwen2_5_vl" and "attn_v." in piece.name:
@@ -302,24 +386,33 @@ def test_a_vocabulary_without_the_tokens_around_images_is_refused(tmp_path):
         export(folder, "mmproj-f32")
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused
+# ---------------------------------------------------------------------------------------------------
 
 
 REFUSED = {
-    "qwen2_5_vl": [("window_size", 56), ("fullatt_block_indexes", [0, 3]), ("spatial_merge_size", 4)],
+    "qwen2_5_vl": [
+        ("window_size", 56),
+        ("fullatt_block_indexes", [0, 3]),
+        ("spatial_merge_size", 4),
+    ],
     "gemma3": [("hidden_act", "gelu")],
     "smolvlm": [("hidden_act", "relu")],
     "llava": [("hidden_act", "relu")],
 }
 
 
-@pytest.mark.parametrize(("name", "field", "value"), [(n, *pair) for n, pairs in REFUSED.items() for pair in pairs])
+@pytest.mark.parametrize(
+    ("name", "field", "value"), [(n, *pair) for n, pairs in REFUSED.items() for pair in pairs]
+)
 def test_what_llama_cpp_reads_otherwise_is_refused(name, field, value, tmp_path):
     folder = saved(tmp_path, name)
     change(folder, "vision_config", **{field: value})
     with pytest.raises(NotExpressible) as error:
         export(folder, "gguf-f16")
-    assert f"{field}={value!r}: llama.cpp reads images of such a model otherwise" in str(error.value)
+    assert f"{field}={value!r}: llama.cpp reads images of such a model otherwise" in str(
+        error.value
+    )
     assert not list((tmp_path / "export").iterdir())
 
 
@@ -331,7 +424,11 @@ def change(folder, part, **fields):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("vision_feature_select_strategy", "full"), ("vision_feature_layer", [-2, -1]), ("multimodal_projector_bias", False)],
+    [
+        ("vision_feature_select_strategy", "full"),
+        ("vision_feature_layer", [-2, -1]),
+        ("multimodal_projector_bias", False),
+    ],
 )
 def test_other_ways_of_llava_are_refused(field, value, tmp_path):
     folder = saved(tmp_path, "llava")
@@ -344,7 +441,10 @@ def test_other_ways_of_llava_are_refused(field, value, tmp_path):
 def test_how_an_image_becomes_numbers_must_be_known(tmp_path):
     folder = saved(tmp_path, "llava")
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(NotExpressible, match=r"image_mean=None: preprocessor_config.json and .* copy them from the model"):
+    with pytest.raises(
+        NotExpressible,
+        match=r"image_mean=None: preprocessor_config.json and .* copy them from the model",
+    ):
         export(folder, "gguf-f16")
     said = {"image_mean": MEAN, "image_std": STD, "rescale_factor": 1.0}
     (folder / "preprocessor_config.json").write_text(json.dumps(said))
@@ -354,21 +454,36 @@ def test_how_an_image_becomes_numbers_must_be_known(tmp_path):
 
 def test_other_families_are_refused_by_name(tmp_path):
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    }
     config = transformers.Qwen3VLConfig(
         text_config={**vision_models.SIZES, "head_dim": 16, "rope_parameters": rope},
-        vision_config={**vision, "deepstack_visual_indexes": [0]}, image_token_id=309,
-    )  # fmt: skip
-    folder = saved(tmp_path / "vl", "qwen3_vl", transformers.Qwen3VLForConditionalGeneration(config))
-    with pytest.raises(NotExpressible, match=r"model_type='qwen3_vl': what reads its images has no proved form in GGUF here"):
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
+        image_token_id=309,
+    )
+    folder = saved(
+        tmp_path / "vl", "qwen3_vl", transformers.Qwen3VLForConditionalGeneration(config)
+    )
+    with pytest.raises(
+        NotExpressible,
+        match=r"model_type='qwen3_vl': what reads its images has no proved form in GGUF here",
+    ):
         export(folder, "gguf-f16")
     tiny.llama().save_pretrained(tmp_path / "text")
     tiny.tokenizer().save_pretrained(tmp_path / "text")
-    with pytest.raises(NotExpressible, match="model_type='llama': reads no images, so there is no mmproj"):
+    with pytest.raises(
+        NotExpressible, match="model_type='llama': reads no images, so there is no mmproj"
+    ):
         export(tmp_path / "text", "mmproj-f16")
 
 
-# --- other formats -----------------------------------------------------------------------------------------------------
+# --- other formats
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=vision_models.MODELS)
@@ -380,7 +495,9 @@ def adapted(request, tmp_path_factory):
     (folder / "base" / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
     config = runs.config(folder, use_lora=True, trackers=[], max_steps=2, learning_rate=1e-3)
-    ChronicalsTrainer(load_model(folder / "base", torch.float32), tokenizer, config).train(tiny.chat_rows())
+    ChronicalsTrainer(load_model(folder / "base", torch.float32), tokenizer, config).train(
+        tiny.chat_rows()
+    )
     return folder
 
 
@@ -388,21 +505,36 @@ def adapted(request, tmp_path_factory):
 def test_merged_adapters_leave_what_reads_images(adapted, tmp_path):
     """Bit by bit, with what turns images into numbers; loaded by the same class."""
     (exported,) = export(adapted / "run", "merged-fp32", tmp_path)
-    before, after = (load_file(folder / "model.safetensors") for folder in (adapted / "base", exported.path))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (adapted / "base", exported.path)
+    )
     changed = {name for name in before if not equal(before[name], after[name])}
-    assert before.keys() == after.keys() and changed and all(language_name(name) for name in changed)
-    said = [(folder / "preprocessor_config.json").read_bytes() for folder in (adapted / "base", exported.path)]
+    assert (
+        before.keys() == after.keys() and changed and all(language_name(name) for name in changed)
+    )
+    said = [
+        (folder / "preprocessor_config.json").read_bytes()
+        for folder in (adapted / "base", exported.path)
+    ]
     assert said[0] == said[1]
     older = exported.path / "chat_template.json"  # which processors prefer to what was trained with
-    assert not older.exists() or json.loads(older.read_text())["chat_template"] == tiny.tokenizer().chat_template
-    classes = [type(transformers.AutoModelForImageTextToText.from_pretrained(f)) for f in (adapted / "base", exported.path)]
+    assert (
+        not older.exists()
+        or json.loads(older.read_text())["chat_template"] == tiny.tokenizer().chat_template
+    )
+    classes = [
+        type(transformers.AutoModelForImageTextToText.from_pretrained(f))
+        for f in (adapted / "base", exported.path)
+    ]
     assert classes[0] is classes[1]
 
 
 @pytest.mark.sample(3)
 def test_adapters_by_themselves(adapted, tmp_path):
     peft, ours = export(adapted / "run", ["adapter", "gguf-adapter"], tmp_path)
-    assert (peft.path / "preprocessor_config.json").exists() and checks(peft)["logits beside the trained model's"].passed
+    assert (peft.path / "preprocessor_config.json").exists() and checks(peft)[
+        "logits beside the trained model's"
+    ].passed
     assert checks(ours)["what is added"].passed
 
 
@@ -417,18 +549,28 @@ def test_llama_cpp_adds_an_adapter_to_the_language_part(adapted, tmp_path):
 def test_few_bits_are_the_language_parts(adapted, kind, tmp_path):
     """What reads images stays in 16 bits, and is named so where a server asks."""
     (exported,) = export(adapted / "run", kind, tmp_path)
-    tensors = {name: x for file in exported.path.glob("*.safetensors") for name, x in load_file(file).items()}
+    tensors = {
+        name: x
+        for file in exported.path.glob("*.safetensors")
+        for name, x in load_file(file).items()
+    }
     eyes = {name: x for name, x in tensors.items() if vision_name(name)}
     assert eyes and {x.dtype for x in eyes.values()} == {torch.bfloat16}
     expected = load_file(adapted / "base" / "model.safetensors")
     assert all(equal(x, expected[name].bfloat16()) for name, x in eyes.items())
     if kind != "nf4":
-        ignored = json.loads((exported.path / "config.json").read_text())["quantization_config"]["ignore"]
-        assert any(vision_name(path) for path in ignored) and not any(".layers." in (language_name(p) or "") for p in ignored)
+        ignored = json.loads((exported.path / "config.json").read_text())["quantization_config"][
+            "ignore"
+        ]
+        assert any(vision_name(path) for path in ignored) and not any(
+            ".layers." in (language_name(p) or "") for p in ignored
+        )
 
 
 def test_a_processors_own_template_is_the_trained_one(tmp_path):
-    """A model that was trained whole, with a file that version 4 wrote: what reads it first finds the tokenizer's text."""
+    """A model that was trained whole, with a file that version 4 wrote: what reads it first
+    finds the tokenizer's text.
+    """
     folder = saved(tmp_path / "model", "llava")
     (folder / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
     (exported,) = export(folder, "merged-fp32", tmp_path / "out")
@@ -439,15 +581,22 @@ def test_a_processors_own_template_is_the_trained_one(tmp_path):
 @pytest.mark.sample(2)
 def test_a_run_of_adapters_becomes_both_files(adapted, tmp_path):
     language, eyes = export(adapted / "run", "gguf-f16", tmp_path)
-    assert eyes.format == "mmproj-f16" and checks(language)["merged weights beside the trained model"].passed
+    assert (
+        eyes.format == "mmproj-f16"
+        and checks(language)["merged weights beside the trained model"].passed
+    )
 
 
 @pytest.mark.llama_cpp
 def test_importance_is_measured_in_the_language_part(tmp_path):
     folder = saved(tmp_path, "gemma3", hidden_size=256, intermediate_size=256)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in tiny.chat_rows())
+    )
     exported = export(folder, "gguf-q4_k_m", importance=tmp_path / "rows.jsonl")
-    assert [one.format for one in exported] == ["gguf-q4_k_m", "mmproj-f16"] and np.isfinite(exported[0].proof.checks[-1].value)
+    assert [one.format for one in exported] == ["gguf-q4_k_m", "mmproj-f16"] and np.isfinite(
+        exported[0].proof.checks[-1].value
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
@@ -466,5 +615,7 @@ def test_adapters_over_a_base_in_4_bits_are_merged(tmp_path):
     ChronicalsTrainer(model, tiny.tokenizer(), config).train(tiny.chat_rows())
     (exported,) = export(tmp_path / "run", "merged-fp32")
     assert checks(exported)["logits beside the trained model's"].value <= 1e-5
-    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "base", exported.path))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "base", exported.path)
+    )
     assert all(equal(before[name], after[name]) for name in before if vision_name(name))

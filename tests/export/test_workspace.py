@@ -1,4 +1,6 @@
-"""The folder in which artefacts are made: one that a killed process left is removed, one that is used stays."""
+"""The folder in which artefacts are made: one that a killed process left is removed, one that is
+used stays.
+"""
 
 import signal
 import subprocess
@@ -27,7 +29,10 @@ with workspace(Path(sys.argv[1])) as place:
 def other(tmp_path):
     """Another process with a folder, and that folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     yield process, tmp_path / process.stdout.readline().strip().rpartition("/")[2]
     process.kill()
@@ -39,7 +44,9 @@ def other(tmp_path):
 def test_what_a_killed_process_left_is_removed_at_the_next_export(other, tmp_path):
     process, place = other
     with workspace(tmp_path) as mine:
-        assert (place / "half").exists() and mine.exists() and mine != place  # the other one is alive
+        assert (
+            (place / "half").exists() and mine.exists() and mine != place
+        )  # the other one is alive
     assert not mine.exists() and (place / "half").exists()
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -48,7 +55,11 @@ def test_what_a_killed_process_left_is_removed_at_the_next_export(other, tmp_pat
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     (exported,) = export(tmp_path / "model", "merged", tmp_path, name="new")
     assert not place.exists() and exported.path.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "new-bf16", "new-bf16.proof.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model",
+        "new-bf16",
+        "new-bf16.proof.json",
+    ]
 
 
 def test_without_locks_nothing_is_taken_for_left(tmp_path, monkeypatch):
@@ -60,7 +71,9 @@ def test_without_locks_nothing_is_taken_for_left(tmp_path, monkeypatch):
 
 
 def test_many_at_a_time_leave_each_other_alone(tmp_path):
-    """Each finds its own folder there for as long as it needs it, though all look for what was left."""
+    """Each finds its own folder there for as long as it needs it, though all look for what was
+    left.
+    """
     found = []
 
     def use():

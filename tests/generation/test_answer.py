@@ -24,12 +24,30 @@ def overfitted(request, tmp_path_factory):
     tiny.tokenizer().save_pretrained(base)
     from transformers import AutoModelForCausalLM
 
-    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}] * 8
-    lora = {"use_lora": True, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "learning_rate": 2e-3}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": QUESTION},
+                {"role": "assistant", "content": ANSWER},
+            ]
+        }
+    ] * 8
+    lora = {
+        "use_lora": True,
+        "lora_rank": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+        "learning_rate": 2e-3,
+    }
     runs.train(
-        folder, rows=rows, model=AutoModelForCausalLM.from_pretrained(base), max_steps=80, batch_size=1,
-        gradient_accumulation_steps=1, **(lora if request.param == "lora" else {}),
-    )  # fmt: skip
+        folder,
+        rows=rows,
+        model=AutoModelForCausalLM.from_pretrained(base),
+        max_steps=80,
+        batch_size=1,
+        gradient_accumulation_steps=1,
+        **(lora if request.param == "lora" else {}),
+    )
     return folder / "run"
 
 
@@ -38,7 +56,9 @@ def test_answers_and_stops(overfitted, place):
     trained = load_trained(overfitted / place)
     assert trained.chats
     assert answer(trained, QUESTION, max_new_tokens=200) == ANSWER
-    ids = Tokenizer(trained.tokenizer).render([{"role": "user", "content": QUESTION}], generation=True)
+    ids = Tokenizer(trained.tokenizer).render(
+        [{"role": "user", "content": QUESTION}], generation=True
+    )
     produced = generate(trained, ids, max_new_tokens=200)
     assert produced[-1] == Tokenizer(trained.tokenizer).stop_token()
     assert produced.count(produced[-1]) == 1
@@ -62,7 +82,9 @@ def test_generation_leaves_every_module_in_its_mode_also_where_it_fails():
     assert [module.training for module in trained.model.modules()] == modes and len(set(modes)) == 2
 
 
-@pytest.mark.parametrize("asked", [([], 3, 0.0), ([5], 0, 0.0), ([5], 3, -1.0), ([5], 3, float("nan"))])
+@pytest.mark.parametrize(
+    "asked", [([], 3, 0.0), ([5], 0, 0.0), ([5], 3, -1.0), ([5], 3, float("nan"))]
+)
 def test_what_cannot_be_generated_is_refused(asked):
     with pytest.raises(ValueError, match="max_new_tokens=|ids is empty|temperature="):
         generate(Trained(tiny.llama(), tiny.tokenizer()), *asked)
@@ -76,7 +98,9 @@ def learned_positions(kind):
     sizes |= {"bos_token_id": None, "eos_token_id": None}
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(**sizes, max_position_embeddings=16))
-    return OPTForCausalLM(OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=16))
+    return OPTForCausalLM(
+        OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=16)
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
@@ -84,8 +108,14 @@ def test_generation_ends_at_the_last_position(kind, caplog):
     trained = Trained(learned_positions(kind), tiny.tokenizer())
     trained.tokenizer.eos_token = trained.tokenizer.pad_token = None
     assert len(generate(trained, [5] * 10, 6)) == 6 and "ends where" not in caplog.text
-    assert len(generate(trained, [5] * 10, 100)) == 6 and "ends where" in caplog.text and "at position 16" in caplog.text
-    with pytest.raises(ValueError, match="^ids has 16 tokens, .* 16 positions: ask something shorter$"):
+    assert (
+        len(generate(trained, [5] * 10, 100)) == 6
+        and "ends where" in caplog.text
+        and "at position 16" in caplog.text
+    )
+    with pytest.raises(
+        ValueError, match="^ids has 16 tokens, .* 16 positions: ask something shorter$"
+    ):
         generate(trained, [5] * 16, 1)
 
 
@@ -98,7 +128,9 @@ def test_rotary_positions_go_on():
 
 def test_no_token_is_begun_after_the_time(overfitted):
     trained = load_trained(overfitted)
-    ids = Tokenizer(trained.tokenizer).render([{"role": "user", "content": QUESTION}], generation=True)
+    ids = Tokenizer(trained.tokenizer).render(
+        [{"role": "user", "content": QUESTION}], generation=True
+    )
     whole = generate(trained, ids, seconds=60.0)
     assert generate(trained, ids, seconds=0.0) == whole[:1] and len(whole) > 1
 
@@ -113,7 +145,14 @@ def test_generation_is_repeatable_and_leaves_the_random_state(overfitted):
 
 def test_evaluation_tokenises_as_training_did(overfitted, tmp_path):
     file = tmp_path / "same.jsonl"
-    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": QUESTION},
+                {"role": "assistant", "content": ANSWER},
+            ]
+        }
+    ]
     file.write_text(json.dumps(rows[0]) + "\n")
     trained = load_trained(overfitted)
     evaluation = evaluate_data(trained.model, trained.tokenizer, file, runs.config(tmp_path))
@@ -132,11 +171,15 @@ def test_an_adapter_as_peft_saves_it_speaks_as_its_model_does(tmp_path, named):
     base, folder = tmp_path / "base", tmp_path / "adapter"
     tiny.llama().save_pretrained(base)
     tiny.tokenizer().save_pretrained(base)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    )
     model.save_pretrained(folder)
     if not named:
         file = folder / "adapter_config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
+        file.write_text(
+            json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None})
+        )
     trained = load_trained(folder, None if named else str(base))
     assert trained.chats and trained.tokenizer.get_vocab() == tiny.tokenizer().get_vocab()
     assert isinstance(answer(trained, QUESTION, max_new_tokens=3), str)
@@ -154,7 +197,9 @@ def test_a_folder_without_a_model(tmp_path):
 @pytest.mark.parametrize("name", ["nowhere", "base"])
 def test_a_base_model_for_what_is_no_adapter(tmp_path, name):
     tiny.llama().save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match=f"base_model='other': .*{name} is no adapter's folder.*; leave it out"):
+    with pytest.raises(
+        ValueError, match=f"base_model='other': .*{name} is no adapter's folder.*; leave it out"
+    ):
         load_trained(tmp_path / name, base_model="other")
 
 
@@ -188,13 +233,21 @@ def likeliest(model, ids, count):
 
 @pytest.mark.parametrize(
     "given",
-    [{"repetition_penalty": 5.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 3}, {"return_dict_in_generate": True}],
+    [
+        {"repetition_penalty": 5.0},
+        {"no_repeat_ngram_size": 1},
+        {"num_beams": 3},
+        {"return_dict_in_generate": True},
+    ],
     ids=str,
 )
 def test_the_likeliest_token_is_taken_whatever_the_model_comes_with(given):
     """Its generation config is for what it was before, and stays as it is."""
     model = tiny.llama()
-    trained, expected = Trained(model, tiny.tokenizer(), kinds=("text",)), likeliest(model, [5, 6, 5, 6, 7], 12)[5:]
+    trained, expected = (
+        Trained(model, tiny.tokenizer(), kinds=("text",)),
+        likeliest(model, [5, 6, 5, 6, 7], 12)[5:],
+    )
     assert not set(expected) & set(trained.stops)
     for name, value in given.items():
         setattr(model.generation_config, name, value)
@@ -217,13 +270,26 @@ def test_a_stop_token_that_is_no_special_one_is_not_in_the_answer():
 
 
 FOR_SOMETHING_ELSE = [
-    {"stop_strings": ["never"]}, {"token_healing": True}, {"num_beams": 3}, {"num_beams": 2, "num_beam_groups": 2},
-    {"penalty_alpha": 0.6}, {"dola_layers": "high"}, {"force_words_ids": [[5]]}, {"prompt_lookup_num_tokens": 3},
-    {"assistant_early_exit": 1}, {"cache_implementation": "paged"}, {"cache_implementation": "quantized"},
-    {"cache_implementation": "offloaded"}, {"guidance_scale": 1.5}, {"max_time": 1e-9}, {"min_length": 50},
-    {"forced_eos_token_id": 0}, {"return_dict_in_generate": True, "output_scores": True},
-    {"watermarking_config": {"bias": 2.0}}, {"unknown": 1},
-]  # fmt: skip
+    {"stop_strings": ["never"]},
+    {"token_healing": True},
+    {"num_beams": 3},
+    {"num_beams": 2, "num_beam_groups": 2},
+    {"penalty_alpha": 0.6},
+    {"dola_layers": "high"},
+    {"force_words_ids": [[5]]},
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
+    {"cache_implementation": "paged"},
+    {"cache_implementation": "quantized"},
+    {"cache_implementation": "offloaded"},
+    {"guidance_scale": 1.5},
+    {"max_time": 1e-9},
+    {"min_length": 50},
+    {"forced_eos_token_id": 0},
+    {"return_dict_in_generate": True, "output_scores": True},
+    {"watermarking_config": {"bias": 2.0}},
+    {"unknown": 1},
+]
 """What a generation config may say that needs a tokenizer, a download or another algorithm."""
 
 
@@ -236,7 +302,10 @@ def test_a_model_can_be_asked_whatever_its_generation_config_says(given, tempera
     tokenizer = tiny.tokenizer()
     tokenizer.eos_token = None
     expected = generate(Trained(plain, tokenizer), [5, 6, 7], 6, temperature)
-    assert len(expected) == 6 and generate(Trained(model, tokenizer), [5, 6, 7], 6, temperature) == expected
+    assert (
+        len(expected) == 6
+        and generate(Trained(model, tokenizer), [5, 6, 7], 6, temperature) == expected
+    )
 
 
 def endless(**settings):
@@ -253,7 +322,10 @@ def test_an_answer_ends_before_a_stop_string_of_the_model(temperature):
     stop = next(free[n : n + 2] for n in range(6, len(free)) if free[n : n + 2].isascii())
     trained.model.generation_config.stop_strings = ["never said", stop]
     parts = []
-    assert answer(trained, question, 30, temperature, seed=2, say=parts.append) == free[: free.index(stop)].strip()
+    assert (
+        answer(trained, question, 30, temperature, seed=2, say=parts.append)
+        == free[: free.index(stop)].strip()
+    )
     assert "".join(parts) == free[: free.index(stop)].strip() and len(parts) > 1
     ids = Tokenizer(trained.tokenizer).prompt(question)
     produced = generate(trained, ids, 30, temperature, seed=2)
@@ -278,10 +350,25 @@ def test_a_draw_from_one_token_is_the_likeliest(narrow):
     free = generate(trained, [5, 6, 7], 12, 5.0, seed=1)
     assert free != likely
     assert generate(trained, [5, 6, 7], 12, 5.0, seed=1, **narrow) == likely
-    for name, value in narrow.items():  # the model's own holds where nothing is asked for, and gives way where it is
+    for (
+        name,
+        value,
+    ) in (
+        narrow.items()
+    ):  # the model's own holds where nothing is asked for, and gives way where it is
         setattr(trained.model.generation_config, name, value)
     assert generate(trained, [5, 6, 7], 12, 5.0, seed=1) == likely
-    assert generate(trained, [5, 6, 7], 12, 5.0, seed=1, **dict.fromkeys(narrow, 0 if "top_k" in narrow else 1.0)) == free
+    assert (
+        generate(
+            trained,
+            [5, 6, 7],
+            12,
+            5.0,
+            seed=1,
+            **dict.fromkeys(narrow, 0 if "top_k" in narrow else 1.0),
+        )
+        == free
+    )
 
 
 def test_all_tokens_may_be_drawn_where_nobody_says_otherwise():

@@ -28,7 +28,12 @@ def test_a_chat_remembers_until_it_is_reset(seen):
     opening = turn("system", "be brief")
     chat.ask("one")
     chat.ask("two")
-    assert seen[1] == [opening, turn("user", "one"), turn("assistant", "answer 1"), turn("user", "two")]
+    assert seen[1] == [
+        opening,
+        turn("user", "one"),
+        turn("assistant", "answer 1"),
+        turn("user", "two"),
+    ]
     with pytest.raises(ValueError, match="too long"):
         chat.ask("fails")
     assert chat.messages == [*seen[1], turn("assistant", "answer 2")]
@@ -39,7 +44,10 @@ def test_a_chat_remembers_until_it_is_reset(seen):
 
 def test_a_system_prompt_changes_what_is_asked():
     trained = Trained(tiny.llama(), tiny.tokenizer())
-    replies = {system: Chat(trained, system, max_new_tokens=12).ask("what is 3?") for system in (None, "count", "sing a song")}
+    replies = {
+        system: Chat(trained, system, max_new_tokens=12).ask("what is 3?")
+        for system in (None, "count", "sing a song")
+    }
     assert len(set(replies.values())) > 1
 
 

@@ -36,8 +36,8 @@ def assert_one_trajectory(left, right, tolerance=EXACT):
 
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "learning_rate": 3e-3 / 16}
-"""With the rate of full fine-tuning for B, which LoRA+ gives 16 times that of A: with 16 times the former, from some weights an
-error of 3e-7 is one of 1e-3 two steps later."""
+"""With the rate of full fine-tuning for B, which LoRA+ gives 16 times that of A: with 16 times
+the former, from some weights an error of 3e-7 is one of 1e-3 two steps later."""
 
 
 @pytest.fixture(scope="module", params=[{}, LORA], ids=["full", "lora"])
@@ -50,33 +50,50 @@ def reference(request, tmp_path_factory):
 @pytest.mark.parametrize("batch, accumulation", [(1, 8), (8, 1)])
 def test_batch_times_accumulation(reference, tmp_path, batch, accumulation):
     expected, changes = reference
-    runs.train(tmp_path, batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=8, **changes)
+    runs.train(
+        tmp_path, batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=8, **changes
+    )
     assert_one_trajectory(runs.trajectory(tmp_path), expected)
 
 
 def with_two_ranks(folder, program):
     """What the processes print; ``program`` begins with what it needs to train in ``folder``."""
     script = folder / "ranked.py"
-    begin = f"import os, pathlib, signal, sys, runs, torch\ntorch.set_num_threads(1)\nfolder = pathlib.Path({str(folder)!r})\n"
+    begin = (
+        "import os, pathlib, signal, sys, runs, torch\ntorch.set_num_threads(1)\nfolder = "
+        f"pathlib.Path({str(folder)!r})\n"
+    )
     script.write_text(begin + program)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two cards, or none")
+needs_two = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="two ranks need two cards, or none"
+)
 
 
 @pytest.mark.sample(1)
 @needs_two
-@pytest.mark.parametrize("batch, accumulation", [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "batch, accumulation", [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)]
+)
 def test_two_ranks(reference, tmp_path, batch, accumulation):
     expected, changes = reference
     with_two_ranks(
         tmp_path,
-        f"runs.train(folder, batch_size={batch}, gradient_accumulation_steps={accumulation}, max_steps=8, **{changes!r})",
+        f"runs.train(folder, batch_size={batch}, gradient_accumulation_steps={accumulation}, "
+        f"max_steps=8, **{changes!r})",
     )
     assert_one_trajectory(runs.trajectory(tmp_path), expected)
 
@@ -95,20 +112,30 @@ OBJECTIVES = {
 def test_two_ranks_of_a_preference(objective, tmp_path):
     """The reference is stored by both ranks together, KTO's divergence is of both."""
     given = "preferences.judged_rows(40)" if objective == "kto" else "preferences.rows(40)"
-    changes = {**OBJECTIVES[objective], "learning_rate": 1e-3, "max_steps": 4, "max_seq_length": 128}
+    changes = {
+        **OBJECTIVES[objective],
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        "max_seq_length": 128,
+    }
     rows = (preferences.judged_rows if objective == "kto" else preferences.rows)(40)
     runs.train(tmp_path / "alone", rows, batch_size=4, gradient_accumulation_steps=2, **changes)
     (tmp_path / "together").mkdir()
     with_two_ranks(
         tmp_path / "together",
-        f"import preferences\nruns.train(folder, {given}, batch_size=2, gradient_accumulation_steps=2, **{changes!r})",
+        f"import preferences\nruns.train(folder, {given}, batch_size=2, "
+        f"gradient_accumulation_steps=2, **{changes!r})",
     )
-    assert_one_trajectory(runs.trajectory(tmp_path / "together"), runs.trajectory(tmp_path / "alone"), 1e-4)
+    assert_one_trajectory(
+        runs.trajectory(tmp_path / "together"), runs.trajectory(tmp_path / "alone"), 1e-4
+    )
 
 
 @needs_two
 def test_two_ranks_stop_together(tmp_path):
-    """Where a signal comes to one of them while they evaluate, so that the other has not heard of it."""
+    """Where a signal comes to one of them while they evaluate, so that the other has not heard
+    of it.
+    """
     told = """
 import faulthandler
 from chronicals.training import Interrupted, loop
@@ -128,7 +155,10 @@ except Interrupted as error:
     print(error)
 """
     said = with_two_ranks(tmp_path, told)
-    assert "stopped by SIGTERM after step 2" in said and "stopped by SIGTERM on rank 0 after step 2" in said
+    assert (
+        "stopped by SIGTERM after step 2" in said
+        and "stopped by SIGTERM on rank 0 after step 2" in said
+    )
 
 
 def test_packed_and_alone(tmp_path):
@@ -141,7 +171,14 @@ def test_packed_and_alone(tmp_path):
     packs = packs_of(rows, tmp_path)
     assert packs < len(rows) // 2
     runs.train(packed, rows=rows, batch_size=packs, gradient_accumulation_steps=1, max_steps=5)
-    runs.train(alone, rows=rows, batch_size=len(rows), gradient_accumulation_steps=1, max_steps=5, use_sequence_packing=False)
+    runs.train(
+        alone,
+        rows=rows,
+        batch_size=len(rows),
+        gradient_accumulation_steps=1,
+        max_steps=5,
+        use_sequence_packing=False,
+    )
     assert_one_trajectory(runs.trajectory(packed), runs.trajectory(alone))
 
 
@@ -160,10 +197,16 @@ def test_fused_and_plain_head(tmp_path):
 def test_logits_in_chunks_and_at_once(tmp_path):
     runs.train(tmp_path / "at once")
     runs.train(tmp_path / "in chunks", logits_chunk_size=37)
-    assert_one_trajectory(runs.trajectory(tmp_path / "in chunks"), runs.trajectory(tmp_path / "at once"))
+    assert_one_trajectory(
+        runs.trajectory(tmp_path / "in chunks"), runs.trajectory(tmp_path / "at once")
+    )
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}],
+    ids=["full", "adapters"],
+)
 def test_recomputed_and_kept(tmp_path, changes):
     runs.train(tmp_path / "kept", **changes)
     runs.train(tmp_path / "recomputed", **changes, use_gradient_checkpointing=True)
@@ -171,19 +214,27 @@ def test_recomputed_and_kept(tmp_path, changes):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}],
+    ids=["full", "adapters"],
+)
 def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
     """Such layers, which a run has on a card only."""
     for module in (decisions, session):
         monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(decisions, "plan_for", lambda model: PatchPlan())  # a proof runs layers, too
+    monkeypatch.setattr(
+        decisions, "plan_for", lambda model: PatchPlan()
+    )  # a proof runs layers, too
     remakes, remake, found = [], halves.Remake, []
     monkeypatch.setattr(halves, "Remake", lambda *given: remakes.append(given) or remake(*given))
     for memory in ([], ["recompute_elementwise"], ["recompute_layers"]):
         model = tiny.llama()
         patch_parts(model, whole_layers=True)  # which proves them, once
         before = len(remakes)
-        runs.train(tmp_path / str(memory), model=model, mixed_precision="bf16", memory=memory, **changes)
+        runs.train(
+            tmp_path / str(memory), model=model, mixed_precision="bf16", memory=memory, **changes
+        )
         found.append((runs.trajectory(tmp_path / str(memory)), len(remakes) - before))
     (kept, units), (elementwise, with_norms), (layers, again) = found
     assert kept == elementwise == layers
@@ -191,7 +242,9 @@ def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
 
 
 def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
-    """On a card that one layer's activations do not fit on, and later, with the same model, on one where all do."""
+    """On a card that one layer's activations do not fit on, and later, with the same model, on
+    one where all do.
+    """
     runs.train(tmp_path / "kept")
     model, recomputed = tiny.llama(), []
     for name, total in (("first layer", 5), ("nothing", 9)):
@@ -215,7 +268,9 @@ def test_what_the_user_recomputes_stays(tmp_path, caplog):
     assert "activation recomputation (the model's own, which stays as it is)" in caplog.text
 
 
-@pytest.mark.parametrize("changes", [{"memory": []}, {"use_gradient_checkpointing": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"memory": []}, {"use_gradient_checkpointing": False}], ids=str
+)
 def test_what_the_user_recomputes_is_kept_where_the_run_says_so(tmp_path, changes):
     model = tiny.llama()
     model.gradient_checkpointing_enable()
@@ -233,7 +288,9 @@ def test_gradients_that_were_left_behind_are_dropped(tmp_path):
 
 
 def test_a_step_that_fails_leaves_the_model_as_it_was_given(tmp_path):
-    """In its second micro-batch, after the first has left its gradients, in fp32, at weights in bf16."""
+    """In its second micro-batch, after the first has left its gradients, in fp32, at weights in
+    bf16.
+    """
     model, calls = tiny.llama(), []
 
     def fail(*_):
@@ -245,11 +302,17 @@ def test_a_step_that_fails_leaves_the_model_as_it_was_given(tmp_path):
     with pytest.raises(RuntimeError, match="planted"):
         runs.train(tmp_path / "failed", model=model, mixed_precision="bf16")
     hook.remove()
-    assert len(calls) == 4 and all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+    assert len(calls) == 4 and all(
+        p.grad is None and p.grad_dtype == p.dtype for p in model.parameters()
+    )
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}],
+    ids=["full", "adapters"],
+)
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_offloaded_and_resident(tmp_path, recomputed, changes):
     changes = {**changes, "use_gradient_checkpointing": recomputed}
@@ -275,7 +338,9 @@ def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, monkeypatch):
         assert_one_trajectory(whole, tiled)
     else:
         for (_, loss, norm), (_, our_loss, our_norm) in zip(whole, tiled, strict=True):
-            assert our_loss == pytest.approx(loss, rel=1e-2) and our_norm == pytest.approx(norm, rel=3e-2)
+            assert our_loss == pytest.approx(loss, rel=1e-2) and our_norm == pytest.approx(
+                norm, rel=3e-2
+            )
 
 
 UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "max_steps": 6}
@@ -303,7 +368,9 @@ def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, he
     found = []
     for name, policies in (("after", memory), ("within", [*memory, "optimizer_in_backward"])):
         result = runs.train(tmp_path / name, **UNCLIPPED, **changes, memory=policies)
-        found.append((runs.trajectory(tmp_path / name), runs.weights(tmp_path / name), result.coverage))
+        found.append(
+            (runs.trajectory(tmp_path / name), runs.weights(tmp_path / name), result.coverage)
+        )
     (after, weights, coverage), (within, ours, our_coverage) = found
     assert our_coverage == coverage
     if "optimizer_state_dtype" in changes:  # its rounding draws other numbers
@@ -324,7 +391,9 @@ def test_bf16_follows_fp32(tmp_path):
 
 
 def test_bf16_without_masters_follows_fp32(tmp_path):
-    """Its losses as a whole, each with the noise of the rounding; rounded to the nearest, small updates would be lost."""
+    """Its losses as a whole, each with the noise of the rounding; rounded to the nearest, small
+    updates would be lost.
+    """
     calm = {"max_steps": 20, "learning_rate": 3e-4}
     runs.train(tmp_path / "fp32", **calm)
     runs.train(tmp_path / "bf16", **calm, mixed_precision="bf16", master_weights=False)
@@ -334,7 +403,9 @@ def test_bf16_without_masters_follows_fp32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("again", "kind"), [(False, {}), (True, {}), (False, {"use_dora": True})], ids=["another trainer", "the same", "dora"]
+    ("again", "kind"),
+    [(False, {}), (True, {}), (False, {"use_dora": True})],
+    ids=["another trainer", "the same", "dora"],
 )
 def test_resumed_and_uninterrupted(tmp_path, again, kind):
     from chronicals.training import Callback, Interrupted
@@ -348,7 +419,9 @@ def test_resumed_and_uninterrupted(tmp_path, again, kind):
 
     changes = {"max_steps": 9, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.2, **kind}
     runs.train(tmp_path / "whole", **changes)
-    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path / "parts", **changes), [StopAt()])
+    trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), runs.config(tmp_path / "parts", **changes), [StopAt()]
+    )
     with pytest.raises(Interrupted, match="resume=True"):
         trainer.train(tiny.chat_rows())
     if again:

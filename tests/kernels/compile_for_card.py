@@ -1,9 +1,10 @@
 """Compiles every kernel for a card that need not be there.
 
-``python compile_for_card.py CAPABILITY KIB [SHARE SEED | CALLS]``: the capability as 86 for 8.6, the shared memory that a
-program may have, and of all calls a share, drawn by a seed, or those with these names, with commas between, if not all. A
-stand-in for Triton's driver says which card it is, and launches compile and do not run. Prints a line of JSON a kernel: its
-name and the bytes of shared memory that a program of it takes. Exit status 1 where one does not compile.
+``python compile_for_card.py CAPABILITY KIB [SHARE SEED | CALLS]``: the capability as 86 for 8.6,
+the shared memory that a program may have, and of all calls a share, drawn by a seed, or those with
+these names, with commas between, if not all. A stand-in for Triton's driver says which card it is,
+and launches compile and do not run. Prints a line of JSON a kernel: its name and the bytes of
+shared memory that a program of it takes. Exit status 1 where one does not compile.
 """
 
 import json
@@ -41,16 +42,22 @@ def stand_in() -> None:
     torch.cuda.get_device_capability = lambda device=None: divmod(CAPABILITY, 10)
     own_mm, own_addmm = torch.mm, torch.addmm  # of a CPU, which has no out_dtype
     torch.mm = lambda a, b, out_dtype=None, **more: own_mm(a, b, **more).to(out_dtype or a.dtype)
-    torch.addmm = lambda x, a, b, out_dtype=None, out=None, **more: out.copy_(own_addmm(x.to(a.dtype), a, b, **more))
+    torch.addmm = lambda x, a, b, out_dtype=None, out=None, **more: out.copy_(
+        own_addmm(x.to(a.dtype), a, b, **more)
+    )
     launch._is_current = lambda x: True
-    for module in [module for name, module in sys.modules.items() if name.startswith("chronicals.kernels")]:
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith("chronicals.kernels")
+    ]:
         for name, value in (("shared_memory", KIB << 10), ("multiprocessors", 64)):
             if hasattr(module, name):
                 setattr(module, name, lambda device, value=value: value)
 
 
 def compiling(threads: ThreadPoolExecutor) -> dict[str, int]:
-    """From here on launches compile; by kernel, the most shared memory of any of its variants, once the threads are done."""
+    """From here on launches compile; by kernel, the most shared memory of any of its variants,
+    once the threads are done.
+    """
     import triton
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
@@ -80,13 +87,21 @@ def calls() -> dict[str, Callable[[], object]]:
     def both(function, *inputs):
         out = function(*inputs)
         outs = [x for x in (out if isinstance(out, tuple) else (out,)) if x.requires_grad]
-        torch.autograd.grad(outs, [x for x in inputs if x.requires_grad], [torch.ones_like(x) for x in outs])
+        torch.autograd.grad(
+            outs, [x for x in inputs if x.requires_grad], [torch.ones_like(x) for x in outs]
+        )
 
     def optimizer(kind, update, **lists):
         weight = random(300, 1000).detach()
-        low = {"lows": [torch.zeros_like(weight, dtype=torch.int16)]} if torch.bfloat16 == HALF else {}
+        low = (
+            {"lows": [torch.zeros_like(weight, dtype=torch.int16)]}
+            if torch.bfloat16 == HALF
+            else {}
+        )
         weight = weight if low else weight.float()
-        tensors = kind([weight], [torch.randn_like(weight)], steps=[torch.zeros(())], **low, **lists)
+        tensors = kind(
+            [weight], [torch.randn_like(weight)], steps=[torch.zeros(())], **low, **lists
+        )
         update(tensors, 1e-3, (0.9, 0.999), 1e-8, 0.1, torch.ones(()), torch.tensor(True))
 
     found: dict[str, Callable[[], object]] = {}
@@ -94,38 +109,64 @@ def calls() -> dict[str, Callable[[], object]]:
         x, weight, bias = random(64, width), random(width), random(width)
         found |= {
             f"rmsnorm {width}": lambda x=x, w=weight: both(k.fused_rmsnorm, x, w),
-            f"add_rmsnorm {width}": lambda x=x, w=weight: both(k.fused_add_rmsnorm, x, x.detach().clone().requires_grad_(), w),
+            f"add_rmsnorm {width}": lambda x=x, w=weight: both(
+                k.fused_add_rmsnorm, x, x.detach().clone().requires_grad_(), w
+            ),
             f"layernorm {width}": lambda x=x, w=weight, b=bias: both(k.fused_layernorm, x, w, b),
             f"softmax {width}": lambda x=x: both(k.fused_softmax, x),
-            f"swiglu {width}": lambda x=x: both(k.fused_swiglu, x, x.detach().clone().requires_grad_()),
-            f"geglu {width}": lambda x=x: both(k.fused_geglu, x, x.detach().clone().requires_grad_()),
+            f"swiglu {width}": lambda x=x: both(
+                k.fused_swiglu, x, x.detach().clone().requires_grad_()
+            ),
+            f"geglu {width}": lambda x=x: both(
+                k.fused_geglu, x, x.detach().clone().requires_grad_()
+            ),
         }
     for heads, groups, width in ((14, 2, 64), (32, 8, 128), (8, 1, 256)):
-        q, key, table = random(64, heads, width), random(64, groups, width), torch.randn(64, width).to(HALF)
+        q, key, table = (
+            random(64, heads, width),
+            random(64, groups, width),
+            torch.randn(64, width).to(HALF),
+        )
         found |= {
-            f"qk_rope {width}": lambda q=q, key=key, t=table: both(lambda a, b: k.fused_qk_rope(a, b, t, t), q, key),
+            f"qk_rope {width}": lambda q=q, key=key, t=table: both(
+                lambda a, b: k.fused_qk_rope(a, b, t, t), q, key
+            ),
             f"qk_norm_rope {width}": lambda q=q, key=key, t=table, w=width: both(
-                lambda a, b, c, d: k.fused_qk_norm_rope(a, b, c, d, t, t), q, key, random(w), random(w)
+                lambda a, b, c, d: k.fused_qk_norm_rope(a, b, c, d, t, t),
+                q,
+                key,
+                random(w),
+                random(w),
             ),
         }
     hidden, head, targets = random(256, 1024), random(4096, 1024), torch.randint(0, 4096, (256,))
     found |= {
-        "linear_cross_entropy": lambda: both(lambda h, w: k.linear_cross_entropy(h, w, targets), hidden, head),
-        "token_log_probability": lambda: both(lambda h, w: k.token_log_probability(h, w, targets)[0], hidden, head),
+        "linear_cross_entropy": lambda: both(
+            lambda h, w: k.linear_cross_entropy(h, w, targets), hidden, head
+        ),
+        "token_log_probability": lambda: both(
+            lambda h, w: k.token_log_probability(h, w, targets)[0], hidden, head
+        ),
         "linear_distillation": lambda: [both(call, hidden, head) for call in distilled(targets)],
         "gradient_norm": lambda: gradient_norm.gradient_norm([hidden.detach(), head.detach()]),
         "adamw": lambda: optimizer(
-            adamw.Tensors, adamw.fused_adamw_, means=[torch.zeros(300, 1000)], squares=[torch.zeros(300, 1000)]
+            adamw.Tensors,
+            adamw.fused_adamw_,
+            means=[torch.zeros(300, 1000)],
+            squares=[torch.zeros(300, 1000)],
         ),
         "adamw_8bit": lambda: optimizer(
-            adamw_8bit.QuantizedTensors, adamw_8bit.adamw_8bit_,
-            means=[torch.zeros(300, 1000, dtype=torch.uint8)], squares=[torch.zeros(300, 1000, dtype=torch.uint8)],
-            mean_scales=[torch.zeros(1172)], square_scales=[torch.zeros(1172)],
+            adamw_8bit.QuantizedTensors,
+            adamw_8bit.adamw_8bit_,
+            means=[torch.zeros(300, 1000, dtype=torch.uint8)],
+            squares=[torch.zeros(300, 1000, dtype=torch.uint8)],
+            mean_scales=[torch.zeros(1172)],
+            square_scales=[torch.zeros(1172)],
         ),
         "nf4": lambda: four_bits(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "magnitudes": magnitudes,
-    }  # fmt: skip
+    }
     for rank in (0, 8, 64):
         found[f"experts {rank}"] = partial(experts, rank)
     for rank in (129, 257, 300):
@@ -146,33 +187,60 @@ def experts(rank: int) -> None:
 
     count, width, inner = 8, 768, 512
     clamped = Gate("silu", 1.702, 7.0, 1.0, True)
-    for tokens, gate in ((64, Gate()), (1024, Gate())) if rank else ((64, Gate("gelu")), (1024, Gate()), (1024, clamped)):
+    for tokens, gate in (
+        ((64, Gate()), (1024, Gate()))
+        if rank
+        else ((64, Gate("gelu")), (1024, Gate()), (1024, clamped))
+    ):
         made = []
         for out, into in ((2 * inner, width), (width, inner)):
             shape = (count, into, out) if gate is clamped else (count, out, into)
             bias = torch.randn(count, out).to(HALF).requires_grad_() if gate is clamped else None
             thin = ((count, rank, into), (count, out, rank)) if rank else ()
             pair = [torch.randn(*s).to(HALF).requires_grad_() for s in thin]
-            made.append(ExpertWeights(torch.randn(*shape).to(HALF).requires_grad_(not rank), gate is clamped, bias, *pair))
-        x, shares = torch.randn(tokens, width).to(HALF).requires_grad_(), torch.rand(tokens, 2).requires_grad_()
-        fused_experts(x, torch.zeros(tokens, 2, dtype=torch.int64), shares, *made, gate).sum().backward()
+            made.append(
+                ExpertWeights(
+                    torch.randn(*shape).to(HALF).requires_grad_(not rank),
+                    gate is clamped,
+                    bias,
+                    *pair,
+                )
+            )
+        x, shares = (
+            torch.randn(tokens, width).to(HALF).requires_grad_(),
+            torch.rand(tokens, 2).requires_grad_(),
+        )
+        fused_experts(
+            x, torch.zeros(tokens, 2, dtype=torch.int64), shares, *made, gate
+        ).sum().backward()
     if CAPABILITY >= 90 and not rank:
         by_the_copy_engine(count, width, inner)
 
 
 def wide_adapters(rank: int) -> None:
-    """Beside products of many rows with experts, whose tiles are the largest; in 16 bit, and in FP8 where the card has it."""
+    """Beside products of many rows with experts, whose tiles are the largest; in 16 bit, and in
+    FP8 where the card has it.
+    """
     from chronicals.kernels.expert_dispatch import dispatch_to_experts
     from chronicals.kernels.fp8 import Scaled
     from chronicals.kernels.grouped_product import Adapted, grouped_product
 
     to = dispatch_to_experts(torch.zeros(1024, 2, dtype=torch.int64), 8)
     thin = Adapted(torch.zeros(2048, rank, dtype=HALF), torch.zeros(8, 512, rank, dtype=HALF))
-    grouped_product(torch.zeros(1024, 256, dtype=HALF), torch.zeros(8, 512, 256, dtype=HALF), to, True, None, thin)
+    grouped_product(
+        torch.zeros(1024, 256, dtype=HALF),
+        torch.zeros(8, 512, 256, dtype=HALF),
+        to,
+        True,
+        None,
+        thin,
+    )
     if CAPABILITY >= 89:
         from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 
-        x8, w8 = (torch.zeros(*shape, dtype=torch.float8_e4m3fn) for shape in ((1024, 256), (8, 512, 256)))
+        x8, w8 = (
+            torch.zeros(*shape, dtype=torch.float8_e4m3fn) for shape in ((1024, 256), (8, 512, 256))
+        )
         x, w = Scaled(x8, torch.ones(1024, 1)), Scaled(w8, torch.ones(8))
         fp8_grouped_product(x, w, to, True, None, thin, HALF, True)
 
@@ -182,12 +250,23 @@ def by_the_copy_engine(count: int, width: int, inner: int) -> None:
 
     module = sys.modules["chronicals.kernels.grouped_product"]
     to = dispatch_to_experts(torch.zeros(1024, 2, dtype=torch.int64), count)
-    x, rows, wide = (torch.randn(*shape).to(HALF) for shape in ((1024, width), (2048, width), (2048, inner)))
-    weight, launch = torch.randn(count, inner, width).to(HALF), module.ProductLaunch(256, 64, 8, 3, boxes=True)
+    x, rows, wide = (
+        torch.randn(*shape).to(HALF) for shape in ((1024, width), (2048, width), (2048, inner))
+    )
+    weight, launch = (
+        torch.randn(count, inner, width).to(HALF),
+        module.ProductLaunch(256, 64, 8, 3, boxes=True),
+    )
     for given, w, gathers in ((x, weight, True), (rows, weight, False), (wide, weight.mT, False)):
         module.launch_product(launch, given, w, to, gathers)
-    module._clear_kernel[(count, 1)](torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEARED)
-    for a, b, gathers in ((wide, x, module.SECOND), (x, wide, module.FIRST), (wide, rows, module.NEITHER)):
+    module._clear_kernel[(count, 1)](
+        torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEARED
+    )
+    for a, b, gathers in (
+        (wide, x, module.SECOND),
+        (x, wide, module.FIRST),
+        (wide, rows, module.NEITHER),
+    ):
         module.launch_weight_gradient(launch, a, b, to, gathers, 1.0, HALF)
 
 
@@ -200,11 +279,20 @@ def distilled(targets: torch.Tensor) -> list[Callable[..., object]]:
     def call(hidden, head, divergence, temperature):
         student = LinearHead(hidden, head, softcap=30.0 if temperature == 2.0 else None)
         return linear_distillation(
-            student, teacher, targets, divergence, temperature=temperature, cross_entropy_weight=temperature - 1
-        ).loss  # fmt: skip
+            student,
+            teacher,
+            targets,
+            divergence,
+            temperature=temperature,
+            cross_entropy_weight=temperature - 1,
+        ).loss
 
     kinds = Divergence.forward_kl(), Divergence.reverse_kl(), Divergence.jsd()
-    return [partial(call, divergence=kind, temperature=temperature) for kind in kinds for temperature in (1.0, 2.0)]
+    return [
+        partial(call, divergence=kind, temperature=temperature)
+        for kind in kinds
+        for temperature in (1.0, 2.0)
+    ]
 
 
 def adapters(rank: int) -> None:
@@ -214,15 +302,27 @@ def adapters(rank: int) -> None:
     from chronicals.kernels.adapter_padding import write_adapters
 
     tokens, columns = 256, (1024, 512, 512)
-    x, a, seed = torch.randn(tokens, 1024).to(HALF), torch.randn(rank, 1024).to(HALF), torch.zeros(1, dtype=torch.int64)
+    x, a, seed = (
+        torch.randn(tokens, 1024).to(HALF),
+        torch.randn(rank, 1024).to(HALF),
+        torch.zeros(1, dtype=torch.int64),
+    )
     u, g = (torch.randn(tokens, 3 * rank).to(HALF) for _ in range(2))
-    dy, up = torch.randn(tokens, sum(columns)).to(HALF), torch.randn(sum(columns), 3 * rank).to(HALF)
+    dy, up = (
+        torch.randn(tokens, sum(columns)).to(HALF),
+        torch.randn(sum(columns), 3 * rank).to(HALF),
+    )
     adapter_gradients(dy, up, u, g, columns, (rank,) * 3, (1.0,) * 3, HALF)
     dropped_products.dropped_down(x, a, seed, 0.1, u[:, :rank])
     dropped_products.dropped_gradient_of_down(g[:, :rank], x, seed, 0.1)
     dropped_products.add_dropped_product_(x, g[:, :rank], a, seed, 0.1)
-    downs, ups = ([torch.randn(*shape) for shape in shapes] for shapes in ([(rank, 1024)] * 3, [(n, rank) for n in columns]))
-    write_adapters(torch.zeros(3 * rank, 1024, dtype=HALF), up, columns, (rank,) * 3, downs, ups, (1.0,) * 3)
+    downs, ups = (
+        [torch.randn(*shape) for shape in shapes]
+        for shapes in ([(rank, 1024)] * 3, [(n, rank) for n in columns])
+    )
+    write_adapters(
+        torch.zeros(3 * rank, 1024, dtype=HALF), up, columns, (rank,) * 3, downs, ups, (1.0,) * 3
+    )
 
 
 def magnitudes() -> None:
@@ -242,7 +342,9 @@ def eight_bits() -> None:
 
 
 def experts_in_eight_bits(rank: int) -> None:
-    """Products by launches that the function chooses, of few rows and many, gathered or not, with both kinds of sums."""
+    """Products by launches that the function chooses, of few rows and many, gathered or not,
+    with both kinds of sums.
+    """
     from chronicals.kernels.expert_dispatch import dispatch_to_experts
     from chronicals.kernels.fp8 import Scaled
     from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
@@ -263,8 +365,12 @@ def experts_in_eight_bits(rank: int) -> None:
         for given, w, of_tokens, fast in ((x, rows, True, True), (dy, columns, False, False)):
             out = w.values.shape[1]
             bias = None if rank else torch.randn(count, out).to(HALF)
-            thin = [torch.randn(*shape).to(HALF) for shape in ((2 * tokens, rank), (count, out, rank))]
-            fp8_grouped_product(given, w, to, of_tokens, bias, Adapted(*thin) if rank else None, HALF, fast)
+            thin = [
+                torch.randn(*shape).to(HALF) for shape in ((2 * tokens, rank), (count, out, rank))
+            ]
+            fp8_grouped_product(
+                given, w, to, of_tokens, bias, Adapted(*thin) if rank else None, HALF, fast
+            )
     units_in_eight_bits(inner, dense=bool(rank))
 
 
@@ -272,10 +378,16 @@ def units_in_eight_bits(inner: int, dense: bool) -> None:
     from chronicals.kernels.expert_glu import Gate
     from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
 
-    h, g, shares = torch.randn(256, 2 * inner).to(HALF), torch.randn(256, inner).to(HALF), torch.rand(256)
+    h, g, shares = (
+        torch.randn(256, 2 * inner).to(HALF),
+        torch.randn(256, inner).to(HALF),
+        torch.rand(256),
+    )
     for gate in (Gate(), Gate("silu", 1.702, 7.0, 1.0, True)):
         expert_glu_fp8(h, gate, dense)
-        expert_glu_fp8_gradient(g, h, shares, torch.arange(256, dtype=torch.int32), gate, dense, dense)
+        expert_glu_fp8_gradient(
+            g, h, shares, torch.arange(256, dtype=torch.int32), gate, dense, dense
+        )
 
 
 def blocks_of_gguf(gguf_blocks) -> None:
@@ -286,7 +398,10 @@ def blocks_of_gguf(gguf_blocks) -> None:
 
 def four_bits(nf4) -> None:
     packed, absmax = nf4.quantize_nf4(torch.randn(256, 512).to(HALF))
-    for scales in (nf4.Scales(absmax), nf4.Scales(absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(()))):
+    for scales in (
+        nf4.Scales(absmax),
+        nf4.Scales(absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(())),
+    ):
         nf4.dequantize_4bit(packed, scales, torch.empty(256, 512, dtype=HALF))
 
 
@@ -299,7 +414,9 @@ def main() -> None:
         if len(sys.argv) == 4:
             chosen = {name: chosen[name] for name in sys.argv[3].split(",")}
         elif len(sys.argv) > 4:
-            names = chance.Random(int(sys.argv[4])).sample(sorted(chosen), int(float(sys.argv[3]) * len(chosen)))
+            names = chance.Random(int(sys.argv[4])).sample(
+                sorted(chosen), int(float(sys.argv[3]) * len(chosen))
+            )
             chosen = {name: chosen[name] for name in names}
         for name, call in chosen.items():
             try:
@@ -309,11 +426,15 @@ def main() -> None:
                 print(json.dumps({"call": name, "error": f"{type(error).__name__}: {error}"[:500]}))
         for name, compiled in kernels.values():
             try:
-                shared = (compiled.result() if hasattr(compiled, "result") else compiled).metadata.shared
+                shared = (
+                    compiled.result() if hasattr(compiled, "result") else compiled
+                ).metadata.shared
                 print(json.dumps({"kernel": name, "shared": shared}))
             except Exception as error:
                 failed = True
-                print(json.dumps({"kernel": name, "error": f"{type(error).__name__}: {error}"[:500]}))
+                print(
+                    json.dumps({"kernel": name, "error": f"{type(error).__name__}: {error}"[:500]})
+                )
     sys.exit(failed)
 
 

@@ -1,4 +1,6 @@
-"""fused_adamw_ against the update by the book in fp64 and against its own reference, with the masters of bf16 weights."""
+"""fused_adamw_ against the update by the book in fp64 and against its own reference, with the
+masters of bf16 weights.
+"""
 
 import copy
 
@@ -14,7 +16,11 @@ from mutants import mutant
 SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (3, 7, 11)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CHANGED = ("weights", "means", "squares", "lows", "steps")
-KINDS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+KINDS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
 
 
 def drawn(kind, gradient_kind, device, shapes=SHAPES):
@@ -26,7 +32,9 @@ def drawn(kind, gradient_kind, device, shapes=SHAPES):
         tensors.weights.append(value if kind == torch.float32 else high)
         if kind == torch.bfloat16:
             tensors.lows.append(low)
-        tensors.gradients.append((torch.randn(shape, device=device) * 10.0 ** (number - 3)).to(gradient_kind))
+        tensors.gradients.append(
+            (torch.randn(shape, device=device) * 10.0 ** (number - 3)).to(gradient_kind)
+        )
         tensors.means.append(torch.randn(shape, device=device) * 0.1)
         tensors.squares.append(torch.rand(shape, device=device) * 0.1)
         tensors.steps.append(torch.tensor(float(number), device=device))
@@ -35,33 +43,53 @@ def drawn(kind, gradient_kind, device, shapes=SHAPES):
 
 def values(tensors):
     """Weights, in fp32 as their masters stand for them, and states, flat in fp64."""
-    whole = [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)] if tensors.lows else tensors.weights
+    whole = (
+        [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)]
+        if tensors.lows
+        else tensors.weights
+    )
     return [
         torch.cat([x.double().flatten().cpu() for x in row])
         for row in (whole, tensors.means, tensors.squares, tensors.steps)
-    ]  # fmt: skip
+    ]
 
 
 def by_the_book(tensors, lr, betas, eps, weight_decay, factor=1.0):
-    wide = Tensors(*([x.double().cpu() for x in row] for row in (
-        [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)] or tensors.weights, tensors.gradients,
-        tensors.means, tensors.squares, [], tensors.steps,
-    )))  # fmt: skip
+    wide = Tensors(
+        *(
+            [x.double().cpu() for x in row]
+            for row in (
+                [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)]
+                or tensors.weights,
+                tensors.gradients,
+                tensors.means,
+                tensors.squares,
+                [],
+                tensors.steps,
+            )
+        )
+    )
     for w, g, m, v, t in zip(wide.weights, wide.gradients, wide.means, wide.squares, wide.steps):
         g *= factor
         t += 1
         m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
         v.mul_(betas[1]).add_(g * g, alpha=1 - betas[1])
-        w.mul_(1 - lr * weight_decay).sub_(lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
+        w.mul_(1 - lr * weight_decay).sub_(
+            lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+        )
     return values(wide)
 
 
 def compare(tensors, function=fused_adamw_, factor=None):
-    exact = by_the_book(tensors, **OPTIONS, factor=1.0 if factor is None else factor.double().item())
+    exact = by_the_book(
+        tensors, **OPTIONS, factor=1.0 if factor is None else factor.double().item()
+    )
     plain = copy.deepcopy(tensors)
     fused_adamw_reference_(plain, **OPTIONS, factor=factor)
     function(tensors, **OPTIONS, factor=factor)
-    for name, e, ours, theirs in zip(("weights", "means", "squares", "steps"), exact, values(tensors), values(plain)):
+    for name, e, ours, theirs in zip(
+        ("weights", "means", "squares", "steps"), exact, values(tensors), values(plain)
+    ):
         for norm, times in ((torch.linalg.vector_norm, 1.5), (lambda x: x.abs().max(), 2.0)):
             error, allowed = norm(ours - e), max(times * norm(theirs - e), 2**-23 * norm(e))
             assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
@@ -70,7 +98,10 @@ def compare(tensors, function=fused_adamw_, factor=None):
 @pytest.mark.parametrize("factor", [None, 0.37])
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_one_update(kinds, factor, device):
-    compare(drawn(*kinds, device), factor=None if factor is None else torch.tensor(factor, device=device))
+    compare(
+        drawn(*kinds, device),
+        factor=None if factor is None else torch.tensor(factor, device=device),
+    )
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
@@ -86,9 +117,13 @@ def test_a_rate_on_the_device(kinds, device):
 @pytest.mark.parametrize("function", [fused_adamw_, fused_adamw_reference_])
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_states_in_bf16(kinds, function, device):
-    """Weights as with wide states that begin alike; states one of the two neighbours, and right in the mean."""
+    """Weights as with wide states that begin alike; states one of the two neighbours, and right
+    in the mean.
+    """
     tensors = drawn(*kinds, device, shapes=[(CHUNK, 3), (5, 7)])
-    tensors.means, tensors.squares = ([x.bfloat16() for x in row] for row in (tensors.means, tensors.squares))
+    tensors.means, tensors.squares = (
+        [x.bfloat16() for x in row] for row in (tensors.means, tensors.squares)
+    )
     exact = by_the_book(tensors, **OPTIONS)
     function(tensors, **OPTIONS)
     for e, ours in zip(exact[1:3], values(tensors)[1:3]):
@@ -109,8 +144,12 @@ def without_master(tensors):
 @pytest.mark.parametrize("function", [fused_adamw_, fused_adamw_reference_])
 def test_bf16_weights_without_a_master(function, states, device):
     """One of the two neighbours of what they should be, and right in the mean."""
-    tensors = without_master(drawn(torch.bfloat16, torch.bfloat16, device, shapes=[(CHUNK, 3), (5, 7)]))
-    tensors.means, tensors.squares = ([x.to(states) for x in row] for row in (tensors.means, tensors.squares))
+    tensors = without_master(
+        drawn(torch.bfloat16, torch.bfloat16, device, shapes=[(CHUNK, 3), (5, 7)])
+    )
+    tensors.means, tensors.squares = (
+        [x.to(states) for x in row] for row in (tensors.means, tensors.squares)
+    )
     exact = by_the_book(tensors, **OPTIONS)[0]
     function(tensors, **OPTIONS)
     ours = values(tensors)[0]
@@ -124,7 +163,9 @@ def test_small_updates_of_weights_without_a_master_add_up(device):
     """A hundredth of a spacing a step, by decay, arrives in the mean where it should."""
     weight = torch.ones(1 << 13, device=device).bfloat16()
     zeros = [torch.zeros(len(weight), device=device) for _ in range(3)]
-    tensors = Tensors([weight], [zeros[0]], [zeros[1]], [zeros[2]], [], [torch.zeros((), device=device)])
+    tensors = Tensors(
+        [weight], [zeros[0]], [zeros[1]], [zeros[2]], [], [torch.zeros((), device=device)]
+    )
     for _ in range(40):
         fused_adamw_(tensors, 1.0, (0.9, 0.99), 1e-8, 2**-14)
     assert abs(weight.float().mean().item() - (1 - 2**-14) ** 40) < 3e-4
@@ -132,20 +173,34 @@ def test_small_updates_of_weights_without_a_master_add_up(device):
 
 
 def test_a_weight_without_a_master_that_is_no_number_stays_none(device):
-    bits = torch.tensor([0x7FC0, 0x7FFF, -1, 0x7F80, -0x80], dtype=torch.int16)  # NaN, NaN, NaN, inf, -inf
+    bits = torch.tensor(
+        [0x7FC0, 0x7FFF, -1, 0x7F80, -0x80], dtype=torch.int16
+    )  # NaN, NaN, NaN, inf, -inf
     weight = bits.view(torch.bfloat16).to(device)
     state = [torch.zeros(len(weight), device=device) for _ in range(3)]
-    tensors = Tensors([weight], [state[0]], [state[1]], [state[2]], [], [torch.zeros((), device=device)])
+    tensors = Tensors(
+        [weight], [state[0]], [state[1]], [state[2]], [], [torch.zeros((), device=device)]
+    )
     for _ in range(3):
         fused_adamw_(tensors, **OPTIONS)
-    assert weight.isnan().tolist() == [True, True, True, False, False] and weight[3:].tolist() == [float("inf"), -float("inf")]
+    assert weight.isnan().tolist() == [True, True, True, False, False] and weight[3:].tolist() == [
+        float("inf"),
+        -float("inf"),
+    ]
 
 
 def test_small_changes_of_bf16_states_add_up(device):
-    """An average that moves by a hundredth of a spacing a step arrives where it should; rounded to the nearest it stays."""
+    """An average that moves by a hundredth of a spacing a step arrives where it should; rounded
+    to the nearest it stays.
+    """
     value = torch.ones(4096, device=device)
     tensors = Tensors(
-        [value], [torch.full_like(value, 2.0)], [value.bfloat16()], [value.bfloat16()], [], [torch.tensor(0.0, device=device)]
+        [value],
+        [torch.full_like(value, 2.0)],
+        [value.bfloat16()],
+        [value.bfloat16()],
+        [],
+        [torch.tensor(0.0, device=device)],
     )
     for _ in range(40):
         fused_adamw_(tensors, 0.0, (1 - 2**-14, 0.5), 1e-8, 0.0)
@@ -166,7 +221,10 @@ def test_each_place_and_step_has_dice_of_its_own(device):
     for n, one in enumerate(ups):
         for other in ups[:n]:
             alike = (one == other).double().mean().item()
-            by_chance = one.double().mean() * other.double().mean() + (~one).double().mean() * (~other).double().mean()
+            by_chance = (
+                one.double().mean() * other.double().mean()
+                + (~one).double().mean() * (~other).double().mean()
+            )
             assert abs(alike - by_chance.item()) < 6 * 0.5 / CHUNK**0.5
 
 
@@ -199,7 +257,9 @@ def test_a_step_that_does_not_count_changes_nothing(kinds, master, device):
     before = copy.deepcopy(tensors)
     fused_adamw_(tensors, **OPTIONS, apply=torch.tensor(False, device=device))
     for row in CHANGED:
-        assert all(torch.equal(a, b) for a, b in zip(getattr(tensors, row), getattr(before, row))), row
+        assert all(
+            torch.equal(a, b) for a, b in zip(getattr(tensors, row), getattr(before, row))
+        ), row
     fused_adamw_(tensors, **OPTIONS, apply=torch.tensor(True, device=device))
     assert not torch.equal(tensors.weights[3], before.weights[3]) and tensors.steps[0].item() == 1
 
@@ -207,7 +267,9 @@ def test_a_step_that_does_not_count_changes_nothing(kinds, master, device):
 @pytest.mark.parametrize("function", [fused_adamw_, fused_adamw_reference_])
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_weights_of_which_some_stay(kinds, function, device):
-    """As where no rank had a gradient of them: not a bit changes of these, the others change as without them."""
+    """As where no rank had a gradient of them: not a bit changes of these, the others change as
+    without them.
+    """
     tensors = drawn(*kinds, device)
     for number in (1, 3):
         tensors.gradients[number].fill_(float("nan"))
@@ -224,11 +286,22 @@ def test_weights_of_which_some_stay(kinds, function, device):
 
 
 def test_a_master_is_kept_in_every_half(device):
-    """With a rate of zero the value stays: all lower halves under one upper half, many under others, zeros, subnormals,
-    infinities."""
+    """With a rate of zero the value stays: all lower halves under one upper half, many under
+    others, zeros, subnormals, infinities."""
     low = torch.arange(1 << 16, dtype=torch.int32)
-    bits = torch.cat([(0x3F80 << 16) + low, *((high << 16) + low[::7] for high in (0x0000, 0x0001, 0x7F7E, 0x4049))])
-    value = torch.cat([bits.view(torch.float32), -bits.view(torch.float32), torch.tensor([float("inf"), -float("inf")])])
+    bits = torch.cat(
+        [
+            (0x3F80 << 16) + low,
+            *((high << 16) + low[::7] for high in (0x0000, 0x0001, 0x7F7E, 0x4049)),
+        ]
+    )
+    value = torch.cat(
+        [
+            bits.view(torch.float32),
+            -bits.view(torch.float32),
+            torch.tensor([float("inf"), -float("inf")]),
+        ]
+    )
     weight, rest = (x.to(device) for x in split_master(value))
     zeros = [torch.zeros(len(value), device=device) for _ in range(3)]
     step = torch.zeros((), device=device)
@@ -240,7 +313,9 @@ def test_a_master_is_kept_in_every_half(device):
 def test_a_master_that_is_not_a_number_stays_none(device):
     weight, rest = (x.to(device) for x in split_master(torch.tensor([float("nan"), 1.0])))
     state = [torch.zeros(2, device=device) for _ in range(3)]
-    tensors = Tensors([weight], [state[0]], [state[1]], [state[2]], [rest], [torch.zeros((), device=device)])
+    tensors = Tensors(
+        [weight], [state[0]], [state[1]], [state[2]], [rest], [torch.zeros((), device=device)]
+    )
     fused_adamw_(tensors, **OPTIONS)
     assert join_master(weight, rest).isnan().tolist() == [True, False]
 
@@ -264,7 +339,9 @@ def test_nothing_at_all_and_mixed_types(device):
         fused_adamw_(tensors, **OPTIONS)
 
 
-@pytest.mark.parametrize("what, kind", [("squares", torch.bfloat16), ("squares", torch.float64), ("lows", torch.int32)])
+@pytest.mark.parametrize(
+    "what, kind", [("squares", torch.bfloat16), ("squares", torch.float64), ("lows", torch.int32)]
+)
 def test_states_of_other_types_are_refused(what, kind, device):
     """The kernel takes them for what the means are, and would write beyond them."""
     tensors = drawn(torch.bfloat16, torch.float32, device)
@@ -293,7 +370,10 @@ def test_who_saved_a_weight_notices(device):
 MUTATIONS = {
     "no decay": ("tl.fma(w.to(tl.float32), decay,", "tl.fma(w.to(tl.float32), 1.0,"),
     "no correction of the mean": ("lr / tl.load(corrections_ptr + tensor)", "lr"),
-    "correction of another tensor": ("tl.load(corrections_ptr + count + tensor)", "tl.load(corrections_ptr + count)"),
+    "correction of another tensor": (
+        "tl.load(corrections_ptr + count + tensor)",
+        "tl.load(corrections_ptr + count)",
+    ),
     "no factor": (".to(tl.float32) * factor\n", ".to(tl.float32)\n"),
     "eps within the root": ("tl.sqrt(v * of_square) + eps", "tl.sqrt(v * of_square + 0.1)"),
     "not rounded to the nearest": ("(magnitude + 0x8000) >> 16", "(magnitude + 0x4000) >> 16"),
@@ -302,7 +382,10 @@ MUTATIONS = {
         "magnitude = ((pattern & 0x7FFF) << 16)",
     ),
     "the first chunk only": ("at = start + offset", "at = offset"),
-    "steps not counted": ("torch._foreach_add_(tensors.steps, 1.0", "torch._foreach_add_(tensors.steps, 0.0"),
+    "steps not counted": (
+        "torch._foreach_add_(tensors.steps, 1.0",
+        "torch._foreach_add_(tensors.steps, 0.0",
+    ),
 }
 
 
@@ -310,7 +393,11 @@ MUTATIONS = {
 def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
-        compare(drawn(torch.bfloat16, torch.bfloat16, device), broken.fused_adamw_, torch.tensor(0.37, device=device))
+        compare(
+            drawn(torch.bfloat16, torch.bfloat16, device),
+            broken.fused_adamw_,
+            torch.tensor(0.37, device=device),
+        )
 
 
 def test_dice_are_thrown_anew_while_the_first_weight_stays(device):
@@ -321,6 +408,8 @@ def test_dice_are_thrown_anew_while_the_first_weight_stays(device):
     tensors = Tensors(ones, [torch.full_like(x, third) for x in ones], *states, [], steps)
     ups = []
     for _ in range(2):
-        fused_adamw_(tensors, 0.0, (0.0, 0.0), 1e-8, 0.0, apply=torch.tensor([False, True], device=device))
+        fused_adamw_(
+            tensors, 0.0, (0.0, 0.0), 1e-8, 0.0, apply=torch.tensor([False, True], device=device)
+        )
         ups.append((tensors.means[1] > 1).cpu())
     assert (ups[0] != ups[1]).double().mean().item() > 0.1

@@ -1,4 +1,6 @@
-"""adamw_8bit_ against the update by the book, against its reference bit by bit, and its codes against all that there are."""
+"""adamw_8bit_ against the update by the book, against its reference bit by bit, and its codes
+against all that there are.
+"""
 
 import copy
 
@@ -22,7 +24,11 @@ from mutants import mutant
 
 SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (3, 7, 11), (SIZE,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
 
 
 def drawn(dtype, gradient_dtype, device, shapes=SHAPES, master=True):
@@ -34,11 +40,17 @@ def drawn(dtype, gradient_dtype, device, shapes=SHAPES, master=True):
         tensors.weights.append(value if dtype == torch.float32 else high)
         if dtype == torch.bfloat16 and master:
             tensors.lows.append(low)
-        tensors.gradients.append((torch.randn(shape, device=device) * 10.0 ** (number - 4)).to(gradient_dtype))
-        mean, square = torch.randn(shape, device=device) * 0.1, torch.rand(shape, device=device) * 0.1
+        tensors.gradients.append(
+            (torch.randn(shape, device=device) * 10.0 ** (number - 4)).to(gradient_dtype)
+        )
+        mean, square = (
+            torch.randn(shape, device=device) * 0.1,
+            torch.rand(shape, device=device) * 0.1,
+        )
         for values, signed, codes, scales in (
-            (mean, True, tensors.means, tensors.mean_scales), (square, False, tensors.squares, tensors.square_scales),
-        ):  # fmt: skip
+            (mean, True, tensors.means, tensors.mean_scales),
+            (square, False, tensors.squares, tensors.square_scales),
+        ):
             quantized = quantize_moment(values, signed)
             codes.append(quantized[0])
             scales.append(quantized[1])
@@ -48,7 +60,11 @@ def drawn(dtype, gradient_dtype, device, shapes=SHAPES, master=True):
 
 def everything(tensors):
     """Weights, in fp32 as their masters stand for them, steps, codes and scales."""
-    whole = [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)] if tensors.lows else tensors.weights
+    whole = (
+        [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)]
+        if tensors.lows
+        else tensors.weights
+    )
     return [x for row in (whole, tensors.steps, *parts_of(tensors)) for x in row]
 
 
@@ -92,8 +108,13 @@ def test_codes_stand_for_steps_that_double_with_each_power_of_eight(signed, devi
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest(signed, device):
-    """And both ends of a block are exact; from an eighth of the least value on it is taken for that."""
-    values, magnitude = stands_for(signed), 10 ** torch.empty(50, SIZE, dtype=torch.float64).uniform_(-7.5, -0.001)
+    """And both ends of a block are exact; from an eighth of the least value on it is taken for
+    that.
+    """
+    values, magnitude = (
+        stands_for(signed),
+        10 ** torch.empty(50, SIZE, dtype=torch.float64).uniform_(-7.5, -0.001),
+    )
     magnitude[:, 0], magnitude[:, 1] = 1.0, 0.0
     sign = torch.randn(50, SIZE).sign() if signed else 1
     codes, scales = quantize_moment((magnitude * sign).float().to(device), signed)
@@ -101,7 +122,9 @@ def test_codes_are_the_nearest(signed, device):
     between[0] = values[1] / 8
     expected = torch.bucketize(magnitude, between) * sign
     wrong = ranks(codes, signed) != expected
-    assert wrong.double().mean() < 1e-3 and (ranks(codes, signed) - expected).abs().max() <= 1, "of the limits alone"
+    assert wrong.double().mean() < 1e-3 and (ranks(codes, signed) - expected).abs().max() <= 1, (
+        "of the limits alone"
+    )
     kept = dequantize_moment(codes, scales, signed).cpu()
     assert torch.equal(kept[:, :2].abs(), magnitude[:, :2].float())
     error, least = (kept.abs() - magnitude).abs(), (values[expected.abs().long()] - magnitude).abs()
@@ -109,19 +132,29 @@ def test_codes_are_the_nearest(signed, device):
 
 
 def test_moments_are_as_near_as_in_bitsandbytes_code(device):
-    """The largest part of a moment is nearer: its steps end in powers of 8 where theirs end in powers of 10."""
+    """The largest part of a moment is nearer: its steps end in powers of 8 where theirs end in
+    powers of 10.
+    """
     functional = pytest.importorskip("bitsandbytes.functional")
-    for moment in (torch.randn(200 * SIZE, device=device), torch.randn(200 * SIZE, device=device).square()):
+    for moment in (
+        torch.randn(200 * SIZE, device=device),
+        torch.randn(200 * SIZE, device=device).square(),
+    ):
         signed = bool((moment < 0).any())
         codes, scales = quantize_moment(moment, signed)
-        each, code = scales.repeat_interleave(SIZE), functional.create_dynamic_map(signed).to(device)
+        each, code = (
+            scales.repeat_interleave(SIZE),
+            functional.create_dynamic_map(signed).to(device),
+        )
         theirs = code[torch.bucketize(moment / each, (code[1:] + code[:-1]) / 2)] * each
         ours = dequantize_moment(codes, scales, signed)
         assert (ours - moment).square().mean() < (theirs - moment).square().mean()
 
 
 def test_the_kernel_finds_the_nearest_values_too(device):
-    """Of moments that are the gradient alone, over all powers and the limits between codes, and of blocks of zeros."""
+    """Of moments that are the gradient alone, over all powers and the limits between codes, and
+    of blocks of zeros.
+    """
     for signed in (True, False):
         values = stands_for(signed)
         limits = ((values[1:] + values[:-1]) / 2)[:, None] * (1 + torch.tensor([-1e-4, 1e-4]))
@@ -129,20 +162,28 @@ def test_the_kernel_finds_the_nearest_values_too(device):
         blocks.view(-1)[: limits.numel()] = limits.flatten()
         blocks[:, -2:] = torch.tensor([0.0, 1.0])
         blocks[-1] = 0.0
-        blocks = (blocks * torch.randn(40, SIZE).sign() * torch.logspace(-6, 3, 40)[:, None]).to(device)
+        blocks = (blocks * torch.randn(40, SIZE).sign() * torch.logspace(-6, 3, 40)[:, None]).to(
+            device
+        )
         moment = blocks if signed else blocks.abs()
         gradient = moment if signed else moment.sqrt()
         tensors = drawn(torch.float32, torch.float32, device, [blocks.shape])
         tensors.gradients[0] = gradient
         adamw_8bit_(tensors, **{**OPTIONS, "betas": (0.0, 0.0)})
-        codes, scales = (tensors.means, tensors.mean_scales) if signed else (tensors.squares, tensors.square_scales)
+        codes, scales = (
+            (tensors.means, tensors.mean_scales)
+            if signed
+            else (tensors.squares, tensors.square_scales)
+        )
         expected, largest = quantize_moment(gradient if signed else gradient * gradient, signed)
         torch.testing.assert_close(scales[0], largest, rtol=1e-6, atol=0.0)
         differ = (codes[0].int() - expected.int()).abs()
         assert differ.max() <= 1 and (differ > 0).float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"factor": 0.5}, {"apply": True}, {"apply": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"factor": 0.5}, {"apply": True}, {"apply": False}], ids=str
+)
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), DTYPES, ids=str)
 def test_it_is_its_reference(dtype, gradient_dtype, options, device):
     given = {name: torch.tensor(value, device=device) for name, value in options.items()}
@@ -152,7 +193,10 @@ def test_it_is_its_reference(dtype, gradient_dtype, options, device):
     adamw_8bit_reference_(plain, **OPTIONS, **given)
     are_alike(ours, plain)
     if options.get("apply") is False:
-        assert all(torch.equal(new, old) for new, old in zip(everything(ours), everything(before), strict=True))
+        assert all(
+            torch.equal(new, old)
+            for new, old in zip(everything(ours), everything(before), strict=True)
+        )
 
 
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), DTYPES, ids=str)
@@ -162,7 +206,9 @@ def test_the_update_is_by_the_book(dtype, gradient_dtype, device):
     own = copy.deepcopy(tensors)
     wide = Tensors(own.weights, own.gradients, lows=own.lows, steps=own.steps)
     wide.means = [dequantize_moment(c, s, True) for c, s in zip(tensors.means, tensors.mean_scales)]
-    wide.squares = [dequantize_moment(c, s, False) for c, s in zip(tensors.squares, tensors.square_scales)]
+    wide.squares = [
+        dequantize_moment(c, s, False) for c, s in zip(tensors.squares, tensors.square_scales)
+    ]
     adamw_8bit_(tensors, **OPTIONS)
     fused_adamw_reference_(wide, **OPTIONS)
     for n, weight in enumerate(tensors.weights):
@@ -197,8 +243,12 @@ def test_each_weight_may_stay(device):
     stays = torch.tensor([n % 2 == 0 for n in range(len(SHAPES))], device=device)
     adamw_8bit_(tensors, **OPTIONS, apply=~stays)
     for n, stay in enumerate(stays.tolist()):
-        same = [torch.equal(new[n], old[n]) for new, old in zip(parts_of(tensors), parts_of(before))]
-        assert torch.equal(tensors.weights[n], before.weights[n]) == stay and (all(same) or not stay)
+        same = [
+            torch.equal(new[n], old[n]) for new, old in zip(parts_of(tensors), parts_of(before))
+        ]
+        assert torch.equal(tensors.weights[n], before.weights[n]) == stay and (
+            all(same) or not stay
+        )
         assert tensors.steps[n] == before.steps[n] + (not stay)
 
 

@@ -1,4 +1,6 @@
-"""adapter_gradients against the products one by one, over layers, ranks, ends of tiles and strided rows."""
+"""adapter_gradients against the products one by one, over layers, ranks, ends of tiles and
+strided rows.
+"""
 
 import pytest
 import torch
@@ -24,22 +26,36 @@ FACTORS = (0.5, 1.5, 2.5, 3.5)
 def functions(sizes, ranks, factors=FACTORS, of=module, spare=5):
     """Ours and the plain one: g, what lies behind it in the margin, and all dB in fp32."""
     width, starts = sum(ranks), [sum(ranks[:i]) for i in range(len(ranks))]
-    places = [(sum(sizes[:i]), size, start, rank) for i, (size, start, rank) in enumerate(zip(sizes, starts, ranks))]
+    places = [
+        (sum(sizes[:i]), size, start, rank)
+        for i, (size, start, rank) in enumerate(zip(sizes, starts, ranks))
+    ]
 
     def diagonal(up):
         laid = torch.zeros_like(up)
         for row, size, start, rank in places:
-            laid[row : row + size, start : start + rank] = up[row : row + size, start : start + rank]
+            laid[row : row + size, start : start + rank] = up[
+                row : row + size, start : start + rank
+            ]
         return laid
 
     def ours(dy, up, u):
-        extended = torch.full((len(dy), dy.shape[1] + width + spare), float("nan"), dtype=dy.dtype, device=dy.device)
+        extended = torch.full(
+            (len(dy), dy.shape[1] + width + spare), float("nan"), dtype=dy.dtype, device=dy.device
+        )
         extended[:, : dy.shape[1]] = dy
         g = extended[:, dy.shape[1] :]
         margin, wide = up.new_zeros(len(up), width + spare), u.new_zeros(len(u), width + spare)
         margin[:, :width], wide[:, :width] = diagonal(up), u
         of_ups = of.adapter_gradients(
-            extended[:, : dy.shape[1]], margin, wide, g, sizes, ranks, factors[: len(sizes)], torch.float32
+            extended[:, : dy.shape[1]],
+            margin,
+            wide,
+            g,
+            sizes,
+            ranks,
+            factors[: len(sizes)],
+            torch.float32,
         )
         return g[:, :width], g[:, width:], torch.cat([x.reshape(-1) for x in of_ups])
 
@@ -49,7 +65,11 @@ def functions(sizes, ranks, factors=FACTORS, of=module, spare=5):
             factor * (dy[:, row : row + size].to(wide).t() @ u[:, start : start + rank].to(wide))
             for factor, (row, size, start, rank) in zip(factors, places)
         ]
-        return dy @ diagonal(up), dy.new_zeros(len(dy), spare), torch.cat([x.reshape(-1) for x in of_ups])
+        return (
+            dy @ diagonal(up),
+            dy.new_zeros(len(dy), spare),
+            torch.cat([x.reshape(-1) for x in of_ups]),
+        )
 
     return _constant(ours), _constant(plain)
 
@@ -83,16 +103,22 @@ def several_parts(monkeypatch):
 
 
 def compare(ours, plain, drawn, dtype, device):
-    if dtype == torch.float32 and device.type == "cpu":  # the interpreter's sums are numpy's, in another order than torch's
+    if (
+        dtype == torch.float32 and device.type == "cpu"
+    ):  # the interpreter's sums are numpy's, in another order than torch's
         inputs = drawn()
         for got, exact in zip(ours(*inputs), plain(*(x.double() for x in inputs))):
             assert (got - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
     elif device.type == "cpu" or dtype == torch.float32:
         assert_as_exact_as_plain(ours, plain, drawn)
     else:
-        assert_as_exact_as_plain(lambda *inputs: ours(*inputs)[:2], lambda *inputs: plain(*inputs)[:2], drawn)
+        assert_as_exact_as_plain(
+            lambda *inputs: ours(*inputs)[:2], lambda *inputs: plain(*inputs)[:2], drawn
+        )
         inputs = drawn()
-        assert_a_sum_of_tensor_cores(ours(*inputs)[2], plain(*(x.cpu().double() for x in inputs))[2], len(inputs[0]))
+        assert_a_sum_of_tensor_cores(
+            ours(*inputs)[2], plain(*(x.cpu().double() for x in inputs))[2], len(inputs[0])
+        )
 
 
 def assert_a_sum_of_tensor_cores(found, exact, rows):
@@ -101,7 +127,11 @@ def assert_a_sum_of_tensor_cores(found, exact, rows):
 
 
 @pytest.mark.usefixtures("several_parts")
-@pytest.mark.parametrize(("layers", "rows"), [*((layers, 130) for layers in LAYERS), (LAYERS[0], 1), (LAYERS[3], 320)], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "rows"),
+    [*((layers, 130) for layers in LAYERS), (LAYERS[0], 1), (LAYERS[3], 320)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_equals_the_products(dtype, layers, rows, device):
     compare(*functions(*layers), draw(rows, *layers, dtype, device), dtype, device)
@@ -109,7 +139,12 @@ def test_equals_the_products(dtype, layers, rows, device):
 
 def test_a_margin_that_is_full(device):
     layers = (30, 40), (16, 16)
-    compare(*functions(*layers, spare=0), draw(67, *layers, torch.float32, device), torch.float32, device)
+    compare(
+        *functions(*layers, spare=0),
+        draw(67, *layers, torch.float32, device),
+        torch.float32,
+        device,
+    )
 
 
 @pytest.mark.parametrize("factors", [FACTORS, (0.5, 0.5, 0.5)], ids=str)
@@ -123,7 +158,9 @@ def test_equals_the_products_without_a_kernel(dtype, factors, device, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "layers", [((4864, 4864), (32, 32)), ((4096, 1024, 1024), (16, 16, 16)), ((1000, 1000), (32, 8))], ids=str
+    "layers",
+    [((4864, 4864), (32, 32)), ((4096, 1024, 1024), (16, 16, 16)), ((1000, 1000), (32, 8))],
+    ids=str,
 )
 def test_the_sizes_of_models(layers, device):
     ours, plain = functions(*layers)
@@ -134,7 +171,10 @@ def test_the_sizes_of_models(layers, device):
     def error(found, exact):
         return (found.cpu().double() - exact).norm() / exact.norm()
 
-    assert all(torch.equal(one, other) for one, other in zip((g, empty, of_up), again)) and not empty.any()
+    assert (
+        all(torch.equal(one, other) for one, other in zip((g, empty, of_up), again))
+        and not empty.any()
+    )
     assert error(g, exact[0]) <= 1.5 * error(of_plain, exact[0])
     assert_a_sum_of_tensor_cores(of_up, exact[2], 3000)
 

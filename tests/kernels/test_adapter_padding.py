@@ -16,8 +16,12 @@ def check(write, ranks, dtype, device):
     count = len(ranks)
     sizes, scales = SIZES[:count], [0.5, 1.5, 3.0][:count]
     downs = [torch.randn(rank, WIDTH, device=device) if rank else None for rank in ranks]
-    ups = [torch.randn(size, rank, device=device) if rank else None for size, rank in zip(sizes, ranks)]
-    buffers = [torch.zeros(sum(sizes) + ROOM, WIDTH + ROOM, device=device, dtype=dtype) for _ in range(2)]
+    ups = [
+        torch.randn(size, rank, device=device) if rank else None for size, rank in zip(sizes, ranks)
+    ]
+    buffers = [
+        torch.zeros(sum(sizes) + ROOM, WIDTH + ROOM, device=device, dtype=dtype) for _ in range(2)
+    ]
     for write_into, buffer in zip((write, write_adapters_reference), buffers):
         down, up = buffer[sum(sizes) :, :WIDTH], buffer[: sum(sizes), WIDTH:]
         write_into(down, up, sizes, ranks, downs, ups, scales)
@@ -28,7 +32,9 @@ def check(write, ranks, dtype, device):
             assert torch.equal(down[column : column + rank], a.to(dtype))
             assert torch.equal(up[row : row + size, column : column + rank], (scale * b).to(dtype))
         row, column = row + size, column + rank
-    assert buffers[1].count_nonzero() == sum(rank * (WIDTH + size) for rank, size in zip(ranks, sizes))
+    assert buffers[1].count_nonzero() == sum(
+        rank * (WIDTH + size) for rank, size in zip(ranks, sizes)
+    )
 
 
 @pytest.mark.parametrize("ranks", [(4,), (3, 0, 5), (3, 5), (0, 2, 0)], ids=str)

@@ -1,5 +1,5 @@
-"""Norms, gated units and rotations find the largest absolute value of what they write, to the bit; it is told for that tensor
-alone."""
+"""Norms, gated units and rotations find the largest absolute value of what they write, to the
+bit; it is told for that tensor alone."""
 
 import sys
 
@@ -18,7 +18,8 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 8), (13, 37), (5, 257), (3, 1300)]
 HEADS = [((3, 1), 6, 4), ((4, 2), 64, 64), ((1, 1), 40, 16)]
 RMSNORM, GLU, ROPE, NORM_ROPE = (
-    sys.modules[f"chronicals.kernels.{name}"] for name in ("rmsnorm", "glu", "qk_rope", "qk_norm_rope")
+    sys.modules[f"chronicals.kernels.{name}"]
+    for name in ("rmsnorm", "glu", "qk_rope", "qk_norm_rope")
 )
 
 
@@ -36,7 +37,9 @@ def draw(device, dtype, *shape):
 def gradients_seen(x):
     """The very tensor that comes back to ``x``, filled by its hook."""
     seen = []
-    x.register_hook(lambda gradient: seen.append(gradient))  # returns None: the gradient goes on as it is
+    x.register_hook(
+        lambda gradient: seen.append(gradient)
+    )  # returns None: the gradient goes on as it is
     return seen
 
 
@@ -63,7 +66,9 @@ def test_columns_left_free_have_no_part(device, monkeypatch):
     """Whatever lies in them."""
     for module in (RMSNORM, GLU, ROPE):
         usual = module.with_padding
-        monkeypatch.setattr(module, "with_padding", lambda *a, usual=usual, **k: infinite_around(usual(*a, **k)))
+        monkeypatch.setattr(
+            module, "with_padding", lambda *a, usual=usual, **k: infinite_around(usual(*a, **k))
+        )
     check_norm(fused_add_rmsnorm, (5, 37), torch.float32, device, True, True, paddings=(8, 16))
     check_unit(glu_of_both, 5, 37, torch.float32, device, "silu", paddings=(8, 16))
     for turn in (fused_qkv_rope, normed(fused_qkv_norm_rope)):
@@ -92,11 +97,16 @@ def test_of_units(rows, width, activation, device):
         check_unit(glu_of_both, rows, width, dtype, device, activation)
 
 
-def check_rotation(turn, tokens, heads, width, rotated, dtype, device, interleaved=False, padding=0, spoil=()):
+def check_rotation(
+    turn, tokens, heads, width, rotated, dtype, device, interleaved=False, padding=0, spoil=()
+):
     """The largest gradient may reach queries, keys or values, ``spoil`` is where there is none."""
     h, k = heads
     angles = torch.randn(tokens, rotated, device=device)
-    qkv, given = draw(device, dtype, tokens, (h + 2 * k) * width) * 1, draw(device, dtype, tokens, h + 2 * k, width).detach()
+    qkv, given = (
+        draw(device, dtype, tokens, (h + 2 * k) * width) * 1,
+        draw(device, dtype, tokens, h + 2 * k, width).detach(),
+    )
     for place in spoil:
         given[place] = float("nan")
     amax, seen = Amax(), gradients_seen(qkv)
@@ -109,7 +119,12 @@ def normed(turn):
     """After norms whose weights are trained."""
 
     def run(qkv, cos, sin, heads, *options):
-        weight = torch.ones(qkv.shape[1] // (heads[0] + 2 * heads[1]), device=qkv.device, dtype=qkv.dtype, requires_grad=True)
+        weight = torch.ones(
+            qkv.shape[1] // (heads[0] + 2 * heads[1]),
+            device=qkv.device,
+            dtype=qkv.dtype,
+            requires_grad=True,
+        )
         return turn(qkv, weight, weight, cos, sin, heads, 1e-6, 0.0, *options)
 
     return run
@@ -118,16 +133,22 @@ def normed(turn):
 @pytest.mark.parametrize("padding", [0, 16])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("heads", "width", "rotated"), HEADS, ids=str)
-@pytest.mark.parametrize("turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"])
+@pytest.mark.parametrize(
+    "turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"]
+)
 def test_of_rotations(turn, heads, width, rotated, interleaved, padding, device):
     for dtype in TYPES:
         check_rotation(turn, 13, heads, width, rotated, dtype, device, interleaved, padding)
 
 
-@pytest.mark.parametrize("turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"])
+@pytest.mark.parametrize(
+    "turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"]
+)
 def test_what_is_no_number_has_no_part_in_rotations(turn, device):
     """Neither rotated, nor beyond, nor copied."""
-    check_rotation(turn, 13, (3, 1), 6, 4, torch.bfloat16, device, spoil=[(1, 0, 2), (4, 3, 5), (8, 4, 0)])
+    check_rotation(
+        turn, 13, (3, 1), 6, 4, torch.bfloat16, device, spoil=[(1, 0, 2), (4, 3, 5), (8, 4, 0)]
+    )
 
 
 def test_what_is_no_number_has_no_part(device):
@@ -171,7 +192,9 @@ def test_another_tensor_in_the_same_memory_has_none(device):
     pytest.skip("the allocator never gave the same memory again")
 
 
-@pytest.mark.parametrize("between", ["another gradient is added", "a hook changes it", "a hook changes it in place"])
+@pytest.mark.parametrize(
+    "between", ["another gradient is added", "a hook changes it", "a hook changes it in place"]
+)
 def test_a_gradient_that_something_was_done_to_has_none(between, device):
     x, amax, taken = draw(device, torch.float32, 4, 16), Amax(), []
     source = x * 1.0
@@ -207,31 +230,61 @@ def test_quantised_with_it_is_the_same(layout, device):
             )
             for ours, usual in zip(*found, strict=True):
                 assert (ours is None) == (usual is None)
-                assert ours is None or all(torch.equal(a.float(), b.float()) for a, b in zip(ours, usual))
-    with pytest.raises(ValueError, match="scaling='row': only the scale or the maximum of a whole tensor can be given"):
+                assert ours is None or all(
+                    torch.equal(a.float(), b.float()) for a, b in zip(ours, usual)
+                )
+    with pytest.raises(
+        ValueError,
+        match="scaling='row': only the scale or the maximum of a whole tensor can be given",
+    ):
         fp8_quantize(x, "row", amax=largest(x)[None])
 
 
 FAULTS = {
     "of the norm before its weight": (
-        RMSNORM, "magnitude(y.to(tl.float32))", "magnitude((s * rstd[:, None]).to(tl.float32))"
+        RMSNORM,
+        "magnitude(y.to(tl.float32))",
+        "magnitude((s * rstd[:, None]).to(tl.float32))",
     ),
     "of the gradient's last rows alone": (
-        RMSNORM, "most = tl.maximum(most, tl.where(here,", "most = (tl.where(here,"
+        RMSNORM,
+        "most = tl.maximum(most, tl.where(here,",
+        "most = (tl.where(here,",
     ),
     "of the gate's gradient alone": (
-        GLU, "tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))", "magnitude(d_gate.to(tl.float32))"
+        GLU,
+        "tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))",
+        "magnitude(d_gate.to(tl.float32))",
     ),
     "before rounding": (GLU, "magnitude(y.to(tl.float32))", "magnitude(activated * up)"),
-    "of queries and keys alone": (ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX", "V_HEADS, ROWS, WIDTH, WHOLE, False"),
-    "of rotated channels alone": (ROPE, "magnitude(rest.to(tl.float32))", "0.0 * magnitude(rest.to(tl.float32))"),
+    "of queries and keys alone": (
+        ROPE,
+        "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX",
+        "V_HEADS, ROWS, WIDTH, WHOLE, False",
+    ),
+    "of rotated channels alone": (
+        ROPE,
+        "magnitude(rest.to(tl.float32))",
+        "0.0 * magnitude(rest.to(tl.float32))",
+    ),
     "rotated, before rounding": (ROPE, "most.to(out_ptr.dtype.element_ty)", "most"),
     "of normed queries and keys alone": (
-        NORM_ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX", "V_HEADS, ROWS, WIDTH, WHOLE, False"
+        NORM_ROPE,
+        "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX",
+        "V_HEADS, ROWS, WIDTH, WHOLE, False",
     ),
-    "of normed and rotated channels alone": (NORM_ROPE, "tl.max(magnitude(d_rest), 1)", "0.0 * tl.max(magnitude(d_rest), 1)"),
-    "of the last heads alone": (NORM_ROPE, "most = tl.maximum(most, tl.max(tl.maximum(", "most = (tl.max(tl.maximum("),
-}  # fmt: skip
+    "of normed and rotated channels alone": (
+        NORM_ROPE,
+        "tl.max(magnitude(d_rest), 1)",
+        "0.0 * tl.max(magnitude(d_rest), 1)",
+    ),
+    "of the last heads alone": (
+        NORM_ROPE,
+        "most = tl.maximum(most, tl.max(tl.maximum(",
+        "most = (tl.max(tl.maximum(",
+    ),
+}
+
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
@@ -247,4 +300,12 @@ def test_planted_faults_are_found(fault, device):
                 check_unit(wrong.glu_of_both, 13, 37, torch.bfloat16, device, "silu")
             else:
                 turn = wrong.fused_qkv_rope if module is ROPE else normed(wrong.fused_qkv_norm_rope)
-                check_rotation(turn, 133 if device.type == "cpu" else 20_000, (4, 2), 64, 32, torch.bfloat16, device)
+                check_rotation(
+                    turn,
+                    133 if device.type == "cpu" else 20_000,
+                    (4, 2),
+                    64,
+                    32,
+                    torch.bfloat16,
+                    device,
+                )

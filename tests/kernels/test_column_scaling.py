@@ -1,11 +1,17 @@
-"""scale_columns and its gradients against fp64, with strided rows, and in the place of what was scaled."""
+"""scale_columns and its gradients against fp64, with strided rows, and in the place of what was
+scaled.
+"""
 
 import sys
 
 import pytest
 import torch
 
-from chronicals.kernels.column_scaling import scale_columns, scale_columns_reference, scaled_columns_gradient
+from chronicals.kernels.column_scaling import (
+    scale_columns,
+    scale_columns_reference,
+    scaled_columns_gradient,
+)
 from chronicals.kernels.launch import with_padding
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
@@ -48,7 +54,9 @@ def draw(rows, width, dtype, device):
 @pytest.mark.parametrize("shape", [(1, 1), (13, 37), (300, 301)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_equals_the_reference(dtype, shape, way, device):
-    assert_as_exact_as_plain(in_one_function(**way), scale_columns_reference, draw(*shape, dtype, device))
+    assert_as_exact_as_plain(
+        in_one_function(**way), scale_columns_reference, draw(*shape, dtype, device)
+    )
 
 
 def test_without_a_bias_and_without_a_sum(device):
@@ -77,4 +85,6 @@ def test_no_rows(device):
 def test_planted_faults_are_found(old, new, device):
     wrong = mutant(MODULE, old, new)
     with pytest.raises(AssertionError):
-        assert_as_exact_as_plain(in_one_function(wrong), scale_columns_reference, draw(300, 37, torch.float32, device))
+        assert_as_exact_as_plain(
+            in_one_function(wrong), scale_columns_reference, draw(300, 37, torch.float32, device)
+        )

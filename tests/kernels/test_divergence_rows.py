@@ -1,4 +1,6 @@
-"""The kernel over rows of a student's and a teacher's logits against autograd of the definitions, in fp64."""
+"""The kernel over rows of a student's and a teacher's logits against autograd of the
+definitions, in fp64.
+"""
 
 import math
 
@@ -17,7 +19,10 @@ TYPES = [torch.float32, torch.bfloat16]
 DIVERGENCES = {
     "forward_kl": (Divergence.forward_kl(), lambda p, q: kl(p, q)),
     "reverse_kl": (Divergence.reverse_kl(), lambda p, q: kl(q, p)),
-    "jsd": (Divergence.jsd(0.3), lambda p, q: 0.3 * kl(p, mix(p, q, 0.3)) + 0.7 * kl(q, mix(p, q, 0.3))),
+    "jsd": (
+        Divergence.jsd(0.3),
+        lambda p, q: 0.3 * kl(p, mix(p, q, 0.3)) + 0.7 * kl(q, mix(p, q, 0.3)),
+    ),
     "skew_kl": (Divergence.skew_kl(0.2), lambda p, q: kl(p, mix(p, q, 0.2))),
     "skew_reverse_kl": (Divergence.skew_reverse_kl(0.2), lambda p, q: kl(q, mix(q, p, 0.2))),
 }
@@ -35,7 +40,12 @@ def mix(one, other, share):
 
 def options_of(name, temperature=1.0, softcap=None, cross_entropy=0.0, scale=1.0):
     return DistillationOptions(
-        DIVERGENCES[name][0], LossOptions(scale, softcap), LossOptions(0.8, None), temperature, 0.7, cross_entropy
+        DIVERGENCES[name][0],
+        LossOptions(scale, softcap),
+        LossOptions(0.8, None),
+        temperature,
+        0.7,
+        cross_entropy,
     )
 
 
@@ -43,21 +53,33 @@ def by_the_book(x, y, targets, weights, options, name):
     """Found values and the gradient, from autograd, in the type of ``x``."""
     x = x.detach().requires_grad_()
     z = x * options.student.scale
-    z = z if options.student.softcap is None else options.student.softcap * torch.tanh(z / options.student.softcap)
+    z = (
+        z
+        if options.student.softcap is None
+        else options.student.softcap * torch.tanh(z / options.student.softcap)
+    )
     teacher = y * options.teacher.scale
     p, q = ((logits / options.temperature).log_softmax(-1) for logits in (teacher, z))
     d = DIVERGENCES[name][1](p, q).masked_fill(targets == IGNORED, 0.0)
-    own, theirs = (F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED) for logits in (z, teacher))
+    own, theirs = (
+        F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+        for logits in (z, teacher)
+    )
     losses = options.of_divergence * d + options.of_cross_entropy * own
     total = (losses if weights is None else losses * weights).sum()
-    same = [(z.argmax(1) == other).to(x.dtype) * (targets != IGNORED) for other in (teacher.argmax(1), targets)]
+    same = [
+        (z.argmax(1) == other).to(x.dtype) * (targets != IGNORED)
+        for other in (teacher.argmax(1), targets)
+    ]
     return torch.stack([d, own, theirs, *same]).detach(), torch.autograd.grad(total, x)[0]
 
 
 def draw(dtype, device, rows=ROWS, spread=2.0):
     targets = torch.randint(0, VOCABULARY, (rows,), device=device)
     x, y = (torch.randn(rows, VOCABULARY, device=device) * spread for _ in range(2))
-    y[::2] = x[::2] + 0.1 * torch.randn_like(x[::2])  # a student that is near is where divergences cancel
+    y[::2] = x[::2] + 0.1 * torch.randn_like(
+        x[::2]
+    )  # a student that is near is where divergences cancel
     targets[::3] = x[::3].argmax(1)
     targets[1::4] = IGNORED
     return x.to(dtype), y.to(dtype), targets
@@ -68,11 +90,15 @@ def far(got, expected):
 
 
 def compare(of, name, dtype, device, weighted=False, teachers=None, **changes):
-    """An excess by chance does not come in so many fresh draws one after the other, each larger than the one before."""
+    """An excess by chance does not come in so many fresh draws one after the other, each larger
+    than the one before.
+    """
     for attempt in range(ATTEMPTS):
         try:
             x, y, targets = draw(dtype, device, ROWS * LARGER**attempt)
-            compare_rows(of, name, x, y.to(teachers or dtype), targets, options_of(name, **changes), weighted)
+            compare_rows(
+                of, name, x, y.to(teachers or dtype), targets, options_of(name, **changes), weighted
+            )
         except AssertionError:
             if attempt == ATTEMPTS - 1:
                 raise
@@ -107,7 +133,9 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("temperature", "cross_entropy"), [(1.0, 0.0), (1.0, 0.4), (2.5, 0.4), (0.5, 0.0)])
+@pytest.mark.parametrize(
+    ("temperature", "cross_entropy"), [(1.0, 0.0), (1.0, 0.4), (2.5, 0.4), (0.5, 0.0)]
+)
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_every_divergence(name, temperature, cross_entropy, dtype, way, device):
     compare(way, name, dtype, device, temperature=temperature, cross_entropy=cross_entropy)
@@ -118,8 +146,16 @@ def test_every_divergence(name, temperature, cross_entropy, dtype, way, device):
 @pytest.mark.parametrize("name", ["forward_kl", "jsd"])
 def test_scale_softcap_and_weights(name, softcap, weighted, way, device):
     compare(
-        way, name, torch.float32, device, weighted, softcap=softcap, scale=-0.7, temperature=2.0, cross_entropy=0.3
-    )  # fmt: skip
+        way,
+        name,
+        torch.float32,
+        device,
+        weighted,
+        softcap=softcap,
+        scale=-0.7,
+        temperature=2.0,
+        cross_entropy=0.3,
+    )
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -149,26 +185,38 @@ def test_equal_sides_have_no_divergence_and_no_gradient(name, way, device):
 
 @pytest.mark.parametrize("name", ["jsd", "skew_kl", "skew_reverse_kl"])
 def test_tokens_that_are_banned_on_one_side(name, way, device):
-    """A logit of minus infinity is a chance of zero, which a mixture can stand; JSD is then at most log 2."""
+    """A logit of minus infinity is a chance of zero, which a mixture can stand; JSD is then at
+    most log 2.
+    """
     x = torch.full((4, 8), -math.inf, device=device)
     y = x.clone()
     x[:, :2], y[:, 2:4], x[3], y[3] = 0.0, 0.0, torch.arange(8.0), torch.arange(8.0)
     y[2, :3] = 1.0  # one token in common
     targets = torch.tensor([0, 1, 0, 3], device=device)
     options = DistillationOptions(DIVERGENCES[name][0], LossOptions(), LossOptions())
-    exact = DIVERGENCES[name][1](*(logits.double().cpu().clamp(min=-1e5).log_softmax(-1) for logits in (y, x)))
+    exact = DIVERGENCES[name][1](
+        *(logits.double().cpu().clamp(min=-1e5).log_softmax(-1) for logits in (y, x))
+    )
     found = way.divergence_and_gradient_(x, y, targets, None, options, True)
     torch.testing.assert_close(found[0].double().cpu(), exact, rtol=1e-5, atol=1e-6)
     assert torch.isfinite(x).all()
 
 
 def test_logits_far_apart_do_not_overflow(way, device):
-    """A student that holds impossible what the teacher is sure of: the divergence is the distance of the logits."""
-    for name, expected in (("forward_kl", 3e4), ("reverse_kl", 3e4), ("jsd", 0.3 * -math.log(0.3) + 0.7 * -math.log(0.7))):
+    """A student that holds impossible what the teacher is sure of: the divergence is the
+    distance of the logits.
+    """
+    for name, expected in (
+        ("forward_kl", 3e4),
+        ("reverse_kl", 3e4),
+        ("jsd", 0.3 * -math.log(0.3) + 0.7 * -math.log(0.7)),
+    ):
         x = torch.tensor([[0.0, 3e4, 0.0]], device=device)
         y = torch.tensor([[3e4, 0.0, 0.0]], device=device)
         options = DistillationOptions(DIVERGENCES[name][0], LossOptions(), LossOptions())
-        found = way.divergence_and_gradient_(x, y, torch.tensor([1], device=device), None, options, True)
+        found = way.divergence_and_gradient_(
+            x, y, torch.tensor([1], device=device), None, options, True
+        )
         assert found[0].item() == pytest.approx(expected, rel=1e-5)
         assert torch.isfinite(x).all()
 
@@ -183,8 +231,14 @@ def test_what_is_no_number_is_not_hidden(side, way, device):
 
 
 def test_the_ends_of_the_jsd_are_the_divergences_themselves():
-    assert Divergence.jsd(0.0) == Divergence.forward_kl() and Divergence.jsd(1.0) == Divergence.reverse_kl()
-    assert Divergence.skew_kl(0.0) == Divergence.forward_kl() and Divergence.skew_reverse_kl(0.0) == Divergence.reverse_kl()
+    assert (
+        Divergence.jsd(0.0) == Divergence.forward_kl()
+        and Divergence.jsd(1.0) == Divergence.reverse_kl()
+    )
+    assert (
+        Divergence.skew_kl(0.0) == Divergence.forward_kl()
+        and Divergence.skew_reverse_kl(0.0) == Divergence.reverse_kl()
+    )
     for wrong in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match=f"beta={wrong}"):
             Divergence.jsd(wrong)
@@ -193,16 +247,29 @@ def test_the_ends_of_the_jsd_are_the_divergences_themselves():
 
 
 MUTATIONS = {
-    "the other sign": ("gradient = of_d * (h - q * sum_of_h)", "gradient = of_d * (q * sum_of_h - h)"),
-    "temperature lost in the gradient": ("weight * of_divergence / temperature", "weight * of_divergence"),
-    "teacher at temperature 1": (
-        "- y_top) / temperature - y_tempered\n                q, div", "- y_top) - y_rest\n                q, div"
+    "the other sign": (
+        "gradient = of_d * (h - q * sum_of_h)",
+        "gradient = of_d * (q * sum_of_h - h)",
     ),
-    "chances of the cross-entropy at the temperature": ("x_top - x_rest) if TEMPERED", "x_top - x_rest) if not TEMPERED"),
-    "the other side of the mixture": ("of_q - (of_teacher * (1.0 - share)", "of_q - (of_teacher * share"),
+    "temperature lost in the gradient": (
+        "weight * of_divergence / temperature",
+        "weight * of_divergence",
+    ),
+    "teacher at temperature 1": (
+        "- y_top) / temperature - y_tempered\n                q, div",
+        "- y_top) - y_rest\n                q, div",
+    ),
+    "chances of the cross-entropy at the temperature": (
+        "x_top - x_rest) if TEMPERED",
+        "x_top - x_rest) if not TEMPERED",
+    ),
+    "the other side of the mixture": (
+        "of_q - (of_teacher * (1.0 - share)",
+        "of_q - (of_teacher * share",
+    ),
     "no mean is taken off": ("(h - q * sum_of_h)", "(h + q)"),
     "another likeliest token": ("tl.where(top > largest, tl.min", "tl.where(top < largest, tl.min"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
@@ -210,4 +277,6 @@ def test_planted_faults_are_found(fault, device, monkeypatch):
     broken = mutant(module, *MUTATIONS[fault])
     monkeypatch.setattr(broken, "tile_of", lambda vocabulary: Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):
-        compare_rows(broken, "jsd", *draw(torch.float32, device), options_of("jsd", 2.0, None, 0.4), False)
+        compare_rows(
+            broken, "jsd", *draw(torch.float32, device), options_of("jsd", 2.0, None, 0.4), False
+        )

@@ -1,4 +1,6 @@
-"""Products under dropout against the same mask laid down in memory, and that mask against chance."""
+"""Products under dropout against the same mask laid down in memory, and that mask against
+chance.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,16 @@ from chronicals.kernels.dropped_products import draw_seed, dropped_reference
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
-SHAPES = [(1, 16, 1), (67, 130, 8), (131, 40, 3), (64, 128, 16), (200, 257, 96), (70, 140, 192), (67, 40, 300), (40, 300, 24)]
+SHAPES = [
+    (1, 16, 1),
+    (67, 130, 8),
+    (131, 40, 3),
+    (64, 128, 16),
+    (200, 257, 96),
+    (70, 140, 192),
+    (67, 40, 300),
+    (40, 300, 24),
+]
 TYPES = [torch.float32, torch.bfloat16]
 DROPOUTS = [2**-16, 0.05, 0.7]
 
@@ -23,8 +34,12 @@ def compare(ours, plain, *shapes, dtype, device):
     def draw():
         return [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
 
-    if dtype == torch.float32 and device.type == "cpu":  # the interpreter's sums are numpy's, in another order than torch's
-        drawn = [draw() for _ in range(4)]  # the terms of one number may cancel each other by chance
+    if (
+        dtype == torch.float32 and device.type == "cpu"
+    ):  # the interpreter's sums are numpy's, in another order than torch's
+        drawn = [
+            draw() for _ in range(4)
+        ]  # the terms of one number may cancel each other by chance
         exact = torch.stack([plain(*(x.double() for x in inputs)) for inputs in drawn])
         got = torch.stack([ours(*inputs) for inputs in drawn])
         assert (got - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
@@ -88,10 +103,16 @@ def test_all_three(shape, dtype, p, device):
 @pytest.mark.parametrize("rank", [3, 300])
 def test_beside_u_are_zeros(rank, device):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    x, a = torch.randn(37, 40, device=device).to(dtype), torch.randn(rank, 40, device=device).to(dtype)
+    x, a = (
+        torch.randn(37, 40, device=device).to(dtype),
+        torch.randn(rank, 40, device=device).to(dtype),
+    )
     seed, margin = draw_seed(x), torch.full((37, rank + 12), float("nan"), device=device).to(dtype)
     module.dropped_down(x, a, seed, 0.3, margin[:, : rank + 9])
-    assert torch.equal(margin[:, :rank], down(x, a, seed, 0.3)) and not margin[:, rank : rank + 9].any()
+    assert (
+        torch.equal(margin[:, :rank], down(x, a, seed, 0.3))
+        and not margin[:, rank : rank + 9].any()
+    )
     assert margin[:, rank + 9 :].isnan().all()
 
 
@@ -102,7 +123,9 @@ def test_strided_rows(device):
     x, g, a = wide[:, :40], thin[:, 8:16], torch.randn(8, 40, device=device)
     kept = dropped_reference(x, seed, p)
     torch.testing.assert_close(down(x, a, seed, p), kept @ a.t(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(module.dropped_gradient_of_down(g, x, seed, p), g.t() @ kept, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        module.dropped_gradient_of_down(g, x, seed, p), g.t() @ kept, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
@@ -117,8 +140,13 @@ def test_the_mask_is_fair_and_without_pattern(p):
         (kept.float().mean(1), width),
     ):
         assert ((share - stay).abs() <= 6 * (stay * p / count) ** 0.5).all()
-    for pairs in (kept[:, 1:] & kept[:, :-1], kept[1:] & kept[:-1]):  # which share elements: at most twice the variance
-        assert (pairs.float().mean() - stay**2).abs() <= 6 * (2 * stay**2 * (1 - stay**2) / pairs.numel()) ** 0.5
+    for pairs in (
+        kept[:, 1:] & kept[:, :-1],
+        kept[1:] & kept[:-1],
+    ):  # which share elements: at most twice the variance
+        assert (pairs.float().mean() - stay**2).abs() <= 6 * (
+            2 * stay**2 * (1 - stay**2) / pairs.numel()
+        ) ** 0.5
 
 
 def test_seeds_make_masks_of_their_own():
@@ -146,10 +174,18 @@ def test_planted_faults_are_found(old, new, device, monkeypatch):
     for of in (module, wrong):  # two programs a block, of which one has two tiles
         monkeypatch.setattr(of, "multiprocessors", lambda _: 4)
         monkeypatch.setattr(of, "shared_memory", lambda _: 2**15)
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32  # those that a kernel takes there
-    x, g, a = (torch.randn(*shape, device=device).to(kind) for shape in ((40, 300), (40, 8), (8, 300)))
+    kind = (
+        torch.bfloat16 if device.type == "cuda" else torch.float32
+    )  # those that a kernel takes there
+    x, g, a = (
+        torch.randn(*shape, device=device).to(kind) for shape in ((40, 300), (40, 8), (8, 300))
+    )
     results = [
-        (down(x, a, seed, p, of), of.dropped_gradient_of_down(g, x, seed, p), of.add_dropped_product_(x.clone(), g, a, seed, p))
+        (
+            down(x, a, seed, p, of),
+            of.dropped_gradient_of_down(g, x, seed, p),
+            of.add_dropped_product_(x.clone(), g, a, seed, p),
+        )
         for of in (module, wrong)
     ]
     assert any(not torch.allclose(one, other) for one, other in zip(*results))

@@ -24,7 +24,10 @@ def test_sum_of_a_token(case, shared, dtype, device):
         return (rows * shares[0][:, None] if shares else rows).unflatten(0, (tokens, each)).sum(1)
 
     def draw():
-        z, shares = torch.randn(tokens * each, width, device=device), torch.rand(tokens * each, device=device)
+        z, shares = (
+            torch.randn(tokens * each, width, device=device),
+            torch.rand(tokens * each, device=device),
+        )
         return [x.to(dtype) for x in ([z, shares] if shared else [z])]
 
     def ours(z, *shares):

@@ -5,15 +5,32 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chronicals.kernels import expert_dispatch as module
-from chronicals.kernels.expert_dispatch import Dispatch, dispatch_reference, dispatch_to_experts, watching_dispatches
+from chronicals.kernels.expert_dispatch import (
+    Dispatch,
+    dispatch_reference,
+    dispatch_to_experts,
+    watching_dispatches,
+)
 from mutants import mutant
 
-CASES = [(1, 1, 1), (1, 8, 8), (67, 2, 8), (300, 8, 128), (131, 3, 200), (97, 4, 3), (64, 1, 5), (2000, 2, 4)]
+CASES = [
+    (1, 1, 1),
+    (1, 8, 8),
+    (67, 2, 8),
+    (300, 8, 128),
+    (131, 3, 200),
+    (97, 4, 3),
+    (64, 1, 5),
+    (2000, 2, 4),
+]
 
 
 def drawn(tokens, each, experts, device):
     """Some experts are chosen often and some never."""
-    scores = torch.rand(tokens, experts, device=device) + (torch.rand(experts, device=device) * 3).floor()
+    scores = (
+        torch.rand(tokens, experts, device=device)
+        + (torch.rand(experts, device=device) * 3).floor()
+    )
     return scores.topk(min(each, experts), 1).indices
 
 
@@ -23,7 +40,11 @@ def test_equals_a_stable_sort(case, dtype, device):
     experts_Tk = drawn(*case, device).to(dtype)
     got = dispatch_to_experts(experts_Tk, case[2])
     order, places, bounds, tiles = dispatch_reference(experts_Tk.reshape(-1), case[2], got.rows)
-    assert torch.equal(got.order_S, order) and torch.equal(got.places_S, places) and torch.equal(got.bounds, bounds)
+    assert (
+        torch.equal(got.order_S, order)
+        and torch.equal(got.places_S, places)
+        and torch.equal(got.bounds, bounds)
+    )
     used = tiles[0] < case[2]
     assert torch.equal(got.tiles[0], tiles[0]) and torch.equal(got.tiles[1][used], tiles[1][used])
 
@@ -60,23 +81,34 @@ def test_no_pairs(device):
 def test_what_experts_receive(case, device):
     experts_Tk = drawn(*case, device)
     got = dispatch_to_experts(experts_Tk, case[2])
-    reference = Dispatch(*dispatch_reference(experts_Tk.reshape(-1), case[2], got.rows), got.each, got.rows)
+    reference = Dispatch(
+        *dispatch_reference(experts_Tk.reshape(-1), case[2], got.rows), got.each, got.rows
+    )
     assert torch.equal(got.received(), experts_Tk) and torch.equal(reference.received(), experts_Tk)
     pairs, last = experts_Tk.numel(), got.order_S[-1:]
     bounds = torch.where(got.bounds == pairs, pairs - 1, got.bounds)
-    short = got._replace(bounds=bounds).received().reshape(-1)  # the rows of an expert end one too early
-    assert (short != experts_Tk.reshape(-1)).nonzero().tolist() == [last.tolist()] and short[last] == case[2]
+    short = (
+        got._replace(bounds=bounds).received().reshape(-1)
+    )  # the rows of an expert end one too early
+    assert (short != experts_Tk.reshape(-1)).nonzero().tolist() == [last.tolist()] and short[
+        last
+    ] == case[2]
     if pairs > 1:
         twice = got.order_S.clone()
         twice[-1] = twice[0]  # a pair is there twice, and so another one is not
-        assert (got._replace(order_S=twice).received().reshape(-1) == case[2]).nonzero().tolist() == [last.tolist()]
+        assert (
+            got._replace(order_S=twice).received().reshape(-1) == case[2]
+        ).nonzero().tolist() == [last.tolist()]
 
 
 def test_what_experts_receive_is_found_on_the_device(device):
     """Tensors without values: whatever asks for one fails."""
     got = dispatch_to_experts(drawn(7, 2, 5, device), 5)
     with FakeTensorMode() as mode:
-        assert Dispatch(*map(mode.from_tensor, got[:4]), got.each, got.rows).received().shape == (7, 2)
+        assert Dispatch(*map(mode.from_tensor, got[:4]), got.each, got.rows).received().shape == (
+            7,
+            2,
+        )
 
 
 def test_dispatches_are_watched(device):
@@ -93,9 +125,18 @@ def test_other_shapes_are_refused():
 
 
 MUTATIONS = {
-    "a pair before itself": ("number[None, :] < number[:, None]", "number[None, :] <= number[:, None]"),
-    "blocks before are left out": ("before + tl.cumsum(count, 0) - count", "tl.cumsum(count, 0) - count"),
-    "all tiles begin with the expert": ("tile - tl.sum(at * (last - height)[None, :], 1)", "0 * tile"),
+    "a pair before itself": (
+        "number[None, :] < number[:, None]",
+        "number[None, :] <= number[:, None]",
+    ),
+    "blocks before are left out": (
+        "before + tl.cumsum(count, 0) - count",
+        "tl.cumsum(count, 0) - count",
+    ),
+    "all tiles begin with the expert": (
+        "tile - tl.sum(at * (last - height)[None, :], 1)",
+        "0 * tile",
+    ),
 }
 
 

@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.kernels import expert_glu as module
-from chronicals.kernels.expert_glu import ACTIVATIONS, Gate, expert_glu_gradient_reference, expert_glu_reference
+from chronicals.kernels.expert_glu import (
+    ACTIVATIONS,
+    Gate,
+    expert_glu_gradient_reference,
+    expert_glu_reference,
+)
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -27,7 +32,9 @@ def formula(h: Tensor, gate: Gate) -> Tensor:
     if gate.limit is not None:
         g, up = g.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
     kinds = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
-    return kinds.get(gate.activation, lambda x: x * torch.sigmoid(gate.alpha * x))(g) * (up + gate.offset)
+    return kinds.get(gate.activation, lambda x: x * torch.sigmoid(gate.alpha * x))(g) * (
+        up + gate.offset
+    )
 
 
 class Unit(torch.autograd.Function):
@@ -78,16 +85,25 @@ def test_the_unit_times_its_share_comes_beside(gate, device):
     expected = expert_glu_gradient_reference(g, h, shares, order, gate)
     for got, want in zip((d_h, unit, d_shares), expected):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(unit, expert_glu_reference(h, gate) * shares[order.long(), None], rtol=1e-4, atol=1e-4)
-    assert module.expert_glu_gradient(g, h, shares, order, gate, has_unit=False)[1] is None or device.type == "cpu"
+    torch.testing.assert_close(
+        unit, expert_glu_reference(h, gate) * shares[order.long(), None], rtol=1e-4, atol=1e-4
+    )
+    assert (
+        module.expert_glu_gradient(g, h, shares, order, gate, has_unit=False)[1] is None
+        or device.type == "cpu"
+    )
 
 
 def test_shares_of_another_type(device):
     """A router in fp32 above experts in bf16."""
     h, g = torch.randn(9, 16, device=device).bfloat16(), torch.randn(9, 8, device=device).bfloat16()
-    d_shares = module.expert_glu_gradient(g, h, torch.rand(9, device=device), torch.arange(9, device=device).int(), Gate())[2]
+    d_shares = module.expert_glu_gradient(
+        g, h, torch.rand(9, device=device), torch.arange(9, device=device).int(), Gate()
+    )[2]
     assert d_shares.dtype == torch.float32
-    torch.testing.assert_close(d_shares, (g.float() * formula(h.float(), Gate())).sum(1), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        d_shares, (g.float() * formula(h.float(), Gate())).sum(1), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_names_of_activations():
@@ -107,4 +123,10 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     with pytest.raises(AssertionError):
-        compare((37, 40), torch.float32, device, Gate("silu", 1.702, 2.0, 1.0, True), mutant(module, *MUTATIONS[name]))
+        compare(
+            (37, 40),
+            torch.float32,
+            device,
+            Gate("silu", 1.702, 2.0, 1.0, True),
+            mutant(module, *MUTATIONS[name]),
+        )

@@ -1,4 +1,6 @@
-"""The unit of experts in FP8 and its gradient: the unit's own values, rounded once with the scale of their row."""
+"""The unit of experts in FP8 and its gradient: the unit's own values, rounded once with the
+scale of their row.
+"""
 
 import sys
 
@@ -6,7 +8,12 @@ import pytest
 import torch
 from test_expert_glu import GATES, SHAPES, TYPES
 
-from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient, expert_glu_gradient_reference
+from chronicals.kernels.expert_glu import (
+    Gate,
+    expert_glu,
+    expert_glu_gradient,
+    expert_glu_gradient_reference,
+)
 from chronicals.kernels.expert_glu_fp8 import (
     expert_glu_fp8,
     expert_glu_fp8_gradient,
@@ -26,9 +33,20 @@ HALF_A_STEP = 2.0**-4
 def drawn(shape, dtype, device):
     """Rows of very different sizes, so that another's scale shows."""
     rows, width = shape
-    h = torch.randn(rows, 2 * width, device=device) * torch.logspace(-1, 1, rows, device=device)[:, None]
-    g = torch.randn(rows, width, device=device) * torch.logspace(2, -2, rows, device=device)[:, None]
-    return h.to(dtype), g.to(dtype), torch.rand(rows, device=device).to(dtype), torch.randperm(rows, device=device).int()
+    h = (
+        torch.randn(rows, 2 * width, device=device)
+        * torch.logspace(-1, 1, rows, device=device)[:, None]
+    )
+    g = (
+        torch.randn(rows, width, device=device)
+        * torch.logspace(2, -2, rows, device=device)[:, None]
+    )
+    return (
+        h.to(dtype),
+        g.to(dtype),
+        torch.rand(rows, device=device).to(dtype),
+        torch.randperm(rows, device=device).int(),
+    )
 
 
 def assert_rounded_once(scaled, exact):
@@ -37,14 +55,23 @@ def assert_rounded_once(scaled, exact):
     assert scaled.values.shape == exact.shape and scaled.scale.shape == (len(exact), 1)
     largest = exact.abs().amax(1)
     there = largest > 0
-    torch.testing.assert_close(scaled.scale[there, 0].double() * 448, largest[there], rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        scaled.scale[there, 0].double() * 448, largest[there], rtol=1e-3, atol=0
+    )
     error = (dequantize(scaled).double() - exact).abs()
-    assert (error <= 1.01 * HALF_A_STEP * exact.abs() + 1.1 * 2.0**-10 * scaled.scale.double()).all()
+    assert (
+        error <= 1.01 * HALF_A_STEP * exact.abs() + 1.1 * 2.0**-10 * scaled.scale.double()
+    ).all()
 
 
 def assert_near(got, expected):
-    """But for roundings: what is multiplied and added at once depends on what else a kernel does."""
-    assert got.dtype == expected.dtype and (got - expected).norm() <= torch.finfo(got.dtype).eps * expected.norm()
+    """But for roundings: what is multiplied and added at once depends on what else a kernel
+    does.
+    """
+    assert (
+        got.dtype == expected.dtype
+        and (got - expected).norm() <= torch.finfo(got.dtype).eps * expected.norm()
+    )
 
 
 def check_forward(of, shape, dtype, device, gate, dense=True):
@@ -58,14 +85,19 @@ def check_forward(of, shape, dtype, device, gate, dense=True):
 
 def check_backward(of, shape, dtype, device, gate, dense=True, has_unit=True):
     h, g, shares, order = drawn(shape, dtype, device)
-    d_h, scaled, unit, d_shares = of.expert_glu_fp8_gradient(g, h, shares, order, gate, dense, has_unit)
+    d_h, scaled, unit, d_shares = of.expert_glu_fp8_gradient(
+        g, h, shares, order, gate, dense, has_unit
+    )
     own = expert_glu_gradient(g, h, shares, order, gate, True)
     assert (d_h is not None, unit is not None) == (dense, has_unit)
     for got, expected in zip((d_h, unit), own):
         if got is not None:
             assert_near(got, expected)
     assert (d_shares - own[2]).norm() <= 1e-5 * own[2].norm()
-    assert_rounded_once(scaled, expert_glu_gradient_reference(g.double(), h.double(), shares.double(), order, gate)[0])
+    assert_rounded_once(
+        scaled,
+        expert_glu_gradient_reference(g.double(), h.double(), shares.double(), order, gate)[0],
+    )
 
 
 @pytest.mark.sample(6)
@@ -123,16 +155,26 @@ def test_in_a_graph(device):
 
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
     for (_, got, *_), (_, expected, *_) in zip(compiled(h, g), both(h, g)):
-        assert torch.equal(got.values.float(), expected.values.float()) and torch.equal(got.scale, expected.scale)
+        assert torch.equal(got.values.float(), expected.values.float()) and torch.equal(
+            got.scale, expected.scale
+        )
 
 
 FAULTS = {
     "the unit without its scale": ("(u * inverse).to", "u.to"),
-    "the maximum of the gate alone": ("tl.maximum(magnitude(d_gate), magnitude(d_up))", "magnitude(d_gate)"),
-    "the maximum of the last columns": ("most = tl.maximum(most, tl.max(tl.where(inside, magnitude(u), 0.0), 1))",
-                                        "most = tl.max(tl.where(inside, magnitude(u), 0.0), 1)"),
-    "up's gradient without its scale": ("d_gate * inverse, d_up * inverse", "d_gate * inverse, d_up"),
-}  # fmt: skip
+    "the maximum of the gate alone": (
+        "tl.maximum(magnitude(d_gate), magnitude(d_up))",
+        "magnitude(d_gate)",
+    ),
+    "the maximum of the last columns": (
+        "most = tl.maximum(most, tl.max(tl.where(inside, magnitude(u), 0.0), 1))",
+        "most = tl.max(tl.where(inside, magnitude(u), 0.0), 1)",
+    ),
+    "up's gradient without its scale": (
+        "d_gate * inverse, d_up * inverse",
+        "d_gate * inverse, d_up",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,6 @@
-"""fp8_quantize against its formula, bit by bit: scales over tensors, rows, blocks and squares, in both layouts at once."""
+"""fp8_quantize against its formula, bit by bit: scales over tensors, rows, blocks and squares,
+in both layouts at once.
+"""
 
 from importlib.metadata import version
 
@@ -6,7 +8,14 @@ import pytest
 import torch
 
 from chronicals.kernels import fp8
-from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, fp8_quantize_reference, fp8_transposed
+from chronicals.kernels.fp8 import (
+    LIMITS,
+    SCALINGS,
+    dequantize,
+    fp8_quantize,
+    fp8_quantize_reference,
+    fp8_transposed,
+)
 from chronicals.kernels.launch import tl, triton
 from mutants import mutant
 
@@ -18,7 +27,10 @@ STEP = 2.0**-9
 
 def draw(shape, dtype, device):
     """Over many magnitudes, so that every exponent occurs."""
-    return (torch.randn(*shape, device=device) * 10.0 ** torch.empty(shape, device=device).uniform_(-4, 2)).to(dtype)
+    return (
+        torch.randn(*shape, device=device)
+        * 10.0 ** torch.empty(shape, device=device).uniform_(-4, 2)
+    ).to(dtype)
 
 
 def assert_equal(got, expected, device):
@@ -26,7 +38,10 @@ def assert_equal(got, expected, device):
     if expected is None:
         return
     assert got.values.dtype == expected.values.dtype and got.values.is_contiguous()
-    assert torch.equal(got.scale, expected.scale.to(device)) and got.scale.shape == expected.scale.shape
+    assert (
+        torch.equal(got.scale, expected.scale.to(device))
+        and got.scale.shape == expected.scale.shape
+    )
     assert torch.equal(bits_of(got.values.cpu()), bits_of(expected.values))
 
 
@@ -36,7 +51,9 @@ def bits_of(values):
 
 
 def assert_both_equal(quantize, x, scaling, device):
-    for ours, exact in zip(quantize(x, scaling, layout="both"), fp8_quantize_reference(x.cpu(), scaling, layout="both")):
+    for ours, exact in zip(
+        quantize(x, scaling, layout="both"), fp8_quantize_reference(x.cpu(), scaling, layout="both")
+    ):
         assert_equal(ours, exact, device)
 
 
@@ -46,7 +63,10 @@ def assert_both_equal(quantize, x, scaling, device):
 def test_equals_the_formula(shape, scaling, layout, device):
     for dtype, kind in zip((torch.bfloat16, torch.float32), LIMITS, strict=True):
         x = draw(shape, dtype, device)
-        got, expected = fp8_quantize(x, scaling, kind, layout), fp8_quantize_reference(x.cpu(), scaling, kind, layout)
+        got, expected = (
+            fp8_quantize(x, scaling, kind, layout),
+            fp8_quantize_reference(x.cpu(), scaling, kind, layout),
+        )
         for ours, exact in zip(got, expected, strict=True):
             assert_equal(ours, exact, device)
 
@@ -57,7 +77,9 @@ def test_what_lies_beside_strips_and_tiles_has_no_part(scaling, device):
     high, wide = fp8.STRIP[0], fp8.BLOCK
     for rows, width in ((high + 18, 33), (2 * high, wide), (high, wide + 2), (wide + 2, wide)):
         for dtype in (torch.bfloat16, torch.float32):
-            x = torch.full((rows + 2, width + 6), float("inf"), dtype=dtype, device=device)[1:-1, :width]
+            x = torch.full((rows + 2, width + 6), float("inf"), dtype=dtype, device=device)[
+                1:-1, :width
+            ]
             x.copy_(draw((rows, width), dtype, device))
             assert_both_equal(fp8_quantize, x, scaling, device)
 
@@ -68,10 +90,14 @@ def test_a_scale_that_is_known(layout, device):
     for dtype in (torch.bfloat16, torch.float32):
         x, scale = draw((130, 257), dtype, device), torch.tensor(0.37, device=device)
         for ours, exact in zip(
-            fp8_quantize(x, layout=layout, scale=scale), fp8_quantize_reference(x.cpu(), layout=layout, scale=scale.cpu())
+            fp8_quantize(x, layout=layout, scale=scale),
+            fp8_quantize_reference(x.cpu(), layout=layout, scale=scale.cpu()),
         ):
             assert_equal(ours, exact, device)
-    with pytest.raises(ValueError, match="scaling='row': only the scale or the maximum of a whole tensor can be given"):
+    with pytest.raises(
+        ValueError,
+        match="scaling='row': only the scale or the maximum of a whole tensor can be given",
+    ):
         fp8_quantize(x, "row", scale=scale)
 
 
@@ -81,7 +107,10 @@ def test_what_it_stands_for(scaling, device):
     x = draw((200, 300), torch.float32, device)
     rows, columns = fp8_quantize(x, scaling, layout="both")
     for found, exact in ((rows, x), (columns, x.t())):
-        away, step = (dequantize(found) - exact).abs(), dequantize(found._replace(values=torch.ones_like(found.values)))
+        away, step = (
+            (dequantize(found) - exact).abs(),
+            dequantize(found._replace(values=torch.ones_like(found.values))),
+        )
         assert (away <= exact.abs() * 2**-4 + step * STEP).all()
 
 
@@ -97,7 +126,8 @@ def test_rows_with_gaps_and_transposes(scaling, device):
     wide = draw((140, 400), torch.bfloat16, device)
     for x in (wide[:, :200], wide[::2], wide.t()):
         for ours, exact in zip(
-            fp8_quantize(x, scaling, layout="both"), fp8_quantize_reference(x.cpu(), scaling, layout="both")
+            fp8_quantize(x, scaling, layout="both"),
+            fp8_quantize_reference(x.cpu(), scaling, layout="both"),
         ):
             assert_equal(ours, exact, device)
 
@@ -105,13 +135,26 @@ def test_rows_with_gaps_and_transposes(scaling, device):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zeros_and_what_is_no_number(dtype, scaling, device):
-    if device.type == "cpu" and scaling in ("block", "square") and version("triton").startswith("3.6."):
-        pytest.skip("in the interpreter of Triton 3.6 a maximum over two axes is not a number where one element is none")
+    if (
+        device.type == "cpu"
+        and scaling in ("block", "square")
+        and version("triton").startswith("3.6.")
+    ):
+        pytest.skip(
+            "in the interpreter of Triton 3.6 a maximum over two axes is not a number where one "
+            "element is none"
+        )
     x = torch.zeros(130, 140, dtype=dtype, device=device)
     rows, columns = fp8_quantize(x, scaling, layout="both")
     for found in (rows, columns):
         assert (found.scale == 1.0).all() and not found.values.float().any()
-    x[3, 5], x[3, 6], x[129, 130], x[4, 5], x[5, 5] = float("nan"), 2.0, float("inf"), 64.0, float("nan")
+    x[3, 5], x[3, 6], x[129, 130], x[4, 5], x[5, 5] = (
+        float("nan"),
+        2.0,
+        float("inf"),
+        64.0,
+        float("nan"),
+    )
     assert_both_equal(fp8_quantize, x, scaling, device)
     for found, exact in zip(fp8_quantize(x, scaling, layout="both"), (x, x.t())):
         meant = dequantize(found)
@@ -124,7 +167,11 @@ def test_a_part_of_a_row_without_numbers_has_no_part_in_its_scale(device):
     x = torch.ones(130, 260, device=device)
     x[3, 128:256] = float("nan")
     assert_both_equal(fp8_quantize, x, "row", device)
-    unfiltered = mutant(fp8, "tl.where(most == most, most, 0.0).to(tl.int32, bitcast=True)", "most.to(tl.int32, bitcast=True)")
+    unfiltered = mutant(
+        fp8,
+        "tl.where(most == most, most, 0.0).to(tl.int32, bitcast=True)",
+        "most.to(tl.int32, bitcast=True)",
+    )
     with pytest.raises(AssertionError):
         assert_both_equal(unfiltered.fp8_quantize, x, "row", device)
 
@@ -136,10 +183,15 @@ def test_what_is_too_small_for_an_inverse(scaling, device):
     x[3, 5], x[7] = 1e-36, float("nan")
     for dtype in LIMITS:
         for ours, exact in zip(
-            fp8_quantize(x, scaling, dtype, "both"), fp8_quantize_reference(x.cpu(), scaling, dtype, "both"), strict=True
+            fp8_quantize(x, scaling, dtype, "both"),
+            fp8_quantize_reference(x.cpu(), scaling, dtype, "both"),
+            strict=True,
         ):
             assert_equal(ours, exact, device)
-            assert int(ours.values.float().isnan().sum()) == 140 and float(dequantize(ours).nan_to_num().abs().max()) <= 1.1e-36
+            assert (
+                int(ours.values.float().isnan().sum()) == 140
+                and float(dequantize(ours).nan_to_num().abs().max()) <= 1.1e-36
+            )
 
 
 @triton.jit
@@ -164,7 +216,10 @@ def test_every_inverse_is_rounded_right(exponent, device):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_nothing(shape, scaling, device):
     x = torch.empty(shape, device=device)
-    for ours, exact in zip(fp8_quantize(x, scaling, layout="both"), fp8_quantize_reference(x.cpu(), scaling, layout="both")):
+    for ours, exact in zip(
+        fp8_quantize(x, scaling, layout="both"),
+        fp8_quantize_reference(x.cpu(), scaling, layout="both"),
+    ):
         assert ours.values.shape == exact.values.shape and ours.scale.shape == exact.scale.shape
 
 
@@ -185,11 +240,15 @@ def test_turned_they_are_the_columns(shape, device):
 
 
 def test_what_has_no_common_scale_is_not_turned(device):
-    with pytest.raises(ValueError, match=r"scale has shape \(4, 1\): only what has the scale of a tensor"):
+    with pytest.raises(
+        ValueError, match=r"scale has shape \(4, 1\): only what has the scale of a tensor"
+    ):
         fp8_transposed(fp8_quantize(torch.randn(4, 8, device=device), "row")[0])
 
 
-@pytest.mark.parametrize("options", [{"scaling": "column"}, {"dtype": torch.int8}, {"layout": "transposed"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"scaling": "column"}, {"dtype": torch.int8}, {"layout": "transposed"}], ids=str
+)
 def test_unknown_options_are_refused(options, device):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}: expected one of"):
@@ -200,22 +259,44 @@ def test_unknown_options_are_refused(options, device):
 
 def test_compiled(device):
     x = draw((130, 257), torch.bfloat16, device)
-    compiled = torch.compile(lambda x: fp8_quantize(x, "block", layout="both"), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: fp8_quantize(x, "block", layout="both"), backend="aot_eager", fullgraph=True
+    )
     for got, expected in zip(compiled(x), fp8_quantize(x, "block", layout="both")):
-        assert torch.equal(got.values.float(), expected.values.float()) and torch.equal(got.scale, expected.scale)
+        assert torch.equal(got.values.float(), expected.values.float()) and torch.equal(
+            got.scale, expected.scale
+        )
 
 
 FAULTS = {
-    "a scale that is not inverted": ("values * _inverse(scale)[:, None]", "values * scale[:, None]"),
+    "a scale that is not inverted": (
+        "values * _inverse(scale)[:, None]",
+        "values * scale[:, None]",
+    ),
     "scales of the first blocks": ("beside.to(tl.int64) * size + here", "here"),
     "the scale of another row": ("rows_scale_ptr, row + n", "rows_scale_ptr, row"),
     "the first row twice": ("_values(x_ptr, row + 1,", "_values(x_ptr, row,"),
-    "a column upside down": ("(rows // 4) + four[None, :]", "(rows // 4) + (rows // 4 - 1 - four)[None, :]"),
-    "four of a column upside down": ("transposed >> 8 * n & 255", "transposed >> 8 * (3 - n) & 255"),
-    "the last row of a broken four left out": ("(4 * four + n < rows)", "(4 * four + n < rows - 1)"),
-    "the fourth row without a part in a maximum": ("_largest(a, b, c, d), 0)", "_largest(a, b, c, c), 0)"),
+    "a column upside down": (
+        "(rows // 4) + four[None, :]",
+        "(rows // 4) + (rows // 4 - 1 - four)[None, :]",
+    ),
+    "four of a column upside down": (
+        "transposed >> 8 * n & 255",
+        "transposed >> 8 * (3 - n) & 255",
+    ),
+    "the last row of a broken four left out": (
+        "(4 * four + n < rows)",
+        "(4 * four + n < rows - 1)",
+    ),
+    "the fourth row without a part in a maximum": (
+        "_largest(a, b, c, d), 0)",
+        "_largest(a, b, c, c), 0)",
+    ),
     "the maximum of a block with its sign": ("tl.max(tl.abs(values), 1)", "tl.max(values, 1)"),
-    "the maximum with its sign": ("sizes = tl.abs(given.to(tl.float32))", "sizes = given.to(tl.float32)"),
+    "the maximum with its sign": (
+        "sizes = tl.abs(given.to(tl.float32))",
+        "sizes = given.to(tl.float32)",
+    ),
     "the first strip alone": ("top = tl.program_id(0) // across * HIGH", "top = 0"),
     "the last rows of a strip alone": ("tl.maximum(most, sizes)", "sizes"),
     "scales of rows for columns": ("_scales(most, of_columns_ptr", "_scales(most, of_rows_ptr"),

@@ -1,4 +1,6 @@
-"""Stacked weights in FP8: each expert as the quantiser of a whole tensor would have it, in both layouts."""
+"""Stacked weights in FP8: each expert as the quantiser of a whole tensor would have it, in both
+layouts.
+"""
 
 import sys
 
@@ -6,7 +8,11 @@ import pytest
 import torch
 
 from chronicals.kernels.fp8 import Scaled, fp8_quantize_reference
-from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts, fp8_quantize_experts_reference
+from chronicals.kernels.fp8_experts import (
+    fp8_experts_transposed,
+    fp8_quantize_experts,
+    fp8_quantize_experts_reference,
+)
 from mutants import mutant
 
 module = sys.modules["chronicals.kernels.fp8_experts"]
@@ -31,7 +37,9 @@ def check(of, shape, dtype, device, layout):
             if got is not None:
                 assert got.values.is_contiguous() and got.scale.shape == (len(w),)
                 assert torch.equal(got.scale[expert], expected.scale)
-                assert torch.equal(got.values[expert].view(torch.uint8), expected.values.view(torch.uint8))
+                assert torch.equal(
+                    got.values[expert].view(torch.uint8), expected.values.view(torch.uint8)
+                )
 
 
 @pytest.mark.sample(4)
@@ -44,7 +52,9 @@ def test_each_expert_as_a_tensor(shape, dtype, layout, device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_with_the_scales_of_before(shape, device):
-    """As the backward pass makes the columns of what the forward pass made the rows of; beyond the limit is the limit."""
+    """As the backward pass makes the columns of what the forward pass made the rows of; beyond
+    the limit is the limit.
+    """
     w = drawn(shape, torch.bfloat16, device)
     rows, columns = fp8_quantize_experts(w, "both")
     _, again = fp8_quantize_experts(w, "columns", rows.scale)
@@ -52,14 +62,20 @@ def test_with_the_scales_of_before(shape, device):
     assert torch.equal(rows.scale, again.scale)
     small, _ = fp8_quantize_experts(w, "rows", rows.scale / 2)
     expected, _ = fp8_quantize_experts_reference(w, "rows", rows.scale / 2)
-    assert torch.equal(small.values.float(), expected.values.float()) and small.values.float().abs().max() == 448
+    assert (
+        torch.equal(small.values.float(), expected.values.float())
+        and small.values.float().abs().max() == 448
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_transposed(shape, device):
     rows, columns = fp8_quantize_experts(drawn(shape, torch.bfloat16, device), "both")
     got = fp8_experts_transposed(rows)
-    assert torch.equal(got.values.view(torch.uint8), columns.values.view(torch.uint8)) and got.scale is rows.scale
+    assert (
+        torch.equal(got.values.view(torch.uint8), columns.values.view(torch.uint8))
+        and got.scale is rows.scale
+    )
 
 
 def test_experts_of_zeros_and_what_is_no_number(device):
@@ -74,7 +90,10 @@ def test_experts_of_zeros_and_what_is_no_number(device):
 def test_weights_that_are_not_dense(device):
     w = drawn((3, 24, 40), torch.bfloat16, device)
     rows, _ = fp8_quantize_experts(w.mT)
-    assert torch.equal(rows.values.view(torch.uint8), fp8_quantize_experts(w, "columns")[1].values.view(torch.uint8))
+    assert torch.equal(
+        rows.values.view(torch.uint8),
+        fp8_quantize_experts(w, "columns")[1].values.view(torch.uint8),
+    )
 
 
 def test_in_a_graph(device):
@@ -87,7 +106,10 @@ def test_in_a_graph(device):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"layout": "lines"}, "layout='lines': expected one of"), ({"w": torch.zeros(3, 4)}, r"expected \[E, A, B\]")],
+    [
+        ({"layout": "lines"}, "layout='lines': expected one of"),
+        ({"w": torch.zeros(3, 4)}, r"expected \[E, A, B\]"),
+    ],
 )
 def test_what_does_not_fit_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
@@ -95,13 +117,23 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 FAULTS = {
-    "the maximum of the first expert": ("raise_amax(most_ptr + expert, most)", "raise_amax(most_ptr, most)"),
-    "the scale of the first expert": ("known = tl.load(most_ptr + expert)", "known = tl.load(most_ptr)"),
-    "columns of the first expert": (
-        "into = columns_ptr + (place // 4 if columns_ptr.dtype.element_ty == tl.uint32 else place)", "into = columns_ptr",
+    "the maximum of the first expert": (
+        "raise_amax(most_ptr + expert, most)",
+        "raise_amax(most_ptr, most)",
     ),
-    "the first block of an expert has no part": ("at = first + step * BLOCK", "at = BLOCK + first + step * BLOCK"),
-}  # fmt: skip
+    "the scale of the first expert": (
+        "known = tl.load(most_ptr + expert)",
+        "known = tl.load(most_ptr)",
+    ),
+    "columns of the first expert": (
+        "into = columns_ptr + (place // 4 if columns_ptr.dtype.element_ty == tl.uint32 else place)",
+        "into = columns_ptr",
+    ),
+    "the first block of an expert has no part": (
+        "at = first + step * BLOCK",
+        "at = BLOCK + first + step * BLOCK",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -18,9 +18,18 @@ def draw(device, dtype=torch.bfloat16, tokens=48, inner=64, outer=80, scaling=No
     """Rows and columns of very different sizes, so that a scale in the wrong place shows."""
     if scaling == "block":
         tokens, inner, outer = 160, 640, 256
-    x = torch.randn(tokens, inner, device=device) * torch.logspace(-2, 2, tokens, device=device)[:, None]
-    weight = torch.randn(outer, inner, device=device) * torch.logspace(-1, 1, outer, device=device)[:, None]
-    dy = torch.randn(tokens, outer, device=device) * torch.logspace(1, -3, tokens, device=device)[:, None]
+    x = (
+        torch.randn(tokens, inner, device=device)
+        * torch.logspace(-2, 2, tokens, device=device)[:, None]
+    )
+    weight = (
+        torch.randn(outer, inner, device=device)
+        * torch.logspace(-1, 1, outer, device=device)[:, None]
+    )
+    dy = (
+        torch.randn(tokens, outer, device=device)
+        * torch.logspace(1, -3, tokens, device=device)[:, None]
+    )
     return (x / 8).to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), dy.to(dtype)
 
 
@@ -31,7 +40,9 @@ def meant(x, scaling, dtype=torch.float8_e4m3fn):
 
 
 def assert_rounded_once(got, exact):
-    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=float(exact.abs().max()) * 2**-12)
+    torch.testing.assert_close(
+        got.double(), exact, rtol=2**-8, atol=float(exact.abs().max()) * 2**-12
+    )
 
 
 def check_products(layer, scaling, gradient_type, device):
@@ -58,7 +69,9 @@ def test_products_are_those_of_the_operands(scaling, gradient_type, device):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_close_to_the_layer(scaling, device):
     """Gaussian operands: a value is off by 2.6 % in the root mean square, a product by both."""
-    x, weight, dy = (torch.randn(size, device=device).bfloat16() for size in ((256, 512), (128, 512), (256, 128)))
+    x, weight, dy = (
+        torch.randn(size, device=device).bfloat16() for size in ((256, 512), (128, 512), (256, 128))
+    )
     x.requires_grad_(), weight.requires_grad_()
     found = []
     for layer in (fp8_linear_reference, lambda x, w: fp8_linear(x, w, scaling=scaling)):
@@ -77,7 +90,9 @@ def test_a_bias_dimensions_and_rows_that_are_no_multiple(device):
     assert torch.equal(y.view(35, 80), fp8_linear(x, weight) + bias)
     dy = torch.randn_like(y)
     dx, dw, db = torch.autograd.grad(y, (x, weight, bias), dy)
-    plain = torch.autograd.grad(fp8_linear(F.pad(x, (0, 0, 0, 13)), weight)[:35], (x, weight), dy.view(35, 80))
+    plain = torch.autograd.grad(
+        fp8_linear(F.pad(x, (0, 0, 0, 13)), weight)[:35], (x, weight), dy.view(35, 80)
+    )
     assert torch.equal(dx, plain[0]) and torch.equal(dw, plain[1])
     torch.testing.assert_close(db, dy.float().sum((0, 1)).bfloat16(), rtol=2**-8, atol=2**-8)
 
@@ -87,11 +102,19 @@ def test_what_is_frozen_costs_nothing(frozen, device, monkeypatch):
     x, weight, dy = draw(device)
     expected = dict(zip("xw", torch.autograd.grad(fp8_linear(x, weight), (x, weight), dy)))
     made, usual = [], MODULE.fp8_quantize
-    monkeypatch.setattr(MODULE, "fp8_quantize", lambda *a, **k: made.append(k.get("layout", a[-1])) or usual(*a, **k))
+    monkeypatch.setattr(
+        MODULE,
+        "fp8_quantize",
+        lambda *a, **k: made.append(k.get("layout", a[-1])) or usual(*a, **k),
+    )
     (x if frozen == "x" else weight).requires_grad_(False)
     fp8_linear(x, weight).backward(dy)
     assert made == (["both", "rows", "columns"] if frozen == "x" else ["rows", "both", "rows"])
-    assert torch.equal(weight.grad, expected["w"]) if frozen == "x" else torch.equal(x.grad, expected["x"])
+    assert (
+        torch.equal(weight.grad, expected["w"])
+        if frozen == "x"
+        else torch.equal(x.grad, expected["x"])
+    )
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -100,7 +123,10 @@ def test_a_weight_that_is_known_already(scaling, device):
     known = Layouts(*fp8_quantize(weight.detach(), SCALINGS[scaling], layout="both"))
     weight.requires_grad_(False)
     found = [
-        (y := fp8_linear(x, weight, scaling=scaling, known=layouts), torch.autograd.grad(y, x, dy)[0])
+        (
+            y := fp8_linear(x, weight, scaling=scaling, known=layouts),
+            torch.autograd.grad(y, x, dy)[0],
+        )
         for layouts in (None, known)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*found))
@@ -113,7 +139,9 @@ def test_a_known_weight_that_does_not_fit(device):
         fp8_linear(x, weight, known=Layouts(rows, columns))
     x, weight, _ = draw(device, scaling="block")
     runs = Layouts(*fp8_quantize(weight.detach(), "block", layout="both"))
-    with pytest.raises(ValueError, match="known: was not scaled by scaling='square', as scaling='block' needs it"):
+    with pytest.raises(
+        ValueError, match="known: was not scaled by scaling='square', as scaling='block' needs it"
+    ):
         fp8_linear(x, weight, scaling="block", known=runs)
     with pytest.raises(ValueError, match="known: lacks a layout"):
         fp8_linear(x, weight, scaling="row", known=Layouts(rows, None))
@@ -122,9 +150,15 @@ def test_a_known_weight_that_does_not_fit(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, w: fp8_linear(x, w, scaling="square"), "scaling='square': expected one of tensor, row, block"),
+        (
+            lambda x, w: fp8_linear(x, w, scaling="square"),
+            "scaling='square': expected one of tensor, row, block",
+        ),
         (lambda x, w: fp8_linear(x, w, scaling="block"), "multiples of 128; leave it in 16 bit"),
-        (lambda x, w: fp8_linear(x, w, scaling="block", gradient_type=E5M2), "gradient_type=torch.float8_e5m2: .* alone"),
+        (
+            lambda x, w: fp8_linear(x, w, scaling="block", gradient_type=E5M2),
+            "gradient_type=torch.float8_e5m2: .* alone",
+        ),
         (lambda x, w: fp8_linear(x[:, :32], w), r"x is \(48, 32\) .* expected \[..., K\]"),
         (lambda x, w: fp8_linear(x.float(), w), "of one type"),
         (lambda x, w: fp8_linear(x, w[:70]), "multiples of 16; leave it in 16 bit"),
@@ -139,17 +173,27 @@ def test_what_does_not_fit_is_refused(change, message, device):
 def test_a_card_without_fp8(device, monkeypatch):
     x, weight, _ = draw(device)
     monkeypatch.setattr(MODULE, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
-    with pytest.raises(ValueError, match=r"fp8_linear: NVIDIA A100 \(8.0\) has no FP8; use torch.nn.functional.linear"):
+    with pytest.raises(
+        ValueError,
+        match=r"fp8_linear: NVIDIA A100 \(8.0\) has no FP8; use torch.nn.functional.linear",
+    ):
         fp8_linear(x, weight)
 
 
 FAULTS = {
     "dy in another type": (
         "fp8_quantize(dy, scaling, gradient_type, layout)",
-        "fp8_quantize(dy, scaling, ({torch.float8_e4m3fn, torch.float8_e5m2} - {gradient_type}).pop(), layout)",
+        "fp8_quantize(dy, scaling, ({torch.float8_e4m3fn, torch.float8_e5m2} - "
+        "{gradient_type}).pop(), layout)",
     ),
-    "dy scaled twice": ("scaled_product(dy_rows,", "scaled_product(dy_rows._replace(scale=2 * dy_rows.scale),"),
-    "the scale of x forgotten": ("Scaled(x_values, x_scale)", "Scaled(x_values, torch.ones_like(x_scale))"),
+    "dy scaled twice": (
+        "scaled_product(dy_rows,",
+        "scaled_product(dy_rows._replace(scale=2 * dy_rows.scale),",
+    ),
+    "the scale of x forgotten": (
+        "Scaled(x_values, x_scale)",
+        "Scaled(x_values, torch.ones_like(x_scale))",
+    ),
     "rows of dy for columns": (
         "scaled_product(dy_columns,",
         "scaled_product(Scaled(dy_rows[0].t().contiguous(), dy_columns[1]),",
@@ -168,15 +212,28 @@ def test_planted_faults_are_found(fault, scaling, device):
 
 
 def test_scales_of_blocks_lie_as_cublas_wants_them(device, monkeypatch):
-    """1 × 128 by 128 × 128 for both products with W, 1 × 128 by 1 × 128 for dW; K of 640 is five blocks of eight."""
+    """1 × 128 by 128 × 128 for both products with W, 1 × 128 by 1 × 128 for dW; K of 640 is five
+    blocks of eight.
+    """
     seen = []
 
     def scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, output_dtype):
-        seen.append((kind_a.name, kind_b.name, *((x.shape, x.stride()) for x in (scale_a, scale_b)), b.stride(0)))
+        seen.append(
+            (
+                kind_a.name,
+                kind_b.name,
+                *((x.shape, x.stride()) for x in (scale_a, scale_b)),
+                b.stride(0),
+            )
+        )
         return a.new_zeros(len(a), b.shape[1], dtype=output_dtype)
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    monkeypatch.setattr(MODULE, "scaled_product", lambda left, right, *a, **k: MODULE._product_of_blocks(left, right))
+    monkeypatch.setattr(
+        MODULE,
+        "scaled_product",
+        lambda left, right, *a, **k: MODULE._product_of_blocks(left, right),
+    )
     x, weight, dy = draw(device, tokens=256, inner=640, outer=384)
     torch.autograd.grad(fp8_linear(x, weight, scaling="block"), (x, weight), dy)
     runs, squares = "BlockWise1x128", "BlockWise128x128"
@@ -202,6 +259,9 @@ def test_compiled(dtype, device):
     """In fp32 nothing is left to convert: see ``_of_type``."""
     x, weight, dy = draw(device, dtype)
     compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
-    found = [(y := layer(x, weight), *torch.autograd.grad(y, (x, weight), dy)) for layer in (fp8_linear, compiled)]
+    found = [
+        (y := layer(x, weight), *torch.autograd.grad(y, (x, weight), dy))
+        for layer in (fp8_linear, compiled)
+    ]
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=0, atol=0)

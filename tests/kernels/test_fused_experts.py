@@ -1,4 +1,6 @@
-"""A layer of experts as one function, against expert by expert: the output and the gradients of all that is given."""
+"""A layer of experts as one function, against expert by expert: the output and the gradients of
+all that is given.
+"""
 
 import itertools
 import sys
@@ -15,7 +17,9 @@ from mutants import mutant
 module = sys.modules["chronicals.kernels.fused_experts"]  # the package has a function of that name
 
 GPT_OSS = Gate("silu", 1.702, 50.0, 1.0, True)
-"""A limit that no value reaches: what lies at it in fp64 may be beyond in 16 bit; see the unit's own tests."""
+"""A limit that no value reaches: what lies at it in fp64 may be beyond in 16 bit; see the unit's
+own tests.
+"""
 
 CASES = [(9, 1, 1, 32, 32), (37, 2, 4, 24, 40), (67, 3, 8, 70, 33), (20, 4, 16, 64, 48)]
 """Tokens, experts of a token, experts, model width, inner width."""
@@ -44,10 +48,15 @@ def shapes(case, transposed=False, bias=False, rank=0):
 
 
 def compare(case, dtype, device, gate=None, of=module, compiled=False, **options):
-    """In relative Frobenius norm, of one draw: a layer holds many sums of few terms, and few tensors of many elements."""
+    """In relative Frobenius norm, of one draw: a layer holds many sums of few terms, and few
+    tensors of many elements.
+    """
     experts = drawn(*case[:3], device)
     sizes = shapes(case, **options)
-    tensors = [(torch.randn(*size, device=device) * (0.4 if n > 1 else 1)).to(dtype) for n, size in enumerate(sizes)]
+    tensors = [
+        (torch.randn(*size, device=device) * (0.4 if n > 1 else 1)).to(dtype)
+        for n, size in enumerate(sizes)
+    ]
     dy = torch.randn(case[0], case[3], device=device).to(dtype)
 
     def run(function, kind):
@@ -57,12 +66,18 @@ def compare(case, dtype, device, gate=None, of=module, compiled=False, **options
             x, shares, first, second = built(leaves, **options)
             return function(x, experts, shares, first, second, gate)
 
-        call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled and function is of.fused_experts else call
+        call = (
+            torch.compile(call, backend="aot_eager", fullgraph=True)
+            if compiled and function is of.fused_experts
+            else call
+        )
         out = call(*leaves)
         return [out, *torch.autograd.grad(out, leaves, dy.to(kind))]
 
     exact, plain = (run(fused_experts_reference, kind) for kind in (torch.float64, dtype))
-    for number, (got, own, expected) in enumerate(zip(run(of.fused_experts, dtype), plain, exact, strict=True)):
+    for number, (got, own, expected) in enumerate(
+        zip(run(of.fused_experts, dtype), plain, exact, strict=True)
+    ):
         assert got.dtype == dtype and got.shape == expected.shape
         error, plain_error = ((found.double() - expected).norm() for found in (got, own))
         limit = max(2 * plain_error, 2 * torch.finfo(dtype).eps * expected.norm())
@@ -107,14 +122,22 @@ def test_the_reference_is_the_definition_of_transformers():
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    config = Qwen3MoeConfig(hidden_size=12, moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2)
+    config = Qwen3MoeConfig(
+        hidden_size=12, moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2
+    )
     config._experts_implementation = "eager"
     layer = Qwen3MoeExperts(config).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    x, experts, shares = torch.randn(9, 12).double(), drawn(9, 2, 4, "cpu"), torch.rand(9, 2).double()
+    x, experts, shares = (
+        torch.randn(9, 12).double(),
+        drawn(9, 2, 4, "cpu"),
+        torch.rand(9, 2).double(),
+    )
     expected = layer(x, experts, shares)
-    got = fused_experts_reference(x, experts, shares, ExpertWeights(layer.gate_up_proj), ExpertWeights(layer.down_proj))
+    got = fused_experts_reference(
+        x, experts, shares, ExpertWeights(layer.gate_up_proj), ExpertWeights(layer.down_proj)
+    )
     torch.testing.assert_close(got, expected)
 
 
@@ -127,14 +150,19 @@ def test_a_frozen_layer_still_passes_gradients(device):
         tensors[n].requires_grad_()
     x, shares, first, second = built(tensors, rank=4)
     experts = drawn(*case[:3], device)
-    got = torch.autograd.grad(fused_experts(x, experts, shares, first, second).sum(), [tensors[n] for n in wanted])
+    got = torch.autograd.grad(
+        fused_experts(x, experts, shares, first, second).sum(), [tensors[n] for n in wanted]
+    )
     expected = torch.autograd.grad(
-        fused_experts_reference(x, experts, shares, first, second).sum(), [tensors[n] for n in wanted]
+        fused_experts_reference(x, experts, shares, first, second).sum(),
+        [tensors[n] for n in wanted],
     )
     for one, other in zip(got, expected):
         assert (one - other).norm() <= 2e-2 * other.norm()
     alone = shares.detach().requires_grad_()
-    out = fused_experts(x.detach(), experts, alone, ExpertWeights(first.weight), ExpertWeights(second.weight))
+    out = fused_experts(
+        x.detach(), experts, alone, ExpertWeights(first.weight), ExpertWeights(second.weight)
+    )
     assert torch.autograd.grad(out.sum(), alone)[0].abs().sum() > 0
 
 
@@ -147,18 +175,24 @@ def test_x_is_kept_where_something_reads_it(learns, device):
         tensors[n].requires_grad_()
     x, shares, first, second = built(tensors, rank=4)
     experts = drawn(*case[:3], device)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.data_ptr()) or t, lambda t: t
+    ):
         out = fused_experts(x, experts, shares, first, second)
     assert (x.data_ptr() in kept) == (learns in (2, 3))
     leaves = [tensor for tensor in tensors if tensor.requires_grad]
-    expected = torch.autograd.grad(fused_experts_reference(x, experts, shares, first, second).sum(), leaves)
+    expected = torch.autograd.grad(
+        fused_experts_reference(x, experts, shares, first, second).sum(), leaves
+    )
     for one, other in zip(torch.autograd.grad(out.sum(), leaves), expected, strict=True):
         assert (one - other).norm() <= 2e-2 * other.norm()
 
 
 def test_twice_the_same_bits(device):
     case = CASES[2]
-    tensors = [torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(case)]
+    tensors = [
+        torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(case)
+    ]
     x, shares, first, second = built(tensors)
     experts = drawn(*case[:3], device)
 
@@ -170,9 +204,13 @@ def test_twice_the_same_bits(device):
 
 
 def test_no_tokens(device):
-    tensors = [torch.randn(*shape, device=device).requires_grad_() for shape in shapes((0, 2, 3, 8, 4))]
+    tensors = [
+        torch.randn(*shape, device=device).requires_grad_() for shape in shapes((0, 2, 3, 8, 4))
+    ]
     x, shares, first, second = built(tensors)
-    out = fused_experts(x, torch.zeros(0, 2, dtype=torch.int64, device=device), shares, first, second)
+    out = fused_experts(
+        x, torch.zeros(0, 2, dtype=torch.int64, device=device), shares, first, second
+    )
     gradients = torch.autograd.grad(out.sum(), tensors)
     assert out.shape == (0, 8) and not gradients[2].any() and gradients[0].shape == (0, 8)
 
@@ -192,19 +230,34 @@ def test_compiled(device):
 )
 def test_what_does_not_belong_together_is_refused(change, message):
     given = {
-        "x": torch.zeros(3, 8), "experts": torch.zeros(3, 2, dtype=torch.int64), "shares": torch.zeros(3, 2),
-        "first": ExpertWeights(torch.zeros(3, 8, 8)), "second": ExpertWeights(torch.zeros(3, 8, 4)),
-    }  # fmt: skip
+        "x": torch.zeros(3, 8),
+        "experts": torch.zeros(3, 2, dtype=torch.int64),
+        "shares": torch.zeros(3, 2),
+        "first": ExpertWeights(torch.zeros(3, 8, 8)),
+        "second": ExpertWeights(torch.zeros(3, 8, 4)),
+    }
     change(given)
     with pytest.raises(ValueError, match=message):
         fused_experts(**given)
 
 
 MUTATIONS = {
-    "the adapter of down learns twice as much": ('["a2"] = grouped_weight', '["a2"] = 2 * grouped_weight'),
-    "the router does not learn of the bias": ("product(dy, b2.t(), d_shares.dtype).gather(1, experts)", "0"),
-    "the gradient of x without the adapter": ("adapted = Adapted(thin, of.down.mT)", "adapted = None"),
-    "a bias that learns without shares": ("scatter_add_(1, experts, shares.to", "scatter_add_(1, experts, 0.5 + shares.to"),
+    "the adapter of down learns twice as much": (
+        '["a2"] = grouped_weight',
+        '["a2"] = 2 * grouped_weight',
+    ),
+    "the router does not learn of the bias": (
+        "product(dy, b2.t(), d_shares.dtype).gather(1, experts)",
+        "0",
+    ),
+    "the gradient of x without the adapter": (
+        "adapted = Adapted(thin, of.down.mT)",
+        "adapted = None",
+    ),
+    "a bias that learns without shares": (
+        "scatter_add_(1, experts, shares.to",
+        "scatter_add_(1, experts, 0.5 + shares.to",
+    ),
 }
 
 
@@ -230,10 +283,20 @@ class Watch(TorchDispatchMode):
 def test_the_host_waits_for_nothing(device):
     """So that CUDA graphs capture it, shapes and all: none depends on which experts are chosen."""
     case, options = CASES[1], {"bias": True, "rank": 4}
-    tensors = [torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(case, **options)]
+    tensors = [
+        torch.randn(*shape, device=device).bfloat16().requires_grad_()
+        for shape in shapes(case, **options)
+    ]
     x, shares, first, second = built(tensors, **options)
     experts = drawn(*case[:3], device)
     with Watch() as watch:
         fused_experts(x, experts, shares, first, second).sum().backward()
     assert "grouped_product" in watch.found
-    assert not {"_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "masked_select", "unique"} & set(watch.found)
+    assert not {
+        "_local_scalar_dense",
+        "lift_fresh",
+        "nonzero",
+        "is_nonzero",
+        "masked_select",
+        "unique",
+    } & set(watch.found)

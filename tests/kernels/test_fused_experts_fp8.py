@@ -1,4 +1,6 @@
-"""A layer of experts whose products run in FP8, against expert by expert with operands that are rounded likewise."""
+"""A layer of experts whose products run in FP8, against expert by expert with operands that are
+rounded likewise.
+"""
 
 import sys
 
@@ -21,10 +23,17 @@ class Quantised:
     """A weight in FP8, made at each use."""
 
     def __init__(self, weight, transposed):
-        self.weight, self.layouts = weight, ("columns", "rows") if transposed else ("rows", "columns")
+        self.weight, self.layouts = (
+            weight,
+            ("columns", "rows") if transposed else ("rows", "columns"),
+        )
 
     def made(self, layout, scale=None):
-        return next(found for found in fp8_quantize_experts(self.weight.detach(), layout, scale) if found is not None)
+        return next(
+            found
+            for found in fp8_quantize_experts(self.weight.detach(), layout, scale)
+            if found is not None
+        )
 
     def rows(self):
         return self.made(self.layouts[0])
@@ -69,31 +78,42 @@ def reference(x, experts, shares, first, second, gate=None):
         token, rank = torch.where(experts == expert)
         if len(token):
             unit = expert_glu_reference(through(x[token], first, expert), gate or Gate())
-            y = y.index_put((token, rank), through(unit, second, expert) * shares[token, rank, None])
+            y = y.index_put(
+                (token, rank), through(unit, second, expert) * shares[token, rank, None]
+            )
     return y.sum(1)
 
 
 def compare(case, device, gate=None, of=module, **options):
-    """In relative Frobenius norm: what is rounded near a middle goes either way, and shares learn from other roundings; a scale
-    that is wrong is off by far more."""
+    """In relative Frobenius norm: what is rounded near a middle goes either way, and shares
+    learn from other roundings; a scale that is wrong is off by far more."""
     experts = drawn(*case[:3], device)
     sizes = shapes(case, **options)
-    tensors = [(torch.randn(*size, device=device) * (0.4 if n > 1 else 1)).bfloat16() for n, size in enumerate(sizes)]
+    tensors = [
+        (torch.randn(*size, device=device) * (0.4 if n > 1 else 1)).bfloat16()
+        for n, size in enumerate(sizes)
+    ]
     dy = torch.randn(case[0], case[3], device=device).bfloat16()
 
     def run(function, kind, eight):
         leaves = [x.to(kind).requires_grad_() for x in tensors]
         x, shares, *products = built(leaves, **options)
-        out = function(x, experts, shares, *(in_fp8(part) if eight else part for part in products), gate)
+        out = function(
+            x, experts, shares, *(in_fp8(part) if eight else part for part in products), gate
+        )
         return [out, *torch.autograd.grad(out, leaves, dy.to(kind))]
 
-    alike, exact = (run(function, torch.float64, False) for function in (reference, fused_experts_reference))
+    alike, exact = (
+        run(function, torch.float64, False) for function in (reference, fused_experts_reference)
+    )
     ours = run(of.fused_experts, torch.bfloat16, True)
     for number, (got, expected, plain) in enumerate(zip(ours, alike, exact, strict=True)):
         assert got.dtype == torch.bfloat16 and got.shape == expected.shape
         limit = 0.1 if number == 2 else 0.04
         assert (got.double() - expected).norm() <= limit * expected.norm(), f"tensor {number}"
-        assert number == 0 or (got.double() - plain).norm() <= 0.15 * plain.norm(), f"tensor {number}"
+        assert number == 0 or (got.double() - plain).norm() <= 0.15 * plain.norm(), (
+            f"tensor {number}"
+        )
 
 
 @pytest.mark.sample(4)
@@ -110,7 +130,9 @@ def test_sizes(case, device):
 
 
 def test_frozen_weights_and_what_learns_beside_them(device):
-    """Nothing of 16 bits is made of the gradient within where nothing reads it; the weights are not kept."""
+    """Nothing of 16 bits is made of the gradient within where nothing reads it; the weights are
+    not kept.
+    """
     case = CASES[1]
     tensors = [torch.randn(*shape, device=device).bfloat16() for shape in shapes(case)]
     tensors[0].requires_grad_()
@@ -119,7 +141,9 @@ def test_frozen_weights_and_what_learns_beside_them(device):
     kept = []
     watched = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
     with pytest.MonkeyPatch.context() as patch, watched:
-        patch.setattr(module, "expert_glu_fp8_gradient", lambda *given: made.append(given[5:]) or keep(*given))
+        patch.setattr(
+            module, "expert_glu_fp8_gradient", lambda *given: made.append(given[5:]) or keep(*given)
+        )
         out = fused_experts(x, experts, shares, *map(in_fp8, products))
         (dx,) = torch.autograd.grad(out.sum(), x)
     assert made == [(False, False)] and dx.abs().sum() > 0
@@ -127,7 +151,10 @@ def test_frozen_weights_and_what_learns_beside_them(device):
 
 
 def test_twice_the_same_bits(device):
-    tensors = [torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(CASES[2], rank=4)]
+    tensors = [
+        torch.randn(*shape, device=device).bfloat16().requires_grad_()
+        for shape in shapes(CASES[2], rank=4)
+    ]
     x, shares, *products = built(tensors, rank=4)
     experts = drawn(*CASES[2][:3], device)
 
@@ -139,7 +166,9 @@ def test_twice_the_same_bits(device):
 
 
 def test_no_tokens(device):
-    tensors = [torch.randn(*shape, device=device).requires_grad_() for shape in shapes((0, 2, 3, 16, 16))]
+    tensors = [
+        torch.randn(*shape, device=device).requires_grad_() for shape in shapes((0, 2, 3, 16, 16))
+    ]
     x, shares, *products = built(tensors)
     experts = torch.zeros(0, 2, dtype=torch.int64, device=device)
     out = fused_experts(x, experts, shares, *map(in_fp8, products))
@@ -149,13 +178,23 @@ def test_no_tokens(device):
 
 def test_the_host_waits_for_nothing(device):
     options = {"bias": True, "rank": 4}
-    tensors = [torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(CASES[1], **options)]
+    tensors = [
+        torch.randn(*shape, device=device).bfloat16().requires_grad_()
+        for shape in shapes(CASES[1], **options)
+    ]
     x, shares, *products = built(tensors, **options)
     experts = drawn(*CASES[1][:3], device)
     with Watch() as watch:
         fused_experts(x, experts, shares, *map(in_fp8, products)).sum().backward()
     assert "fp8_grouped_product" in watch.found and "expert_glu_fp8_forward" in watch.found
-    assert not {"_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "masked_select", "unique"} & set(watch.found)
+    assert not {
+        "_local_scalar_dense",
+        "lift_fresh",
+        "nonzero",
+        "is_nonzero",
+        "masked_select",
+        "unique",
+    } & set(watch.found)
 
 
 def test_one_product_alone_is_refused(device):
@@ -167,11 +206,18 @@ def test_one_product_alone_is_refused(device):
 
 FAULTS = {
     "the gradient of x by another scale": (
-        "of.in_fp8.columns(scale), to", "of.in_fp8.columns(scale)._replace(scale=2 * scale), to",
+        "of.in_fp8.columns(scale), to",
+        "of.in_fp8.columns(scale)._replace(scale=2 * scale), to",
     ),
-    "the adapter of down reads nothing": ("kept.gate, dense=a2 is not None)", "kept.gate, dense=False)"),
-    "biases beside adapters alone": ('dense = wanted["w1"] or wanted["b1"]', 'dense = wanted["b1"]'),
-}  # fmt: skip
+    "the adapter of down reads nothing": (
+        "kept.gate, dense=a2 is not None)",
+        "kept.gate, dense=False)",
+    ),
+    "biases beside adapters alone": (
+        'dense = wanted["w1"] or wanted["b1"]',
+        'dense = wanted["b1"]',
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -15,7 +15,9 @@ SHAPES = [(1, 1), (5, 3), (37, 2), (13, 4)]
 
 def by_gguf(packed, kind):
     gguf = pytest.importorskip("gguf")
-    return torch.from_numpy(gguf.quants.dequantize(packed.cpu().numpy(), gguf.GGMLQuantizationType[kind]))
+    return torch.from_numpy(
+        gguf.quants.dequantize(packed.cpu().numpy(), gguf.GGMLQuantizationType[kind])
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -30,7 +32,9 @@ def test_values_are_those_of_gguf(kind, dtype, device):
         for out in (torch.empty(rows, columns, dtype=dtype, device=device), buffer[:, :columns]):
             assert torch.equal(dequantize_gguf(packed, out, kind).cpu(), expected)
         assert (buffer[:, columns:] == 7.0).all(), "padding columns are written"
-        assert torch.equal(dequantize_gguf_reference(packed, (rows, columns), dtype, kind).cpu(), expected)
+        assert torch.equal(
+            dequantize_gguf_reference(packed, (rows, columns), dtype, kind).cpu(), expected
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,7 +51,9 @@ def test_a_scale_that_is_no_number_stays_none(kind, device):
 def test_what_gguf_quantised_is_near(kind, device):
     gguf = pytest.importorskip("gguf")
     given = torch.randn(17, 320)
-    packed = torch.from_numpy(gguf.quants.quantize(given.numpy(), gguf.GGMLQuantizationType[kind])).to(device)
+    packed = torch.from_numpy(
+        gguf.quants.quantize(given.numpy(), gguf.GGMLQuantizationType[kind])
+    ).to(device)
     out = dequantize_gguf(packed, torch.empty(17, 320, device=device), kind).cpu()
     assert torch.equal(out, by_gguf(packed, kind))
     assert (out - given).norm() / given.norm() < {"Q8_0": 0.011, "Q4_0": 0.172}[kind]
@@ -61,14 +67,22 @@ def test_what_llama_cpp_quantised_is_near(kind, device):
     packed = by_ggml(given, kind)
     out = dequantize_gguf(packed.to(device), torch.empty(9, 768, device=device), kind).cpu()
     assert torch.equal(out, by_gguf(packed, kind))
-    assert (out - given).norm() / given.norm() < {"Q8_0": 0.011, "Q4_0": 0.172, "Q4_K": 0.16, "Q6_K": 0.04}[kind]
+    assert (out - given).norm() / given.norm() < {
+        "Q8_0": 0.011,
+        "Q4_0": 0.172,
+        "Q4_K": 0.16,
+        "Q6_K": 0.04,
+    }[kind]
 
 
 def test_what_does_not_fit_is_refused(device):
     packed = random_blocks(8, 256, "Q8_0").to(device)
     with pytest.raises(ValueError, match="kind='Q5_K': give one of Q8_0, Q4_0, Q4_K, Q6_K"):
         dequantize_gguf(packed, torch.empty(8, 256, device=device), "Q5_K")
-    with pytest.raises(ValueError, match="2176 elements of torch.uint8 are not 8 x 288 values in Q8_0: give uint8, 34 bytes"):
+    with pytest.raises(
+        ValueError,
+        match="2176 elements of torch.uint8 are not 8 x 288 values in Q8_0: give uint8, 34 bytes",
+    ):
         dequantize_gguf(packed, torch.empty(8, 288, device=device), "Q8_0")
     with pytest.raises(ValueError, match="rows are dense"):
         dequantize_gguf(packed, torch.empty(256, 8, device=device).t(), "Q8_0")
@@ -80,18 +94,32 @@ def test_it_is_an_operator_of_torch(device):
 
 
 def test_groups_are_parts_of_blocks():
-    assert KINDS.keys() == GROUPS.keys() and all(KINDS[kind][0] % GROUPS[kind] == 0 for kind in KINDS)
+    assert KINDS.keys() == GROUPS.keys() and all(
+        KINDS[kind][0] % GROUPS[kind] == 0 for kind in KINDS
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "old", "new"),
     [
         ("Q8_0", "- ((code.to(tl.int32) >> 7) << 8)", ""),
-        ("Q4_0", "(group // 2).to(tl.int64) * 18, group % 2", "(group // 2).to(tl.int64) * 18, 1 - group % 2"),
+        (
+            "Q4_0",
+            "(group // 2).to(tl.int64) * 18, group % 2",
+            "(group // 2).to(tl.int64) * 18, 1 - group % 2",
+        ),
         ("Q4_0", "((code & 15) - 8)", "((code & 15) - 7)"),
         ("Q4_K", ">> (4 * (j % 2))[:, None]", ">> (4 - 4 * (j % 2))[:, None]"),
-        ("Q4_K", "_half(at, there) * s, _half(at + 2, there) * m", "_half(at, there) * m, _half(at + 2, there) * s"),
-        ("Q4_K", "_half(at, there) * s, _half(at + 2, there) * m", "_half(at + 2, there) * s, _half(at, there) * m"),
+        (
+            "Q4_K",
+            "_half(at, there) * s, _half(at + 2, there) * m",
+            "_half(at, there) * m, _half(at + 2, there) * s",
+        ),
+        (
+            "Q4_K",
+            "_half(at, there) * s, _half(at + 2, there) * m",
+            "_half(at + 2, there) * s, _half(at, there) * m",
+        ),
         ("Q4_K", "tl.where(late, (third & 15) | ((first", "tl.where(late, (third & 15) | ((second"),
         ("Q4_K", "- least[:, None]", "+ least[:, None]"),
         ("Q6_K", "low | (high << 4)", "high | (low << 4)"),
@@ -103,14 +131,20 @@ def test_groups_are_parts_of_blocks():
 def test_a_planted_fault_is_found(kind, old, new, device):
     wrong = mutant(gguf_blocks, old, new)
     packed = random_blocks(11, 512, kind)
-    out = wrong.dequantize_gguf(packed.to(device), torch.empty(11, 520, device=device)[:, :512], kind)
+    out = wrong.dequantize_gguf(
+        packed.to(device), torch.empty(11, 520, device=device)[:, :512], kind
+    )
     assert not torch.equal(out.cpu(), by_gguf(packed, kind))
 
 
 @pytest.mark.parametrize(
     ("kind", "old", "new"),
     [
-        ("Q4_0", "[blocks[:, 2:] & 15, blocks[:, 2:] >> 4]", "[blocks[:, 2:] >> 4, blocks[:, 2:] & 15]"),
+        (
+            "Q4_0",
+            "[blocks[:, 2:] & 15, blocks[:, 2:] >> 4]",
+            "[blocks[:, 2:] >> 4, blocks[:, 2:] & 15]",
+        ),
         ("Q4_K", "(_halves(blocks, 0) * s)", "(_halves(blocks, 0) * m)"),
         ("Q4_K", "[codes & 15, codes >> 4]", "[codes >> 4, codes & 15]"),
         ("Q6_K", "low | high << 4", "high | low << 4"),
@@ -119,4 +153,7 @@ def test_a_planted_fault_is_found(kind, old, new, device):
 def test_a_fault_planted_in_the_reference_is_found(kind, old, new):
     wrong = mutant(gguf_blocks, old, new)
     packed = random_blocks(11, 512, kind)
-    assert not torch.equal(wrong.dequantize_gguf_reference(packed, (11, 512), torch.float32, kind), by_gguf(packed, kind))
+    assert not torch.equal(
+        wrong.dequantize_gguf_reference(packed, (11, 512), torch.float32, kind),
+        by_gguf(packed, kind),
+    )

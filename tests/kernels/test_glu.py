@@ -32,7 +32,9 @@ def inputs(shape, dtype, device, scale=2.0):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64), (13, 64), (1, 1), (13, 37), (2, 5, 101), (3, 257)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (13, 64), (1, 1), (13, 37), (2, 5, 101), (3, 257)], ids=str
+)
 def test_equals_the_formula(shape, dtype, device):
     compare(inputs(shape, dtype, device))
 
@@ -48,7 +50,9 @@ def test_equals_llama_mlp(dtype, device):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    module = LlamaMLP(LlamaConfig(hidden_size=20, intermediate_size=37, num_attention_heads=1)).to(device)
+    module = LlamaMLP(LlamaConfig(hidden_size=20, intermediate_size=37, num_attention_heads=1)).to(
+        device
+    )
     names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
     def llama(x, *weights):
@@ -59,7 +63,10 @@ def test_equals_llama_mlp(dtype, device):
 
     def draw():
         shapes = (23, 20), (37, 20), (37, 20), (20, 37)
-        return [(torch.randn(*s, device=device) * (1.0 if s[0] == 23 else 0.3)).to(dtype) for s in shapes]
+        return [
+            (torch.randn(*s, device=device) * (1.0 if s[0] == 23 else 0.3)).to(dtype)
+            for s in shapes
+        ]
 
     assert_as_exact_as_plain(ours, llama, draw)
 
@@ -82,7 +89,9 @@ def test_transposed_beside_contiguous(device):
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 def test_far_ends_of_the_gate(dtype, device):
-    """Where e^-gate overflows, silu is 0 and so is its slope; at the other end silu is the gate itself."""
+    """Where e^-gate overflows, silu is 0 and so is its slope; at the other end silu is the gate
+    itself.
+    """
     gate = torch.tensor([-1e4, -200.0, 200.0, 1e4], device=device).to(dtype).requires_grad_()
     up = torch.tensor([3.0, 3.0, 3.0, 3.0], device=device).to(dtype).requires_grad_()
     out = fused_swiglu(gate, up)
@@ -113,7 +122,8 @@ def test_compiled(device):
     assert_as_exact_as_plain(compiled, plain, inputs((13, 37), torch.float32, device), exact=exact)
 
 
-# --- GELU --------------------------------------------------------------------------------------------------------------
+# --- GELU
+# --------------------------------------------------------------------------------------------------------------
 
 
 def exact_gelu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
@@ -162,7 +172,10 @@ def test_planted_faults_are_found(name, device):
     broken = mutant(glu, *MUTATIONS[name])
     with pytest.raises(AssertionError):
         assert_as_exact_as_plain(
-            broken.fused_swiglu, plain, lambda: torch.randn(13, 74, device=device).chunk(2, -1), exact=exact
+            broken.fused_swiglu,
+            plain,
+            lambda: torch.randn(13, 74, device=device).chunk(2, -1),
+            exact=exact,
         )
 
 

@@ -14,7 +14,8 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def drawn(kinds, device, shapes=SHAPES):
     return [
-        (torch.randn(shape, device=device) * 10.0 ** (n % 3 - 1)).to(kinds[n % len(kinds)]) for n, shape in enumerate(shapes)
+        (torch.randn(shape, device=device) * 10.0 ** (n % 3 - 1)).to(kinds[n % len(kinds)])
+        for n, shape in enumerate(shapes)
     ]
 
 
@@ -80,7 +81,10 @@ MUTATIONS = {
     "no squares": ("total += x * x", "total += x"),
     "the first block of a chunk only": ("at = start + offset", "at = start"),
     "chunks of the first tensor": ("(chunk - tl.load(firsts_ptr + tensor))", "chunk"),
-    "one chunk a program": ("for chunk in range(tl.program_id(0), chunks,", "for chunk in range(tl.program_id(0), 1,"),
+    "one chunk a program": (
+        "for chunk in range(tl.program_id(0), chunks,",
+        "for chunk in range(tl.program_id(0), 1,",
+    ),
 }
 
 
@@ -88,4 +92,7 @@ MUTATIONS = {
 def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
-        compare(drawn([torch.bfloat16], device, [(5,), (70 * CHUNK,), (CHUNK + 8,)]), broken.gradient_norm)
+        compare(
+            drawn([torch.bfloat16], device, [(5,), (70 * CHUNK,), (CHUNK + 8,)]),
+            broken.gradient_norm,
+        )

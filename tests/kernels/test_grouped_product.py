@@ -22,9 +22,17 @@ from chronicals.kernels.grouped_product import (
 )
 from mutants import mutant
 
-module = sys.modules["chronicals.kernels.grouped_product"]  # the package has a function of that name
+module = sys.modules[
+    "chronicals.kernels.grouped_product"
+]  # the package has a function of that name
 
-CASES = [(1, 1, 1, 16, 16), (37, 2, 4, 40, 24), (67, 3, 8, 130, 70), (150, 2, 3, 72, 300), (20, 4, 16, 64, 128)]
+CASES = [
+    (1, 1, 1, 16, 16),
+    (37, 2, 4, 40, 24),
+    (67, 3, 8, 130, 70),
+    (150, 2, 3, 72, 300),
+    (20, 4, 16, 64, 128),
+]
 """Tokens, experts of a token, experts, inputs, outputs."""
 
 
@@ -60,10 +68,15 @@ def test_rows_times_their_expert(case, of_tokens, dtype, device):
     tokens, each, experts, inputs, outputs = case
     to = to_low_tiles(tokens, each, experts, device)
     rows = tokens if of_tokens else len(to.order_S)
-    for shape in ((experts, outputs, inputs), (experts, inputs, outputs)):  # stored as [out, in], and transposed
+    for shape in (
+        (experts, outputs, inputs),
+        (experts, inputs, outputs),
+    ):  # stored as [out, in], and transposed
 
         def by(function, shape=shape):
-            return lambda x, w, b: function(x, w if shape[1] == outputs and shape[2] == inputs else w.mT, to, of_tokens, b)
+            return lambda x, w, b: function(
+                x, w if shape[1] == outputs and shape[2] == inputs else w.mT, to, of_tokens, b
+            )
 
         draw = tensors(dtype, device, (rows, inputs), shape, (experts, outputs))
         compare(by(module.grouped_product), by(grouped_product_reference), draw)
@@ -78,8 +91,15 @@ def test_what_an_adapter_adds(rank, dtype, device):
     def by(function):
         return lambda x, w, u, up: function(x, w, to, True, None, Adapted(u, up))
 
-    shapes = (tokens, inputs), (experts, outputs, inputs), (len(to.order_S), rank), (experts, outputs, rank)
-    compare(by(module.grouped_product), by(grouped_product_reference), tensors(dtype, device, *shapes))
+    shapes = (
+        (tokens, inputs),
+        (experts, outputs, inputs),
+        (len(to.order_S), rank),
+        (experts, outputs, rank),
+    )
+    compare(
+        by(module.grouped_product), by(grouped_product_reference), tensors(dtype, device, *shapes)
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -108,7 +128,9 @@ def test_the_reference_is_a_sum_over_pairs():
     dy = torch.randn(tokens * each, outputs).double()
     chosen = torch.nn.functional.one_hot(experts_Tk.flatten(), experts).double()
     dw = torch.einsum("se,sn,sk->enk", chosen, dy, x.repeat_interleave(each, 0))
-    torch.testing.assert_close(grouped_weight_gradient_reference(dy[to.order_S.long()], x, to, SECOND), dw)
+    torch.testing.assert_close(
+        grouped_weight_gradient_reference(dy[to.order_S.long()], x, to, SECOND), dw
+    )
 
 
 def test_experts_without_rows_have_no_gradient(device):
@@ -129,7 +151,9 @@ def test_strided_rows(device):
     to = to_low_tiles(37, 2, 4, device)
     wide, w = torch.randn(74, 50, device=device), torch.randn(4, 24, 40, device=device)
     x = wide[:, 8:48]
-    torch.testing.assert_close(module.grouped_product(x, w, to), grouped_product_reference(x, w, to), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        module.grouped_product(x, w, to), grouped_product_reference(x, w, to), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("boxes", [False, True])
@@ -141,14 +165,18 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
     x, u = (torch.randn(*shape, device=device).to(kind) for shape in ((140, 96), (140, 48)))
     w = torch.randn(4, 48, 96, device=device).to(kind)
     launch = module.ProductLaunch(32, 32, 4, 2, 2, persistent, boxes, 32)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    tolerance = (
+        {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    )
     for weight in (w, w.mT.contiguous().mT):
         got = launch_product(launch, x, weight, to, False)
         torch.testing.assert_close(got, grouped_product_reference(x, weight, to), **tolerance)
     tokens = x[:70].contiguous()
     for a, b, which in ((u, tokens, SECOND), (tokens, u, FIRST)):
         got = launch_weight_gradient(launch, a, b, to, which, 1.0, kind)
-        torch.testing.assert_close(got, grouped_weight_gradient_reference(a, b, to, which), **tolerance)
+        torch.testing.assert_close(
+            got, grouped_weight_gradient_reference(a, b, to, which), **tolerance
+        )
 
 
 @pytest.mark.parametrize(("kib", "boxes"), [(99, False), (163, False), (227, True)])
@@ -157,9 +185,16 @@ def test_launches_fit_the_card(kib, boxes, monkeypatch):
     monkeypatch.setattr(module, "shared_memory", lambda _: kib << 10)
     monkeypatch.setattr(module, "has_boxes", lambda _: boxes)
     card = torch.device("cuda", 0)
-    for launch, rows in ((product_launch(128, 1536, card), 128), (weight_gradient_launch(1536, 2048, card), 128)):
+    for launch, rows in (
+        (product_launch(128, 1536, card), 128),
+        (weight_gradient_launch(1536, 2048, card), 128),
+    ):
         held = launch.stages - 2 * (boxes and launch.stages > 3)
-        assert held >= 2 and held * (rows + launch.columns) * launch.depth * 2 <= kib << 10 and launch.boxes == boxes
+        assert (
+            held >= 2
+            and held * (rows + launch.columns) * launch.depth * 2 <= kib << 10
+            and launch.boxes == boxes
+        )
 
 
 @pytest.mark.parametrize("rank", [1, 64, 129, 256, 257, 264, 300, 384, 600])
@@ -184,14 +219,19 @@ def test_by_the_library(of_tokens, device, monkeypatch):
     def library(a, b, offs):
         ends = offs.tolist()
         return torch.stack(
-            [a[:, s:e] @ b[s:e] if e > s else a.new_full((len(a), b.shape[1]), 7) for s, e in zip([0, *ends], ends)]
+            [
+                a[:, s:e] @ b[s:e] if e > s else a.new_full((len(a), b.shape[1]), 7)
+                for s, e in zip([0, *ends], ends)
+            ]
         )
 
     monkeypatch.setattr(module.F, "grouped_mm", library)
     rows = [40 if of_tokens == which else 80 for which in (FIRST, SECOND)]
     a, b = (torch.randn(count, width, device=device) for count, width in zip(rows, (24, 200)))
     got = module._by_library(a, b, to, of_tokens)
-    torch.testing.assert_close(got, grouped_weight_gradient_reference(a, b, to, of_tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        got, grouped_weight_gradient_reference(a, b, to, of_tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,9 +251,17 @@ def test_when_the_library_is_faster(sizes, of_tokens, faster):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_s_product_on_a_card():
     to = dispatch_to_experts(torch.randint(0, 7, (2000, 2), device="cuda"), 8)
-    a, b = torch.randn(4000, 1536, device="cuda").bfloat16(), torch.randn(2000, 1280, device="cuda").bfloat16()
-    assert module.uses_library(a, b, SECOND, 1.0, torch.bfloat16) == (torch.cuda.get_device_capability() == (9, 0))
-    got, expected = module.grouped_weight_gradient(a, b, to, SECOND), grouped_weight_gradient_reference(a, b, to, SECOND)
+    a, b = (
+        torch.randn(4000, 1536, device="cuda").bfloat16(),
+        torch.randn(2000, 1280, device="cuda").bfloat16(),
+    )
+    assert module.uses_library(a, b, SECOND, 1.0, torch.bfloat16) == (
+        torch.cuda.get_device_capability() == (9, 0)
+    )
+    got, expected = (
+        module.grouped_weight_gradient(a, b, to, SECOND),
+        grouped_weight_gradient_reference(a, b, to, SECOND),
+    )
     assert (got - expected).norm() <= 5e-3 * expected.norm() and not got[7].any()
 
 
@@ -225,9 +273,15 @@ def test_other_shapes_are_refused():
 
 MUTATIONS = {
     "one weight for all": ("w_ptr + expert.to(tl.int64) * w_stride_e", "w_ptr + 0 * w_stride_e"),
-    "the adapter of the first expert": ("up_ptr + expert.to(tl.int64) * up_stride_e", "up_ptr + 0 * up_stride_e"),
+    "the adapter of the first expert": (
+        "up_ptr + expert.to(tl.int64) * up_stride_e",
+        "up_ptr + 0 * up_stride_e",
+    ),
     "no factor": ("(total * factor)", "total"),
-    "bias of the first expert": ("bias_ptr + expert.to(tl.int64) * bias_stride", "bias_ptr + 0 * bias_stride"),
+    "bias of the first expert": (
+        "bias_ptr + expert.to(tl.int64) * bias_stride",
+        "bias_ptr + 0 * bias_stride",
+    ),
 }
 
 
@@ -247,7 +301,10 @@ def assert_found(fault, depth, device):
     shapes = ((37, depth), (4, 24, depth), (74, 8), (4, 24, 8), (4, 24))
     x, w, u, up, bias = (torch.randn(*shape, device=device).to(kind) for shape in shapes)
     results = [
-        (of.grouped_product(x, w, to, True, bias, of.Adapted(u, up)), of.grouped_weight_gradient(u, x, to, SECOND, 0.5))
+        (
+            of.grouped_product(x, w, to, True, bias, of.Adapted(u, up)),
+            of.grouped_weight_gradient(u, x, to, SECOND, 0.5),
+        )
         for of in (module, wrong)
     ]
     assert any(not torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in zip(*results))
@@ -255,7 +312,9 @@ def assert_found(fault, depth, device):
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
-    assert_found(MUTATIONS[name], 36, device)  # rows of 72 bytes in bf16, which pointers load on every card
+    assert_found(
+        MUTATIONS[name], 36, device
+    )  # rows of 72 bytes in bf16, which pointers load on every card
 
 
 @pytest.mark.gpu
@@ -274,4 +333,6 @@ def test_rows_of_another_expert_do_not_count(device):
     u = torch.randn(200, 8, device=device).to(kind)[:74]
     got = [of.grouped_weight_gradient(u, u, to) for of in (module, wrong)]
     expected = grouped_weight_gradient_reference(u, u, to)
-    assert torch.allclose(got[0], expected, rtol=2e-2, atol=2e-2) and not torch.allclose(got[1], expected, rtol=2e-2, atol=2e-2)
+    assert torch.allclose(got[0], expected, rtol=2e-2, atol=2e-2) and not torch.allclose(
+        got[1], expected, rtol=2e-2, atol=2e-2
+    )

@@ -46,18 +46,27 @@ DIFFERENTIATED = {
         heads(x), heads(x), VECTOR[:8].to(x), VECTOR[:8].to(x), TABLE.to(x), TABLE.to(x)
     )[0],
     "linear_cross_entropy": lambda x: linear_cross_entropy(x, MATRIX.to(x), TARGETS.to(x.device)),
-    "linear_distillation": lambda x: linear_distillation(
-        LinearHead(x, MATRIX.to(x)), LinearHead(x.detach(), MATRIX.to(x)), TARGETS.to(x.device), Divergence.reverse_kl()
-    ).loss,
-    "token_log_probability": lambda x: token_log_probability(x, MATRIX.to(x), TARGETS.to(x.device))[0],
+    "linear_distillation": lambda x: (
+        linear_distillation(
+            LinearHead(x, MATRIX.to(x)),
+            LinearHead(x.detach(), MATRIX.to(x)),
+            TARGETS.to(x.device),
+            Divergence.reverse_kl(),
+        ).loss
+    ),
+    "token_log_probability": lambda x: token_log_probability(x, MATRIX.to(x), TARGETS.to(x.device))[
+        0
+    ],
     "fp8_linear": lambda x: fp8_linear(x, MATRIX.to(x)),
     "merged_linear": lambda x: merged_linear(x, Merged.fused([MATRIX.to(x)], [None], (0,)), [None]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_a_second_derivative_is_refused_not_left_out(name, device):
-    """The upstream gradient is a constant: without a word the penalty would lack what passes the operation."""
+    """The upstream gradient is a constant: without a word the penalty would lack what passes the
+    operation.
+    """
     x = torch.randn(6, WIDTH, device=device, requires_grad=True)
     loss = DIFFERENTIATED[name](x).sum() + x.pow(3).sum()
     with pytest.raises(RuntimeError, match="create_graph=True: .* has no second derivative"):
@@ -65,11 +74,22 @@ def test_a_second_derivative_is_refused_not_left_out(name, device):
 
 
 def test_kernels_run_on_the_current_card_only(monkeypatch, caplog):
-    """Triton launches there whatever card its tensors are on; elsewhere the reference runs, which is said once."""
+    """Triton launches there whatever card its tensors are on; elsewhere the reference runs,
+    which is said once.
+    """
     monkeypatch.setattr(launch, "_interpreted", False)
     monkeypatch.setattr(launch, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    here, there = (SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, get_device=lambda n=n: n) for n in (0, 61))
+    here, there = (
+        SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, get_device=lambda n=n: n)
+        for n in (0, 61)
+    )
     with caplog.at_level(logging.WARNING):
-        assert launch.runs_triton(here, here) and not launch.runs_triton(there, there) and not launch.runs_triton(there)
-    assert [record.getMessage().count("torch.cuda.set_device(61)") for record in caplog.records] == [1]
+        assert (
+            launch.runs_triton(here, here)
+            and not launch.runs_triton(there, there)
+            and not launch.runs_triton(there)
+        )
+    assert [
+        record.getMessage().count("torch.cuda.set_device(61)") for record in caplog.records
+    ] == [1]

@@ -19,7 +19,10 @@ SHAPES = [(1, 64), (13, 64), (7, 2), (13, 37), (2, 5, 101), (3, 257)]
 
 def exact(x: Tensor, weight: Tensor | float, bias: Tensor | float, eps: float = 1e-5) -> Tensor:
     centred = x - x.sum(-1, keepdim=True) / x.shape[-1]
-    return centred / torch.sqrt((centred * centred).sum(-1, keepdim=True) / x.shape[-1] + eps) * weight + bias
+    return (
+        centred / torch.sqrt((centred * centred).sum(-1, keepdim=True) / x.shape[-1] + eps) * weight
+        + bias
+    )
 
 
 def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
@@ -51,7 +54,9 @@ def test_equals_the_formula(shape, dtype, device):
 
 
 def test_one_element_is_its_bias(device):
-    """Whatever it is; of its gradient a rounding is left where a product and a sum are one instruction."""
+    """Whatever it is; of its gradient a rounding is left where a product and a sum are one
+    instruction.
+    """
     x, weight, bias = (t.requires_grad_() for t in inputs((7, 1), torch.float32, device)())
     y = fused_layernorm(x, weight, bias, 0.1)
     assert torch.equal(y, bias.expand(7, 1))
@@ -73,7 +78,9 @@ def test_without_a_weight_or_bias(ours, has, dtype, device):
     def fit(function, one, zero):
         def run(x, *given):
             given = iter(given)
-            return function(x, *(next(given) if there else missing for there, missing in zip(has, (one, zero))))
+            return function(
+                x, *(next(given) if there else missing for there, missing in zip(has, (one, zero)))
+            )
 
         return run
 
@@ -81,7 +88,9 @@ def test_without_a_weight_or_bias(ours, has, dtype, device):
         x, *others = inputs((13, 37), dtype, device)()
         return x, *(tensor for tensor, there in zip(others, has) if there)
 
-    assert_as_exact_as_plain(fit(ours, None, None), fit(plain, None, None), draw, exact=fit(exact, 1.0, 0.0))
+    assert_as_exact_as_plain(
+        fit(ours, None, None), fit(plain, None, None), draw, exact=fit(exact, 1.0, 0.0)
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
@@ -120,7 +129,9 @@ def test_fp32_weight_over_bf16_rows(device):
 
 
 def test_a_large_mean_does_not_cancel(device):
-    """Mean of the squares less square of the mean would be off by more than the variance; the mean by its rounding."""
+    """Mean of the squares less square of the mean would be off by more than the variance; the
+    mean by its rounding.
+    """
     given = inputs((13, 64), torch.float32, device, shift=1e4)()
     upstream = [torch.randn(13, 64, device=device)]
     got = outputs_and_gradients(fused_layernorm, given, upstream)
@@ -159,7 +170,10 @@ def test_a_frozen_one_gets_no_gradient(trained, device):
     def gradients(function):
         torch.manual_seed(0)
         x, *others = inputs((13, 37), torch.float32, device)()
-        leaves = [x.requires_grad_(), *(t.requires_grad_(wanted) for t, wanted in zip(others, trained))]
+        leaves = [
+            x.requires_grad_(),
+            *(t.requires_grad_(wanted) for t, wanted in zip(others, trained)),
+        ]
         function(*leaves).backward(torch.randn(13, 37, device=device))
         return [leaf.grad for leaf in leaves]
 
@@ -200,7 +214,9 @@ def test_twice_gives_the_same_bits(device):
 
 
 ROWS = {"cpu": 45, "cuda": 40_000}
-"""So many that a program of 2 warps takes several blocks of rows, where a processor gets one program."""
+"""So many that a program of 2 warps takes several blocks of rows, where a processor gets one
+program.
+"""
 
 MUTATIONS = {
     "no mean of the gradient": ("g - mean_g[:, None]", "g"),
@@ -211,7 +227,10 @@ MUTATIONS = {
     "the weight's last rows only": ("dw += g * x", "dw = g * x"),
     "the bias's last rows only": ("db += g", "db = g"),
     "the weight before its bias": ("+ WANTS_WEIGHT * width,", ","),
-    "padding counts in the variance": ("tl.where(inside, x - mean[:, None], 0.0)", "x - mean[:, None]"),
+    "padding counts in the variance": (
+        "tl.where(inside, x - mean[:, None], 0.0)",
+        "x - mean[:, None]",
+    ),
     "eps outside of the root": ("/ width + eps)", "/ width) + eps"),
 }
 
@@ -221,4 +240,8 @@ def test_planted_faults_are_found(name, device):
     broken = mutant(MODULE, *MUTATIONS[name])
     broken.WARPS_A_PROCESSOR = 2
     with pytest.raises(AssertionError):
-        compare(inputs((ROWS[device.type], 37), torch.float32, device, shift=0.7), eps=0.1, ours=broken.fused_layernorm)
+        compare(
+            inputs((ROWS[device.type], 37), torch.float32, device, shift=0.7),
+            eps=0.1,
+            ours=broken.fused_layernorm,
+        )

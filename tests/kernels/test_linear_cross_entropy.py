@@ -1,6 +1,8 @@
-"""linear_cross_entropy and fused_cross_entropy against log-softmax by the book and torch's own cross_entropy.
+"""linear_cross_entropy and fused_cross_entropy against log-softmax by the book and torch's own
+cross_entropy.
 
-On the CPU the long grid takes the plain rows, as a run without a card does; ``test_logit_rows.py`` interprets the kernels.
+On the CPU the long grid takes the plain rows, as a run without a card does; ``test_logit_rows.py``
+interprets the kernels.
 """
 
 import contextlib
@@ -25,7 +27,9 @@ from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16]
-module = sys.modules["chronicals.kernels.linear_cross_entropy"]  # the package has a function of that name
+module = sys.modules[
+    "chronicals.kernels.linear_cross_entropy"
+]  # the package has a function of that name
 ROWS, WIDTH, VOCABULARY = 23, 19, 101
 WEIGHT = 0.3  # logits of a standard deviation near 1.3
 IGNORED = -100
@@ -52,9 +56,15 @@ def plain(hidden, weight, targets, bias=None, eighths=None, scale=1.0, softcap=N
 def fused(function=linear_cross_entropy, chunk_size=7, scale=1.0, softcap=None):
     def call(hidden, weight, targets, bias=None, eighths=None):
         return function(
-            hidden, weight, targets, bias=bias, scale=scale, softcap=softcap, chunk_size=chunk_size,
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            chunk_size=chunk_size,
             weights=None if eighths is None else eighths / 8,
-        )  # fmt: skip
+        )
 
     return call
 
@@ -93,7 +103,9 @@ def compare(draw, bias=False, weighted=False, scale=1.0, softcap=None, **options
     def definition(*tensors):
         return plain(*tensors, scale=scale, softcap=softcap)
 
-    assert_as_exact_as_plain(arrange(fused(scale=scale, softcap=softcap, **options)), arrange(definition), draw)
+    assert_as_exact_as_plain(
+        arrange(fused(scale=scale, softcap=softcap, **options)), arrange(definition), draw
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -136,13 +148,18 @@ def test_nothing_to_train_on(ignored, device):
     rows = 0 if ignored == "no rows" else ROWS
     hidden, weight, targets = inputs(torch.float32, device, rows=rows, ignored=1.1)()
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, targets, softcap=3.0, weights=torch.ones(rows, device=device))
+    loss = linear_cross_entropy(
+        hidden, weight, targets, softcap=3.0, weights=torch.ones(rows, device=device)
+    )
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
     assert torch.equal(weight.grad, torch.zeros_like(weight))
     assert torch.isnan(fused_cross_entropy(hidden, weight, targets))
-    assert torch.equal(fused_cross_entropy(hidden, weight, targets, reduction="none"), torch.zeros(rows, device=device))
+    assert torch.equal(
+        fused_cross_entropy(hidden, weight, targets, reduction="none"),
+        torch.zeros(rows, device=device),
+    )
 
 
 def test_ignored_rows_are_as_if_absent(device):
@@ -159,8 +176,9 @@ def test_ignored_rows_are_as_if_absent(device):
 
 
 def test_likely_targets_keep_their_small_losses(device):
-    """Where the model is sure and right, loss and gradient are small differences of large logits. The logits themselves
-    are exact here (whole numbers), so that only what is made of them counts."""
+    """Where the model is sure and right, loss and gradient are small differences of large
+    logits. The logits themselves are exact here (whole numbers), so that only what is made of
+    them counts."""
 
     def draw():
         weight = torch.randint(-3, 4, (VOCABULARY, WIDTH), device=device).float()
@@ -179,7 +197,8 @@ def test_far_logits_do_not_overflow(device):
     assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
 
 
-# --- fused_cross_entropy against torch ---------------------------------------------------------------------------
+# --- fused_cross_entropy against torch
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -204,7 +223,9 @@ def test_reductions_equal_torch(shape, reduction, dtype, device):
     def torchs(hidden, weight, targets):
         logits = (hidden @ weight.t()).flatten(0, -2)
         losses = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten(), reduction=reduction
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            targets.flatten(),
+            reduction=reduction,
         )
         return losses.view(targets.shape) if reduction == "none" else losses
 
@@ -216,7 +237,9 @@ def test_mean_is_the_default_and_float32(device):
     targets[0] = 3
     loss = fused_cross_entropy(hidden, weight, targets)
     assert loss.shape == () and loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(F.cross_entropy((hidden @ weight.t()).float(), targets).item(), rel=1e-5)
+    assert loss.item() == pytest.approx(
+        F.cross_entropy((hidden @ weight.t()).float(), targets).item(), rel=1e-5
+    )
     assert fused_cross_entropy(hidden, weight, targets, reduction="none").dtype == torch.float32
 
 
@@ -231,7 +254,9 @@ def test_upstream_gradient_scales(device):
 
     def gradients(factor):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        (linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], chunk_size=5) * factor).backward()
+        (
+            linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], chunk_size=5) * factor
+        ).backward()
         return [x.grad for x in leaves]
 
     hidden, weight, targets, bias = inputs(torch.float32, device, bias=True)()
@@ -240,7 +265,8 @@ def test_upstream_gradient_scales(device):
         torch.testing.assert_close(thrice, once * -3, rtol=1e-6, atol=0)
 
 
-# --- what is frozen, and what exists -------------------------------------------------------------------------------
+# --- what is frozen, and what exists
+# -------------------------------------------------------------------------------
 
 
 class Shapes(TorchDispatchMode):
@@ -252,7 +278,9 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.seen += [x.shape for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        self.seen += [
+            x.shape for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)
+        ]
         return out
 
 
@@ -297,13 +325,21 @@ def test_frozen_inputs(trained, device):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk_size", [1, 6, 13])
 def test_no_more_rows_of_logits_than_asked_for(chunk_size, reduction, device):
-    """Of all that is made, forward and backward, nothing as wide as the vocabulary has more rows than a chunk."""
-    rows, width, vocabulary = 61, 1, 211  # so narrow that the head itself is no larger than one row of logits
+    """Of all that is made, forward and backward, nothing as wide as the vocabulary has more rows
+    than a chunk.
+    """
+    rows, width, vocabulary = (
+        61,
+        1,
+        211,
+    )  # so narrow that the head itself is no larger than one row of logits
     hidden = torch.randn(rows, width, device=device, requires_grad=True)
     weight = torch.randn(vocabulary, width, device=device, requires_grad=True)
     targets = torch.randint(0, vocabulary, (rows,), device=device)
     with operators_seen_through(), Shapes() as shapes:
-        loss = fused_cross_entropy(hidden, weight, targets, chunk_size=chunk_size, reduction=reduction)
+        loss = fused_cross_entropy(
+            hidden, weight, targets, chunk_size=chunk_size, reduction=reduction
+        )
         loss.backward(torch.rand_like(loss))
     assert weight.grad.any() and hidden.grad.any()
     sizes = [shape.numel() for shape in shapes.seen if vocabulary in shape]
@@ -311,7 +347,8 @@ def test_no_more_rows_of_logits_than_asked_for(chunk_size, reduction, device):
     assert max(shape.numel() for shape in shapes.seen) == chunk_size * vocabulary
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
+# --- errors
+# --------------------------------------------------------------------------------------------------------
 
 GOOD = {"hidden": (5, 4), "weight": (11, 4), "targets": (5,)}
 WRONG = {
@@ -351,7 +388,13 @@ def test_unknown_reduction_is_refused(reduction):
         fused_cross_entropy(*tensors({}), reduction=reduction)
 
 
-MISFITS = [("weights", (5, 1)), ("weights", (1,)), ("weights", (4,)), ("bias", (1,)), ("bias", (10,))]
+MISFITS = [
+    ("weights", (5, 1)),
+    ("weights", (1,)),
+    ("weights", (4,)),
+    ("bias", (1,)),
+    ("bias", (10,)),
+]
 
 
 @pytest.mark.parametrize("name, shape", MISFITS)
@@ -375,7 +418,12 @@ def test_targets_outside_the_vocabulary_are_refused(target):
 def test_compiled(device):
     """As exact; on the CPU the choice of the trained rows breaks the graph."""
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
-    compare(inputs(torch.float32, device, bias=True, weighted=True), function=compiled, bias=True, weighted=True)
+    compare(
+        inputs(torch.float32, device, bias=True, weighted=True),
+        function=compiled,
+        bias=True,
+        weighted=True,
+    )
 
 
 def test_under_autocast(device):
@@ -392,14 +440,27 @@ def test_under_autocast(device):
     assert_as_exact_as_plain(autocast(fused()), autocast(plain), inputs(torch.float32, device))
 
 
-# --- planted faults ------------------------------------------------------------------------------------------------
+# --- planted faults
+# ------------------------------------------------------------------------------------------------
 
 MUTATIONS = {
     "last chunk only": ("beta = 0 if first else 1", "beta = 0"),
-    "no upstream gradient": ("scale_rows(gradient, upstream,", "scale_rows(gradient, torch.ones_like(upstream),"),
-    "bias of one chunk": ("factors[:, None].to(x.dtype), first)", "factors[:, None].to(x.dtype), True)"),
-    "chunks of hidden at the beginning": ("put_of_states, d_picked[part]", "put_of_states, d_picked[: len(x)]"),
-    "token weights of the first rows": ("weights if weights is None or rows is None else weights[rows]", "weights"),
+    "no upstream gradient": (
+        "scale_rows(gradient, upstream,",
+        "scale_rows(gradient, torch.ones_like(upstream),",
+    ),
+    "bias of one chunk": (
+        "factors[:, None].to(x.dtype), first)",
+        "factors[:, None].to(x.dtype), True)",
+    ),
+    "chunks of hidden at the beginning": (
+        "put_of_states, d_picked[part]",
+        "put_of_states, d_picked[: len(x)]",
+    ),
+    "token weights of the first rows": (
+        "weights if weights is None or rows is None else weights[rows]",
+        "weights",
+    ),
 }
 
 
@@ -414,7 +475,8 @@ def test_a_wrong_backward_is_noticed(fault, device):
         compare(draw, function=mutant(module, *MUTATIONS[fault]).linear_cross_entropy, **options)
 
 
-# --- smoothing, z-loss, adapters, counts -----------------------------------------------------------------------------
+# --- smoothing, z-loss, adapters, counts
+# -----------------------------------------------------------------------------
 
 
 WITH_KERNELS = {"bias": True, "weighted": True, "scale": 0.5, "softcap": 3.0, "chunk_size": 4}
@@ -422,7 +484,9 @@ WITH_KERNELS = {"bias": True, "weighted": True, "scale": 0.5, "softcap": 3.0, "c
 
 @pytest.mark.interpreted
 def test_kernels_of_the_rows(device):
-    """The whole way with the kernels, as on a card, whose rows of gradients still want their factors."""
+    """The whole way with the kernels, as on a card, whose rows of gradients still want their
+    factors.
+    """
     compare(inputs(torch.float32, device, rows=11, bias=True, weighted=True), **WITH_KERNELS)
 
 
@@ -443,8 +507,9 @@ def test_forgotten_factors_are_noticed(fault, device):
     with pytest.raises(AssertionError, match=r"tensor [0123]: .* error"):
         compare(
             inputs(torch.float32, device, rows=11, bias=True, weighted=True),
-            function=broken.linear_cross_entropy, **WITH_KERNELS,
-        )  # fmt: skip
+            function=broken.linear_cross_entropy,
+            **WITH_KERNELS,
+        )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -467,11 +532,16 @@ def test_smoothing_and_z_loss(smoothing, z_loss, dtype, device):
 def test_adapter_on_the_head(dtype, frozen, device):
     def draw():
         hidden, weight, targets = inputs(dtype, device)()
-        a, b = (torch.randn(shape, device=device).to(dtype) * 0.3 for shape in ((4, WIDTH), (VOCABULARY, 4)))
+        a, b = (
+            torch.randn(shape, device=device).to(dtype) * 0.3
+            for shape in ((4, WIDTH), (VOCABULARY, 4))
+        )
         return hidden, weight, targets, a, b
 
     def ours(hidden, weight, targets, a, b):
-        return linear_cross_entropy(hidden, weight, targets, adapter=Adapter(a, b, 0.5), chunk_size=7)
+        return linear_cross_entropy(
+            hidden, weight, targets, adapter=Adapter(a, b, 0.5), chunk_size=7
+        )
 
     def torchs(hidden, weight, targets, a, b):
         logits = hidden @ weight.t() + 0.5 * (hidden @ a.t()) @ b.t()
@@ -484,12 +554,19 @@ def test_adapter_on_the_head(dtype, frozen, device):
     hidden, weight, targets, a, b = draw()
     trained = [x.requires_grad_() for x in (hidden, a, b)]
     full = torch.autograd.grad(
-        linear_cross_entropy(hidden, weight.clone().requires_grad_(), targets, adapter=Adapter(a, b, 0.5), chunk_size=7),
+        linear_cross_entropy(
+            hidden,
+            weight.clone().requires_grad_(),
+            targets,
+            adapter=Adapter(a, b, 0.5),
+            chunk_size=7,
+        ),
         trained,
     )
     with operators_seen_through(), Shapes() as shapes:
         some = torch.autograd.grad(
-            linear_cross_entropy(hidden, weight, targets, adapter=Adapter(a, b, 0.5), chunk_size=7), trained
+            linear_cross_entropy(hidden, weight, targets, adapter=Adapter(a, b, 0.5), chunk_size=7),
+            trained,
         )
     assert all(torch.equal(x, y) for x, y in zip(full, some))
     assert torch.Size((VOCABULARY, WIDTH)) not in shapes.seen
@@ -497,10 +574,13 @@ def test_adapter_on_the_head(dtype, frozen, device):
 
 def test_adapter_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="adapter is"):
-        linear_cross_entropy(*tensors({}), adapter=Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
+        linear_cross_entropy(
+            *tensors({}), adapter=Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0)
+        )
 
 
-# --- rows of the weight that others stand for ------------------------------------------------------------------------
+# --- rows of the weight that others stand for
+# ------------------------------------------------------------------------
 
 REPLACED = [5, 0, VOCABULARY - 1, 40]
 
@@ -508,7 +588,9 @@ REPLACED = [5, 0, VOCABULARY - 1, 40]
 def with_rows(function=linear_cross_entropy, **options):
     def call(hidden, values, weight, bias, eighths, targets):
         rows = module.Rows(torch.tensor(REPLACED, device=hidden.device), values)
-        return function(hidden, weight, targets, rows=rows, bias=bias, weights=eighths / 8, **options)
+        return function(
+            hidden, weight, targets, rows=rows, bias=bias, weights=eighths / 8, **options
+        )
 
     return call
 
@@ -517,7 +599,14 @@ def rows_and_the_rest(dtype, device):
     def draw():
         hidden, weight, targets, bias, eighths = inputs(dtype, device, bias=True, weighted=True)()
         targets[:4] = torch.tensor(REPLACED)
-        return hidden, torch.randn(len(REPLACED), WIDTH, device=device).to(dtype), weight, bias, eighths, targets
+        return (
+            hidden,
+            torch.randn(len(REPLACED), WIDTH, device=device).to(dtype),
+            weight,
+            bias,
+            eighths,
+            targets,
+        )
 
     return draw
 
@@ -531,13 +620,19 @@ def rows_by_the_book(hidden, values, weight, bias, eighths, targets):
 def test_replaced_rows(dtype, device):
     """Targets, bias and weights of rows among them, in chunks."""
     options = {"scale": 0.5, "softcap": 3.0}
-    for ours in (with_rows(chunk_size=7, **options), with_rows(linear_cross_entropy_reference, **options)):
+    for ours in (
+        with_rows(chunk_size=7, **options),
+        with_rows(linear_cross_entropy_reference, **options),
+    ):
         assert_as_exact_as_plain(ours, rows_by_the_book, rows_and_the_rest(dtype, device))
 
 
 ROW_FAULTS = {
     "the frozen row has a part": ("    x.index_fill_(1, index, 0)\n", ""),
-    "logits of the frozen rows": ("x.index_copy_(1, replaced.ids, _logits_of(replaced, picked[part], bias))", "pass"),
+    "logits of the frozen rows": (
+        "x.index_copy_(1, replaced.ids, _logits_of(replaced, picked[part], bias))",
+        "pass",
+    ),
     "states without the rows": (" + product(theirs, rows.values, factors.dtype)", ""),
     "a bias of the first rows": ("bias[rows.ids]", "bias[: len(rows.ids)]"),
     "no bias of the rows": ("if theirs is not None and index is not None:", "if False:"),
@@ -557,7 +652,9 @@ def test_replaced_rows_copy_no_weight(device):
     hidden, values, weight, bias, eighths, targets = rows_and_the_rest(torch.float32, device)()
     with operators_seen_through(), Shapes() as shapes:
         leaves = [hidden.requires_grad_(), values.requires_grad_()]
-        torch.autograd.grad(with_rows(chunk_size=7)(*leaves, weight, bias, eighths, targets), leaves)
+        torch.autograd.grad(
+            with_rows(chunk_size=7)(*leaves, weight, bias, eighths, targets), leaves
+        )
     assert torch.Size((VOCABULARY, WIDTH)) not in shapes.seen
 
 
@@ -601,14 +698,21 @@ def test_places_of_the_trained_rows_without_asking_the_device(device):
 def test_gradients_made_at_once_are_those_made_in_turn(count, trained, device):
     """Bit for bit, from several chunks, captured and replayed too."""
     torch.manual_seed(3)
-    hidden, weight = (torch.randn(n, 896, device=device, dtype=torch.bfloat16) for n in (2999, 30011))
+    hidden, weight = (
+        torch.randn(n, 896, device=device, dtype=torch.bfloat16) for n in (2999, 30011)
+    )
     targets = torch.randint(0, len(weight), (len(hidden),), device=device)
     targets[2000:] = IGNORED
     stream, found, replayed = torch.cuda.Stream(priority=two_streams.FIRST), [], None
 
     def gradients():
-        leaves = hidden.detach().requires_grad_(trained != "head"), weight.detach().requires_grad_(trained != "states")
-        loss = linear_cross_entropy(*leaves, targets, count=count, chunk_size=700, gradient_type=torch.bfloat16)
+        leaves = (
+            hidden.detach().requires_grad_(trained != "head"),
+            weight.detach().requires_grad_(trained != "states"),
+        )
+        loss = linear_cross_entropy(
+            *leaves, targets, count=count, chunk_size=700, gradient_type=torch.bfloat16
+        )
         return loss, *torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
 
     expected = gradients()
@@ -633,7 +737,9 @@ def test_gradient_of_the_head_in_bf16(device):
     """Rounded once a chunk, and so a little further from the truth than the sum in fp32."""
     hidden, weight, targets = inputs(torch.bfloat16, device, rows=301)()
     exact_weight = weight.cpu().double().requires_grad_()
-    exact = torch.autograd.grad(plain(hidden.cpu().double(), exact_weight, targets.cpu()), exact_weight)[0]
+    exact = torch.autograd.grad(
+        plain(hidden.cpu().double(), exact_weight, targets.cpu()), exact_weight
+    )[0]
     errors = []
     for kind in (torch.float32, torch.bfloat16):
         leaf = weight.clone().requires_grad_()
@@ -643,7 +749,10 @@ def test_gradient_of_the_head_in_bf16(device):
     assert errors[1] < 3 * errors[0]
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch older than 2.13 has no linear_cross_entropy")
+@pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"),
+    reason="torch older than 2.13 has no linear_cross_entropy",
+)
 def test_equals_the_one_of_torch(device):
     hidden, weight, targets = inputs(torch.float32, device)()
     torch.testing.assert_close(

@@ -15,7 +15,9 @@ from mutants import mutant
 ROWS, VOCABULARY = 11, 211
 OPTIONS = [
     LossOptions(scale, softcap, smoothing, z_loss)
-    for scale, softcap, smoothing, z_loss in itertools.product((1.0, -0.7), (None, 3.0), (0.0, 0.1), (0.0, 0.01))
+    for scale, softcap, smoothing, z_loss in itertools.product(
+        (1.0, -0.7), (None, 3.0), (0.0, 0.1), (0.0, 0.01)
+    )
 ]
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -31,7 +33,9 @@ def by_the_book(x, targets, weights, options):
     x = x.detach().requires_grad_()
     z = x * options.scale
     z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
-    losses = F.cross_entropy(z, targets, reduction="none", label_smoothing=options.label_smoothing, ignore_index=IGNORED)
+    losses = F.cross_entropy(
+        z, targets, reduction="none", label_smoothing=options.label_smoothing, ignore_index=IGNORED
+    )
     losses = losses + options.z_loss * torch.logsumexp(z, 1).square() * (targets != IGNORED)
     losses = losses if weights is None else losses * weights
     return losses.detach(), torch.autograd.grad(losses.sum(), x)[0]
@@ -48,10 +52,17 @@ def loss_and_gradient(of, x, targets, weights, options):
 
 
 def compare_loss(of, options, weighted, dtype, device, vocabulary=VOCABULARY):
-    """An excess by chance does not come in so many fresh draws one after the other, each larger than the one before."""
+    """An excess by chance does not come in so many fresh draws one after the other, each larger
+    than the one before.
+    """
     for attempt in range(ATTEMPTS):
         try:
-            compare_rows(of, *rows_of_logits(dtype, device, ROWS * LARGER**attempt, vocabulary), options, weighted)
+            compare_rows(
+                of,
+                *rows_of_logits(dtype, device, ROWS * LARGER**attempt, vocabulary),
+                options,
+                weighted,
+            )
         except AssertionError:
             if attempt == ATTEMPTS - 1:
                 raise
@@ -74,7 +85,9 @@ def compare_rows(of, x, targets, options, weighted):
 
 
 def target_errors(of, device):
-    """Relative errors of the gradient at the targets, from bf16 logits; no logit is likely, so that nothing cancels there."""
+    """Relative errors of the gradient at the targets, from bf16 logits; no logit is likely, so
+    that nothing cancels there.
+    """
     x, targets = rows_of_logits(torch.bfloat16, device, rows=64, spread=1.0)
     exact = by_the_book(x.cpu().double(), targets.cpu(), None, LossOptions())[1]
     _, gradient = loss_and_gradient(of, x, targets, None, LossOptions())
@@ -102,7 +115,14 @@ def test_loss_and_gradient(options, weighted, dtype, device):
 @pytest.mark.parametrize("vocabulary", [2, 127, 8192, 8193, 20011])
 def test_vocabularies_of_every_size(vocabulary, smoothing, device):
     """Narrower than a block, as wide, and several blocks."""
-    compare_loss(module, LossOptions(label_smoothing=smoothing, z_loss=0.01), False, torch.float32, device, vocabulary)
+    compare_loss(
+        module,
+        LossOptions(label_smoothing=smoothing, z_loss=0.01),
+        False,
+        torch.float32,
+        device,
+        vocabulary,
+    )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["one pass", "two passes"])
@@ -114,7 +134,9 @@ def test_half_precision(smoothing, device):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 200.0])
 def test_a_reference_that_is_raised(softcap, dtype, device):
-    """Likelier by far than all before, in one later block, in several, by a little more than what is let pass, by all."""
+    """Likelier by far than all before, in one later block, in several, by a little more than
+    what is let pass, by all.
+    """
     x, targets = rows_of_logits(dtype, device, rows=ROWS, vocabulary=20011)
     x[0, 5000], x[2, 20010], x[3, 19999], x[4, 0] = 60.0, 170.0, 39.0, 190.0
     x[6, 4096], x[6, 9000], x[6, 17000] = 50.0, 100.0, 101.0
@@ -164,14 +186,20 @@ def test_a_target_outside_the_vocabulary_does_not_pass_unseen(target, device):
 
 @pytest.mark.parametrize("target", [-1, -99, VOCABULARY, 10**6])
 def test_without_a_kernel_a_target_outside_the_vocabulary_is_refused_on_the_cpu(target):
-    """Not taken for the first word of the vocabulary, neither by log-probabilities nor by their gradient."""
+    """Not taken for the first word of the vocabulary, neither by log-probabilities nor by their
+    gradient.
+    """
     x, targets = rows_of_logits(torch.float32, torch.device("cpu"))
     targets[2], nothing = target, torch.zeros(len(x))
-    refused = pytest.raises(IndexError, match=f"targets hold {target}: outside the vocabulary of {VOCABULARY}")
+    refused = pytest.raises(
+        IndexError, match=f"targets hold {target}: outside the vocabulary of {VOCABULARY}"
+    )
     with refused:
         module.log_probabilities_reference(x, targets, LossOptions(), False)
     with refused:
-        module.log_probability_gradient_reference_(x, targets, nothing, None, nothing, nothing, LossOptions())
+        module.log_probability_gradient_reference_(
+            x, targets, nothing, None, nothing, nothing, LossOptions()
+        )
     with refused:
         module.loss_and_gradient_reference_(x, targets, None, LossOptions(), True)
 
@@ -179,10 +207,16 @@ def test_without_a_kernel_a_target_outside_the_vocabulary_is_refused_on_the_cpu(
 MUTATIONS_OF_ONE_PASS = {
     "no -1 at the target": ("- reference) - whole / steepness", "- reference)"),
     "no slope of the softcap": ("numerator *= 1.0 - (z", "numerator *= 1.0 - 0 * (z"),
-    "no slope of the softcap at the target": ("numerator *= 1.0 - (at_target", "numerator *= 1.0 - 0 * (at_target"),
+    "no slope of the softcap at the target": (
+        "numerator *= 1.0 - (at_target",
+        "numerator *= 1.0 - 0 * (at_target",
+    ),
     "no scale": ("weight * scale * steepness", "weight * steepness"),
     "no token weights": ("row, weight * scale", "row, scale"),
-    "no z-loss in the gradient": ("steepness = 1.0 + 2.0 * z_loss * lse", "steepness = 1.0 + 0.0 * lse"),
+    "no z-loss in the gradient": (
+        "steepness = 1.0 + 2.0 * z_loss * lse",
+        "steepness = 1.0 + 0.0 * lse",
+    ),
     "sums not shrunk": ("total *= tl.exp(reference - raised)", "total *= 1.0"),
     "earlier blocks not shrunk": ("written * tl.exp(of_block - reference)", "written * 1.0"),
     "reference never raised": ("top > reference + 40.0", "top > reference + 4000.0"),
@@ -198,7 +232,11 @@ def test_planted_faults_in_one_pass_are_found(fault, device):
     x, targets = rows_of_logits(torch.float32, device, vocabulary=20011)
     x[0, 9000], x[2, 7], targets[0], targets[2] = 190.0, -100.0, 5, 7
     for of in (module, mutant(module, *MUTATIONS_OF_ONE_PASS[fault])):
-        with pytest.raises(AssertionError, match="error") if of is not module else contextlib.nullcontext():
+        with (
+            pytest.raises(AssertionError, match="error")
+            if of is not module
+            else contextlib.nullcontext()
+        ):
             compare_rows(of, x.clone(), targets, LossOptions(0.7, 200.0, 0.0, 0.01), True)
 
 
@@ -222,4 +260,9 @@ MUTATIONS = {
 def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
-        compare_rows(broken, *rows_of_logits(torch.float32, device, vocabulary=20011), LossOptions(0.7, 3.0, 0.1, 0.01), True)
+        compare_rows(
+            broken,
+            *rows_of_logits(torch.float32, device, vocabulary=20011),
+            LossOptions(0.7, 3.0, 0.1, 0.01),
+            True,
+        )

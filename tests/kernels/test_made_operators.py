@@ -29,7 +29,9 @@ def rows(*shape):
 
 
 def test_an_operator_returns_what_its_function_does():
-    assert torch.equal(double(rows(3), 2), 4 * rows(3)) and operators.FUNCTIONS[double](rows(3), 0).equal(rows(3))
+    assert torch.equal(double(rows(3), 2), 4 * rows(3)) and operators.FUNCTIONS[double](
+        rows(3), 0
+    ).equal(rows(3))
 
 
 def test_torch_knows_what_it_returns_and_writes():
@@ -38,7 +40,9 @@ def test_torch_knows_what_it_returns_and_writes():
 
 
 def test_what_is_written_has_another_version():
-    """So that autograd refuses a gradient from a value that is no longer there; what is read keeps its version."""
+    """So that autograd refuses a gradient from a value that is no longer there; what is read
+    keeps its version.
+    """
     given = [rows(3) for _ in range(3)]
     before = [x._version for x in given]
     write(*given)

@@ -35,7 +35,9 @@ def bits_of(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
 @pytest.mark.parametrize("high", HIGHS)
 def test_every_low_half(high, negative):
-    """Joined, every bit is there again; hi is ``(bits + 0x8000) >> 16``, and lo what that leaves, in 16 signed bits."""
+    """Joined, every bit is there again; hi is ``(bits + 0x8000) >> 16``, and lo what that
+    leaves, in 16 signed bits.
+    """
     bits = ((HIGHS[high] | 0x8000 * negative) << 16) + LOWS
     value = from_bits(bits)
     hi, lo = split_master(value)
@@ -48,7 +50,9 @@ def test_every_low_half(high, negative):
 
 @pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
 def test_every_low_half_of_what_is_not_finite(negative):
-    """Infinity stays infinity of its sign, NaN stays NaN also when all its mantissa lies in the lower half."""
+    """Infinity stays infinity of its sign, NaN stays NaN also when all its mantissa lies in the
+    lower half.
+    """
     bits = ((0x7F80 | 0x8000 * negative) << 16) + LOWS
     hi, lo = split_master(from_bits(bits))
     joined = join_master(hi, lo)
@@ -59,7 +63,9 @@ def test_every_low_half_of_what_is_not_finite(negative):
     assert torch.equal(bits_of(again[0]), bits_of(hi)) and torch.equal(again[1], lo)
 
 
-@pytest.mark.parametrize("pattern", [0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F80FFFF, 0x7FFF8000])
+@pytest.mark.parametrize(
+    "pattern", [0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F80FFFF, 0x7FFF8000]
+)
 def test_nan(pattern):
     hi, lo = split_master(from_bits(torch.tensor([pattern])))
     assert torch.isnan(hi).all() and torch.isnan(join_master(hi, lo)).all() and lo.item() == 0
@@ -75,14 +81,18 @@ def test_random_patterns():
 def test_ties_go_away_from_zero():
     """``.bfloat16()`` goes to the even neighbour: for 1 + 2⁻⁸ that is 1."""
     value = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8, 1 + 3 * 2.0**-8])
-    assert torch.equal(split_master(value)[0].float(), torch.tensor([1 + 2.0**-7, -1 - 2.0**-7, 1 + 2 * 2.0**-7]))
+    assert torch.equal(
+        split_master(value)[0].float(), torch.tensor([1 + 2.0**-7, -1 - 2.0**-7, 1 + 2 * 2.0**-7])
+    )
     assert value.bfloat16()[0].item() == 1
 
 
 def test_hi_is_the_nearest_bf16():
     value = torch.randn(10_000) * torch.exp(torch.randn(10_000) * 5)
     hi, _ = split_master(value)
-    assert ((hi.double() - value.double()).abs() <= (value.bfloat16().double() - value.double()).abs()).all()
+    assert (
+        (hi.double() - value.double()).abs() <= (value.bfloat16().double() - value.double()).abs()
+    ).all()
 
 
 def test_bf16_values_need_no_low_half():
@@ -103,7 +113,10 @@ def test_non_contiguous():
     value = torch.randn(8, 6).t()[::2]
     assert torch.equal(join_master(*split_master(value)), value)
     hi, lo = split_master(value.contiguous())
-    spread = torch.zeros(3, 16, dtype=torch.bfloat16)[:, ::2], torch.zeros(3, 16, dtype=torch.int16)[:, ::2]
+    spread = (
+        torch.zeros(3, 16, dtype=torch.bfloat16)[:, ::2],
+        torch.zeros(3, 16, dtype=torch.int16)[:, ::2],
+    )
     for there, x in zip(spread, (hi, lo), strict=True):
         there.copy_(x)
     assert torch.equal(join_master(*spread), value)

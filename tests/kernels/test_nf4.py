@@ -32,7 +32,9 @@ def theirs():
 
 def weight(shape, dtype, device):
     """Some blocks of it zero, some far larger than others."""
-    drawn = torch.randn(shape, device=device) * 10.0 ** torch.empty(shape[0], 1, device=device).uniform_(-3, 2)
+    drawn = torch.randn(shape, device=device) * 10.0 ** torch.empty(
+        shape[0], 1, device=device
+    ).uniform_(-3, 2)
     return (drawn * (torch.rand(shape[0], 1, device=device) > 0.2)).to(dtype)
 
 
@@ -45,13 +47,19 @@ def test_codes_are_theirs(theirs, device):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_codes_and_scales_of_a_weight_are_theirs(theirs, dtype, block, device):
-    """But in blocks of zeros on a card: any code times a scale of zero is zero, and there bitsandbytes takes another."""
+    """But in blocks of zeros on a card: any code times a scale of zero is zero, and there
+    bitsandbytes takes another.
+    """
     for shape in SHAPES:
-        given = weight(shape, dtype, device) + (0.001 if shape[0] * shape[1] % block else 0)  # the end of a weight is no zero
+        given = weight(shape, dtype, device) + (
+            0.001 if shape[0] * shape[1] % block else 0
+        )  # the end of a weight is no zero
         packed, state = theirs.quantize_4bit(given, blocksize=block, quant_type="nf4")
         for quantize in (quantize_nf4, quantize_nf4_reference):
             codes, absmax = quantize(given, block)
-            judged = absmax.repeat_interleave(block // 2)[: len(codes)] > (0 if device.type == "cuda" else -1)
+            judged = absmax.repeat_interleave(block // 2)[: len(codes)] > (
+                0 if device.type == "cuda" else -1
+            )
             same = torch.equal(codes[judged], packed.view(-1)[judged])
             assert bool((codes[~judged] == 0x77).all()), "two codes of zero"
             assert same and torch.equal(absmax, state.absmax), (shape, quantize.__name__)
@@ -61,18 +69,30 @@ def test_codes_and_scales_of_a_weight_are_theirs(theirs, dtype, block, device):
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_values_are_theirs(theirs, dtype, nested, code, device):
-    """Where a row is no whole number of blocks, bitsandbytes' own kernel for the CPU takes scales of other blocks."""
+    """Where a row is no whole number of blocks, bitsandbytes' own kernel for the CPU takes
+    scales of other blocks.
+    """
     for shape, block in [((64, 64), 64), ((37, 96), 32), ((3, 4096), 512), ((640, 128), 64)]:
         given = weight(shape, torch.float32, device)
-        packed, state = theirs.quantize_4bit(given, blocksize=block, quant_type=code, compress_statistics=nested)
+        packed, state = theirs.quantize_4bit(
+            given, blocksize=block, quant_type=code, compress_statistics=nested
+        )
         state.dtype = dtype
         scales = Scales(state.absmax)
         if nested:
-            scales = Scales(state.absmax, state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize)
+            scales = Scales(
+                state.absmax,
+                state.state2.absmax,
+                state.state2.code,
+                state.offset,
+                state.state2.blocksize,
+            )
         expected = theirs.dequantize_4bit(packed, state)
         out = torch.empty(shape, dtype=dtype, device=device)
         assert torch.equal(dequantize_4bit(packed.view(-1), scales, out, block, code), expected)
-        assert torch.equal(dequantize_4bit_reference(packed.view(-1), scales, shape, dtype, block, code), expected)
+        assert torch.equal(
+            dequantize_4bit_reference(packed.view(-1), scales, shape, dtype, block, code), expected
+        )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -95,7 +115,9 @@ def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch):
     calls = []
     for name in ("quantize_nf4_reference", "dequantize_4bit_reference"):
         keep = getattr(nf4, name)
-        monkeypatch.setattr(nf4, name, lambda *of, keep=keep: (calls.append(keep.__name__), keep(*of))[1])
+        monkeypatch.setattr(
+            nf4, name, lambda *of, keep=keep: (calls.append(keep.__name__), keep(*of))[1]
+        )
     monkeypatch.setattr(nf4, "PIECE", 8192)
     monkeypatch.setattr(nf4, "runs_triton", lambda *_: False)
     found = quantize_nf4(given, block)
@@ -105,7 +127,10 @@ def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch):
         for wide, times in ((271, 4), (280, 1)):
             calls.clear()
             out = torch.zeros(97, wide, dtype=torch.bfloat16)[:, :271]
-            assert torch.equal(dequantize_4bit(codes, scales, out, block), expected) and len(calls) == times
+            assert (
+                torch.equal(dequantize_4bit(codes, scales, out, block), expected)
+                and len(calls) == times
+            )
 
 
 def test_scales_are_the_nearest_of_the_dynamic_code(device):
@@ -120,11 +145,15 @@ def test_scales_are_the_nearest_of_the_dynamic_code(device):
 
 
 def test_scales_are_theirs(theirs, device):
-    """On the CPU bitsandbytes finds some of them by a table that takes a neighbour close to a midpoint."""
+    """On the CPU bitsandbytes finds some of them by a table that takes a neighbour close to a
+    midpoint.
+    """
     given = torch.randn(512, 1024, device=device)
     _, state = theirs.quantize_4bit(given, blocksize=64, quant_type="nf4", compress_statistics=True)
     scales = quantize_scales(quantize_nf4(given)[1])
-    assert torch.equal(scales.absmax2, state.state2.absmax) and torch.equal(scales.offset, state.offset)
+    assert torch.equal(scales.absmax2, state.state2.absmax) and torch.equal(
+        scales.offset, state.offset
+    )
     assert (scales.absmax != state.absmax).float().mean() <= (0.01 if device.type == "cpu" else 0.0)
 
 
@@ -135,7 +164,9 @@ def test_a_quantized_weight_is_near_and_takes_little(device):
     out = dequantize_4bit(packed, scales, torch.empty_like(given))
     assert 0.05 < ((out - given).norm() / given.norm()).item() < 0.12
     held = (packed, scales.absmax, scales.absmax2)
-    assert 8 * sum(x.nbytes for x in held) / given.numel() == pytest.approx(4 + 8 / 64 + 32 / (64 * 256))
+    assert 8 * sum(x.nbytes for x in held) / given.numel() == pytest.approx(
+        4 + 8 / 64 + 32 / (64 * 256)
+    )
 
 
 def test_what_does_not_fit_is_refused(device):
@@ -158,15 +189,21 @@ def test_scales_in_blocks_of_another_size(triton, monkeypatch, device):
         monkeypatch.setattr(nf4, "runs_triton", lambda _: False)
     packed, absmax = quantize_nf4_reference(torch.randn(16, 640, device=device))
     codes = torch.randint(0, 256, absmax.shape, dtype=torch.uint8, device=device)
-    scales = Scales(codes, torch.rand(2, device=device), dynamic_code(device), absmax.mean(), block2=128)
+    scales = Scales(
+        codes, torch.rand(2, device=device), dynamic_code(device), absmax.mean(), block2=128
+    )
     expected = dequantize_4bit_reference(packed, scales, (16, 640), torch.float32)
-    assert torch.equal(dequantize_4bit(packed, scales, torch.empty(16, 640, device=device)), expected)
+    assert torch.equal(
+        dequantize_4bit(packed, scales, torch.empty(16, 640, device=device)), expected
+    )
 
 
 def test_it_is_an_operator_of_torch(device):
     packed, absmax = quantize_nf4(torch.randn(8, 64, device=device))
     out = torch.empty(8, 64, device=device)
-    torch.library.opcheck(nf4._dequantize, (packed, absmax, None, None, None, SCALE_BLOCK, out, 64, "nf4"))
+    torch.library.opcheck(
+        nf4._dequantize, (packed, absmax, None, None, None, SCALE_BLOCK, out, 64, "nf4")
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Every Triton kernel compiles for the cards that people have, within their shared memory; no card is needed."""
+"""Every Triton kernel compiles for the cards that people have, within their shared memory; no
+card is needed.
+"""
 
 import importlib.util
 import json
@@ -13,17 +15,24 @@ from chronicals.kernels.launch import HAS_TRITON
 
 SCRIPT = Path(__file__).with_name("compile_for_card.py")
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""A program's, by compute capability: T4, A100, 3090, 4090, H100, B200, 5090 (CUDA programming guide, appendix)."""
+"""A program's, by compute capability: T4, A100, 3090, 4090, H100, B200, 5090 (CUDA programming
+guide, appendix).
+"""
 
 pytestmark = pytest.mark.skipif(
-    not HAS_TRITON or importlib.util.find_spec("triton.runtime._async_compile") is None, reason="needs Triton 3.4 or later"
+    not HAS_TRITON or importlib.util.find_spec("triton.runtime._async_compile") is None,
+    reason="needs Triton 3.4 or later",
 )
 
 
 def compiled(capability, *sample):
     """The lines that the script prints for a card."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), *map(str, (capability, SHARED_KIB[capability], *sample))]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        *map(str, (capability, SHARED_KIB[capability], *sample)),
+    ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert run.returncode == 0, [line for line in lines if "error" in line] or run.stderr[-2000:]

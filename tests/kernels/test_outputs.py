@@ -1,4 +1,6 @@
-"""Outputs of the public operators: whoever calls one may write into them in place, as into those of plain torch."""
+"""Outputs of the public operators: whoever calls one may write into them in place, as into those
+of plain torch.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,9 @@ def shared() -> SharedKeys:
 
 
 def adapted(x: Tensor) -> Tensor:
-    layer = LoRALinear(nn.Linear(WIDTH, WIDTH).requires_grad_(False), LoRAConfig(rank=2, dropout=0.0), WIDTH, WIDTH)
+    layer = LoRALinear(
+        nn.Linear(WIDTH, WIDTH).requires_grad_(False), LoRAConfig(rank=2, dropout=0.0), WIDTH, WIDTH
+    )
     nn.init.normal_(layer.lora_B)
     return layer(x)
 
@@ -59,7 +63,10 @@ BOUNDS = torch.tensor([0, 2, 6], dtype=torch.int32)
 OPERATORS = {
     "fp8_linear": (fp8_linear, [(*ROWS, WIDTH), (WIDTH, WIDTH)]),
     "fused_add_rmsnorm": (fused_add_rmsnorm, [(*ROWS, WIDTH), (*ROWS, WIDTH), (WIDTH,)]),
-    "fused_cross_entropy": (lambda x, w: fused_cross_entropy(x, w, torch.arange(6).view(ROWS)), [(*ROWS, WIDTH), (9, WIDTH)]),
+    "fused_cross_entropy": (
+        lambda x, w: fused_cross_entropy(x, w, torch.arange(6).view(ROWS)),
+        [(*ROWS, WIDTH), (9, WIDTH)],
+    ),
     "fused_experts": (experts, [(3, WIDTH), (3, 2 * WIDTH, WIDTH), (3, WIDTH, WIDTH)]),
     "fused_geglu": (fused_geglu, [(*ROWS, WIDTH)] * 2),
     "fused_layernorm": (fused_layernorm, [(*ROWS, WIDTH), (WIDTH,), (WIDTH,)]),
@@ -67,29 +74,43 @@ OPERATORS = {
         lambda q, k, a, b: fused_qk_norm_rope(q, k, a, b, *angles(6, WIDTH)),
         [(6, 2, WIDTH), (6, 1, WIDTH), (WIDTH,), (WIDTH,)],
     ),
-    "fused_qk_rope": (lambda q, k: fused_qk_rope(q, k, *angles(1, 3, WIDTH)), [(2, 2, 3, WIDTH), (2, 1, 3, WIDTH)]),
+    "fused_qk_rope": (
+        lambda q, k: fused_qk_rope(q, k, *angles(1, 3, WIDTH)),
+        [(2, 2, 3, WIDTH), (2, 1, 3, WIDTH)],
+    ),
     "fused_rmsnorm": (fused_rmsnorm, [(*ROWS, WIDTH), (WIDTH,)]),
     "fused_softmax": (fused_softmax, [(*ROWS, WIDTH)]),
     "fused_swiglu": (fused_swiglu, [(*ROWS, WIDTH)] * 2),
-    "linear_cross_entropy": (lambda x, w: linear_cross_entropy(x, w, torch.arange(6)), [(6, WIDTH), (9, WIDTH)]),
+    "linear_cross_entropy": (
+        lambda x, w: linear_cross_entropy(x, w, torch.arange(6)),
+        [(6, WIDTH), (9, WIDTH)],
+    ),
     "token_log_probability": (
-        lambda x, w: token_log_probability(x, w, torch.arange(6), entropy=True), [(6, WIDTH), (9, WIDTH)],
+        lambda x, w: token_log_probability(x, w, torch.arange(6), entropy=True),
+        [(6, WIDTH), (9, WIDTH)],
     ),
     "document_attention": (
-        lambda q, k, v: document_attention(q, k, v, BOUNDS, 4), [(6, 2, WIDTH), (6, 1, WIDTH), (6, 1, WIDTH)],
+        lambda q, k, v: document_attention(q, k, v, BOUNDS, 4),
+        [(6, 2, WIDTH), (6, 1, WIDTH), (6, 1, WIDTH)],
     ),
     "gather_keys": (lambda x: gather_keys(x, shared()), [(3, 1, WIDTH)]),
     "fused_qkv_norm_rope": (
-        lambda qkv, a, b: fused_qkv_norm_rope(qkv, a, b, *angles(6, WIDTH), (2, 1)), [(6, 4 * WIDTH), (WIDTH,), (WIDTH,)],
+        lambda qkv, a, b: fused_qkv_norm_rope(qkv, a, b, *angles(6, WIDTH), (2, 1)),
+        [(6, 4 * WIDTH), (WIDTH,), (WIDTH,)],
     ),
     "glu_of_both": (lambda both: glu_of_both(both, "silu"), [(6, 2 * WIDTH)]),
     "LoRALinear": (adapted, [(*ROWS, WIDTH)]),
-}  # fmt: skip
+}
 """By name, an operator and the shapes of its inputs."""
 
 NOT_DIFFERENTIABLE = {
-    "fp8_grouped_product", "fp8_quantize", "fp8_quantize_experts", "fused_adamw_", "grouped_product", "grouped_weight_gradient",
-}  # fmt: skip
+    "fp8_grouped_product",
+    "fp8_quantize",
+    "fp8_quantize_experts",
+    "fused_adamw_",
+    "grouped_product",
+    "grouped_weight_gradient",
+}
 
 SUMMED = {"linear_distillation"}
 """What returns the sums of a loss, as ``linear_cross_entropy`` does, in a structure."""
@@ -105,8 +126,8 @@ def kernels():
 
 
 def outputs(name: str, neighbours: list[Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs of an operator, and its outputs that have a gradient; the same each time. ``neighbours`` is told what lies in one
-    storage with the inputs, as keys lie beside queries."""
+    """Inputs of an operator, and its outputs that have a gradient; the same each time.
+    ``neighbours`` is told what lies in one storage with the inputs, as keys lie beside queries."""
     operator, shapes = OPERATORS[name]
     torch.manual_seed(0)
     leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
@@ -140,7 +161,9 @@ def test_what_is_returned_is_no_view_and_stands_beside_the_inputs(name):
         assert not (within_a_function and x._is_view())
 
 
-def assert_right_or_refused(leaves: list[Tensor], out: list[Tensor], expected: list[Tensor]) -> None:
+def assert_right_or_refused(
+    leaves: list[Tensor], out: list[Tensor], expected: list[Tensor]
+) -> None:
     """The gradient is right, or torch says that what the operator needs for it was overwritten."""
     try:
         found = gradients(leaves, out)
@@ -164,7 +187,9 @@ def test_writing_into_what_is_returned_is_as_with_plain_torch(name):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_writing_beside_what_was_given_is_as_with_plain_torch(name):
-    """Into the other part of a product, of which the operator has one, as a rotation in place does."""
+    """Into the other part of a product, of which the operator has one, as a rotation in place
+    does.
+    """
     expected = gradients(*outputs(name))
     for place in range(len(OPERATORS[name][1])):
         neighbours: list[Tensor] = []

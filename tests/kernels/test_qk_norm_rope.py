@@ -1,4 +1,6 @@
-"""fused_qk_norm_rope against norm and complex rotation in fp64 and against the pieces of transformers' Qwen3."""
+"""fused_qk_norm_rope against norm and complex rotation in fp64 and against the pieces of
+transformers' Qwen3.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ TYPES = [torch.float32, torch.bfloat16]
 def tables(*shape: int, dtype=torch.float32, device="cpu") -> tuple[Tensor, Tensor]:
     """cos and sin of random angles, both halves alike, of the given shape."""
     angles = torch.rand(*shape[:-1], shape[-1] // 2, dtype=torch.float64, device=device) * 7
-    return torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat((angles.sin(), angles.sin()), -1).to(dtype)
+    return torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat(
+        (angles.sin(), angles.sin()), -1
+    ).to(dtype)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -25,15 +29,25 @@ def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 
 def definition(cos: Tensor, sin: Tensor, heads: int, eps: float, offset: float, interleaved: bool):
-    """Pair by pair, with tables whose halves may differ; in the type of the inputs, at least fp32, rounded at the end."""
+    """Pair by pair, with tables whose halves may differ; in the type of the inputs, at least
+    fp32, rounded at the end.
+    """
     rotated = cos.shape[-1]
-    order = torch.arange(rotated).view(-1, 2).t() if interleaved else torch.arange(rotated).view(2, -1)
+    order = (
+        torch.arange(rotated).view(-1, 2).t() if interleaved else torch.arange(rotated).view(2, -1)
+    )
 
     def rotate(x: Tensor, weight: Tensor) -> Tensor:
         kind = torch.promote_types(x.dtype, torch.float32)
-        n, c, s = norm(x.to(kind), weight.to(kind), eps, offset), *(t.to(x.device, kind).unsqueeze(heads) for t in (cos, sin))
+        n, c, s = (
+            norm(x.to(kind), weight.to(kind), eps, offset),
+            *(t.to(x.device, kind).unsqueeze(heads) for t in (cos, sin)),
+        )
         a, b = order.to(x.device)
-        new_a, new_b = n[..., a] * c[..., a] - n[..., b] * s[..., a], n[..., b] * c[..., b] + n[..., a] * s[..., b]
+        new_a, new_b = (
+            n[..., a] * c[..., a] - n[..., b] * s[..., a],
+            n[..., b] * c[..., b] + n[..., a] * s[..., b],
+        )
         pairs = torch.cat((new_a, new_b), -1)[..., torch.argsort(order.flatten()).to(x.device)]
         return torch.cat((pairs, n[..., rotated:]), -1).to(x.dtype)
 
@@ -56,13 +70,19 @@ def weights(d, dtype, device):
 def default_layout(b, h, k, s, d, dtype, device, scale=1.0):
     """Transposed views, as every transformers model makes them."""
     return lambda: (
-        *((torch.randn(b, s, n, d, device=device) * scale).to(dtype).transpose(1, 2) for n in (h, k)),
+        *(
+            (torch.randn(b, s, n, d, device=device) * scale).to(dtype).transpose(1, 2)
+            for n in (h, k)
+        ),
         *weights(d, dtype, device),
     )
 
 
 def packed_layout(t, h, k, d, dtype, device):
-    return lambda: (*(torch.randn(t, n, d, device=device).to(dtype) for n in (h, k)), *weights(d, dtype, device))
+    return lambda: (
+        *(torch.randn(t, n, d, device=device).to(dtype) for n in (h, k)),
+        *weights(d, dtype, device),
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +99,9 @@ def test_packed_layout(tokens, heads, dtype, device):
     compare(packed_layout(tokens, *heads, 64, dtype, device), cos, sin)
 
 
-@pytest.mark.parametrize("batch_of_tables, dtype", [(1, torch.bfloat16), (2, torch.float32), (2, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "batch_of_tables, dtype", [(1, torch.bfloat16), (2, torch.float32), (2, torch.float16)], ids=str
+)
 def test_default_layout(batch_of_tables, dtype, device):
     cos, sin = tables(batch_of_tables, 5, 64, dtype=dtype, device=device)
     compare(default_layout(2, 3, 2, 5, 64, dtype, device), cos, sin)
@@ -99,7 +121,9 @@ def test_default_layout(batch_of_tables, dtype, device):
 )
 @pytest.mark.parametrize("ours", [fused_qk_norm_rope, qk_norm_rope_reference])
 def test_widths_and_layouts_of_the_pairs(ours, width, rotated, interleaved, dtype, device):
-    """All of the head or part of it, powers of 2 or none, with tables whose halves differ, under Gemma's offset."""
+    """All of the head or part of it, powers of 2 or none, with tables whose halves differ, under
+    Gemma's offset.
+    """
     cos, sin = (torch.randn(2, 5, rotated, device=device) for _ in range(2))
     draw = default_layout(2, 3, 2, 5, width, dtype, device)
     compare(draw, cos, sin, ours, offset=1.0, interleaved=interleaved)
@@ -108,7 +132,11 @@ def test_widths_and_layouts_of_the_pairs(ours, width, rotated, interleaved, dtyp
 @pytest.mark.parametrize("eps", [1e-12, 0.5])
 def test_eps_counts(eps, device):
     """Small heads, so that eps is a large part of what is under the root."""
-    compare(default_layout(2, 3, 2, 5, 64, torch.float32, device, scale=0.3), *tables(2, 5, 64, device=device), eps=eps)
+    compare(
+        default_layout(2, 3, 2, 5, 64, torch.float32, device, scale=0.3),
+        *tables(2, 5, 64, device=device),
+        eps=eps,
+    )
 
 
 def test_squares_do_not_overflow(device):
@@ -130,11 +158,18 @@ def test_fp32_weights_and_tables(device):
     compare(draw, cos, sin)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "sliced heads", "every second channel", "expanded", "one merged tensor"])
+@pytest.mark.parametrize(
+    "layout",
+    ["contiguous", "sliced heads", "every second channel", "expanded", "one merged tensor"],
+)
 def test_layouts_in_memory(layout, device):
     dtype = torch.bfloat16
     cos, sin = tables(2, 5, 64, dtype=dtype, device=device)
-    cos, sin = (cos[:1].expand(2, -1, -1), sin[:1].expand(2, -1, -1)) if layout == "expanded" else (cos, sin)
+    cos, sin = (
+        (cos[:1].expand(2, -1, -1), sin[:1].expand(2, -1, -1))
+        if layout == "expanded"
+        else (cos, sin)
+    )
 
     def random(*shape):
         return torch.randn(*shape, device=device).to(dtype)
@@ -142,9 +177,18 @@ def test_layouts_in_memory(layout, device):
     def draw():
         q, k = {
             "contiguous": lambda: (random(2, 4, 5, 64), random(2, 3, 5, 64)),
-            "sliced heads": lambda: (random(2, 9, 5, 64)[:, ::2][:, :4], random(2, 7, 5, 64)[:, 4:]),
-            "every second channel": lambda: (random(2, 4, 5, 128)[..., ::2], random(2, 3, 5, 128)[..., 1::2]),
-            "expanded": lambda: (random(2, 1, 5, 64).expand(2, 4, 5, 64), random(1, 3, 5, 64).expand(2, 3, 5, 64)),
+            "sliced heads": lambda: (
+                random(2, 9, 5, 64)[:, ::2][:, :4],
+                random(2, 7, 5, 64)[:, 4:],
+            ),
+            "every second channel": lambda: (
+                random(2, 4, 5, 128)[..., ::2],
+                random(2, 3, 5, 128)[..., 1::2],
+            ),
+            "expanded": lambda: (
+                random(2, 1, 5, 64).expand(2, 4, 5, 64),
+                random(1, 3, 5, 64).expand(2, 3, 5, 64),
+            ),
             "one merged tensor": lambda: random(2, 5, 7, 64).transpose(1, 2).split((4, 3), 1),
         }[layout]()
         assert (layout == "contiguous") == (q.is_contiguous() and k.is_contiguous())
@@ -154,20 +198,28 @@ def test_layouts_in_memory(layout, device):
 
 
 def test_tables_of_unlike_layouts(device):
-    cos, sin = torch.randn(2, 5, 64, device=device), torch.randn(2, 64, 5, device=device).transpose(1, 2)
+    cos, sin = (
+        torch.randn(2, 5, 64, device=device),
+        torch.randn(2, 64, 5, device=device).transpose(1, 2),
+    )
     compare(default_layout(2, 3, 2, 5, 64, torch.float32, device), cos, sin)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_equals_qwen3(dtype, device):
-    """Whose pieces round after each operation: to their own error in bf16, and to a few roundings in fp32."""
+    """Whose pieces round after each operation: to their own error in bf16, and to a few
+    roundings in fp32.
+    """
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
     layer = Qwen3RMSNorm(64, eps=1e-5).to(device)
     cos, sin = tables(2, 5, 64, dtype=dtype, device=device)
 
     def qwen3(q, k, q_weight, k_weight):
-        q, k = (torch.func.functional_call(layer, {"weight": w}, x) for x, w in ((q, q_weight), (k, k_weight)))
+        q, k = (
+            torch.func.functional_call(layer, {"weight": w}, x)
+            for x, w in ((q, q_weight), (k, k_weight))
+        )
         return apply_rotary_pos_emb(q, k, cos.to(q), sin.to(q))
 
     assert_as_exact_as_plain(
@@ -179,20 +231,39 @@ def test_equals_qwen3(dtype, device):
 
 
 def test_equals_a_whole_attention_layer_of_qwen3(device):
-    """From its hidden states to the queries and keys that reach the attention, with the tables that the model makes."""
+    """From its hidden states to the queries and keys that reach the attention, with the tables
+    that the model makes.
+    """
     from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+    from transformers.models.qwen3.modeling_qwen3 import (
+        Qwen3Attention,
+        Qwen3RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
-    config = Qwen3Config(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=1)
-    attention, rotary = Qwen3Attention(config, 0).to(device), Qwen3RotaryEmbedding(config).to(device)
+    config = Qwen3Config(
+        hidden_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=1,
+    )
+    attention, rotary = (
+        Qwen3Attention(config, 0).to(device),
+        Qwen3RotaryEmbedding(config).to(device),
+    )
     for part in (attention.q_norm, attention.k_norm):
         torch.nn.init.uniform_(part.weight, -2, 2)
     hidden = torch.randn(2, 13, 48, device=device)
     cos, sin = rotary(hidden, torch.randint(0, 1000, (2, 13), device=device))
     q, k = (part(hidden).view(2, 13, -1, 16) for part in (attention.q_proj, attention.k_proj))
-    theirs = apply_rotary_pos_emb(attention.q_norm(q).transpose(1, 2), attention.k_norm(k).transpose(1, 2), cos, sin)
+    theirs = apply_rotary_pos_emb(
+        attention.q_norm(q).transpose(1, 2), attention.k_norm(k).transpose(1, 2), cos, sin
+    )
     given = attention.q_norm.weight, attention.k_norm.weight, cos, sin, config.rms_norm_eps
-    for got, expected in zip(fused_qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *given), theirs, strict=True):
+    for got, expected in zip(
+        fused_qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *given), theirs, strict=True
+    ):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -202,7 +273,9 @@ def test_equals_norm_then_rotation(interleaved, device):
     cos, sin = (torch.randn(13, 12, device=device) for _ in range(2))
     normalised = fused_rmsnorm(q, q_weight, offset=1.0), fused_rmsnorm(k, k_weight, offset=1.0)
     expected = fused_qk_rope(*normalised, cos, sin, interleaved=interleaved)
-    got = fused_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, offset=1.0, interleaved=interleaved)
+    got = fused_qk_norm_rope(
+        q, k, q_weight, k_weight, cos, sin, offset=1.0, interleaved=interleaved
+    )
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -236,7 +309,9 @@ def test_no_tokens(device):
 
 
 def test_only_one_result_used(device):
-    q, k, *both = (x.requires_grad_() for x in default_layout(2, 3, 2, 5, 64, torch.float32, device)())
+    q, k, *both = (
+        x.requires_grad_() for x in default_layout(2, 3, 2, 5, 64, torch.float32, device)()
+    )
     fused_qk_norm_rope(q, k, *both, *tables(2, 5, 64, device=device))[0].sum().backward()
     assert q.grad.any() and both[0].grad.any()
     assert not any(x.grad is not None and x.grad.any() for x in (k, both[1]))
@@ -249,7 +324,9 @@ def test_a_frozen_weight_gets_no_gradient(trained, device):
     upstream = [torch.randn_like(x) for x in (q, k)]
 
     def gradients(function, wanted):
-        leaves = [x.detach().requires_grad_(want) for x, want in zip((q, k, *both), (True, True, *wanted))]
+        leaves = [
+            x.detach().requires_grad_(want) for x, want in zip((q, k, *both), (True, True, *wanted))
+        ]
         torch.autograd.backward(function(*leaves, cos, sin), upstream)
         return [leaf.grad for leaf in leaves]
 
@@ -261,7 +338,10 @@ def test_a_frozen_weight_gets_no_gradient(trained, device):
 
 @pytest.mark.parametrize("function", [fused_qk_norm_rope, qk_norm_rope_reference])
 def test_the_inputs_are_left_alone(function, device):
-    given = (*default_layout(2, 3, 2, 5, 64, torch.float32, device)(), *tables(2, 5, 64, device=device))
+    given = (
+        *default_layout(2, 3, 2, 5, 64, torch.float32, device)(),
+        *tables(2, 5, 64, device=device),
+    )
     copies = [x.clone() for x in given]
     function(*given)
     assert all(torch.equal(x, copy) for x, copy in zip(given, copies))
@@ -302,7 +382,11 @@ def test_weights_of_another_width_are_refused(name, shape):
     given = {"q_weight": torch.randn(16), "k_weight": torch.randn(16)} | {name: torch.randn(shape)}
     with pytest.raises(ValueError, match=rf"{name} has shape .*must be \[16\]"):
         fused_qk_norm_rope(
-            torch.randn(5, 4, 16), torch.randn(5, 2, 16), **given, cos=torch.randn(5, 16), sin=torch.randn(5, 16)
+            torch.randn(5, 4, 16),
+            torch.randn(5, 2, 16),
+            **given,
+            cos=torch.randn(5, 16),
+            sin=torch.randn(5, 16),
         )
 
 
@@ -311,7 +395,9 @@ def test_compiled(packed, device):
     """In one graph, to the same bits."""
     compiled = torch.compile(fused_qk_norm_rope, backend="aot_eager", fullgraph=True)
     given = (
-        packed_layout(13, 4, 3, 16, torch.float32, device) if packed else default_layout(2, 4, 3, 13, 16, torch.float32, device)
+        packed_layout(13, 4, 3, 16, torch.float32, device)
+        if packed
+        else default_layout(2, 4, 3, 13, 16, torch.float32, device)
     )()
     upstream = [torch.randn_like(x) for x in given[:2]]
     cos, sin = tables(*(() if packed else (2,)), 13, 6, device=device)
@@ -326,11 +412,16 @@ def test_every_token_counts_once_in_the_gradients_of_the_weights(device, monkeyp
     """More tokens than one round of the programs takes."""
     monkeypatch.setattr(module, "WARPS_A_PROCESSOR", 4)
     tokens, width = MANY[device.type]
-    compare(packed_layout(tokens, 3, 2, width, torch.float32, device), *tables(tokens, 12, device=device))
+    compare(
+        packed_layout(tokens, 3, 2, width, torch.float32, device),
+        *tables(tokens, 12, device=device),
+    )
 
 
 def test_twice_gives_the_same_bits(device):
-    leaves = [x.requires_grad_() for x in default_layout(1, 14, 2, 37, 64, torch.bfloat16, device)()]
+    leaves = [
+        x.requires_grad_() for x in default_layout(1, 14, 2, 37, 64, torch.bfloat16, device)()
+    ]
     cos, sin = tables(1, 37, 64, device=device)
 
     def results():
@@ -341,21 +432,38 @@ def test_twice_gives_the_same_bits(device):
 
 
 MANY = {"cpu": (45, 256), "cuda": (40_000, 64)}
-"""Tokens and width: so many that a program of 4 warps takes several blocks of tokens, where a processor gets one program."""
+"""Tokens and width: so many that a program of 4 warps takes several blocks of tokens, where a
+processor gets one program.
+"""
 
 MUTATIONS = {
     "the other sine": ("g_a = dy_a * cos_a + dy_b * sin_b", "g_a = dy_a * cos_a + dy_b * sin_a"),
-    "rotated forth, not back": ("g_b = dy_b * cos_b - dy_a * sin_a", "g_b = dy_b * cos_b + dy_a * sin_a"),
+    "rotated forth, not back": (
+        "g_b = dy_b * cos_b - dy_a * sin_a",
+        "g_b = dy_b * cos_b + dy_a * sin_a",
+    ),
     "no projection": ("projection /= WIDTH", "projection *= 0"),
-    "projection of the rotated alone": ("projection += tl.sum(g_rest * rest", "projection += 0 * tl.sum(g_rest * rest"),
-    "norm of the rotated alone": ("squares += tl.sum(rest * rest", "squares += 0 * tl.sum(rest * rest"),
+    "projection of the rotated alone": (
+        "projection += tl.sum(g_rest * rest",
+        "projection += 0 * tl.sum(g_rest * rest",
+    ),
+    "norm of the rotated alone": (
+        "squares += tl.sum(rest * rest",
+        "squares += 0 * tl.sum(rest * rest",
+    ),
     "the others without a norm": ("rest *= rstd * (_load_rest", "rest *= (_load_rest"),
     "no weight in the backward": ("g_b *= w_b\n", "g_b *= 1\n"),
     "the weight's last tokens only": ("dw_a += g_a * a", "dw_a = g_a * a"),
     "sum before the rotation": ("dw_b += g_b * b", "dw_b += dy_b * b"),
     "weights of q for k": ("dk_out_ptr, k_ptr, k_weight_ptr", "dk_out_ptr, k_ptr, q_weight_ptr"),
-    "sums of k among those of q": ("shares[:of_q].sum(0), shares[of_q:].sum(0)", "shares.sum(0), shares[of_q:].sum(0)"),
-    "rstd of the first heads": ("tl.load(rstd_ptr + first +", "tl.load(rstd_ptr + program * ROWS +"),
+    "sums of k among those of q": (
+        "shares[:of_q].sum(0), shares[of_q:].sum(0)",
+        "shares.sum(0), shares[of_q:].sum(0)",
+    ),
+    "rstd of the first heads": (
+        "tl.load(rstd_ptr + first +",
+        "tl.load(rstd_ptr + program * ROWS +",
+    ),
     "eps outside of the root": ("/ WIDTH + eps)", "/ WIDTH) + eps"),
 }
 
@@ -371,16 +479,21 @@ def test_planted_faults_are_found(name, device):
         compare(draw, cos, sin, broken.fused_qk_norm_rope, eps=0.1)
 
 
-# --- merged ------------------------------------------------------------------------------------------------------------
+# --- merged
+# ------------------------------------------------------------------------------------------------------------
 
 
 def in_parts(function=None, heads=(4, 2), width=64):
-    """``fused_qkv_norm_rope`` as a function of queries, keys and values, which are merged before; or the parts themselves."""
+    """``fused_qkv_norm_rope`` as a function of queries, keys and values, which are merged
+    before; or the parts themselves.
+    """
 
     def ours(cos, sin, eps, offset, interleaved, padding):
         def run(q, k, v, q_weight, k_weight):
             qkv = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
-            return function(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, interleaved, padding)
+            return function(
+                qkv, q_weight, k_weight, cos, sin, heads, eps, offset, interleaved, padding
+            )
 
         return run
 
@@ -390,7 +503,10 @@ def in_parts(function=None, heads=(4, 2), width=64):
 
     def draw(dtype, device):
         (h, k), of_weights = heads, weights(width, dtype, device)
-        return lambda: (*(torch.randn(13, n, width, device=device).to(dtype) for n in (h, k, k)), *of_weights)
+        return lambda: (
+            *(torch.randn(13, n, width, device=device).to(dtype) for n in (h, k, k)),
+            *of_weights,
+        )
 
     return ours if function else plain, draw
 
@@ -398,7 +514,11 @@ def in_parts(function=None, heads=(4, 2), width=64):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "width", "rotated", "offset", "interleaved", "padding"),
-    [((4, 2), 64, 64, 0.0, False, 0), ((3, 1), 96, 32, 1.0, True, 16), ((2, 2), 80, 80, 0.0, False, 32)],
+    [
+        ((4, 2), 64, 64, 0.0, False, 0),
+        ((3, 1), 96, 32, 1.0, True, 16),
+        ((2, 2), 80, 80, 0.0, False, 32),
+    ],
 )
 def test_merged(heads, width, rotated, offset, interleaved, padding, dtype, device):
     of, draw = in_parts(module.fused_qkv_norm_rope, heads, width)
@@ -410,8 +530,12 @@ def test_merged(heads, width, rotated, offset, interleaved, padding, dtype, devi
 def test_the_gradient_of_what_is_merged_has_room(device):
     cos, sin = tables(13, 64, device=device)
     qkv = torch.randn(13, 8 * 64, device=device, requires_grad=True)
-    given = [torch.randn(n, 13, 64, device=device).transpose(0, 1) for n in (4, 2, 2)]  # which lie anyhow
-    outs = module.fused_qkv_norm_rope(qkv, *weights(64, torch.float32, device), cos, sin, (4, 2), gradient_padding=16)
+    given = [
+        torch.randn(n, 13, 64, device=device).transpose(0, 1) for n in (4, 2, 2)
+    ]  # which lie anyhow
+    outs = module.fused_qkv_norm_rope(
+        qkv, *weights(64, torch.float32, device), cos, sin, (4, 2), gradient_padding=16
+    )
     (found,) = torch.autograd.grad(outs, qkv, given)
     assert found.shape == qkv.shape and found.stride() == (8 * 64 + 16, 1)
     assert torch.equal(found[:, 6 * 64 :], given[2].flatten(1))
@@ -432,7 +556,10 @@ def test_made_again_by_a_checkpoint(merged, device):
         torch.manual_seed(3)
         return torch.autograd.grad(outs, [qkv, *of_weights], [torch.randn_like(x) for x in outs])
 
-    kept, again = gradients(run(qkv, *of_weights)), gradients(checkpoint(run, qkv, *of_weights, use_reentrant=False))
+    kept, again = (
+        gradients(run(qkv, *of_weights)),
+        gradients(checkpoint(run, qkv, *of_weights, use_reentrant=False)),
+    )
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
@@ -441,4 +568,6 @@ def test_values_that_are_merged_wrongly_are_noticed(device):
     of, draw = in_parts(broken.fused_qkv_norm_rope, (2, 2), 256)
     options = *tables(13, 64, device=device), 1e-6, 0.0, False, 0
     with pytest.raises(AssertionError):
-        assert_as_exact_as_plain(of(*options), in_parts(None, (2, 2), 256)[0](*options), draw(torch.float32, device))
+        assert_as_exact_as_plain(
+            of(*options), in_parts(None, (2, 2), 256)[0](*options), draw(torch.float32, device)
+        )

@@ -1,4 +1,6 @@
-"""fused_qk_rope against a rotation of complex numbers and against transformers' apply_rotary_pos_emb."""
+"""fused_qk_rope against a rotation of complex numbers and against transformers'
+apply_rotary_pos_emb.
+"""
 
 import contextlib
 
@@ -19,7 +21,9 @@ WIDTHS = {1: 192, 13: 16}
 def tables(*shape: int, dtype=torch.float32, device="cpu") -> tuple[Tensor, Tensor]:
     """cos and sin of random angles, both halves alike, of the given shape."""
     angles = torch.rand(*shape[:-1], shape[-1] // 2, dtype=torch.float64, device=device) * 7
-    return torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat((angles.sin(), angles.sin()), -1).to(dtype)
+    return torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat(
+        (angles.sin(), angles.sin()), -1
+    ).to(dtype)
 
 
 def exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +39,9 @@ def exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[T
 
 
 def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The two lines of transformers, on the channels that the tables cover, in the type of the tensors."""
+    """The two lines of transformers, on the channels that the tables cover, in the type of the
+    tensors.
+    """
     cos, sin = (table.to(q.dtype).unsqueeze(heads) for table in (cos, sin))
     half = cos.shape[-1] // 2
 
@@ -64,7 +70,10 @@ def default_layout(b, h, k, s, d, dtype, device):
 
 
 def packed_layout(t, h, k, d, dtype, device):
-    return lambda: (torch.randn(t, h, d, device=device).to(dtype), torch.randn(t, k, d, device=device).to(dtype))
+    return lambda: (
+        torch.randn(t, h, d, device=device).to(dtype),
+        torch.randn(t, k, d, device=device).to(dtype),
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -72,7 +81,9 @@ def packed_layout(t, h, k, d, dtype, device):
 @pytest.mark.parametrize("rows", [1, 13])
 def test_default_layout(rows, rotated, dtype, device):
     cos, sin = tables(2, rows, rotated, dtype=dtype, device=device)
-    compare(default_layout(2, 12, 6, rows, max(rotated, WIDTHS[rows]), dtype, device), cos, sin, heads=1)
+    compare(
+        default_layout(2, 12, 6, rows, max(rotated, WIDTHS[rows]), dtype, device), cos, sin, heads=1
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -80,7 +91,9 @@ def test_default_layout(rows, rotated, dtype, device):
 @pytest.mark.parametrize("rows", [1, 13])
 def test_packed_layout(rows, rotated, dtype, device):
     cos, sin = tables(rows, rotated, dtype=dtype, device=device)
-    compare(packed_layout(rows, 12, 6, max(rotated, WIDTHS[rows]), dtype, device), cos, sin, heads=-2)
+    compare(
+        packed_layout(rows, 12, 6, max(rotated, WIDTHS[rows]), dtype, device), cos, sin, heads=-2
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -101,7 +114,8 @@ def test_fp32_tables_for_bf16_heads(device):
     got, expected = fused_qk_rope(q, k, cos, sin), exact(q.double(), k.double(), cos, sin, -2)
     for ours, e in zip(got, expected, strict=True):
         assert ours.dtype == torch.bfloat16
-        # One rounding of the result; an element may fall on the other side of a tie. The interpreter cuts bits off.
+        # One rounding of the result; an element may fall on the other side of a tie. The
+        # interpreter cuts bits off.
         rounding = 2**-8 if device.type == "cuda" else 2**-7
         assert ((ours.double() - e).abs() <= e.abs() * rounding + 1e-6).all()
 
@@ -115,7 +129,9 @@ def test_non_contiguous(layout, dtype, device):
 
     def draw():
         if layout == "transposed view":  # how every transformers model makes them
-            q, k = (torch.randn(2, 13, h, 16, device=device).to(dtype).transpose(1, 2) for h in (4, 3))
+            q, k = (
+                torch.randn(2, 13, h, 16, device=device).to(dtype).transpose(1, 2) for h in (4, 3)
+            )
         elif layout == "sliced heads":
             merged = torch.randn(2, 7, 13, 32, device=device).to(dtype)
             q, k = merged[:, :4, :, ::2], merged[:, 4:, :, 1::2]
@@ -133,10 +149,16 @@ def test_equals_transformers(packed, dtype, device):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     cos, sin = tables(*(() if packed else (2,)), 13, 16, dtype=dtype, device=device)
-    draw = packed_layout(13, 12, 6, 16, dtype, device) if packed else default_layout(2, 4, 3, 13, 16, dtype, device)
+    draw = (
+        packed_layout(13, 12, 6, 16, dtype, device)
+        if packed
+        else default_layout(2, 4, 3, 13, 16, dtype, device)
+    )
     assert_as_exact_as_plain(
         lambda q, k: fused_qk_rope(q, k, cos, sin),
-        lambda q, k: apply_rotary_pos_emb(q, k, cos.to(q.device, q.dtype), sin.to(q.device, q.dtype)),
+        lambda q, k: apply_rotary_pos_emb(
+            q, k, cos.to(q.device, q.dtype), sin.to(q.device, q.dtype)
+        ),
         draw,
     )
 
@@ -149,7 +171,9 @@ def test_equals_the_tables_of_a_model(device):
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4)).to(device)
     q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
     cos, sin = rotary(q, torch.randint(0, 1000, (2, 13), device=device))
-    for ours, theirs in zip(fused_qk_rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+    for ours, theirs in zip(
+        fused_qk_rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
@@ -168,7 +192,9 @@ def test_scores_depend_on_distance_alone():
     q, k = default_layout(1, 1, 1, 13, 16, torch.float64, "cpu")()
 
     def scores(first: int) -> Tensor:
-        angles = torch.outer(torch.arange(first, first + 13, dtype=torch.float64), frequencies).repeat(1, 2)[None]
+        angles = torch.outer(
+            torch.arange(first, first + 13, dtype=torch.float64), frequencies
+        ).repeat(1, 2)[None]
         rotated = fused_qk_rope(q, k, angles.cos(), angles.sin())
         return rotated[0] @ rotated[1].transpose(-1, -2)
 
@@ -203,13 +229,17 @@ def test_not_in_place_leaves_the_inputs_alone(device):
     copies = q.clone(), k.clone()
     out = fused_qk_rope(q, k, *tables(2, 13, 16, device=device))
     assert torch.equal(q, copies[0]) and torch.equal(k, copies[1])
-    assert {x.untyped_storage().data_ptr() for x in out}.isdisjoint(x.untyped_storage().data_ptr() for x in (q, k))
+    assert {x.untyped_storage().data_ptr() for x in out}.isdisjoint(
+        x.untyped_storage().data_ptr() for x in (q, k)
+    )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed view", "one merged tensor"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_in_place_gradients(layout, dtype, device):
-    """In place and not give the same results and gradients; queries and keys of a model are views of products."""
+    """In place and not give the same results and gradients; queries and keys of a model are
+    views of products.
+    """
     cos, sin = tables(2, 13, 16, dtype=dtype, device=device)
     leaf = torch.randn(2, 13, 6 * 16, device=device).to(dtype)
     upstream = [torch.randn(2, h, 13, 16, device=device).to(dtype) for h in (4, 2)]
@@ -221,7 +251,10 @@ def test_in_place_gradients(layout, dtype, device):
         if layout == "contiguous":
             q, k = q.contiguous(), k.contiguous()
         elif layout == "transposed view":
-            q, k = ((x * 2).view(2, 13, 6, 16).transpose(1, 2)[:, part] for part in (slice(0, 4), slice(4, 6)))
+            q, k = (
+                (x * 2).view(2, 13, 6, 16).transpose(1, 2)[:, part]
+                for part in (slice(0, 4), slice(4, 6))
+            )
         given = q.data_ptr(), k.data_ptr()
         out = fused_qk_rope(q, k, cos, sin, in_place=in_place)
         assert ((out[0].data_ptr(), out[1].data_ptr()) == given) == in_place
@@ -242,7 +275,9 @@ def test_in_place_on_a_leaf_is_refused(device):
 @pytest.mark.parametrize("shared", ["heads", "batch", "both"])
 def test_in_place_on_what_would_be_rotated_twice_is_refused(shared, device):
     q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
-    k = {"heads": k[:, :1].expand(2, 2, 13, 16), "batch": k[:1].expand(2, 2, 13, 16), "both": q}[shared]
+    k = {"heads": k[:, :1].expand(2, 2, 13, 16), "batch": k[:1].expand(2, 2, 13, 16), "both": q}[
+        shared
+    ]
     with pytest.raises(RuntimeError, match="rotated twice; use in_place=False"):
         fused_qk_rope(q, k, *tables(2, 13, 16, device=device), in_place=True)
 
@@ -250,8 +285,12 @@ def test_in_place_on_what_would_be_rotated_twice_is_refused(shared, device):
 def test_tables_that_are_learned_get_their_gradient(device):
     q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
     given = [x.clone().requires_grad_() for x in tables(2, 13, 16, device=device)]
-    expected = torch.autograd.grad(sum(x.square().mul(x).sum() for x in module.qk_rope_reference(q, k, *given)), given)
-    found = torch.autograd.grad(sum(x.square().mul(x).sum() for x in fused_qk_rope(q, k, *given)), given)
+    expected = torch.autograd.grad(
+        sum(x.square().mul(x).sum() for x in module.qk_rope_reference(q, k, *given)), given
+    )
+    found = torch.autograd.grad(
+        sum(x.square().mul(x).sum() for x in fused_qk_rope(q, k, *given)), given
+    )
     assert all(torch.equal(a, b) and a.any() for a, b in zip(expected, found))
 
 
@@ -260,17 +299,23 @@ def test_in_place_is_noticed_by_who_saved_the_values(device):
     x = torch.randn(2, 13, 6 * 16, device=device, requires_grad=True)
     heads = (x * 2).view(2, 13, 6, 16).transpose(1, 2)
     squares = heads.square()
-    rotated = fused_qk_rope(heads[:, :4], heads[:, 4:], *tables(2, 13, 16, device=device), in_place=True)
+    rotated = fused_qk_rope(
+        heads[:, :4], heads[:, 4:], *tables(2, 13, 16, device=device), in_place=True
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (squares.sum() + sum(r.sum() for r in rotated)).backward()
 
 
 def test_in_place_compiled(device):
     compiled = torch.compile(
-        lambda q, k, cos, sin: fused_qk_rope(q * 1, k * 1, cos, sin, in_place=True), backend="aot_eager", fullgraph=True
+        lambda q, k, cos, sin: fused_qk_rope(q * 1, k * 1, cos, sin, in_place=True),
+        backend="aot_eager",
+        fullgraph=True,
     )
     cos, sin = tables(2, 13, 16, device=device)
-    compare(default_layout(2, 4, 3, 13, 16, torch.float32, device), cos, sin, heads=1, function=compiled)
+    compare(
+        default_layout(2, 4, 3, 13, 16, torch.float32, device), cos, sin, heads=1, function=compiled
+    )
 
 
 def test_only_one_result_used(device):
@@ -308,21 +353,27 @@ def test_shapes_that_do_not_fit_are_refused(case):
 
 def test_unlike_tables_are_refused():
     with pytest.raises(ValueError):
-        fused_qk_rope(torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 16), torch.randn(5, 8))
+        fused_qk_rope(
+            torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 16), torch.randn(5, 8)
+        )
 
 
 def test_compiled(device):
     """In one graph, and as exact."""
     compiled = torch.compile(fused_qk_rope, backend="aot_eager", fullgraph=True)
     cos, sin = tables(2, 13, 16, device=device)
-    compare(default_layout(2, 4, 3, 13, 16, torch.float32, device), cos, sin, heads=1, function=compiled)
+    compare(
+        default_layout(2, 4, 3, 13, 16, torch.float32, device), cos, sin, heads=1, function=compiled
+    )
 
 
 def assert_gradient_of_all_three(function, heads, width, rotated, padding, device):
     (h, k), (cos, sin) = heads, tables(37, rotated, device=device)
     qkv = torch.randn(37, (h + 2 * k) * width, device=device, requires_grad=True)
     given = [torch.randn(n, 37, width, device=device).transpose(0, 1) for n in (h, k, k)]
-    (found,) = torch.autograd.grad(function(qkv * 1, cos, sin, heads, gradient_padding=padding), qkv, given)
+    (found,) = torch.autograd.grad(
+        function(qkv * 1, cos, sin, heads, gradient_padding=padding), qkv, given
+    )
     q, k = module.qk_rope_reference(given[0], given[1], cos, -sin)
     torch.testing.assert_close(found, torch.cat([q, k, given[2]], 1).flatten(1), atol=1e-5, rtol=0)
 
@@ -344,7 +395,10 @@ MUTATIONS = {
     "not inverted": ("if INVERSE:", "if not INVERSE:"),
     "the other sine": ("b * sin_b, b * cos_b - a * sin_a", "b * sin_a, b * cos_b - a * sin_b"),
     "cosine of the wrong sign": ("a * cos_a + b * sin_b", "b * sin_b - a * cos_a"),
-    "tables of another position": ("batch * table_batch + token * table_token", "batch * table_batch + head * table_token"),
+    "tables of another position": (
+        "batch * table_batch + token * table_token",
+        "batch * table_batch + head * table_token",
+    ),
 }
 
 
@@ -354,7 +408,11 @@ def test_a_wrong_rotation_is_noticed(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     draw = packed_layout(13, 12, 6, 16, torch.float32, device)
     for function in (module.fused_qk_rope, broken.fused_qk_rope):
-        with pytest.raises(AssertionError, match="error") if function is broken.fused_qk_rope else contextlib.nullcontext():
+        with (
+            pytest.raises(AssertionError, match="error")
+            if function is broken.fused_qk_rope
+            else contextlib.nullcontext()
+        ):
             assert_as_exact_as_plain(
                 lambda q, k, run=function: run(q, k, cos, sin),
                 lambda q, k: module.qk_rope_reference(q, k, cos.to(q.device), sin.to(q.device)),
@@ -362,7 +420,8 @@ def test_a_wrong_rotation_is_noticed(fault, device):
             )
 
 
-# --- interleaved -------------------------------------------------------------------------------------------------------
+# --- interleaved
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -370,7 +429,10 @@ def test_a_wrong_rotation_is_noticed(fault, device):
 @pytest.mark.parametrize("ours", [fused_qk_rope, module.qk_rope_reference])
 def test_interleaved(ours, rotated, dtype, device):
     """The pairs (2i, 2i + 1) as complex numbers."""
-    cos, sin = (table[..., : rotated // 2].repeat_interleave(2, -1) for table in tables(2, 13, rotated, device=device))
+    cos, sin = (
+        table[..., : rotated // 2].repeat_interleave(2, -1)
+        for table in tables(2, 13, rotated, device=device)
+    )
 
     def complex_numbers(q, k):
         turn = torch.complex(cos[..., ::2].to(q), sin[..., ::2].to(q)).unsqueeze(1)
@@ -391,11 +453,15 @@ def test_interleaved(ours, rotated, dtype, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_in_place_and_interleaved_gradients(interleaved, device):
-    """Halves of the tables that differ: the backward is the transpose of the forward, not its inverse."""
+    """Halves of the tables that differ: the backward is the transpose of the forward, not its
+    inverse.
+    """
     cos, sin = (torch.randn(1, 13, 12, device=device) for _ in range(2))
     draw = default_layout(2, 4, 3, 13, 16, torch.float32, device)
     assert_as_exact_as_plain(
         lambda q, k: fused_qk_rope(q * 1, k * 1, cos, sin, in_place=True, interleaved=interleaved),
-        lambda q, k: module.qk_rope_reference(q, k, cos.to(q.device), sin.to(q.device), interleaved),
+        lambda q, k: module.qk_rope_reference(
+            q, k, cos.to(q.device), sin.to(q.device), interleaved
+        ),
         draw,
     )

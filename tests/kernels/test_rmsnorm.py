@@ -27,7 +27,10 @@ def plain(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 def compare(draw, eps: float = 1e-6, plain=plain, ours=fused_rmsnorm) -> None:
     assert_as_exact_as_plain(
-        lambda x, w: ours(x, w, eps), lambda x, w: plain(x, w, eps), draw, exact=lambda x, w: exact(x, w, eps)
+        lambda x, w: ours(x, w, eps),
+        lambda x, w: plain(x, w, eps),
+        draw,
+        exact=lambda x, w: exact(x, w, eps),
     )
 
 
@@ -124,7 +127,8 @@ def test_compiled(device):
     compare(inputs((13, 37), torch.float32, device), ours=compiled)
 
 
-# --- with an offset, without a weight, after a residual --------------------------------------------------------------
+# --- with an offset, without a weight, after a residual
+# --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
@@ -169,7 +173,9 @@ def test_after_a_residual(ours, shape, offset, dtype, device):
 
     def plain_pair(x, w, r):
         total = x + r
-        return (F.rms_norm(total.float(), w.shape, None, 1e-6) * (offset + w.float())).to(x.dtype), total
+        return (F.rms_norm(total.float(), w.shape, None, 1e-6) * (offset + w.float())).to(
+            x.dtype
+        ), total
 
     assert_as_exact_as_plain(
         lambda x, w, r: ours(x, r, w, 1e-6, offset),
@@ -181,7 +187,9 @@ def test_after_a_residual(ours, shape, offset, dtype, device):
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_only_one_of_the_outputs_is_used(used, device):
-    x, weight, residual = (t.requires_grad_() for t in with_residual((13, 37), torch.float32, device)())
+    x, weight, residual = (
+        t.requires_grad_() for t in with_residual((13, 37), torch.float32, device)()
+    )
     upstream = torch.randn(13, 37, device=device)
     for function in (fused_add_rmsnorm, add_rmsnorm_reference):
         function(x, residual, weight)[used].backward(upstream)
@@ -220,7 +228,9 @@ def test_twice_gives_the_same_bits(device):
 
 
 ROWS = {"cpu": 45, "cuda": 40_000}
-"""So many that a program of 2 warps takes several blocks of rows, where a processor gets one program."""
+"""So many that a program of 2 warps takes several blocks of rows, where a processor gets one
+program.
+"""
 
 MUTATIONS = {
     "no projection": ("g - s * (tl.sum(g * s, axis=1) / width)[:, None]", "g"),
@@ -237,7 +247,11 @@ def test_planted_faults_are_found(name, device):
     broken = mutant(MODULE, *MUTATIONS[name])
     broken.WARPS_A_PROCESSOR = 2
     with pytest.raises(AssertionError):
-        compare(inputs((ROWS[device.type], 37), torch.float32, device), eps=0.1, ours=broken.fused_rmsnorm)
+        compare(
+            inputs((ROWS[device.type], 37), torch.float32, device),
+            eps=0.1,
+            ours=broken.fused_rmsnorm,
+        )
 
 
 def test_a_dropped_residual_gradient_is_found(device):

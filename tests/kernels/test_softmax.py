@@ -45,7 +45,9 @@ def test_equals_the_formula(ours, shape, dtype, device):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("width", [WIDEST, WIDEST + 1, WIDE[1]])
 def test_wide_rows(width, dtype, device):
-    """The widest that a program holds, and those that are read twice. A few entries count, as in a model's."""
+    """The widest that a program holds, and those that are read twice. A few entries count, as in
+    a model's.
+    """
     compare(inputs((16, width), dtype, device, scale=4.0))
 
 
@@ -95,7 +97,9 @@ def test_rows_without_an_answer_are_nan(shape, bad, device):
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
-@pytest.mark.parametrize("layout", ["every second column", "transposed", "expanded", "first columns"])
+@pytest.mark.parametrize(
+    "layout", ["every second column", "transposed", "expanded", "first columns"]
+)
 def test_non_contiguous(layout, dtype, device):
     def draw():
         def random(*shape):
@@ -139,7 +143,11 @@ def test_nothing(shape, device):
     assert out.shape == x.grad.shape == shape
 
 
-@pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)], ids=str)
+@pytest.mark.parametrize(
+    "x",
+    [torch.tensor(1.0), torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)],
+    ids=str,
+)
 def test_what_has_no_softmax_is_refused(x):
     with pytest.raises(ValueError, match=r"expected \[..., D\] of a floating-point type"):
         fused_softmax(x)
@@ -170,7 +178,10 @@ def test_twice_gives_the_same_bits(shape, device):
 MUTATIONS = {
     "no maximum": ("tl.exp(x - _finite(tl.max(x, axis=1))[:, None])", "tl.exp(x)"),
     "no division": ("e * (1.0 / tl.sum(e, axis=1))[:, None]", "e"),
-    "padding counts": ('+ column[None, :], mask=inside, other=float("-inf"))', "+ column[None, :], mask=inside, other=0.0)"),
+    "padding counts": (
+        '+ column[None, :], mask=inside, other=float("-inf"))',
+        "+ column[None, :], mask=inside, other=0.0)",
+    ),
     "no projection": ("dy - tl.sum(dy * y, axis=1)[:, None]", "dy"),
     "sign of the projection": ("dy - tl.sum(dy * y, axis=1)", "dy + tl.sum(dy * y, axis=1)"),
     "no y": ("dx = y * (dy - tl.sum", "dx = (dy - tl.sum"),
@@ -179,7 +190,10 @@ MUTATIONS = {
 WIDE_MUTATIONS = {
     "the old sum keeps its maximum": ("total * tl.exp(highest - _finite(higher))", "total"),
     "the last block only": ("total * tl.exp(highest - _finite(higher)) + tl.sum", "tl.sum"),
-    "maximum of the last block": ("higher = tl.maximum(highest, tl.max(x, axis=0))", "higher = tl.max(x, axis=0)"),
+    "maximum of the last block": (
+        "higher = tl.maximum(highest, tl.max(x, axis=0))",
+        "higher = tl.max(x, axis=0)",
+    ),
     "projection of the last block": ("products += dy *", "products = dy *"),
     "no projection": ("y * (dy - projection)", "y * dy"),
 }

@@ -15,7 +15,9 @@ def test_a_table_leads_to_the_tensors(device):
     assert table.addresses.tolist() == [[x.data_ptr() for x in row] for row in rows]
     assert table.sizes.tolist() == [5, 0, CHUNK + 1, 2 * CHUNK]
     assert table.tensors.tolist() == [0, 2, 2, 3, 3] and table.firsts.tolist() == [0, 1, 1, 3]
-    assert table_of(rows) is table and [x.device for x in table.on_device] == [rows[0][0].device] * 4
+    assert (
+        table_of(rows) is table and [x.device for x in table.on_device] == [rows[0][0].device] * 4
+    )
 
 
 def test_a_table_is_of_addresses_and_sizes(device):
@@ -29,12 +31,17 @@ def test_few_tables_are_kept_and_the_last_ones(device):
     block = torch.zeros(4 * KEPT, device=device)
     tables = [table_of([[block[n : n + 1]]]) for n in range(2 * KEPT)]
     assert len(tensor_lists._tables) <= KEPT
-    assert table_of([[block[2 * KEPT - 1 : 2 * KEPT]]]) is tables[-1] and table_of([[block[:1]]]) is not tables[0]
+    assert (
+        table_of([[block[2 * KEPT - 1 : 2 * KEPT]]]) is tables[-1]
+        and table_of([[block[:1]]]) is not tables[0]
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_types_have_their_names(kind):
-    assert str(tensor_lists.of_triton(kind)) == {4: "fp32"}.get(kind.itemsize, "bf16" if kind == torch.bfloat16 else "fp16")
+    assert str(tensor_lists.of_triton(kind)) == {4: "fp32"}.get(
+        kind.itemsize, "bf16" if kind == torch.bfloat16 else "fp16"
+    )
 
 
 def test_what_is_looked_up_is_told_whether_it_was_there_or_not(device):
@@ -51,4 +58,6 @@ def test_what_is_looked_up_is_told_whether_it_was_there_or_not(device):
         thread.join()
     assert again is there and table_of([[block[:3]]]) is not there
     expected = [x for table in (there, *others, table_of([[block[5:9]]])) for x in table.on_device]
-    assert [id(x) for x in found] == [id(x) for x in as_well] == [id(x) for x in expected] and not ended
+    assert [id(x) for x in found] == [id(x) for x in as_well] == [
+        id(x) for x in expected
+    ] and not ended

@@ -24,15 +24,24 @@ def both(hidden, weight, targets, bias=None, scale=1.0, softcap=None):
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z, 1)
     at_target = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.where(targets == IGNORED, 0.0, at_target), torch.distributions.Categorical(logits=z).entropy()
+    return torch.where(targets == IGNORED, 0.0, at_target), torch.distributions.Categorical(
+        logits=z
+    ).entropy()
 
 
 def draw_head(dtype, device, rows=ROWS, bias=False):
     def draw():
         targets = torch.randint(0, VOCABULARY, (rows,), device=device)
         targets[1::4] = IGNORED
-        drawn = [torch.randn(rows, 19, device=device), torch.randn(VOCABULARY, 19, device=device) * 0.3]
-        return [*(x.to(dtype) for x in drawn), targets, *([torch.randn(VOCABULARY, device=device).to(dtype)] if bias else [])]
+        drawn = [
+            torch.randn(rows, 19, device=device),
+            torch.randn(VOCABULARY, 19, device=device) * 0.3,
+        ]
+        return [
+            *(x.to(dtype) for x in drawn),
+            targets,
+            *([torch.randn(VOCABULARY, device=device).to(dtype)] if bias else []),
+        ]
 
     return draw
 
@@ -54,10 +63,14 @@ def test_log_probabilities_and_entropies(bias, softcap, dtype, device):
 
 
 def test_entropies_that_are_not_wanted(device):
-    hidden, weight, targets = (x.requires_grad_(x.is_floating_point()) for x in draw_head(torch.float32, device)())
+    hidden, weight, targets = (
+        x.requires_grad_(x.is_floating_point()) for x in draw_head(torch.float32, device)()
+    )
     log_p, entropy = token_log_probability(hidden, weight, targets, chunk_size=4)
     assert not entropy.requires_grad and not entropy.any()
-    expected = torch.autograd.grad(both(hidden, weight, targets)[0].square().sum(), (hidden, weight))
+    expected = torch.autograd.grad(
+        both(hidden, weight, targets)[0].square().sum(), (hidden, weight)
+    )
     for got, e in zip(torch.autograd.grad(log_p.square().sum(), (hidden, weight)), expected):
         torch.testing.assert_close(got, e, rtol=1e-4, atol=1e-5)
 
@@ -65,13 +78,18 @@ def test_entropies_that_are_not_wanted(device):
 def with_head_adapter(*x):
     """By the definition, the adapter's product in the dtype of the others."""
     hidden, weight, targets, a, b = x
-    return token_log_probability_reference(hidden, weight, targets, adapter=Adapter(a, b, 0.7), scale=0.8)
+    return token_log_probability_reference(
+        hidden, weight, targets, adapter=Adapter(a, b, 0.7), scale=0.8
+    )
 
 
 def draw_adapter(dtype, device):
     def draw():
         hidden, weight, targets = draw_head(dtype, device)()
-        a, b = torch.randn(3, hidden.shape[1], device=device), torch.randn(len(weight), 3, device=device)
+        a, b = (
+            torch.randn(3, hidden.shape[1], device=device),
+            torch.randn(len(weight), 3, device=device),
+        )
         return [hidden, weight, targets, (a * 0.3).to(dtype), (b * 0.3).to(dtype)]
 
     return draw
@@ -80,7 +98,9 @@ def draw_adapter(dtype, device):
 @pytest.mark.parametrize("counted", [False, True], ids=["", "counted"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_an_adapter_on_the_head(dtype, counted, device):
-    """Of the states, the weight and both matrices; with a count the entropies are those of the targets."""
+    """Of the states, the weight and both matrices; with a count the entropies are those of the
+    targets.
+    """
 
     def ours(hidden, weight, targets, a, b):
         count = int((targets != IGNORED).sum()) if counted else None
@@ -96,13 +116,17 @@ def test_an_adapter_on_the_head(dtype, counted, device):
 
 def test_a_count_leaves_rows_without_a_target_out(device):
     """They have no gradient, and a bound that is larger than their number changes nothing."""
-    hidden, weight, targets = (x.requires_grad_(x.is_floating_point()) for x in draw_head(torch.float32, device)())
+    hidden, weight, targets = (
+        x.requires_grad_(x.is_floating_point()) for x in draw_head(torch.float32, device)()
+    )
     trained = int((targets != IGNORED).sum())
     found = []
     for count in (None, trained, trained + 2):
         log_p, _ = token_log_probability(hidden, weight, targets, chunk_size=3, count=count)
         upstream = torch.arange(ROWS, device=device)
-        found.append([log_p.detach(), *torch.autograd.grad((log_p * upstream).sum(), (hidden, weight))])
+        found.append(
+            [log_p.detach(), *torch.autograd.grad((log_p * upstream).sum(), (hidden, weight))]
+        )
     for other in found[1:]:
         for a, b in zip(other, found[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -112,15 +136,21 @@ def test_a_count_leaves_rows_without_a_target_out(device):
 def test_an_adapter_of_other_shapes_is_refused(device):
     hidden, weight, targets = draw_head(torch.float32, device)()
     with pytest.raises(ValueError, match=r"adapter is \(2, 4\), \(10, 2\): expected \[r, 19\]"):
-        token_log_probability(hidden, weight, targets, adapter=Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
+        token_log_probability(
+            hidden, weight, targets, adapter=Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0)
+        )
 
 
 def test_certain_and_uniform_predictions(device):
     """Entropy 0 and log V."""
     weight = torch.eye(8, device=device) * 1e4
     hidden = torch.stack((torch.eye(8, device=device)[3], torch.zeros(8, device=device)))
-    log_p, entropy = token_log_probability(hidden, weight, torch.tensor([3, 5], device=device), entropy=True)
-    torch.testing.assert_close(entropy.cpu(), torch.tensor([0.0, 8.0]).log1p().cpu() * 0 + torch.tensor([0.0, 2.0794415]))
+    log_p, entropy = token_log_probability(
+        hidden, weight, torch.tensor([3, 5], device=device), entropy=True
+    )
+    torch.testing.assert_close(
+        entropy.cpu(), torch.tensor([0.0, 8.0]).log1p().cpu() * 0 + torch.tensor([0.0, 2.0794415])
+    )
     torch.testing.assert_close(log_p.cpu(), torch.tensor([0.0, -2.0794415]))
 
 
@@ -146,7 +176,10 @@ def test_targets_of_another_type_are_refused(head, device):
 
 
 PROBABILITY_MUTATIONS = {
-    "entropy of the wrong sign": ("gradient -= tl.load(d_entropy_ptr", "gradient += tl.load(d_entropy_ptr"),
+    "entropy of the wrong sign": (
+        "gradient -= tl.load(d_entropy_ptr",
+        "gradient += tl.load(d_entropy_ptr",
+    ),
     "no entropy in its own gradient": ("(z - lse + tl.load(entropy_ptr + row))", "(z - lse)"),
     "no share of the others": ("- of_target * p", "- 0 * p"),
     "mean of the wrong logits": ("below * share, 0.0)", "z * share, 0.0)"),
@@ -162,12 +195,16 @@ def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatc
     monkeypatch.setattr(broken, "tile_of", lambda vocabulary: module.Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):
         assert_as_exact_as_plain(
-            lambda *x: token_log_probability(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)
+            lambda *x: token_log_probability(*x, chunk_size=4, entropy=True),
+            both,
+            draw_head(torch.float32, device, rows=5),
         )
 
 
 def test_compiled(device):
     compiled = torch.compile(token_log_probability, backend="aot_eager", fullgraph=True)
     assert_as_exact_as_plain(
-        lambda *x: compiled(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)
+        lambda *x: compiled(*x, chunk_size=4, entropy=True),
+        both,
+        draw_head(torch.float32, device, rows=5),
     )

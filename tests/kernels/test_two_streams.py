@@ -1,4 +1,6 @@
-"""Two calls at once: both done for whatever follows, beside each other only where the current stream goes first."""
+"""Two calls at once: both done for whatever follows, beside each other only where the current
+stream goes first.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,11 @@ def current(device):
 
 def test_in_turn_where_the_stream_does_not_go_first(device):
     seen = []
-    at_once(lambda: seen.append(("first", current(device))), lambda: seen.append(("beside", current(device))), device)
+    at_once(
+        lambda: seen.append(("first", current(device))),
+        lambda: seen.append(("beside", current(device))),
+        device,
+    )
     assert seen == [("first", current(device)), ("beside", current(device))]
 
 
@@ -72,7 +78,10 @@ def test_beside_is_waited_for_where_the_first_fails(going_first, device):
 
 @pytest.mark.gpu
 def test_captured(going_first, device):
-    x, (made, one, two) = torch.randn(SIDE, SIDE, device=device), torch.zeros(3, SIDE, device=device)
+    x, (made, one, two) = (
+        torch.randn(SIDE, SIDE, device=device),
+        torch.zeros(3, SIDE, device=device),
+    )
     graph = torch.cuda.CUDAGraph()
 
     def beside():

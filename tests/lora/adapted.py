@@ -14,7 +14,9 @@ def gpt2(seed: int = 0) -> Any:
     sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        config = GPT2Config(
+            **sizes, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        )
         return GPT2LMHeadModel(config).eval()
 
 

@@ -25,7 +25,11 @@ PATTERNS = {
 def fitted(patterns, paths):
     import re
 
-    return {key: value for key, value in patterns.items() if any(re.match(rf"(.*\.)?({key})$", path) for path in paths)}
+    return {
+        key: value
+        for key, value in patterns.items()
+        if any(re.match(rf"(.*\.)?({key})$", path) for path in paths)
+    }
 
 
 def shapes(model):
@@ -37,7 +41,12 @@ def shapes(model):
 def test_patterns_mean_what_they_mean_to_peft(tmp_path, case, rslora):
     ranks, alphas = PATTERNS[case]
     described = peft.LoraConfig(
-        r=4, lora_alpha=12, target_modules=TARGETS["llama"], rank_pattern=ranks, alpha_pattern=alphas, use_rslora=rslora
+        r=4,
+        lora_alpha=12,
+        target_modules=TARGETS["llama"],
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        use_rslora=rslora,
     )
     theirs, ids = peft.get_peft_model(llama(), described).eval(), tokens()
     randomise(theirs)
@@ -45,9 +54,13 @@ def test_patterns_mean_what_they_mean_to_peft(tmp_path, case, rslora):
     model = load_adapter(llama(), tmp_path).eval()
     for path, (shape, scale) in shapes(model).items():
         layer = theirs.get_submodule(f"base_model.model.{path}")
-        assert shape == layer.lora_A["default"].weight.shape and scale == layer.scaling["default"], path
+        assert (
+            shape == layer.lora_A["default"].weight.shape and scale == layer.scaling["default"]
+        ), path
     assert len(set(shapes(model).values())) > 1
-    assert changed(logits(model, ids), logits(llama(), ids)) and close(logits(model, ids), logits(theirs, ids))
+    assert changed(logits(model, ids), logits(llama(), ids)) and close(
+        logits(model, ids), logits(theirs, ids)
+    )
     assert close(train_on(model, ids), train_on(theirs, ids), 1e-4)
 
 
@@ -66,9 +79,12 @@ def test_peft_reads_our_patterns(tmp_path, case):
 
 
 LAYERS = [
-    {"layers_to_transform": [1]}, {"layers_to_transform": 0}, {"layers_to_transform": [0, 2], "layers_pattern": "layers"},
-    {"layers_to_transform": [2], "layers_pattern": ["blocks", "layers"]}, {"layers_to_transform": []},
-]  # fmt: skip
+    {"layers_to_transform": [1]},
+    {"layers_to_transform": 0},
+    {"layers_to_transform": [0, 2], "layers_pattern": "layers"},
+    {"layers_to_transform": [2], "layers_pattern": ["blocks", "layers"]},
+    {"layers_to_transform": []},
+]
 
 
 @pytest.mark.parametrize("options", LAYERS, ids=str)
@@ -78,13 +94,20 @@ def test_pefts_layers_are_read(tmp_path, options):
     randomise(theirs)
     theirs.save_pretrained(tmp_path)
     model = load_adapter(llama(num_hidden_layers=3), tmp_path).eval()
-    adapted = {name.removeprefix("base_model.model.") for name, m in theirs.named_modules() if hasattr(m, "lora_A")}
+    adapted = {
+        name.removeprefix("base_model.model.")
+        for name, m in theirs.named_modules()
+        if hasattr(m, "lora_A")
+    }
     assert {path for path, _ in adapters(model)} == adapted
     assert close(logits(model, ids), logits(theirs, ids))
 
 
 def test_peft_reads_our_layers(tmp_path):
-    model, ids = apply_lora(llama(num_hidden_layers=3), LoRAConfig(4, 12, 0.0, layers=[0, 2])).eval(), tokens()
+    model, ids = (
+        apply_lora(llama(num_hidden_layers=3), LoRAConfig(4, 12, 0.0, layers=[0, 2])).eval(),
+        tokens(),
+    )
     assert {path.split(".")[2] for path, _ in adapters(model)} == {"0", "2"}
     randomise(model)
     save_adapter(model, tmp_path)
@@ -99,13 +122,25 @@ def test_the_number_of_a_layer_is_the_first_in_the_path(tmp_path):
     for layer in model.model.layers:
         layer.mlp.inner = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
     apply_lora(model, LoRAConfig(2, 2, 0.0, ["inner.1", "q_proj"], layers=[0]))
-    assert {path for path, _ in adapters(model)} == {"model.layers.0.mlp.inner.1", "model.layers.0.self_attn.q_proj"}
+    assert {path for path, _ in adapters(model)} == {
+        "model.layers.0.mlp.inner.1",
+        "model.layers.0.self_attn.q_proj",
+    }
 
 
 REFUSED = {
-    "a key that matches nothing": ({"rank_pattern": {"k_proj": 3}}, "lora_rank_pattern: 'k_proj' matches no adapted layer"),
-    "of an alpha": ({"alpha_pattern": {"q": 3}}, "lora_alpha_pattern: 'q' matches no adapted layer"),
-    "a layer that is not there": ({"layers": [1, 5]}, "no target is in layer 5; layers with targets: 0 to 1"),
+    "a key that matches nothing": (
+        {"rank_pattern": {"k_proj": 3}},
+        "lora_rank_pattern: 'k_proj' matches no adapted layer",
+    ),
+    "of an alpha": (
+        {"alpha_pattern": {"q": 3}},
+        "lora_alpha_pattern: 'q' matches no adapted layer",
+    ),
+    "a layer that is not there": (
+        {"layers": [1, 5]},
+        "no target is in layer 5; layers with targets: 0 to 1",
+    ),
 }
 
 
@@ -132,10 +167,16 @@ def test_patterns_of_no_sense_name_the_field(field, value, message):
 
 
 def test_an_adapter_with_other_patterns_does_not_refill(tmp_path):
-    model = apply_lora(llama(), LoRAConfig(4, 12, 0.0, ["q_proj"], alpha_pattern={"layers.1.self_attn.q_proj": 3}))
+    model = apply_lora(
+        llama(), LoRAConfig(4, 12, 0.0, ["q_proj"], alpha_pattern={"layers.1.self_attn.q_proj": 3})
+    )
     save_adapter(model, tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["alpha_pattern"] == {"layers.1.self_attn.q_proj": 3}
-    with pytest.raises(ValueError, match="layers.1.self_attn.q_proj is scaled by 0.75, the model's adapter by 3"):
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["alpha_pattern"] == {
+        "layers.1.self_attn.q_proj": 3
+    }
+    with pytest.raises(
+        ValueError, match="layers.1.self_attn.q_proj is scaled by 0.75, the model's adapter by 3"
+    ):
         load_adapter(apply_lora(llama(), LoRAConfig(4, 12, 0.0, ["q_proj"])), tmp_path)
 
 
@@ -145,9 +186,13 @@ def test_fused_layers_take_parts_of_different_ranks(kernels):
 
     model = llama(num_hidden_layers=3, vocab_size=families.SIZES["vocab_size"]).double().train()
     shape = LoRAConfig(
-        5, 9, 0.0, layers=[0, 2], rank_pattern={"k_proj": 1, "up_proj": 11, "layers.2.mlp.down_proj": 3},
+        5,
+        9,
+        0.0,
+        layers=[0, 2],
+        rank_pattern={"k_proj": 1, "up_proj": 11, "layers.2.mlp.down_proj": 3},
         alpha_pattern={"v_proj": 2.0},
-    )  # fmt: skip
+    )
     apply_lora(model, shape).double()
     randomise(model)
     batch = families.documents_batch()

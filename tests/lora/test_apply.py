@@ -40,7 +40,10 @@ def test_identity_at_first(name):
 @pytest.mark.parametrize("targets", [None, "all-linear"])
 @pytest.mark.parametrize(
     "name, expected",
-    [("llama", in_both_layers("model.layers", LLAMA)), ("gpt2", in_both_layers("transformer.h", GPT2))],
+    [
+        ("llama", in_both_layers("model.layers", LLAMA)),
+        ("gpt2", in_both_layers("transformer.h", GPT2)),
+    ],
 )
 def test_every_linear_layer_but_the_head(name, expected, targets):
     model = apply_lora(MODELS[name](), LoRAConfig(rank=4, target_modules=targets))
@@ -55,8 +58,14 @@ def test_every_linear_layer_but_the_head(name, expected, targets):
         (["q_proj", "v_proj", "q_proj"], in_both_layers("model.layers", [LLAMA[0], LLAMA[2]])),
         (["self_attn.o_proj"], in_both_layers("model.layers", [LLAMA[3]])),
         (["model.layers.1.mlp.up_proj"], {"model.layers.1.mlp.up_proj"}),
-        (["1.mlp.up_proj", "k_proj"], {"model.layers.1.mlp.up_proj"} | in_both_layers("model.layers", [LLAMA[1]])),
-        (r".*\.0\..*(up|down)_proj", {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"}),
+        (
+            ["1.mlp.up_proj", "k_proj"],
+            {"model.layers.1.mlp.up_proj"} | in_both_layers("model.layers", [LLAMA[1]]),
+        ),
+        (
+            r".*\.0\..*(up|down)_proj",
+            {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"},
+        ),
         ("model.layers.1.self_attn.v_proj", {"model.layers.1.self_attn.v_proj"}),
         (["lm_head"], {"lm_head"}),
     ],
@@ -67,10 +76,16 @@ def test_targets_by_name_and_by_regular_expression(targets, expected):
 
 
 ERRORS = {
-    "no such name": (["q_prj"], "'q_prj' matches no layer.*down_proj, gate_proj, k_proj, o_proj, q_proj"),
+    "no such name": (
+        ["q_prj"],
+        "'q_prj' matches no layer.*down_proj, gate_proj, k_proj, o_proj, q_proj",
+    ),
     "one of two matches nothing": (["q_proj", "c_attn"], "'c_attn' matches no layer"),
     "only the end of a name": (["proj"], "'proj' matches no layer"),
-    "no match of the expression": (r"layers\.0\.q_proj", "so nothing would be trained; linear layers here: down_proj, gate_"),
+    "no match of the expression": (
+        r"layers\.0\.q_proj",
+        "so nothing would be trained; linear layers here: down_proj, gate_",
+    ),
     "an empty list": ([], "nothing would be trained"),
     "a block": (["mlp"], "layers.0.mlp' is LlamaMLP; only linear layers"),
     "a norm": (["input_layernorm"], "is LlamaRMSNorm; only linear layers"),
@@ -100,11 +115,21 @@ def test_over_pefts_adapters_is_refused(wrapped):
     """Their matrices are linear layers too; merged, the model is plain again."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = peft.get_peft_model(llama(), config) if wrapped else peft.inject_adapter_in_model(config, llama())
+    model = (
+        peft.get_peft_model(llama(), config)
+        if wrapped
+        else peft.inject_adapter_in_model(config, llama())
+    )
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    with pytest.raises(ValueError, match=r"has PEFT's adapters already \(.*\).*leave use_lora out.*merge_and_unload"):
+    with pytest.raises(
+        ValueError,
+        match=r"has PEFT's adapters already \(.*\).*leave use_lora out.*merge_and_unload",
+    ):
         apply_lora(model, LoRAConfig(rank=2))
-    assert not paths(model) and {name for name, p in model.named_parameters() if p.requires_grad} == trained
+    assert (
+        not paths(model)
+        and {name for name, p in model.named_parameters() if p.requires_grad} == trained
+    )
     if wrapped:
         assert len(paths(apply_lora(model.merge_and_unload(), LoRAConfig(rank=2)))) == 14
 
@@ -114,7 +139,9 @@ def test_everything_else_is_frozen(name):
     config = LoRAConfig(rank=4, target_modules=TARGETS[name])
     model = apply_lora(MODELS[name](), config)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert trainable == {f"{path}.{matrix}" for path in paths(model) for matrix in ("lora_A", "lora_B")}
+    assert trainable == {
+        f"{path}.{matrix}" for path in paths(model) for matrix in ("lora_A", "lora_B")
+    }
     assert model.chronicals_lora is config
     randomise(model)
     model(input_ids=tokens()).logits.square().sum().backward()
@@ -126,7 +153,11 @@ def test_shapes_and_start_of_the_matrices():
     model = apply_lora(gpt2(), LoRAConfig(rank=4, target_modules=["c_attn"]))
     layer = model.transformer.h[0].attn.c_attn
     assert layer.lora_A.shape == (4, 32) and layer.lora_B.shape == (96, 4)
-    assert not layer.lora_B.any() and layer.lora_A.abs().max() <= 1 / 32**0.5 and layer.lora_A.std() > 0.05
+    assert (
+        not layer.lora_B.any()
+        and layer.lora_A.abs().max() <= 1 / 32**0.5
+        and layer.lora_A.std() > 0.05
+    )
     other = model.transformer.h[1].attn.c_attn
     assert not equal(layer.lora_A, other.lora_A)
 
@@ -144,7 +175,9 @@ def test_output_is_that_of_the_merged_weights(name, rslora):
         for path, layer in adapters(model):
             delta = scale * (layer.lora_B.double() @ layer.lora_A.double())
             weight = plain.get_submodule(path).weight
-            weight += (delta if isinstance(plain.get_submodule(path), nn.Linear) else delta.t()).float()
+            weight += (
+                delta if isinstance(plain.get_submodule(path), nn.Linear) else delta.t()
+            ).float()
     expected, got = logits(plain, ids), logits(model, ids)
     assert (expected - untouched).abs().max() > 0.02 * untouched.abs().max()
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -170,7 +203,9 @@ def test_dropout_acts_in_training_alone():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_of_the_model_is_kept(training):
-    """A model that is not in training (as one is after from_pretrained) is not dropped out of when adapted."""
+    """A model that is not in training (as one is after from_pretrained) is not dropped out of
+    when adapted.
+    """
     model = apply_lora(llama().train(training), LoRAConfig(rank=4, dropout=0.5))
     assert {module.training for module in model.modules()} == {training}
     randomise(model)
@@ -217,7 +252,8 @@ def test_the_message_lists_what_there_is():
     assert re.search(r"linear layers here: c_attn, c_fc, c_proj$", str(error.value))
 
 
-# --- models whose forwards do more with a linear layer than call it ----------------------------------------------
+# --- models whose forwards do more with a linear layer than call it
+# ----------------------------------------------
 
 
 def twin(name):
@@ -232,8 +268,17 @@ ROUTERS = {
     "Phimoe": "PhimoeTopKRouter, the first is model.layers.0.mlp.router",
     "DeepseekV4": "DeepseekV4GroupedLinear, the first is model.layers.0.self_attn.o_a_proj",
 }
-READERS = {"Mamba": (), "FalconMamba": (), "Jamba": (), "NemotronH": (), "HunYuanMoEV1": (), "DeepseekV32": ("indexer",)}
-"""Of classes that read a layer's weight or its type, the layers that choose and so get no gradient."""
+READERS = {
+    "Mamba": (),
+    "FalconMamba": (),
+    "Jamba": (),
+    "NemotronH": (),
+    "HunYuanMoEV1": (),
+    "DeepseekV32": ("indexer",),
+}
+"""Of classes that read a layer's weight or its type, the layers that choose and so get no
+gradient.
+"""
 
 
 @pytest.mark.parametrize("name", [*READERS, "Falcon"])
@@ -249,7 +294,11 @@ def test_a_weight_that_is_read_instead_of_called_has_the_adapter_in_it(name):
     loss, expected = (m(input_ids=ids, labels=ids, use_cache=False).loss for m in (model, plain))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0.0)
     loss.backward()
-    idle = [path for path, layer in adapters(model) if layer.lora_B.grad is None or not layer.lora_B.grad.any()]
+    idle = [
+        path
+        for path, layer in adapters(model)
+        if layer.lora_B.grad is None or not layer.lora_B.grad.any()
+    ]
     assert [path for path in idle if not any(part in path for part in READERS.get(name, ()))] == []
 
 
@@ -263,11 +312,15 @@ def test_what_only_derives_from_a_linear_layer_is_left_out_and_named(name, caplo
     assert path not in paths(model) and not model.get_submodule(path).weight.requires_grad
     ids = torch.randint(FIRST_TOKEN, 97, (2, 9))
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert any(layer.lora_B.grad.any() for _, layer in adapters(model) if layer.lora_B.grad is not None)
+    assert any(
+        layer.lora_B.grad.any() for _, layer in adapters(model) if layer.lora_B.grad is not None
+    )
 
 
 def test_what_only_derives_from_a_linear_layer_cannot_be_asked_for():
-    with pytest.raises(ValueError, match="feed_forward.router' is Llama4Router; only linear layers and embeddings"):
+    with pytest.raises(
+        ValueError, match="feed_forward.router' is Llama4Router; only linear layers and embeddings"
+    ):
         apply_lora(twin("Llama4Text"), LoRAConfig(rank=2, target_modules=["router"]))
 
 
@@ -279,12 +332,19 @@ def test_weight_and_bias_of_an_adapted_layer(bias):
     assert "weight" not in dict(layer.named_parameters(recurse=False))
     x = torch.randn(3, 6).double()
     torch.testing.assert_close(
-        x @ layer.weight.double().t(), layer.double()(x) - (layer.bias if bias else 0), rtol=0.05, atol=0.05
+        x @ layer.weight.double().t(),
+        layer.double()(x) - (layer.bias if bias else 0),
+        rtol=0.05,
+        atol=0.05,
     )
 
 
 def test_the_weight_of_a_conv1d_keeps_its_layout():
-    layer = apply_lora(gpt2(), LoRAConfig(rank=2, target_modules=["c_attn"])).transformer.h[0].attn.c_attn
+    layer = (
+        apply_lora(gpt2(), LoRAConfig(rank=2, target_modules=["c_attn"]))
+        .transformer.h[0]
+        .attn.c_attn
+    )
     nn.init.normal_(layer.lora_B)
     x = torch.randn(3, 32)
     assert layer.weight.shape == layer.base_layer.weight.shape == (32, 96)

@@ -9,7 +9,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import families
-from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, merge_and_unload, save_adapter, without_adapters
+from chronicals.lora import (
+    LoRAConfig,
+    adapters,
+    apply_lora,
+    load_adapter,
+    merge_and_unload,
+    save_adapter,
+    without_adapters,
+)
 from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
 from chronicals.lora.several import add_adapter, add_weighted_adapter, set_adapter
 from chronicals.optimizers.lora_plus import lora_plus_groups
@@ -40,7 +48,10 @@ MODELS = {
 
 def ours(name="llama", **fields):
     build, wanted = MODELS[name]
-    model = apply_lora(build(), LoRAConfig(**{"rank": 4, "alpha": 12, "target_modules": wanted, "dropout": 0.0, **fields}))
+    model = apply_lora(
+        build(),
+        LoRAConfig(**{"rank": 4, "alpha": 12, "target_modules": wanted, "dropout": 0.0, **fields}),
+    )
     randomise(model)
     return model.eval()
 
@@ -48,7 +59,9 @@ def ours(name="llama", **fields):
 def theirs(name="llama", **fields):
     peft = pytest.importorskip("peft")
     build, wanted = MODELS[name]
-    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=wanted, fan_in_fan_out=build is gpt2, **fields)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=12, target_modules=wanted, fan_in_fan_out=build is gpt2, **fields
+    )
     model = peft.get_peft_model(build(), config).eval()
     randomise(model)
     return model
@@ -67,7 +80,9 @@ def test_there_and_back(tmp_path, name):
     save_adapter(model, tmp_path / "ours")
     again = peft.PeftModel.from_pretrained(build(), tmp_path / "ours", is_trainable=True).eval()
     assert close(logits(again, ids), expected)
-    first, second = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("theirs", "ours"))
+    first, second = (
+        load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("theirs", "ours")
+    )
     assert all(equal(first[key], second[key]) for key in first if ".lora_" in key)
     after = train_on(model, ids)
     assert close(after, train_on(again, ids), 1e-4) and not close(after, expected, 1e-2)
@@ -75,10 +90,15 @@ def test_there_and_back(tmp_path, name):
 
 def test_what_is_written(tmp_path):
     save_adapter(ours("alone"), tmp_path)
-    tensors = {key: list(tensor.shape) for key, tensor in load_file(tmp_path / "adapter_model.safetensors").items()}
+    tensors = {
+        key: list(tensor.shape)
+        for key, tensor in load_file(tmp_path / "adapter_model.safetensors").items()
+    }
     path = "base_model.model.model.embed_tokens.lora_embedding_"
     assert tensors == {f"{path}A": [4, 300], f"{path}B": [64, 4]}
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["model.embed_tokens"]
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == [
+        "model.embed_tokens"
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "a padding token"])
@@ -93,7 +113,9 @@ def test_outputs_and_gradients(name):
     got, upstream = layer(ids), torch.randn(3, 17, whole.shape[1], dtype=torch.float64)
     assert torch.allclose(got, expected, rtol=1e-6) and (scale != 1) == (name == "gemma3")
     mine, right = (torch.autograd.grad((y * upstream).sum(), [a, b]) for y in (got, expected))
-    assert torch.allclose(mine[0], right[0], rtol=1e-6) and (name == "a padding token") == (not mine[0][:, 5].any())
+    assert torch.allclose(mine[0], right[0], rtol=1e-6) and (name == "a padding token") == (
+        not mine[0][:, 5].any()
+    )
     if name != "a padding token":  # whose row PEFT leaves out of A alone
         assert torch.allclose(mine[1], right[1], rtol=1e-6)
 
@@ -113,7 +135,10 @@ def test_at_first_the_model_is_unchanged():
 
 
 def test_it_is_adapted_only_where_it_is_named():
-    assert not any(isinstance(layer, LoRAEmbedding) for _, layer in adapters(apply_lora(llama(), LoRAConfig(2))))
+    assert not any(
+        isinstance(layer, LoRAEmbedding)
+        for _, layer in adapters(apply_lora(llama(), LoRAConfig(2)))
+    )
 
 
 def test_ids_are_not_dropped():
@@ -136,7 +161,9 @@ def test_merged_it_is_a_plain_model(tmp_path, name):
 @pytest.mark.parametrize("name", ["tied", "gpt2", "llama"])
 def test_a_tied_head_is_warned_of(caplog, name):
     ours(name)
-    assert ("the embedding is adapted, and its weight is the head's too" in caplog.text) == (name != "llama")
+    assert ("the embedding is adapted, and its weight is the head's too" in caplog.text) == (
+        name != "llama"
+    )
 
 
 def test_without_adapters_it_is_the_base():
@@ -164,7 +191,9 @@ def test_added_tokens(tmp_path):
     ids = torch.tensor([[3, 306, 5, 301]])
     save_adapter(model, tmp_path / "mine")
     again = load_adapter(type(llama()).from_pretrained(tmp_path / "base"), tmp_path / "mine").eval()
-    assert again.model.embed_tokens.pair[0].shape == (4, 307) and equal(logits(again, ids), logits(model, ids))
+    assert again.model.embed_tokens.pair[0].shape == (4, 307) and equal(
+        logits(again, ids), logits(model, ids)
+    )
 
 
 def test_several_of_them(tmp_path):
@@ -188,13 +217,20 @@ def test_lora_plus_leaves_them_at_the_usual_rate():
     assert [group["lr"] for group in lora_plus_groups(ours("alone"), 1.0, 8.0)] == [1.0]
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
+# -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields, field", [({"use_dora": True}, "use_dora=True"), ({"init": "olora"}, "init='olora'")], ids=str)
+@pytest.mark.parametrize(
+    "fields, field",
+    [({"use_dora": True}, "use_dora=True"), ({"init": "olora"}, "init='olora'")],
+    ids=str,
+)
 def test_what_it_cannot_have_is_refused_by_name(fields, field):
     model = llama()
-    with pytest.raises(ValueError, match=f"embed_tokens' is an embedding, whose adapter cannot have {field}"):
+    with pytest.raises(
+        ValueError, match=f"embed_tokens' is an embedding, whose adapter cannot have {field}"
+    ):
         apply_lora(model, LoRAConfig(2, 2, 0.0, ["q_proj", "embed_tokens"], **fields))
     assert not list(adapters(model)) and all(p.requires_grad for p in model.parameters())
 
@@ -220,12 +256,20 @@ def test_what_is_an_embedding():
     """Whatever else its class does with the rows would be left out of the adapter's."""
     assert is_embedding(nn.Embedding(7, 4, padding_idx=6)) and is_embedding(Scaled(7, 4))
     assert is_embedding(gemma3().model.embed_tokens)
-    others = [Twice(7, 4), Shifted(7, 4), nn.Embedding(7, 4, max_norm=1.0), nn.Embedding(7, 4, sparse=True), nn.Linear(7, 4)]
+    others = [
+        Twice(7, 4),
+        Shifted(7, 4),
+        nn.Embedding(7, 4, max_norm=1.0),
+        nn.Embedding(7, 4, sparse=True),
+        nn.Linear(7, 4),
+    ]
     assert not any(is_embedding(layer) for layer in others)
 
 
 def test_another_embedding_is_refused_by_name():
     model = llama()
     model.set_input_embeddings(Twice(300, 64))
-    with pytest.raises(ValueError, match="embed_tokens' is Twice; only linear layers and embeddings can be adapted"):
+    with pytest.raises(
+        ValueError, match="embed_tokens' is Twice; only linear layers and embeddings can be adapted"
+    ):
         apply_lora(model, LoRAConfig(2, 2, 0.0, ["embed_tokens"]))

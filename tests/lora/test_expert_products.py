@@ -14,9 +14,15 @@ from chronicals.lora.expert_products import expert_inputs, grouped_product
 from chronicals.lora.parameter_layer import LoRAParameter
 
 EXPERTS, WIDE, INNER = 5, 12, 10
-HAS_POST_EXPERT_NORMS = "has_post_expert_norm" in inspect.signature(use_experts_implementation).parameters
+HAS_POST_EXPERT_NORMS = (
+    "has_post_expert_norm" in inspect.signature(use_experts_implementation).parameters
+)
 """transformers below 5.20 knows no norm after each expert."""
-KINDS = [kind for kind in itertools.product([True, False], repeat=4) if HAS_POST_EXPERT_NORMS or not kind[3]]
+KINDS = [
+    kind
+    for kind in itertools.product([True, False], repeat=4)
+    if HAS_POST_EXPERT_NORMS or not kind[3]
+]
 
 
 def experts(has_gate, has_bias, is_transposed, has_post_expert_norm, implementation="eager"):
@@ -35,7 +41,10 @@ def experts(has_gate, has_bias, is_transposed, has_post_expert_norm, implementat
                 shape = (EXPERTS, wide, narrow) if is_transposed else (EXPERTS, narrow, wide)
                 self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
                 if has_bias:
-                    self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(EXPERTS, narrow, dtype=torch.float64)))
+                    self.register_parameter(
+                        f"{name}_bias",
+                        nn.Parameter(torch.randn(EXPERTS, narrow, dtype=torch.float64)),
+                    )
             self.post_expert_norm = nn.RMSNorm(WIDE, dtype=torch.float64)
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
@@ -47,14 +56,22 @@ def experts(has_gate, has_bias, is_transposed, has_post_expert_norm, implementat
 
 def adapted(layer, names):
     for name in names:
-        layer = LoRAParameter(layer, name, LoRAConfig(3, 5, 0.0, [], target_parameters=[name])).double()
+        layer = LoRAParameter(
+            layer, name, LoRAConfig(3, 5, 0.0, [], target_parameters=[name])
+        ).double()
         nn.init.normal_(layer.lora_B)
     return layer
 
 
 def inputs(tokens=7, each=2):
-    chosen = torch.stack([torch.randperm(EXPERTS - 1)[:each] for _ in range(tokens)])  # the last expert gets no token
-    return torch.randn(tokens, WIDE, dtype=torch.float64), chosen, torch.rand(tokens, each, dtype=torch.float64)
+    chosen = torch.stack(
+        [torch.randperm(EXPERTS - 1)[:each] for _ in range(tokens)]
+    )  # the last expert gets no token
+    return (
+        torch.randn(tokens, WIDE, dtype=torch.float64),
+        chosen,
+        torch.rand(tokens, each, dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -62,12 +79,16 @@ def inputs(tokens=7, each=2):
 def test_outputs_and_gradients(kind, which):
     layer = experts(*kind, implementation="batched_mm")
     first = "gate_up_proj" if kind[0] else "up_proj"
-    outer = adapted(layer, {"both": [first, "down_proj"], "first": [first], "down": ["down_proj"]}[which])
+    outer = adapted(
+        layer, {"both": [first, "down_proj"], "first": [first], "down": ["down_proj"]}[which]
+    )
     hidden, chosen, shares = inputs()
     hidden.requires_grad_()
     shares.requires_grad_()
     matrices = [p for p in outer.parameters() if p.requires_grad and p.ndim == 2]
-    assert expert_inputs(layer, {first: 0, "down_proj": 0}, (hidden, chosen, shares), {}) is not None
+    assert (
+        expert_inputs(layer, {first: 0, "down_proj": 0}, (hidden, chosen, shares), {}) is not None
+    )
     upstream = torch.randn(7, WIDE, dtype=torch.float64)
     got = outer(hidden, chosen, top_k_weights=shares)
     gradients = torch.autograd.grad((got * upstream).sum(), [hidden, shares, *matrices])
@@ -77,7 +98,9 @@ def test_outputs_and_gradients(kind, which):
     expected = torch.func.functional_call(layer, whole, (hidden, chosen, shares))
     assert torch.allclose(got, expected, rtol=1e-10)
     for mine, theirs in zip(
-        gradients, torch.autograd.grad((expected * upstream).sum(), [hidden, shares, *matrices]), strict=True
+        gradients,
+        torch.autograd.grad((expected * upstream).sum(), [hidden, shares, *matrices]),
+        strict=True,
     ):
         assert theirs.any() and torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
 
@@ -118,7 +141,9 @@ def test_what_is_more_than_its_flags_is_left_to_its_class(monkeypatch):
 
     kind = (True, False, False, False)
     assert not left_to_its_class(experts(*kind), lambda layer: layer)
-    assert all(left_to_its_class(experts(*kind), change) for change in (several_ranks, hooked, replaced))
+    assert all(
+        left_to_its_class(experts(*kind), change) for change in (several_ranks, hooked, replaced)
+    )
     assert left_to_its_class(nn.Linear(2, 2), lambda layer: layer)
     hidden, chosen, shares = inputs()
     biased = experts(True, True, False, False)
@@ -127,7 +152,9 @@ def test_what_is_more_than_its_flags_is_left_to_its_class(monkeypatch):
     assert expert_inputs(biased, {"down_proj": 0}, (hidden, chosen), {}) is None
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 7], [1, 1, 1, 1], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[3, 0, 4, 1], [0, 0, 0, 7], [1, 1, 1, 1], [0, 0, 0, 0]], ids=str
+)
 def test_grouped_products(counts):
     ends = torch.tensor(counts).cumsum(0)
     x = torch.randn(sum(counts), 6, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,6 @@
-"""A linear layer with its adapter in the products, against the formula in fp64 and against the way through the layer."""
+"""A linear layer with its adapter in the products, against the formula in fp64 and against the
+way through the layer.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,10 @@ def layer_of(weight, bias, a, b, of=module):
 
 
 def compare(shape, dtype, device, bias=True, of=module):
-    weight, offset = torch.randn(OUT, IN, device=device).to(dtype), torch.randn(OUT, device=device).to(dtype) if bias else None
+    weight, offset = (
+        torch.randn(OUT, IN, device=device).to(dtype),
+        torch.randn(OUT, device=device).to(dtype) if bias else None,
+    )
 
     def plain(x, a, b):
         kind = x.dtype
@@ -68,7 +73,10 @@ MUTATIONS = {
     "no scale of dB": ("down, b.dtype, ctx.scale)", "down, b.dtype)"),
     "no adapter in dx": ("(dy @ weight).addmm_(g, a.to(kind))", "(dy @ weight)"),
     "no base in dx": ("(dy @ weight).addmm_", "torch.zeros_like(rows).addmm_"),
-    "dA of the output's gradient": ("product(g.t(), rows, a.dtype)", "product(down.t(), rows, a.dtype)"),
+    "dA of the output's gradient": (
+        "product(g.t(), rows, a.dtype)",
+        "product(down.t(), rows, a.dtype)",
+    ),
 }
 
 
@@ -82,7 +90,9 @@ def test_planted_faults_are_found(fault, device):
 WAYS = {
     "dropout": lambda layer: setattr(layer, "dropout", 0.3),
     "a hook": lambda layer: layer.base_layer.register_forward_hook(lambda *_: None),
-    "a forward of somebody else's": lambda layer: setattr(layer.base_layer, "forward", layer.base_layer.forward),
+    "a forward of somebody else's": lambda layer: setattr(
+        layer.base_layer, "forward", layer.base_layer.forward
+    ),
     "a trained base": lambda layer: layer.base_layer.requires_grad_(True),
 }
 
@@ -97,13 +107,18 @@ def test_otherwise_the_layer_itself_runs(way, monkeypatch):
     WAYS[way](layer)
     layer(x).sum().backward()
     assert not calls
-    assert layer.lora_A.grad.any() and (layer.base_layer.weight.grad is not None) == (way == "a trained base")
+    assert layer.lora_A.grad.any() and (layer.base_layer.weight.grad is not None) == (
+        way == "a trained base"
+    )
 
 
 def test_both_ways_agree(monkeypatch):
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT).double()
     nn.init.normal_(layer.lora_B)
-    x, upstream = torch.randn(2, 5, IN, dtype=torch.float64), torch.randn(2, 5, OUT, dtype=torch.float64)
+    x, upstream = (
+        torch.randn(2, 5, IN, dtype=torch.float64),
+        torch.randn(2, 5, OUT, dtype=torch.float64),
+    )
     found = []
     for plain in (True, False):
         monkeypatch.setattr(module, "_is_plain", lambda *_, plain=plain: plain)
@@ -119,7 +134,9 @@ def test_a_second_backward_through_the_first_is_refused():
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT)
     nn.init.normal_(layer.lora_B)
     x = torch.randn(5, IN, requires_grad=True)
-    with pytest.raises(RuntimeError, match="create_graph=True: _WithAdapterBackward has no second derivative"):
+    with pytest.raises(
+        RuntimeError, match="create_graph=True: _WithAdapterBackward has no second derivative"
+    ):
         torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
 
 
@@ -140,7 +157,9 @@ def test_the_output_may_be_written_into(dropout, shape):
 
 
 def test_no_gradient_below_the_first_adapter():
-    """An input that needs none costs no product, and under autocast the products are those of autocast."""
+    """An input that needs none costs no product, and under autocast the products are those of
+    autocast.
+    """
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT)
     x = torch.randn(5, IN)
     layer(x).sum().backward()
@@ -187,9 +206,13 @@ def test_a_seed_gives_the_same_adapters_on_every_device(init):
         return LoRAEmbedding(base, config)
 
     assert equal(state_after(elsewhere.first, linear), state_after(nn.Linear(IN, OUT), linear))
-    assert equal(state_after(elsewhere.table, embedding), state_after(nn.Embedding(OUT, IN), embedding))
+    assert equal(
+        state_after(elsewhere.table, embedding), state_after(nn.Embedding(OUT, IN), embedding)
+    )
     torch.manual_seed(3)
     first = LoRALinear(nn.Linear(IN, OUT), config, IN, OUT).lora_A
     torch.manual_seed(3)
     nn.Linear(IN, OUT)
-    assert first.std() > 0 and equal(first, LoRALinear(elsewhere.first.to_empty(device="cpu"), config, IN, OUT).lora_A)
+    assert first.std() > 0 and equal(
+        first, LoRALinear(elsewhere.first.to_empty(device="cpu"), config, IN, OUT).lora_A
+    )

@@ -1,4 +1,6 @@
-"""Adapters that start as what quantising took from the weights: beside PEFT's own decomposition, in runs, and saved."""
+"""Adapters that start as what quantising took from the weights: beside PEFT's own decomposition,
+in runs, and saved.
+"""
 
 import json
 
@@ -11,7 +13,14 @@ import tiny
 from chronicals.cli import main
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.export.merge import merge
-from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter, without_adapters
+from chronicals.lora import (
+    LoRAConfig,
+    adapters,
+    apply_lora,
+    load_adapter,
+    save_adapter,
+    without_adapters,
+)
 from chronicals.lora.loftq import LoftQ
 from chronicals.models import load_model, quantise_layers
 from chronicals.models.four_bits import WATCHED
@@ -42,7 +51,9 @@ def ours(**fields):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_start_is_nearer_to_the_weights(case):
-    """By as much as a matrix of that rank can be, which PEFT's decomposition gives; of targets alone."""
+    """By as much as a matrix of that rank can be, which PEFT's decomposition gives; of targets
+    alone.
+    """
     from peft.utils.loftq_utils import _low_rank_decomposition
 
     model, plain = ours(**CASES[case]), llama()
@@ -79,19 +90,24 @@ def test_logits_are_nearer_to_the_models():
     quantise_layers(quantised)
     lost = (logits(quantised.eval(), ids) - expected).norm()
     assert (logits(ours(rank=32, alpha=32), ids) - expected).norm() < 0.6 * lost
-    assert (logits(ours(rank=32, alpha=32, target_modules=["q_proj", "o_proj"]), ids) - expected).norm() < lost
+    assert (
+        logits(ours(rank=32, alpha=32, target_modules=["q_proj", "o_proj"]), ids) - expected
+    ).norm() < lost
 
 
 def test_read_is_quantised_in_memory(tmp_path):
     """While a checkpoint is read, in shards: the same starts."""
     tiny.llama().save_pretrained(tmp_path, max_shard_size="100KB")
     config = LoRAConfig(4, 12, 0.0, init="loftq")
-    read = apply_lora(load_model(tmp_path, torch.float32, quantization="nf4", watch=LoftQ(config)), config)
+    read = apply_lora(
+        load_model(tmp_path, torch.float32, quantization="nf4", watch=LoftQ(config)), config
+    )
     for (path, layer), (other, mate) in zip(adapters(read), adapters(ours(alpha=12)), strict=True):
         assert path == other and layer.lora_B.any() and isinstance(layer.base_layer, Linear4bit)
         if not torch.cuda.is_available():
             assert equal(layer.lora_A, mate.lora_A) and equal(layer.lora_B, mate.lora_B)
-        # On a card the singular vectors of near values mix, and have another sign: what is compared is their product.
+        # On a card the singular vectors of near values mix, and have another sign: what is compared
+        # is their product.
         assert close(layer.lora_B @ layer.lora_A, mate.lora_B @ mate.lora_A, 5e-3)
 
 
@@ -106,15 +122,26 @@ def test_saved_it_is_right_on_the_base_in_4_bits(tmp_path):
     bare = logits(base.eval(), ids)
     with without_adapters(model):
         assert equal(logits(model, ids), bare)
-    assert equal(logits(load_adapter(base, tmp_path).eval(), ids), expected) and changed(expected, bare)
+    assert equal(logits(load_adapter(base, tmp_path).eval(), ids), expected) and changed(
+        expected, bare
+    )
     for module in (plain := llama()).modules():  # PEFT's over the values that the 4 bits stand for
         if type(module) is torch.nn.Linear and module is not plain.lm_head:
             module.weight.data.copy_(Linear4bit.of(module).packed.dense())
-    assert close(logits(peft.PeftModel.from_pretrained(plain, tmp_path).eval(), ids), expected, 1e-4)
+    assert close(
+        logits(peft.PeftModel.from_pretrained(plain, tmp_path).eval(), ids), expected, 1e-4
+    )
     assert close(logits(model.merge_and_unload(), ids), expected, 1e-4)
 
 
-FIELDS = {"use_lora": True, "quantization": "nf4", "lora_init": "loftq", "lora_rank": 8, "lora_dropout": 0.0, "trackers": []}
+FIELDS = {
+    "use_lora": True,
+    "quantization": "nf4",
+    "lora_init": "loftq",
+    "lora_rank": 8,
+    "lora_dropout": 0.0,
+    "trackers": [],
+}
 FIELDS |= {"learning_rate": 1e-3, "save_steps": 3}
 
 
@@ -128,7 +155,11 @@ def test_a_run_resumes_and_merges(tmp_path, loaded):
 
     def train(folder, **more):
         config = runs.config(folder, **FIELDS)
-        early = {"quantization": "nf4", "watch": watcher(config)} if loaded == "while it is read" else {}
+        early = (
+            {"quantization": "nf4", "watch": watcher(config)}
+            if loaded == "while it is read"
+            else {}
+        )
         model = load_model(tmp_path / "base", torch.float32, **early)
         runs.train(folder, model=model, **FIELDS, **more)
         return model.eval()
@@ -142,19 +173,57 @@ def test_a_run_resumes_and_merges(tmp_path, loaded):
     merged = merge(whole / "run", tmp_path / "merged")
     assert all(change.change > 0 for change in merged.changes.values())
     ids = tokens()
-    assert close(logits(load_model(tmp_path / "merged", torch.float32).eval(), ids), logits(model, ids), 1e-3)
+    assert close(
+        logits(load_model(tmp_path / "merged", torch.float32).eval(), ids), logits(model, ids), 1e-3
+    )
     again = dict(FIELDS, max_steps=2)
-    runs.train(tmp_path / "more", model=model, **again)  # a second run of the same settings goes on with the adapters
+    runs.train(
+        tmp_path / "more", model=model, **again
+    )  # a second run of the same settings goes on with the adapters
 
 
 def test_the_command_line(tmp_path, monkeypatch):
     tiny.llama().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in tiny.chat_rows()))
-    options = ["--load-in-4bit", "--lora-init", "loftq", "--lora-rank", "8", "--max-steps", "1", "--mixed-precision", "fp32"]
-    options += ["--max-seq-length", "128", "--output-dir", str(tmp_path / "run"), "--cache-dir", str(tmp_path / "tokens")]
-    options += ["--report-samples", "0", "--learning-rate", "1e-9", "--lora-dropout", "0", "--trackers", "none"]
-    command = ["chronicals", "train", "--model", str(tmp_path / "base"), "--data", str(tmp_path / "rows.jsonl"), *options]
+    options = [
+        "--load-in-4bit",
+        "--lora-init",
+        "loftq",
+        "--lora-rank",
+        "8",
+        "--max-steps",
+        "1",
+        "--mixed-precision",
+        "fp32",
+    ]
+    options += [
+        "--max-seq-length",
+        "128",
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--cache-dir",
+        str(tmp_path / "tokens"),
+    ]
+    options += [
+        "--report-samples",
+        "0",
+        "--learning-rate",
+        "1e-9",
+        "--lora-dropout",
+        "0",
+        "--trackers",
+        "none",
+    ]
+    command = [
+        "chronicals",
+        "train",
+        "--model",
+        str(tmp_path / "base"),
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        *options,
+    ]
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -169,11 +238,15 @@ def test_the_run_is_the_plain_one(tmp_path):
     assert not verify(model, tiny.tokenizer(), config, tiny.chat_rows()).failures
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------
+# --- what is refused
+# -----------------------------------------------------------------------------------------------
 
 
 def test_over_16_bits_it_is_refused():
-    with pytest.raises(ConfigurationError, match="lora_init='loftq': .* quantization is not set; set quantization='nf4'"):
+    with pytest.raises(
+        ConfigurationError,
+        match="lora_init='loftq': .* quantization is not set; set quantization='nf4'",
+    ):
         ChronicalsConfig(use_lora=True, lora_init="loftq")
     model = llama()
     with pytest.raises(ValueError, match="is not in 4 bits.*set quantization='nf4'"):
@@ -184,7 +257,9 @@ def test_over_16_bits_it_is_refused():
 def test_weights_that_are_gone_are_refused():
     model = llama()
     quantise_layers(model)
-    with pytest.raises(ValueError, match="quantised before, .* give the model in 16 bits with quantization='nf4'"):
+    with pytest.raises(
+        ValueError, match="quantised before, .* give the model in 16 bits with quantization='nf4'"
+    ):
         apply_lora(model, LoRAConfig(4, 4, 0.0, init="loftq"))
 
 
@@ -193,11 +268,15 @@ def test_starts_of_another_shape_are_refused(other):
     model = llama()
     quantise_layers(model, LoftQ(LoRAConfig(4, 4, 0.0)))
     with pytest.raises(ValueError, match="for another rank and alpha"):
-        apply_lora(model, LoRAConfig(**{"rank": 4, "alpha": 4, "dropout": 0.0, "init": "loftq", **other}))
+        apply_lora(
+            model, LoRAConfig(**{"rank": 4, "alpha": 4, "dropout": 0.0, "init": "loftq", **other})
+        )
 
 
 def test_a_rank_beyond_the_weight_is_refused():
-    with pytest.raises(ValueError, match=r"has rank 65, its weight \(64, 64\) only 64; set lora_rank"):
+    with pytest.raises(
+        ValueError, match=r"has rank 65, its weight \(64, 64\) only 64; set lora_rank"
+    ):
         ours(rank=65)
 
 

@@ -20,11 +20,19 @@ def away_from_the_start(model):
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, LoRALinear) and layer.lora_magnitude_vector is not None:
-                layer.lora_magnitude_vector.copy_(layer.norms() * (1 + 0.2 * torch.rand(layer.out_features)))
+                layer.lora_magnitude_vector.copy_(
+                    layer.norms() * (1 + 0.2 * torch.rand(layer.out_features))
+                )
 
 
 def ours(name="llama", **options):
-    options = {"rank": RANK, "alpha": ALPHA, "dropout": 0.0, "target_modules": TARGETS[name], **options}
+    options = {
+        "rank": RANK,
+        "alpha": ALPHA,
+        "dropout": 0.0,
+        "target_modules": TARGETS[name],
+        **options,
+    }
     model = apply_lora(MODELS[name](), LoRAConfig(**options))
     away_from_the_start(model)
     return model
@@ -45,12 +53,16 @@ def train(model, ids, steps=4):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_goes_on_in_peft_and_comes_back(tmp_path, name, kind):
-    """In fp64: AdamW's first steps take a gradient's sign, which rounding decides where it is next to zero."""
+    """In fp64: AdamW's first steps take a gradient's sign, which rounding decides where it is
+    next to zero.
+    """
     peft = pytest.importorskip("peft")
     model, ids = ours(name, **kind).double(), tokens()
     save_adapter(model, tmp_path / "ours")
     base = MODELS[name]().double()
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours", is_trainable=True, autocast_adapter_dtype=False).double()
+    theirs = peft.PeftModel.from_pretrained(
+        base, tmp_path / "ours", is_trainable=True, autocast_adapter_dtype=False
+    ).double()
     for got, expected in zip(train(model, ids), train(theirs, ids), strict=True):
         assert (got - expected).norm() <= 1e-9 * expected.norm()
     theirs.float().double().save_pretrained(tmp_path / "theirs")  # adapters are read in fp32
@@ -64,16 +76,29 @@ def test_an_adapter_changes_nothing_at_first():
     expected = logits(bare, ids)
     model = apply_lora(bare, LoRAConfig(rank=RANK, use_dora=True))
     assert (logits(model, ids) - expected).norm() <= 1e-6 * expected.norm()
-    assert sum("lora_magnitude_vector" in name for name, p in model.named_parameters() if p.requires_grad) == 14
+    assert (
+        sum(
+            "lora_magnitude_vector" in name
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        )
+        == 14
+    )
 
 
 def test_a_file_names_the_magnitudes_as_peft_does(tmp_path):
     peft = pytest.importorskip("peft")
     options = {"target_modules": TARGETS["llama"], "use_dora": True}
     save_adapter(ours(use_dora=True), tmp_path / "ours")
-    peft.get_peft_model(llama(), peft.LoraConfig(r=RANK, **options)).save_pretrained(tmp_path / "theirs")
-    own, other = (load_file(tmp_path / place / "adapter_model.safetensors") for place in ("ours", "theirs"))
-    assert {name: x.shape for name, x in own.items()} == {name: x.shape for name, x in other.items()}
+    peft.get_peft_model(llama(), peft.LoraConfig(r=RANK, **options)).save_pretrained(
+        tmp_path / "theirs"
+    )
+    own, other = (
+        load_file(tmp_path / place / "adapter_model.safetensors") for place in ("ours", "theirs")
+    )
+    assert {name: x.shape for name, x in own.items()} == {
+        name: x.shape for name, x in other.items()
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,20 +113,26 @@ def test_merged_it_is_the_same_model(name):
 @pytest.mark.parametrize("dora", [True, False])
 def test_adapters_of_the_other_kind_are_refused(tmp_path, dora):
     save_adapter(ours(use_dora=dora), tmp_path)
-    with pytest.raises(ValueError, match="is DoRA, the model" if dora else "is not DoRA, the model"):
+    with pytest.raises(
+        ValueError, match="is DoRA, the model" if dora else "is not DoRA, the model"
+    ):
         load_adapter(ours(use_dora=not dora), tmp_path)
 
 
 def test_magnitudes_that_are_not_saved_are_missed(tmp_path, monkeypatch):
     monkeypatch.setattr(LoRALinear, "trained", LoRALinear.MATRICES)
     save_adapter(ours(use_dora=True), tmp_path)
-    with pytest.raises(ValueError, match=r"down_proj.lora_magnitude_vector is missing or not \(64,\)"):
+    with pytest.raises(
+        ValueError, match=r"down_proj.lora_magnitude_vector is missing or not \(64,\)"
+    ):
         load_adapter(llama(), tmp_path)
 
 
 def random_norms(of=module):
     """The norms of a weight with an adapter, by the formula and of the whole, in fp64."""
-    weight, down, up = (torch.randn(*shape, dtype=torch.float64) for shape in ((23, 19), (3, 19), (23, 3)))
+    weight, down, up = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((23, 19), (3, 19), (23, 3))
+    )
     found = of.adapted_norms(of.squared_norms(weight), weight @ down.t(), down, up)
     return found, (weight + up @ down).norm(dim=1)
 
@@ -110,7 +141,9 @@ def test_norms_are_those_of_the_whole_weight():
     torch.testing.assert_close(*random_norms(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("old", "new"), [("2 * crossed", "crossed"), ("down @ down.t()", "down @ down.t() * 0")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("2 * crossed", "crossed"), ("down @ down.t()", "down @ down.t() * 0")]
+)
 def test_norms_without_a_part_are_found(old, new):
     with pytest.raises(AssertionError):
         torch.testing.assert_close(*random_norms(mutant(module, old, new)), rtol=1e-12, atol=0)
@@ -129,16 +162,22 @@ def test_a_weight_that_is_written_has_other_norms():
 
 def test_in_16_bit_a_small_change_of_a_magnitude_is_seen():
     """By 0.3 %: in bf16 the factor would still be 1."""
-    layer = LoRALinear(torch.nn.Linear(64, 512, bias=False).bfloat16(), LoRAConfig(rank=3, use_dora=True), 64, 512)
+    layer = LoRALinear(
+        torch.nn.Linear(64, 512, bias=False).bfloat16(), LoRAConfig(rank=3, use_dora=True), 64, 512
+    )
     x = torch.randn(256, 64).bfloat16()
     before = layer(x).float().detach()
     with torch.no_grad():
         layer.lora_magnitude_vector.mul_(1.003)
-    assert float((layer(x).detach() * before).sum() / before.square().sum()) == pytest.approx(1.003, abs=1e-3)
+    assert float((layer(x).detach() * before).sum() / before.square().sum()) == pytest.approx(
+        1.003, abs=1e-3
+    )
 
 
 def test_compiled():
-    layer = LoRALinear(torch.nn.Linear(19, 23), LoRAConfig(rank=3, dropout=0.0, use_dora=True), 19, 23)
+    layer = LoRALinear(
+        torch.nn.Linear(19, 23), LoRAConfig(rank=3, dropout=0.0, use_dora=True), 19, 23
+    )
     torch.nn.init.normal_(layer.lora_B)
     x = torch.randn(5, 19, requires_grad=True)
     leaves = x, *layer.parameters(recurse=False)

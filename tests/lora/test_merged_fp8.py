@@ -1,4 +1,6 @@
-"""merged_linear with its weights in FP8: each product is that of the operands in FP8, and adapters stay as they are."""
+"""merged_linear with its weights in FP8: each product is that of the operands in FP8, and
+adapters stay as they are.
+"""
 
 import sys
 
@@ -21,7 +23,9 @@ SIZES, WIDTH, TOKENS = (32, 16), 48, 64
 
 
 class Given:
-    """Two layers of one input, x, and the gradient of what they give; sizes of x and dy differ by row."""
+    """Two layers of one input, x, and the gradient of what they give; sizes of x and dy differ
+    by row.
+    """
 
     def __init__(self, device, ranks, biased=False, frozen=False, dtype=torch.float32, dropout=0.0):
         def random(*shape):
@@ -30,11 +34,21 @@ class Given:
         slope = torch.logspace(-1, 1, TOKENS, device=device)[:, None]
         self.x = (random(TOKENS, WIDTH) * slope).to(dtype).requires_grad_()
         self.dy = (random(TOKENS, sum(SIZES)) / slope).to(dtype)
-        self.weights = [(random(size, WIDTH) * WIDTH**-0.5).to(dtype).requires_grad_(not frozen) for size in SIZES]
-        self.biases = [random(size).to(dtype).requires_grad_() for size in SIZES] if biased else [None] * 2
+        self.weights = [
+            (random(size, WIDTH) * WIDTH**-0.5).to(dtype).requires_grad_(not frozen)
+            for size in SIZES
+        ]
+        self.biases = (
+            [random(size).to(dtype).requires_grad_() for size in SIZES] if biased else [None] * 2
+        )
         self.merged = Merged.fused(self.weights, self.biases, ranks, FP8)
         self.adapters = [
-            Adapter((random(rank, WIDTH) * 0.1).requires_grad_(), random(size, rank).requires_grad_(), 0.5 + n, dropout)
+            Adapter(
+                (random(rank, WIDTH) * 0.1).requires_grad_(),
+                random(size, rank).requires_grad_(),
+                0.5 + n,
+                dropout,
+            )
             if rank
             else None
             for n, (rank, size) in enumerate(zip(ranks, SIZES))
@@ -47,8 +61,18 @@ class Given:
         return [y.detach(), *torch.autograd.grad(y, [self.x, *self.leaves()], self.dy)]
 
     def leaves(self):
-        matrices = [m for name in ("a", "b") for adapter in self.adapters if adapter for m in [getattr(adapter, name)]]
-        return [leaf for leaf in (*self.weights, *self.biases, *matrices) if leaf is not None and leaf.requires_grad]
+        matrices = [
+            m
+            for name in ("a", "b")
+            for adapter in self.adapters
+            if adapter
+            for m in [getattr(adapter, name)]
+        ]
+        return [
+            leaf
+            for leaf in (*self.weights, *self.biases, *matrices)
+            if leaf is not None and leaf.requires_grad
+        ]
 
     def meant(self):
         """The same in fp64, of what FP8 makes of x, of the weights and of dy."""
@@ -72,7 +96,9 @@ class Given:
             dx += back @ a
             downs.append(back.t() @ wide)
             ups.append(adapter.scale * dy[:, part].t() @ wide @ a.t())
-        of_weights = [part for part, w in zip((g.t() @ x).split(SIZES), self.weights) if w.requires_grad]
+        of_weights = [
+            part for part, w in zip((g.t() @ x).split(SIZES), self.weights) if w.requires_grad
+        ]
         of_biases = [] if self.merged.bias is None else list(dy.sum(0).split(SIZES))
         return [y, dx, *of_weights, *of_biases, *downs, *ups]
 
@@ -105,10 +131,16 @@ def test_in_bf16(ranks, device):
 @pytest.mark.parametrize("ranks", [(0, 0), (3, 3)], ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_made_again_and_unread_are_the_same(frozen, ranks, device):
-    """Whether x is kept, in 8 bits or in its own, is made again, or nothing but the backward pass is wanted."""
+    """Whether x is kept, in 8 bits or in its own, is made again, or nothing but the backward
+    pass is wanted.
+    """
     given = Given(device, ranks, frozen=frozen)
     kept = given.run()
-    for options in ({"kept": True}, {"remake": Remake(torch.clone, given.x.detach())}, {"unread": True}):
+    for options in (
+        {"kept": True},
+        {"remake": Remake(torch.clone, given.x.detach())},
+        {"unread": True},
+    ):
         found = given.run(**options)
         assert all(equal(a, b) for a, b in zip(kept[1:], found[1:]))
 
@@ -132,7 +164,9 @@ def test_a_frozen_weight_is_quantised_once_and_when_it_was_written_to(device, mo
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_dropout_is_that_of_the_adapter_alone(frozen, device):
-    """What adapters add to y and dx, and their own gradients, are those of the same draw in 16 bit."""
+    """What adapters add to y and dx, and their own gradients, are those of the same draw in 16
+    bit.
+    """
     given = Given(device, (4, 4), frozen=frozen, dropout=0.5)
     bare = Given(device, (0, 0), frozen=frozen)
     bare.__dict__ |= {name: getattr(given, name) for name in ("x", "dy", "weights")}
@@ -168,12 +202,28 @@ def test_rows_that_are_no_multiple_are_refused(device):
 
 
 FAULTS = {
-    "the adapter is forgotten in y": (module, "y.addmm_(rows[:, base.width :], padding.up.t())", "pass"),
+    "the adapter is forgotten in y": (
+        module,
+        "y.addmm_(rows[:, base.width :], padding.up.t())",
+        "pass",
+    ),
     "the adapter is forgotten in dx": (module, "return dx.addmm_(g, down) if", "return dx if"),
-    "operands in another type": (FORMAT, "(x, layout=layout, amax=", "(x, dtype=torch.float8_e5m2, layout=layout, amax="),
-    "the scale of dy for x": (FORMAT, 'layout="columns", scale=x.scale', 'layout="columns", scale=dy.scale'),
-    "the scale of dy for x in 8 bits": (FORMAT, "(dy.columns, columns,", "(dy.columns, Scaled(columns[0], dy.scale),"),
-}  # fmt: skip
+    "operands in another type": (
+        FORMAT,
+        "(x, layout=layout, amax=",
+        "(x, dtype=torch.float8_e5m2, layout=layout, amax=",
+    ),
+    "the scale of dy for x": (
+        FORMAT,
+        'layout="columns", scale=x.scale',
+        'layout="columns", scale=dy.scale',
+    ),
+    "the scale of dy for x in 8 bits": (
+        FORMAT,
+        "(dy.columns, columns,",
+        "(dy.columns, Scaled(columns[0], dy.scale),",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,6 @@
-"""merged_linear against linear layers and adapters one by one, in all mixtures, with padding columns and without."""
+"""merged_linear against linear layers and adapters one by one, in all mixtures, with padding
+columns and without.
+"""
 
 from unittest import mock
 
@@ -29,7 +31,9 @@ def padded(x, padding):
 
 
 def functions(ranks, biased, made_with_padding, dropout=0.0, of=module, scales=(0.5, 1.5, 2.5)):
-    """Ours and the plain one, of x, the weights, the biases, and the A and B of the layers that have them."""
+    """Ours and the plain one, of x, the weights, the biases, and the A and B of the layers that
+    have them.
+    """
     count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
 
     def parts(tensors):
@@ -84,7 +88,9 @@ def draw(ranks, biased, dtype, device, rows=13, width=20):
         sizes = SIZES[: len(ranks)]
         weights = [random(size, width, scale=width**-0.5) for size in sizes]
         biases = [random(size) for size in sizes] if biased else []
-        downs = [random(rank, width, scale=width**-0.5, kind=torch.float32) for rank in ranks if rank]
+        downs = [
+            random(rank, width, scale=width**-0.5, kind=torch.float32) for rank in ranks if rank
+        ]
         ups = [random(size, rank, kind=torch.float32) for size, rank in zip(sizes, ranks) if rank]
         return [random(rows, width), *weights, *biases, *downs, *ups]
 
@@ -109,7 +115,9 @@ def test_layers_of_one_scale(dtype, device):
 @pytest.mark.parametrize("rows", [1, 2, 131])
 def test_rows(rows, device):
     ours, plain = functions((3, 3, 3), True, True)
-    assert_as_exact_as_plain(ours, plain, draw((3, 3, 3), True, torch.bfloat16, device, rows=rows, width=33))
+    assert_as_exact_as_plain(
+        ours, plain, draw((3, 3, 3), True, torch.bfloat16, device, rows=rows, width=33)
+    )
 
 
 def test_what_is_frozen_gets_no_gradient(device):
@@ -134,7 +142,9 @@ def test_gradients_of_adapters_are_dense(ranks, dropout, device):
 
 
 def test_dropout_is_that_of_the_mean(device):
-    """The mean over draws is what is computed without dropout, of outputs and of gradients; a draw is something else."""
+    """The mean over draws is what is computed without dropout, of outputs and of gradients; a
+    draw is something else.
+    """
     ranks = (4, 4)
     inputs = [tensor.double() for tensor in draw(ranks, False, torch.float32, device, rows=3)()]
     upstream = torch.randn(3, sum(SIZES[:2]), device=device, dtype=torch.float64)
@@ -153,7 +163,9 @@ def test_dropout_is_that_of_the_mean(device):
 
 
 def test_dropout_in_forward_and_backward_is_the_same(device):
-    """Gradients are those of the very function that was drawn: a step along dx changes y as it says."""
+    """Gradients are those of the very function that was drawn: a step along dx changes y as it
+    says.
+    """
     ours, _ = functions((4,), False, True, dropout=0.5)
     tensors = [x.double() for x in draw((4,), False, torch.float32, device)()]
 
@@ -177,7 +189,9 @@ def with_its_mask(ranks, biased, made_with_padding, of=module):
         return torch.tensor([SEED], device=like.device)
 
     def seeded(x, *tensors):
-        with mock.patch.object(of, "draw_seed", seed):  # the exact result is computed on the CPU, under the same mask
+        with mock.patch.object(
+            of, "draw_seed", seed
+        ):  # the exact result is computed on the CPU, under the same mask
             return ours(x, *tensors)
 
     def plain(x, *tensors):
@@ -186,7 +200,9 @@ def with_its_mask(ranks, biased, made_with_padding, of=module):
         biases, rest = (rest[:count], rest[count:]) if biased else ([None] * count, rest)
         parts = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
         for n, a, b in zip(adapted, rest, rest[len(adapted) :]):
-            parts[n] = parts[n] + (0.5, 1.5, 2.5)[n] * (dropped @ a.to(x.dtype).t()) @ b.to(x.dtype).t()
+            parts[n] = (
+                parts[n] + (0.5, 1.5, 2.5)[n] * (dropped @ a.to(x.dtype).t()) @ b.to(x.dtype).t()
+            )
         return torch.cat(parts, 1)
 
     return seeded, plain
@@ -195,15 +211,24 @@ def with_its_mask(ranks, biased, made_with_padding, of=module):
 @pytest.mark.parametrize("made_with_padding", [True, False], ids=["padding", "dense"])
 @pytest.mark.parametrize(("ranks", "biased"), [((3, 3, 3), False), ((0, 5, 0), True)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_under_dropout_equals_the_formula_with_its_mask(dtype, ranks, biased, made_with_padding, device):
-    """Of every output and gradient: a mean over draws does not see which mask a gradient was made with."""
-    assert_as_exact_as_plain(*with_its_mask(ranks, biased, made_with_padding), draw(ranks, biased, dtype, device))
+def test_under_dropout_equals_the_formula_with_its_mask(
+    dtype, ranks, biased, made_with_padding, device
+):
+    """Of every output and gradient: a mean over draws does not see which mask a gradient was
+    made with.
+    """
+    assert_as_exact_as_plain(
+        *with_its_mask(ranks, biased, made_with_padding), draw(ranks, biased, dtype, device)
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout)", "if True else x"),
+        (
+            "if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout)",
+            "if True else x",
+        ),
         ("return add_dropped_product_(dx, g, down, seed, ctx.dropout)", "return dx + g @ down"),
     ],
     ids=["dA of all of x", "dx of all of g A"],
@@ -215,7 +240,13 @@ def test_a_gradient_without_the_mask_is_found(old, new, device):
 
 
 def test_padding_columns_are_a_multiple_of_64():
-    assert [columns_for(ranks) for ranks in ((), (0, 0), (1,), (64,), (22, 22, 22))] == [0, 0, 64, 64, 128]
+    assert [columns_for(ranks) for ranks in ((), (0, 0), (1,), (64,), (22, 22, 22))] == [
+        0,
+        0,
+        64,
+        64,
+        128,
+    ]
 
 
 def test_layers_must_fit_each_other():
@@ -226,7 +257,9 @@ def test_layers_must_fit_each_other():
     merged = Merged.fused([w, w], [None, None], (2, 2))
     with pytest.raises(ValueError, match="dropouts"):
         merged_linear(x, merged, [Adapter(a, b, 1.0, 0.1), Adapter(a, b, 1.0, 0.2)])
-    with pytest.raises(ValueError, match=r"adapters have ranks \(2, 0\), the padding is for \(2, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"adapters have ranks \(2, 0\), the padding is for \(2, 2\)"
+    ):
         merged_linear(x, merged, [Adapter(a, b, 1.0), None])
 
 
@@ -243,7 +276,10 @@ def test_a_wrong_backward_is_found(old, new, device):
         assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
 
 
-@pytest.mark.parametrize(("old", "new"), [("", ""), ("product_into(g, dy, padding.up)", "product_into(g, -dy, padding.up)")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("", ""), ("product_into(g, dy, padding.up)", "product_into(g, -dy, padding.up)")],
+)
 def test_frozen_adapters_pass_gradients_on(old, new, device):
     x, *tensors = draw((3, 5), False, torch.float32, device)()
     found = []
@@ -255,7 +291,9 @@ def test_frozen_adapters_pass_gradients_on(old, new, device):
 
 def test_is_what_linear_computes(device):
     x, w = torch.randn(5, 4, device=device), torch.randn(6, 4, device=device)
-    torch.testing.assert_close(merged_linear(x, Merged.fused([w], [None], (0,)), [None]), F.linear(x, w))
+    torch.testing.assert_close(
+        merged_linear(x, Merged.fused([w], [None], (0,)), [None]), F.linear(x, w)
+    )
 
 
 def test_other_adapters_between_forward_and_backward_change_nothing(device):
@@ -285,10 +323,14 @@ def test_x_with_what_lies_behind_its_rows_is_of_another_version(dropout, device)
     """Who has moved x elsewhere must not take that for what is saved here."""
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
     merged, saved = Merged.fused([w], [None], (3,)), []
-    padded = with_padding(x, x.shape, merged.padding.columns).copy_(x.detach()).data.requires_grad_()
+    padded = (
+        with_padding(x, x.shape, merged.padding.columns).copy_(x.detach()).data.requires_grad_()
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         merged_linear(padded, merged, [Adapter(a, b, 0.5, dropout)], padded=True)
-    (own,) = [t for t in saved if t.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()]
+    (own,) = [
+        t for t in saved if t.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()
+    ]
     assert own._version != padded._version
 
 
@@ -306,7 +348,9 @@ def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
     merged = Merged.fused([w], [None], (3,))
     y = merged_linear(x, merged, [Adapter(a, b, 0.5)], remake=Remake(torch.clone, x.detach()))
-    first, second = (torch.autograd.grad(y.sum(), (x, w, a, b), retain_graph=True) for _ in range(2))
+    first, second = (
+        torch.autograd.grad(y.sum(), (x, w, a, b), retain_graph=True) for _ in range(2)
+    )
     assert all(equal(one, other) for one, other in zip(first, second))
     with pytest.raises(RuntimeError, match="create_graph=True: _MergedLinear"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -315,7 +359,8 @@ def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
 def test_biases_alone_keep_nothing_of_x(device):
     ours, plain = functions((0, 0, 0), True, False)
     tensors = [
-        tensor.requires_grad_(n == 0 or n > 3) for n, tensor in enumerate(draw((0, 0, 0), True, torch.float32, device)())
+        tensor.requires_grad_(n == 0 or n > 3)
+        for n, tensor in enumerate(draw((0, 0, 0), True, torch.float32, device)())
     ]
     kept, trained = [], [tensors[0], *tensors[4:]]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
@@ -329,5 +374,7 @@ def test_biases_alone_keep_nothing_of_x(device):
 def test_gradients_of_biases_over_many_rows(dtype, device):
     dy = torch.randn(20_000, 512, device=device).to(dtype)
     exact = dy.cpu().double().sum(0)
-    ours, plain = (float((found.cpu().double() - exact).norm()) for found in (module._of_biases(dy), dy.sum(0)))
+    ours, plain = (
+        float((found.cpu().double() - exact).norm()) for found in (module._of_biases(dy), dy.sum(0))
+    )
     assert ours <= 1.25 * plain

@@ -18,7 +18,9 @@ SIZES, SCALES, WIDTH, SEED = (24, 7, 13), (0.5, 1.5, 2.5), 20, 1234567
 
 
 def functions(ranks, biased, dropout=0.0, of=module, **options):
-    """Ours and the plain one, of x, the weights, the biases, and the A, B and m of the layers that have them."""
+    """Ours and the plain one, of x, the weights, the biases, and the A, B and m of the layers
+    that have them.
+    """
     count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
 
     def parts(tensors):
@@ -36,7 +38,12 @@ def functions(ranks, biased, dropout=0.0, of=module, **options):
     def ours(x, *tensors):
         weights, biases, adapters = parts(tensors)
         with mock.patch.object(of, "draw_seed", seed):
-            return of.merged_linear(x * 1, of.Merged.fused(weights, biases, ranks), adapters, **options) * 1
+            return (
+                of.merged_linear(
+                    x * 1, of.Merged.fused(weights, biases, ranks), adapters, **options
+                )
+                * 1
+            )
 
     def plain(x, *tensors):
         weights, biases, adapters = parts(tensors)
@@ -46,7 +53,12 @@ def functions(ranks, biased, dropout=0.0, of=module, **options):
         for weight, bias, adapter in zip(weights, biases, adapters):
             y = F.linear(x, weight)
             if adapter is not None:
-                y = y + adapter.scale * (dropped @ adapter.a.to(x.dtype).t()) @ adapter.b.to(x.dtype).t()
+                y = (
+                    y
+                    + adapter.scale
+                    * (dropped @ adapter.a.to(x.dtype).t())
+                    @ adapter.b.to(x.dtype).t()
+                )
                 norms = (weight + adapter.scale * adapter.b @ adapter.a).detach().norm(dim=1)
                 y = y * (adapter.magnitude / norms)
             outputs.append((y if bias is None else y + bias).to(x.dtype))
@@ -82,19 +94,30 @@ def test_equals_the_layers_one_by_one(dtype, ranks, biased, stays, device):
     assert_as_exact_as_plain(ours, plain, draw(ranks, biased, dtype, device))
 
 
-@pytest.mark.parametrize(("dtype", "biased"), [(torch.float32, True), (torch.float16, False)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "biased"), [(torch.float32, True), (torch.float16, False)], ids=str
+)
 def test_under_dropout_equals_the_formula_with_its_mask(dtype, biased, device):
-    assert_as_exact_as_plain(*functions((3, 0, 4), biased, 0.5), draw((3, 0, 4), biased, dtype, device))
+    assert_as_exact_as_plain(
+        *functions((3, 0, 4), biased, 0.5), draw((3, 0, 4), biased, dtype, device)
+    )
 
 
 MUTATIONS = {
     "dm without the norm": (module, "sums / lengths", "sums"),
-    "dx without the factor": (module, "else _of_magnitudes(ctx, dz, outputs, factor, lengths)",
-                              "else (in_rows(dz), _of_magnitudes(ctx, dz, outputs, factor, lengths)[1])"),
-    "dm of the result as if it were not scaled": (module, "factor * norms if stays else", "norms if stays else"),
+    "dx without the factor": (
+        module,
+        "else _of_magnitudes(ctx, dz, outputs, factor, lengths)",
+        "else (in_rows(dz), _of_magnitudes(ctx, dz, outputs, factor, lengths)[1])",
+    ),
+    "dm of the result as if it were not scaled": (
+        module,
+        "factor * norms if stays else",
+        "norms if stays else",
+    ),
     "the bias scaled, too": (module, "None if ctx.scaled else merged.bias", "merged.bias"),
     "the gradient of biases scaled": (module, "_of_biases(dz)", "_of_biases(dy)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
@@ -118,7 +141,9 @@ def plain_of(x, w, a, b, m):
 def test_after_an_update_norms_are_those_of_the_new_adapter(device):
     """Once an update, not once a call."""
     x, merged, w, a, b, m = one_layer(device)
-    with mock.patch.object(norms_module, "adapted_norms", wraps=norms_module.adapted_norms) as computed:
+    with mock.patch.object(
+        norms_module, "adapted_norms", wraps=norms_module.adapted_norms
+    ) as computed:
         for step in range(3):
             for _ in range(2):
                 y = merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)])
@@ -142,29 +167,45 @@ def test_norms_stay_where_they_are(device):
 
 
 def test_a_graph_computes_its_norms_itself(device, monkeypatch):
-    """Those from before it was captured would be the norms of a step that is over; but once in a graph."""
+    """Those from before it was captured would be the norms of a step that is over; but once in a
+    graph.
+    """
     x, merged, _, a, b, m = one_layer(device)
     merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)])
     monkeypatch.setattr(norms_module, "_is_captured", lambda _: True)
-    with mock.patch.object(norms_module, "adapted_norms", wraps=norms_module.adapted_norms) as computed:
+    with mock.patch.object(
+        norms_module, "adapted_norms", wraps=norms_module.adapted_norms
+    ) as computed:
         for _ in range(2):
             merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)])
         assert computed.call_count == 1
     monkeypatch.undo()
-    with mock.patch.object(norms_module, "adapted_norms", wraps=norms_module.adapted_norms) as computed:
-        merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)])  # the capture may have failed, and nothing have run
+    with mock.patch.object(
+        norms_module, "adapted_norms", wraps=norms_module.adapted_norms
+    ) as computed:
+        merged_linear(
+            x, merged, [Adapter(a, b, 0.5, 0.0, m)]
+        )  # the capture may have failed, and nothing have run
         merged.norms.forget()
         merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)])
         assert computed.call_count == 2
 
 
 def test_norms_that_are_never_computed_again_are_found(device):
-    wrong = mutant(norms_module, "if self._norms is not None and self._norms[0] == key:", "if self._norms is not None:")
+    wrong = mutant(
+        norms_module,
+        "if self._norms is not None and self._norms[0] == key:",
+        "if self._norms is not None:",
+    )
     x, merged, w, a, b, m = one_layer(device)
-    merged = Merged(merged.storage, merged.base, merged.padding, merged.biases, merged.bias, wrong.RowNorms())
+    merged = Merged(
+        merged.storage, merged.base, merged.padding, merged.biases, merged.bias, wrong.RowNorms()
+    )
     with pytest.raises(AssertionError):
         for _ in range(2):
-            torch.testing.assert_close(merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)]), plain_of(x, w, a, b, m))
+            torch.testing.assert_close(
+                merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)]), plain_of(x, w, a, b, m)
+            )
             with torch.no_grad():
                 b.add_(0.1)
 
@@ -185,7 +226,9 @@ def test_what_nobody_reads_is_computed_for_the_gradient_of_magnitudes(device):
     """``unread`` leaves the outputs as they are found, of which that gradient is made."""
     x, merged, w, a, b, m = one_layer(device)
     upstream = torch.randn(len(x), SIZES[0], device=device)
-    y = merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)], unread=True, remake=Remake(torch.clone, x.detach()))
+    y = merged_linear(
+        x, merged, [Adapter(a, b, 0.5, 0.0, m)], unread=True, remake=Remake(torch.clone, x.detach())
+    )
     found = torch.autograd.grad(y, (x, a, b, m), upstream)
     expected = torch.autograd.grad(plain_of(x, w, a, b, m), (x, a, b, m), upstream)
     for one, other in zip(found, expected, strict=True):
@@ -212,21 +255,37 @@ def test_fp8(device):
     from chronicals.quantization import FP8
 
     rows, width, size, rank = 64, 96, 128, 4
-    x, w = torch.randn(rows, width, device=device).bfloat16(), (torch.randn(size, width, device=device) / width**0.5).bfloat16()
-    a, b = torch.randn(rank, width, device=device) / width**0.5, torch.randn(size, rank, device=device) * 0.3
+    x, w = (
+        torch.randn(rows, width, device=device).bfloat16(),
+        (torch.randn(size, width, device=device) / width**0.5).bfloat16(),
+    )
+    a, b = (
+        torch.randn(rank, width, device=device) / width**0.5,
+        torch.randn(size, rank, device=device) * 0.3,
+    )
     m, upstream = 1 + 0.2 * torch.rand(size, device=device), torch.randn(rows, size, device=device)
     off = []
     for magnitude in (None, m):
-        leaves = [t.clone().requires_grad_() for t in (x, a, b, *(() if magnitude is None else (m,)))]
+        leaves = [
+            t.clone().requires_grad_() for t in (x, a, b, *(() if magnitude is None else (m,)))
+        ]
         exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
         merged = Merged.fused([w], [None], (rank,), FP8)
         y = merged_linear(leaves[0], merged, [Adapter(leaves[1], leaves[2], 0.5, 0.0, *leaves[3:])])
         found = [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))]
         z = merged_linear_reference(
-            exact[0], [w.cpu().double()], [None], [Adapter(exact[1], exact[2], 0.5, 0.0, *exact[3:])]
+            exact[0],
+            [w.cpu().double()],
+            [None],
+            [Adapter(exact[1], exact[2], 0.5, 0.0, *exact[3:])],
         )
         expected = [z.detach(), *torch.autograd.grad(z, exact, upstream.cpu().double())]
-        off.append([float((p.cpu().double() - q).norm() / q.norm()) for p, q in zip(found, expected, strict=True)])
+        off.append(
+            [
+                float((p.cpu().double() - q).norm() / q.norm())
+                for p, q in zip(found, expected, strict=True)
+            ]
+        )
     plain, own = off
     assert all(one <= 1.5 * other + 0.01 for one, other in zip(own, plain)), (own, plain)
     assert own[-1] <= 0.06, own

@@ -1,4 +1,6 @@
-"""What a user of transformers or PEFT does with a model that has our adapters: save, copy, merge, add others."""
+"""What a user of transformers or PEFT does with a model that has our adapters: save, copy,
+merge, add others.
+"""
 
 import copy
 import gc
@@ -14,7 +16,14 @@ from adapted import MODELS, TARGETS, llama, logits, randomise, tokens
 
 import tiny
 from chronicals import patch_model, unpatch_model
-from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, merge_and_unload, save_adapter
+from chronicals.lora import (
+    LoRAConfig,
+    adapters,
+    apply_lora,
+    load_adapter,
+    merge_and_unload,
+    save_adapter,
+)
 from chronicals.models import load_model
 from comparison import equal
 
@@ -47,17 +56,24 @@ def test_what_save_pretrained_writes_is_the_model(tmp_path, name, dtype):
     expected = logits(model, ids)
     model.save_pretrained(tmp_path / "mine")
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == FILES
-    assert not torch.allclose(logits(load_model(tmp_path / "base", dtype), ids), expected, rtol=0.02)
+    assert not torch.allclose(
+        logits(load_model(tmp_path / "base", dtype), ids), expected, rtol=0.02
+    )
     for loader in (transformers.AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
         loaded = loader.from_pretrained(tmp_path / "mine", dtype=dtype).eval()
-        assert close(logits(loaded, ids), expected, 1e-5 if dtype == torch.float32 else 2e-2), loader.__name__
+        assert close(logits(loaded, ids), expected, 1e-5 if dtype == torch.float32 else 2e-2), (
+            loader.__name__
+        )
     assert equal(logits(again(tmp_path, dtype=dtype), ids), expected)
 
 
 def test_values_of_a_state_dict_are_written(tmp_path):
     """transformers' Trainer gathers one where the model is spread over ranks."""
     model, ids = adapted(tmp_path), tokens()
-    values, expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}, logits(model, ids)
+    values, expected = (
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        logits(model, ids),
+    )
     randomise(model)
     model.save_pretrained(tmp_path / "mine", state_dict=values)
     assert equal(logits(again(tmp_path), ids), expected)
@@ -76,13 +92,27 @@ def test_what_save_pretrained_takes(tmp_path):
 def test_what_has_no_meaning_for_an_adapter_is_ignored_by_name(tmp_path, caplog):
     """The folder is written all the same: training is over when it is asked for."""
     model = adapted(tmp_path)
-    usual = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False, "token": "t"}
+    usual = {
+        "save_peft_format": True,
+        "save_original_format": True,
+        "distributed_checkpoint": False,
+        "token": "t",
+    }
     model.save_pretrained(tmp_path / "mine", max_shard_size="1GB", **usual)
     assert "ignores" not in caplog.text
-    accelerate = {"is_main_process": True, "save_function": torch.save, "state_dict": model.state_dict()}
-    model.save_pretrained(tmp_path / "theirs", **accelerate, variant="fp16", save_peft_format=False, private=True)
+    accelerate = {
+        "is_main_process": True,
+        "save_function": torch.save,
+        "state_dict": model.state_dict(),
+    }
+    model.save_pretrained(
+        tmp_path / "theirs", **accelerate, variant="fp16", save_peft_format=False, private=True
+    )
     assert "ignores private, save_function, save_peft_format, variant" in caplog.text
-    assert all(sorted(path.name for path in (tmp_path / name).iterdir()) == FILES for name in ("mine", "theirs"))
+    assert all(
+        sorted(path.name for path in (tmp_path / name).iterdir()) == FILES
+        for name in ("mine", "theirs")
+    )
 
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
@@ -92,9 +122,14 @@ def test_the_adapter_is_what_is_pushed(tmp_path, monkeypatch, way):
     def upload(folder, repo_id, **_):
         uploaded[repo_id] = sorted(path.name for path in Path(folder).iterdir())
 
-    hub, api = transformers.utils.hub, SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    hub, api = (
+        transformers.utils.hub,
+        SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name)),
+    )
     monkeypatch.setattr(hub, "hf_api", lambda: api)
-    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=lambda path: None))
+    monkeypatch.setattr(
+        hub, "create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=lambda path: None)
+    )
     model._upload_modified_files = upload
     if way == "push_to_hub":
         model.push_to_hub("me/mine")
@@ -123,7 +158,9 @@ def test_a_copy_saves_and_merges_itself(tmp_path, copied):
 
 
 def test_a_model_that_nothing_refers_to_is_freed_at_once(tmp_path):
-    """Not when the garbage collector comes: another model may be loaded into its memory; a copy lives on."""
+    """Not when the garbage collector comes: another model may be loaded into its memory; a copy
+    lives on.
+    """
     model, ids = adapted(tmp_path), tokens()
     other, expected = copy.deepcopy(model), logits(model, ids)
     gc.collect()
@@ -134,8 +171,13 @@ def test_a_model_that_nothing_refers_to_is_freed_at_once(tmp_path):
         assert [ref() for ref in gone] == [None, None]
     finally:
         gc.enable()
-    assert type(other).__name__ == "LlamaForCausalLM" and isinstance(other, transformers.LlamaForCausalLM)
-    assert close(logits(other.merge_and_unload(), ids), expected) and type(other) is transformers.LlamaForCausalLM
+    assert type(other).__name__ == "LlamaForCausalLM" and isinstance(
+        other, transformers.LlamaForCausalLM
+    )
+    assert (
+        close(logits(other.merge_and_unload(), ids), expected)
+        and type(other) is transformers.LlamaForCausalLM
+    )
 
 
 @pytest.mark.parametrize("targets", [None, ["lm_head"]], ids=str)
@@ -165,7 +207,9 @@ def test_sums_are_made_in_fp32_and_rounded_once(tmp_path):
 
 def test_adapters_over_merged_weights_name_no_base(tmp_path, caplog):
     """The folder that the model came from holds other weights."""
-    model = apply_lora(adapted(tmp_path).merge_and_unload(), LoRAConfig(rank=2, target_modules=["v_proj"]))
+    model = apply_lora(
+        adapted(tmp_path).merge_and_unload(), LoRAConfig(rank=2, target_modules=["v_proj"])
+    )
     model.save_pretrained(tmp_path / "second")
     assert '"base_model_name_or_path": null' in (tmp_path / "second" / FILES[0]).read_text()
     assert "the adapter names no base" in caplog.text
@@ -174,9 +218,14 @@ def test_adapters_over_merged_weights_name_no_base(tmp_path, caplog):
 def test_quantised_weights_are_not_merged(tmp_path):
     model = adapted(tmp_path)
     layer = model.model.layers[1].self_attn.q_proj
-    layer.base_layer.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    layer.base_layer.weight = torch.nn.Parameter(
+        torch.zeros(64, 64, dtype=torch.int8), requires_grad=False
+    )
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj are quantised .* load the base in 16 bit"):
+    with pytest.raises(
+        ValueError,
+        match=r"model.layers.1.self_attn.q_proj are quantised .* load the base in 16 bit",
+    ):
         model.merge_and_unload()
     assert all(equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -201,8 +250,13 @@ def test_transformers_trainer_saves_the_adapter(tmp_path):
     model, ids = adapted(tmp_path), tokens()
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 300, (4, 8))]
     arguments = transformers.TrainingArguments(
-        tmp_path / "out", max_steps=2, save_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-    )  # fmt: skip
+        tmp_path / "out",
+        max_steps=2,
+        save_steps=1,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+    )
     trainer = transformers.Trainer(model, arguments, train_dataset=rows)
     trainer.train()
     trainer.save_model(tmp_path / "mine")
@@ -220,7 +274,10 @@ def test_a_patched_model_saves_and_merges(tmp_path, undone):
     if undone:
         unpatch_model(model)
     model.save_pretrained(tmp_path / "mine")
-    assert close(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval(), ids), expected)
+    assert close(
+        logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval(), ids),
+        expected,
+    )
     assert close(logits(model.merge_and_unload(), ids), expected)
     model.save_pretrained(tmp_path / "merged")
     assert close(logits(load_model(tmp_path / "merged", torch.float32), ids), expected)
@@ -230,4 +287,6 @@ def test_a_model_made_in_memory_is_saved_without_a_base_and_this_is_told(tmp_pat
     model = apply_lora(llama(), LoRAConfig(rank=2))
     save_adapter(model, tmp_path)
     assert "no folder or hub name is known to hold the model's weights" in caplog.text
-    assert tiny.llama().save_pretrained.__func__ is transformers.PreTrainedModel.save_pretrained  # the class is as it was
+    assert (
+        tiny.llama().save_pretrained.__func__ is transformers.PreTrainedModel.save_pretrained
+    )  # the class is as it was

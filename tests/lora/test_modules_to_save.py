@@ -9,7 +9,14 @@ from safetensors.torch import load_file, save_file
 
 import runs
 import tiny
-from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter, without_adapters
+from chronicals.lora import (
+    LoRAConfig,
+    apply_lora,
+    load_adapter,
+    merge_and_unload,
+    save_adapter,
+    without_adapters,
+)
 from chronicals.models import load_model
 from comparison import equal
 
@@ -20,7 +27,9 @@ TARGETS = ["q_proj", "down_proj"]
 
 
 def ours(names, **fields):
-    model = apply_lora(llama(), LoRAConfig(4, 12, 0.0, TARGETS, modules_to_save=names, **fields)).eval()
+    model = apply_lora(
+        llama(), LoRAConfig(4, 12, 0.0, TARGETS, modules_to_save=names, **fields)
+    ).eval()
     randomise(model)
     return model
 
@@ -30,7 +39,10 @@ def test_there_and_back(tmp_path, names):
     model, ids = ours(names), tokens()
     bare, expected = logits(model, ids), train_on(model, ids)
     save_adapter(model, tmp_path / "ours")
-    assert json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["modules_to_save"] == names
+    assert (
+        json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["modules_to_save"]
+        == names
+    )
     other = peft.PeftModel.from_pretrained(llama(), tmp_path / "ours", is_trainable=True).eval()
     assert changed(expected, bare) and close(logits(other, ids), expected)
     trained = sum(p.requires_grad for p in model.parameters())
@@ -39,13 +51,17 @@ def test_there_and_back(tmp_path, names):
     again = load_adapter(llama(), tmp_path / "theirs").eval()
     assert equal(logits(again, ids), expected)
     save_adapter(again, tmp_path / "again")
-    files = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "again"))
+    files = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "again")
+    )
     assert len({frozenset(file) for file in files}) == 1
     assert close(train_on(again, ids), train_on(other, ids), 1e-4)
 
 
 def test_what_peft_excludes_from_the_targets_is_not_adapted(tmp_path):
-    described = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "lm_head"], modules_to_save=["lm_head"])
+    described = peft.LoraConfig(
+        r=4, lora_alpha=12, target_modules=["q_proj", "lm_head"], modules_to_save=["lm_head"]
+    )
     other, ids = peft.get_peft_model(llama(), described).eval(), tokens()
     randomise(other)
     expected = train_on(other, ids)
@@ -62,7 +78,9 @@ def test_the_trained_weights_are_those_that_differ(tmp_path):
     assert [name for name in tensors if "lora_" not in name] == ["base_model.model.lm_head.weight"]
     tensors.pop("base_model.model.lm_head.weight")
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="lm_head is in modules_to_save, and its weight is missing"):
+    with pytest.raises(
+        ValueError, match="lm_head is in modules_to_save, and its weight is missing"
+    ):
         load_adapter(llama(), tmp_path)
 
 
@@ -74,7 +92,11 @@ def test_merged_it_is_a_plain_model(tmp_path):
 
 REFUSED = {
     "neither embedding nor head": (llama, ["norm"], "'norm' is neither the embedding nor the head"),
-    "one weight": (lambda: llama(tie_word_embeddings=True), ["lm_head"], "embedding and head are one weight here"),
+    "one weight": (
+        lambda: llama(tie_word_embeddings=True),
+        ["lm_head"],
+        "embedding and head are one weight here",
+    ),
     "one weight of gpt2": (gpt2, ["wte"], "embedding and head are one weight here"),
 }
 
@@ -85,21 +107,35 @@ def test_what_cannot_be_trained_whole_is_refused(case):
     model = build()
     with pytest.raises(ValueError, match=message):
         apply_lora(model, LoRAConfig(4, 12, 0.0, None, modules_to_save=names))
-    assert all(p.requires_grad for p in model.parameters()) and not hasattr(model, "chronicals_lora")
+    assert all(p.requires_grad for p in model.parameters()) and not hasattr(
+        model, "chronicals_lora"
+    )
 
 
 def test_without_adapters_there_is_no_base():
-    with pytest.raises(ValueError, match="lm_head is trained whole"), without_adapters(ours(["lm_head"])):
+    with (
+        pytest.raises(ValueError, match="lm_head is trained whole"),
+        without_adapters(ours(["lm_head"])),
+    ):
         pass
 
 
 def test_a_run_trains_saves_and_resumes_them(tmp_path):
-    """In bf16, whose whole weights have exact masters: a resumed run ends bit-equal, and PEFT's model is the trained one."""
+    """In bf16, whose whole weights have exact masters: a resumed run ends bit-equal, and PEFT's
+    model is the trained one.
+    """
     import shutil
 
     tiny.llama().save_pretrained(tmp_path / "base")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    fields = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "mixed_precision": "bf16", "save_steps": 3, "trackers": []}
+    fields = {
+        "use_lora": True,
+        "lora_rank": 4,
+        "lora_dropout": 0.0,
+        "mixed_precision": "bf16",
+        "save_steps": 3,
+        "trackers": [],
+    }
     fields |= {"lora_modules_to_save": "embed_tokens,lm_head", "learning_rate": 1e-3}
 
     def train(folder, **more):
@@ -111,7 +147,10 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path):
     first = "run/checkpoints/step-00000003"
     shutil.copytree(whole / first, broken / first)
     train(broken, resume=True)
-    once, twice = (load_file(folder / "run" / "model" / "adapter_model.safetensors") for folder in (whole, broken))
+    once, twice = (
+        load_file(folder / "run" / "model" / "adapter_model.safetensors")
+        for folder in (whole, broken)
+    )
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     base, ids = load_model(tmp_path / "base", torch.bfloat16), tokens()
     for name in ("model.embed_tokens", "lm_head"):

@@ -1,4 +1,6 @@
-"""Adapters of bare parameters, such as all experts of a layer in one tensor, beside the real PEFT, both ways."""
+"""Adapters of bare parameters, such as all experts of a layer in one tensor, beside the real
+PEFT, both ways.
+"""
 
 import copy
 import json
@@ -33,7 +35,12 @@ from comparison import equal
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ROUTERS = {"mixtral": "gate.weight", "qwen3_moe": "gate.weight", "gpt_oss": "router.weight"}
-TARGETS = {"both": BOTH, "one": ["experts.down_proj"], "a path": ["model.layers.1.mlp.experts.gate_up_proj"], "a router": None}
+TARGETS = {
+    "both": BOTH,
+    "one": ["experts.down_proj"],
+    "a path": ["model.layers.1.mlp.experts.gate_up_proj"],
+    "a router": None,
+}
 
 
 def tokens():
@@ -53,7 +60,9 @@ def ours(name="mixtral", wanted=BOTH, modules=("q_proj",), seed=0, **fields):
 
 def theirs(name="mixtral", wanted=BOTH, modules=("q_proj",), **fields):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=list(modules), target_parameters=wanted, **fields)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=7, target_modules=list(modules), target_parameters=wanted, **fields
+    )
     model = peft.get_peft_model(families.mixture(name), config).eval()
     randomise(model)
     return model
@@ -61,7 +70,9 @@ def theirs(name="mixtral", wanted=BOTH, modules=("q_proj",), **fields):
 
 def loaded_by_peft(folder, name="mixtral", **options):
     peft = pytest.importorskip("peft")
-    return peft.PeftModel.from_pretrained(families.mixture(name), folder, is_trainable=True, **options).eval()
+    return peft.PeftModel.from_pretrained(
+        families.mixture(name), folder, is_trainable=True, **options
+    ).eval()
 
 
 @pytest.mark.parametrize("case", TARGETS)
@@ -76,7 +87,9 @@ def test_there_and_back(tmp_path, name, case):
     save_adapter(model, tmp_path / "ours")
     again = loaded_by_peft(tmp_path / "ours", name)
     assert close(logits(again, ids), expected)
-    first, second = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("theirs", "ours"))
+    first, second = (
+        load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("theirs", "ours")
+    )
     assert first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
     after = train_on(model, ids)
     assert close(after, train_on(again, ids), 1e-4) and not close(after, expected, 1e-3)
@@ -85,7 +98,9 @@ def test_there_and_back(tmp_path, name, case):
 @pytest.mark.parametrize("case", ["both", "a router"])
 @pytest.mark.parametrize("name", families.MIXTURES)
 def test_gradients_are_pefts(tmp_path, name, case):
-    """In fp64, of every matrix, those of the inner adapters too; the experts themselves have none."""
+    """In fp64, of every matrix, those of the inner adapters too; the experts themselves have
+    none.
+    """
     other, ids = theirs(name, targets(name, case)), tokens()
     other.save_pretrained(tmp_path)
     model = load_adapter(families.mixture(name, experts_implementation="eager"), tmp_path).double()
@@ -94,12 +109,15 @@ def test_gradients_are_pefts(tmp_path, name, case):
     for each in (model, other):
         each(input_ids=ids, labels=ids).loss.backward()
     expected = {
-        key.replace("base_model.model.", "").replace(".default.weight", ""): p.grad for key, p in other.named_parameters()
+        key.replace("base_model.model.", "").replace(".default.weight", ""): p.grad
+        for key, p in other.named_parameters()
     }
     got = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
     assert len(got) == 2 * len(list(adapters(model))) and all(".lora_" in key for key in got)
     for key, gradient in got.items():
-        assert gradient.any() and (gradient - expected[key]).norm() <= 1e-5 * gradient.norm(), key  # norms round to fp32
+        assert gradient.any() and (gradient - expected[key]).norm() <= 1e-5 * gradient.norm(), (
+            key
+        )  # norms round to fp32
 
 
 def test_what_is_written(tmp_path):
@@ -107,25 +125,45 @@ def test_what_is_written(tmp_path):
     save_adapter(model, tmp_path)
     described = json.loads((tmp_path / "adapter_config.json").read_text())
     experts = [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
-    assert described["target_parameters"] == [f"{path}.{name}" for path in experts for name in ("down_proj", "gate_up_proj")]
+    assert described["target_parameters"] == [
+        f"{path}.{name}" for path in experts for name in ("down_proj", "gate_up_proj")
+    ]
     assert described["target_modules"] == [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
-    tensors = {key: list(tensor.shape) for key, tensor in load_file(tmp_path / "adapter_model.safetensors").items()}
-    inner, outer = (f"base_model.model.{experts[0]}.{within}lora_" for within in ("base_layer.", ""))
-    assert tensors[f"{inner}A.weight"] == [15, 32] and tensors[f"{inner}B.weight"] == [48, 15]  # gate and up, the first
+    tensors = {
+        key: list(tensor.shape)
+        for key, tensor in load_file(tmp_path / "adapter_model.safetensors").items()
+    }
+    inner, outer = (
+        f"base_model.model.{experts[0]}.{within}lora_" for within in ("base_layer.", "")
+    )
+    assert tensors[f"{inner}A.weight"] == [15, 32] and tensors[f"{inner}B.weight"] == [
+        48,
+        15,
+    ]  # gate and up, the first
     assert tensors[f"{outer}A.weight"] == [15, 24] and tensors[f"{outer}B.weight"] == [32, 15]
 
 
 def test_ranks_of_some_parameters(tmp_path):
     """By the path of the parameter, not of its layer."""
-    model, ids = ours(rank_pattern={"gate_up_proj": 5}, alpha_pattern={r"layers\.1\.mlp\.experts\.down_proj": 2}), tokens()
+    model, ids = (
+        ours(
+            rank_pattern={"gate_up_proj": 5},
+            alpha_pattern={r"layers\.1\.mlp\.experts\.down_proj": 2},
+        ),
+        tokens(),
+    )
     found = {
-        layer.named_at(path): (layer.rank, layer.scale) for path, layer in adapters(model) if isinstance(layer, LoRAParameter)
+        layer.named_at(path): (layer.rank, layer.scale)
+        for path, layer in adapters(model)
+        if isinstance(layer, LoRAParameter)
     }
     assert found["model.layers.0.mlp.experts.gate_up_proj"] == (5, 7 / 5)
     assert found["model.layers.1.mlp.experts.down_proj"] == (3, 2 / 3)
     save_adapter(model, tmp_path)
     assert close(logits(loaded_by_peft(tmp_path), ids), logits(model, ids))
-    assert equal(logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids))
+    assert equal(
+        logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids)
+    )
 
 
 def test_parameters_of_some_layers():
@@ -142,7 +180,9 @@ def test_parameters_alone(tmp_path):
     assert close(logits(loaded_by_peft(tmp_path), ids), logits(model, ids))
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": None}))
-    assert equal(logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids))
+    assert equal(
+        logits(load_adapter(families.mixture("mixtral"), tmp_path).eval(), ids), logits(model, ids)
+    )
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
@@ -165,8 +205,12 @@ def test_merged_it_is_a_plain_model(tmp_path, name, case):
     assert close(logits(merged, ids), expected) and not close(expected, logits(bare, ids), 1e-3)
     assert type(merged) is kind and merged.state_dict().keys() == bare.state_dict().keys()
     merged.save_pretrained(tmp_path / "whole")
-    again = kind.from_pretrained(tmp_path / "whole", experts_implementation=merged.config._experts_implementation).eval()
-    assert all(equal(weight, merged.state_dict()[key]) for key, weight in again.state_dict().items())
+    again = kind.from_pretrained(
+        tmp_path / "whole", experts_implementation=merged.config._experts_implementation
+    ).eval()
+    assert all(
+        equal(weight, merged.state_dict()[key]) for key, weight in again.state_dict().items()
+    )
     assert equal(logits(again, ids), logits(merged, ids))
 
 
@@ -204,7 +248,9 @@ def test_a_copy_and_a_refill(tmp_path):
 
 @pytest.mark.parametrize("name", families.MIXTURES)
 def test_a_layer_with_a_hook_computes_the_same(name):
-    """It is called, with the adapted weights in the place of its own; afterwards it has its own again."""
+    """It is called, with the adapted weights in the place of its own; afterwards it has its own
+    again.
+    """
     model, ids, seen = ours(name), tokens(), []
     expected = logits(model, ids)
     layer = innermost(model.model.layers[0].mlp.experts)
@@ -221,19 +267,35 @@ def test_what_is_read_of_the_layer_has_the_adapter_in_it():
     for name in ("down_proj", "gate_up_proj"):
         assert not torch.allclose(getattr(wrapped, name), getattr(layer, name))
         getattr(wrapped, name).sum().backward()
-    assert all(p.grad.any() for p in wrapped.parameters() if p.requires_grad) and wrapped.num_experts == 4
+    assert (
+        all(p.grad.any() for p in wrapped.parameters() if p.requires_grad)
+        and wrapped.num_experts == 4
+    )
     with without_adapters(model):
         assert wrapped.down_proj is layer.down_proj
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = wrapped.nothing
 
 
-SEEN = ["Llama4Text", "JetMoe", "NemotronH", "GptOss", "DeepseekV3", "FlexOlmo", "Jamba", "Qwen3Next", "Zaya", "Phimoe"]
+SEEN = [
+    "Llama4Text",
+    "JetMoe",
+    "NemotronH",
+    "GptOss",
+    "DeepseekV3",
+    "FlexOlmo",
+    "Jamba",
+    "Qwen3Next",
+    "Zaya",
+    "Phimoe",
+]
 
 
 @pytest.mark.parametrize("name", SEEN)
 def test_experts_of_other_classes(name):
-    """With and without gates, biases, transposed, in latent spaces, or of a class that computes them otherwise."""
+    """With and without gates, biases, transposed, in latent spaces, or of a class that computes
+    them otherwise.
+    """
     with plain_surroundings():
         config = getattr(transformers, f"{name}Config")
         model = build_twin(MODEL_FOR_CAUSAL_LM_MAPPING[config], twin_config(config())).train()
@@ -256,7 +318,9 @@ def test_compiled_layers(case):
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     compiled = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, trained)
-    assert all(a.any() and (a - b).norm() <= 1e-4 * a.norm() for a, b in zip(plain, compiled, strict=True))
+    assert all(
+        a.any() and (a - b).norm() <= 1e-4 * a.norm() for a, b in zip(plain, compiled, strict=True)
+    )
 
 
 def test_a_patched_model(kernels):
@@ -276,7 +340,9 @@ def test_in_bf16_it_follows_fp32(seed):
     model, ids = ours(), tokens()
     expected = logits(model, ids)
     for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16() if not parameter.requires_grad else parameter.data
+        parameter.data = (
+            parameter.data.bfloat16() if not parameter.requires_grad else parameter.data
+        )
     got = logits(model, ids)
     assert got.dtype == torch.bfloat16 and (got - expected).norm() <= 0.1 * expected.norm()
 
@@ -331,7 +397,9 @@ def test_b_learns_faster_in_lora_plus():
 def test_adapted_experts_are_not_said_to_be_frozen(caplog):
     report_frozen_experts(ours())
     assert not caplog.text
-    report_frozen_experts(apply_lora(families.mixture("mixtral"), LoRAConfig(2, 2, 0.0, ["q_proj"])))
+    report_frozen_experts(
+        apply_lora(families.mixture("mixtral"), LoRAConfig(2, 2, 0.0, ["q_proj"]))
+    )
     for name in ("down_proj", "gate_up_proj"):
         assert f"model.layers.0.mlp.experts.{name} (layers 0-1), " in caplog.text
         assert f"lora_target_parameters={name} adapts them" in caplog.text
@@ -367,12 +435,19 @@ def test_layers_of_one_weight_are_told_as_ranges():
     assert _ranges([3, 0, 1, 5, 6, 9]) == "0-1, 3, 5-6, 9"
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
+# -------------------------------------------------------------------------------------------------
 
 FIELDS = {
     "dropout": ({"dropout": 0.1}, r"dropout=0\.1 with target_parameters=\['a'\].*set dropout=0"),
-    "dora": ({"use_dora": True}, r"use_dora=True with target_parameters=\['a'\].*leave use_dora out"),
-    "one name": ({"target_parameters": "down_proj"}, "target_parameters='down_proj': give a list of names"),
+    "dora": (
+        {"use_dora": True},
+        r"use_dora=True with target_parameters=\['a'\].*leave use_dora out",
+    ),
+    "one name": (
+        {"target_parameters": "down_proj"},
+        "target_parameters='down_proj': give a list of names",
+    ),
     "pissa": ({"init": "pissa"}, r"init='pissa' with target_parameters=\['a'\].*leave init out"),
 }
 
@@ -388,11 +463,18 @@ def test_what_they_cannot_have_is_refused_by_name(case):
 NAMES = {
     "unknown": (
         ["mlp.experts.w1"],
-        "'mlp.experts.w1' matches no parameter; .* here: mlp.experts.down_proj, mlp.experts.gate_up",
+        "'mlp.experts.w1' matches no parameter; .* here: mlp.experts.down_proj, "
+        "mlp.experts.gate_up",
     ),
     "one of two unknown": (["down_proj", "proj"], "'proj' matches no parameter"),
-    "a linear layer's": (["q_proj.weight"], "q_proj.weight' is of Linear; .* name 'q_proj' in lora_target_modules"),
-    "the embedding's": (["embed_tokens.weight"], "is of Embedding; .* name 'embed_tokens' in lora_target_modules"),
+    "a linear layer's": (
+        ["q_proj.weight"],
+        "q_proj.weight' is of Linear; .* name 'q_proj' in lora_target_modules",
+    ),
+    "the embedding's": (
+        ["embed_tokens.weight"],
+        "is of Embedding; .* name 'embed_tokens' in lora_target_modules",
+    ),
     "a vector": (["input_layernorm.weight"], "has 1 dimensions; a matrix has 2"),
 }
 
@@ -410,15 +492,23 @@ def test_what_cannot_be_adapted_is_refused_by_name(case):
 def test_quantised_experts_are_refused_by_name():
     model = families.mixture("mixtral")
     layer = model.model.layers[1].mlp.experts
-    layer.down_proj = torch.nn.Parameter(torch.zeros(4, 32, 24, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.down_proj' is quantised \(torch.uint8\).*base in 16 bit"):
+    layer.down_proj = torch.nn.Parameter(
+        torch.zeros(4, 32, 24, dtype=torch.uint8), requires_grad=False
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"layers.1.mlp.experts.down_proj' is quantised \(torch.uint8\).*base in 16 bit",
+    ):
         apply_lora(model, LoRAConfig(2, 2, 0.0, [], target_parameters=["down_proj"]))
 
 
 def test_layers_without_the_parameters_are_refused():
     with pytest.raises(ValueError, match="lora_layers"):
         ours(layers=[7])
-    with pytest.raises(ValueError, match=r"lora_layers: none of lora_target_parameters=\['layers.0.mlp.experts.down_proj'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"lora_layers: none of lora_target_parameters=\['layers.0.mlp.experts.down_proj'\]",
+    ):
         ours(wanted=["layers.0.mlp.experts.down_proj"], layers=[1])
 
 
@@ -428,7 +518,10 @@ def test_they_are_not_switched(tmp_path):
     with pytest.raises(ValueError, match="target_parameters=.*cannot be one of several"):
         add_adapter(families.mixture("mixtral"), "one", tmp_path)
     model = ours()
-    save_adapter(apply_lora(families.mixture("mixtral"), LoRAConfig(2, 2, 0.0, ["q_proj"])), tmp_path / "plain")
+    save_adapter(
+        apply_lora(families.mixture("mixtral"), LoRAConfig(2, 2, 0.0, ["q_proj"])),
+        tmp_path / "plain",
+    )
     with pytest.raises(ValueError, match="target_parameters=.*cannot be switched"):
         add_adapter(model, "plain", tmp_path / "plain")
         set_adapter(model, "plain")

@@ -30,7 +30,13 @@ def ours(name="llama", **options):
 
 def theirs(peft, name="llama", **options):
     """The same from PEFT."""
-    options = {"r": 4, "lora_alpha": 12, "target_modules": TARGETS[name], "fan_in_fan_out": name == "gpt2", **options}
+    options = {
+        "r": 4,
+        "lora_alpha": 12,
+        "target_modules": TARGETS[name],
+        "fan_in_fan_out": name == "gpt2",
+        **options,
+    }
     model = peft.get_peft_model(MODELS[name](), peft.LoraConfig(**options)).eval()
     randomise(model)
     return model
@@ -56,7 +62,9 @@ def test_peft_loads_ours(peft, tmp_path, name, options):
     bare, expected = logits(MODELS[name](), ids), logits(model, ids)
     assert changed(expected, bare)
     assert close(logits(loaded, ids), expected)
-    if options.get("target_modules") != ["lm_head"]:  # which is the embedding too: merging would change that
+    if options.get("target_modules") != [
+        "lm_head"
+    ]:  # which is the embedding too: merging would change that
         assert close(logits(loaded.merge_and_unload(), ids), expected)
 
 
@@ -93,7 +101,11 @@ EXCLUDED = {
     "a path": (["q_proj", "v_proj"], ["model.layers.0.self_attn.v_proj"], 3),
     "the end of one": (["q_proj", "down_proj"], ["1.mlp.down_proj"], 3),
     "an expression": ("all-linear", r".*mlp.*", 8),
-    "what is no linear layer": (r".*layers\.0\.mlp.*", [f"layers.0.mlp{name}" for name in ("", ".act_fn", ".up_proj")], 2),
+    "what is no linear layer": (
+        r".*layers\.0\.mlp.*",
+        [f"layers.0.mlp{name}" for name in ("", ".act_fn", ".up_proj")],
+        2,
+    ),
 }
 
 
@@ -120,7 +132,9 @@ def test_an_adapted_head_over_another_base_is_refused(peft, tmp_path):
 def test_there_and_back_is_bit_equal(peft, tmp_path, name):
     model, ids = ours(name), tokens()
     save_adapter(model, tmp_path / "ours")
-    peft.PeftModel.from_pretrained(MODELS[name](), tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    peft.PeftModel.from_pretrained(MODELS[name](), tmp_path / "ours").save_pretrained(
+        tmp_path / "theirs"
+    )
     again = load_adapter(MODELS[name](), tmp_path / "theirs")
     for (path, a), (other, b) in zip(adapters(model), adapters(again), strict=True):
         assert path == other and equal(a.lora_A, b.lora_A) and equal(a.lora_B, b.lora_B)
@@ -134,12 +148,21 @@ def test_what_is_written(tmp_path):
     folder = tmp_path / "deep" / "folder"
     described = json.loads((folder / CONFIG).read_text())
     expected = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "somebody/model", "r": 4,
-        "lora_alpha": 12, "lora_dropout": 0.1, "use_rslora": True, "use_dora": False, "bias": "none",
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "somebody/model",
+        "r": 4,
+        "lora_alpha": 12,
+        "lora_dropout": 0.1,
+        "use_rslora": True,
+        "use_dora": False,
+        "bias": "none",
         "fan_in_fan_out": False,
-    }  # fmt: skip
+    }
     assert {name: described[name] for name in expected} == expected
-    names = {f"base_model.model.{path}.lora_{m}.weight" for path, _ in adapters(model) for m in "AB"}
+    names = {
+        f"base_model.model.{path}.lora_{m}.weight" for path, _ in adapters(model) for m in "AB"
+    }
     assert set(load_file(folder / WEIGHTS)) == names
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS]
 
@@ -156,7 +179,9 @@ def test_refilling_a_model_that_has_these_adapters(tmp_path):
 
 @pytest.mark.parametrize("other", [{"alpha": 24}, {"use_rslora": True}], ids=str)
 def test_refilling_adapters_of_another_scale(tmp_path, other):
-    """The values fit, but alone they are another adapter: the scale must come along, or it must be refused."""
+    """The values fit, but alone they are another adapter: the scale must come along, or it must
+    be refused.
+    """
     model, ids = ours(**other), tokens()
     save_adapter(model, tmp_path)
     fresh = ours()
@@ -166,10 +191,13 @@ def test_refilling_adapters_of_another_scale(tmp_path, other):
         return
     assert close(logits(fresh, ids), logits(model, ids))
     save_adapter(fresh, tmp_path / "again")
-    assert json.loads((tmp_path / "again" / CONFIG).read_text()) == json.loads((tmp_path / CONFIG).read_text())
+    assert json.loads((tmp_path / "again" / CONFIG).read_text()) == json.loads(
+        (tmp_path / CONFIG).read_text()
+    )
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------
+# --- what is refused
+# -----------------------------------------------------------------------------------------------
 
 UNSUPPORTED = {
     "another method": {"peft_type": "IA3"},
@@ -212,14 +240,18 @@ def test_unsupported_kinds_are_refused_by_name(tmp_path, case):
 def test_unsupported_kinds_as_peft_writes_them(peft, tmp_path, options):
     if is_older(peft.__version__, "0.20"):
         pytest.skip("this PEFT has no such kind")
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=TARGETS["llama"], **options))
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=4, target_modules=TARGETS["llama"], **options)
+    )
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=next(iter(options))):
         load_adapter(llama(), tmp_path)
 
 
 @pytest.mark.parametrize(
-    "harmless", [{"init_lora_weights": True}, {"init_lora_weights": "gaussian"}, {"revision": "main"}], ids=str
+    "harmless",
+    [{"init_lora_weights": True}, {"init_lora_weights": "gaussian"}, {"revision": "main"}],
+    ids=str,
 )
 def test_harmless_fields_are_not_refused(tmp_path, harmless):
     model, ids = ours(), tokens()
@@ -237,10 +269,19 @@ def change_tensors(folder, change):
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 LAST = FIRST.replace("layers.0", "layers.1")
 BROKEN = {
-    "missing at the end": (lambda t: t.pop(LAST), "layers.1.self_attn.q_proj.lora_B is missing or not"),
+    "missing at the end": (
+        lambda t: t.pop(LAST),
+        "layers.1.self_attn.q_proj.lora_B is missing or not",
+    ),
     "missing": (lambda t: t.pop(FIRST), "layers.0.self_attn.q_proj.lora_B is missing or not"),
-    "misshapen": (lambda t: t.update({FIRST: torch.zeros(3, 4)}), r"q_proj.lora_B is missing or not \(64, 4\)"),
-    "left over": (lambda t: t.update(stray=torch.zeros(1)), "holds 1 tensors that fit nothing, the first is stray"),
+    "misshapen": (
+        lambda t: t.update({FIRST: torch.zeros(3, 4)}),
+        r"q_proj.lora_B is missing or not \(64, 4\)",
+    ),
+    "left over": (
+        lambda t: t.update(stray=torch.zeros(1)),
+        "holds 1 tensors that fit nothing, the first is stray",
+    ),
 }
 
 
@@ -283,12 +324,17 @@ def test_a_field_that_is_missing_is_named(tmp_path, field):
         load_adapter(llama(), tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda whole: b"version https://git-lfs.github.com/spec/v1\n", lambda whole: whole[:-9]])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda whole: b"version https://git-lfs.github.com/spec/v1\n", lambda whole: whole[:-9]],
+)
 def test_damaged_weights_are_named_with_the_remedy(tmp_path, damage):
     save_adapter(ours(), tmp_path)
     file = tmp_path / WEIGHTS
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=f"^{file}: cannot be read .*Git LFS pointer.*; download it again$"):
+    with pytest.raises(
+        ValueError, match=f"^{file}: cannot be read .*Git LFS pointer.*; download it again$"
+    ):
         load_adapter(llama(), tmp_path)
 
 

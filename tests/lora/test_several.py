@@ -5,8 +5,21 @@ import copy
 import pytest
 from adapted import changed, close, llama, logits, randomise, tokens, train_on
 
-from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter, without_adapters
-from chronicals.lora.several import adapter_names, add_adapter, add_weighted_adapter, delete_adapter, set_adapter
+from chronicals.lora import (
+    LoRAConfig,
+    adapters,
+    apply_lora,
+    load_adapter,
+    save_adapter,
+    without_adapters,
+)
+from chronicals.lora.several import (
+    adapter_names,
+    add_adapter,
+    add_weighted_adapter,
+    delete_adapter,
+    set_adapter,
+)
 from comparison import equal
 
 peft = pytest.importorskip("peft")
@@ -51,13 +64,17 @@ def test_each_is_switched_on_and_off(folders):
     for name in ("first", "third", "second", "first"):
         set_adapter(model, name).eval()
         other.set_adapter(name)
-        assert changed(logits(model, ids), bare) and close(logits(model, ids), logits(other, ids)), name
+        assert changed(logits(model, ids), bare) and close(
+            logits(model, ids), logits(other, ids)
+        ), name
         with without_adapters(model), other.disable_adapter():
             assert equal(logits(model, ids), bare)
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.4, 1.5), (1.0, -0.5, 0.25)])
-@pytest.mark.parametrize("kind, names", [("cat", ["first", "second", "third"]), ("linear", ["first", "second"])])
+@pytest.mark.parametrize(
+    "kind, names", [("cat", ["first", "second", "third"]), ("linear", ["first", "second"])]
+)
 def test_weighted_as_peft_does(folders, tmp_path, kind, names, weights):
     model, other, ids = ours(folders), theirs(folders), tokens()
     add_weighted_adapter(model, names, weights[: len(names)], "sum", kind)
@@ -92,19 +109,38 @@ def test_one_that_was_attached_is_the_default(folders):
     assert {path.rpartition(".")[2] for path, _ in adapters(model)} == {"q_proj", "down_proj"}
     assert equal(logits(set_adapter(model, "default").eval(), ids), own)
     twin = copy.deepcopy(model)
-    assert equal(logits(set_adapter(twin, "first").eval(), ids), logits(set_adapter(model, "first").eval(), ids))
+    assert equal(
+        logits(set_adapter(twin, "first").eval(), ids),
+        logits(set_adapter(model, "first").eval(), ids),
+    )
 
 
 REFUSED = {
-    "an unknown name": (lambda m, f: set_adapter(m, "forth"), "'forth': the model has no adapter .* first, second, third"),
-    "a taken name": (lambda m, f: add_adapter(m, "first", f["second"]), "'first': the model has an adapter of this name"),
-    "different ranks": (
-        lambda m, f: add_weighted_adapter(m, ["first", "third"], [1, 1], "new", "linear"), "have different ranks; take 'cat'"
+    "an unknown name": (
+        lambda m, f: set_adapter(m, "forth"),
+        "'forth': the model has no adapter .* first, second, third",
     ),
-    "another kind": (lambda m, f: add_weighted_adapter(m, ["first"], [1], "new", "ties"), "takes cat or linear"),
-    "too few weights": (lambda m, f: add_weighted_adapter(m, ["first", "second"], [1], "new"), "one weight for each name"),
-    "the attached one": (lambda m, f: delete_adapter(set_adapter(m, "first"), "first"), "'first': is attached"),
-}  # fmt: skip
+    "a taken name": (
+        lambda m, f: add_adapter(m, "first", f["second"]),
+        "'first': the model has an adapter of this name",
+    ),
+    "different ranks": (
+        lambda m, f: add_weighted_adapter(m, ["first", "third"], [1, 1], "new", "linear"),
+        "have different ranks; take 'cat'",
+    ),
+    "another kind": (
+        lambda m, f: add_weighted_adapter(m, ["first"], [1], "new", "ties"),
+        "takes cat or linear",
+    ),
+    "too few weights": (
+        lambda m, f: add_weighted_adapter(m, ["first", "second"], [1], "new"),
+        "one weight for each name",
+    ),
+    "the attached one": (
+        lambda m, f: delete_adapter(set_adapter(m, "first"), "first"),
+        "'first': is attached",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

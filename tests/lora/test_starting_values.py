@@ -1,4 +1,6 @@
-"""Adapters that start from the weights of their base, beside the real PEFT: the start, training, what is saved and read."""
+"""Adapters that start from the weights of their base, beside the real PEFT: the start, training,
+what is saved and read.
+"""
 
 import copy
 import json
@@ -9,7 +11,14 @@ from adapted import MODELS, TARGETS, changed, close, gpt2, llama, logits, tokens
 from torch.nn import functional as F
 
 import families
-from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter, without_adapters
+from chronicals.lora import (
+    LoRAConfig,
+    adapters,
+    apply_lora,
+    load_adapter,
+    save_adapter,
+    without_adapters,
+)
 from chronicals.patching import patch_parts
 from comparison import equal
 
@@ -21,13 +30,22 @@ SHAPE = {"rank": 4, "alpha": 12, "dropout": 0.0}
 
 def ours(init, name="llama", **fields):
     torch.manual_seed(5)  # of the randomised decomposition
-    return apply_lora(MODELS[name](), LoRAConfig(**SHAPE, target_modules=TARGETS[name], init=init, **fields)).eval()
+    return apply_lora(
+        MODELS[name](), LoRAConfig(**SHAPE, target_modules=TARGETS[name], init=init, **fields)
+    ).eval()
 
 
 def theirs(init, name="llama", **fields):
     torch.manual_seed(5)
-    options = {"target_modules": TARGETS[name], "fan_in_fan_out": name == "gpt2", "init_lora_weights": init, **fields}
-    return peft.get_peft_model(MODELS[name](), peft.LoraConfig(r=4, lora_alpha=12, **options)).eval()
+    options = {
+        "target_modules": TARGETS[name],
+        "fan_in_fan_out": name == "gpt2",
+        "init_lora_weights": init,
+        **fields,
+    }
+    return peft.get_peft_model(
+        MODELS[name](), peft.LoraConfig(r=4, lora_alpha=12, **options)
+    ).eval()
 
 
 @pytest.mark.parametrize("name, init", [("llama", "pissa"), ("llama", "olora"), ("gpt2", "pissa")])
@@ -53,7 +71,9 @@ def test_the_randomised_decomposition_takes_nearly_as_much():
 
 
 def test_olora_on_the_transposed_weights_of_gpt2():
-    """PEFT decomposes the weight as it is stored and then does not fit it; ours is of the layer's own matrix."""
+    """PEFT decomposes the weight as it is stored and then does not fit it; ours is of the
+    layer's own matrix.
+    """
     assert close(logits(ours("olora", "gpt2"), ids := tokens()), logits(gpt2(), ids), 1e-4)
 
 
@@ -67,7 +87,9 @@ def test_gaussian_is_pefts_distribution():
 PATTERNS = {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"down_proj": 3}}
 
 
-@pytest.mark.parametrize("fields", [{}, {"use_rslora": True}, PATTERNS], ids=["plain", "rslora", "patterns"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_rslora": True}, PATTERNS], ids=["plain", "rslora", "patterns"]
+)
 @pytest.mark.parametrize("init", INITS)
 def test_what_is_saved_is_right_on_the_original_base(tmp_path, init, fields):
     model, ids = ours(init, **fields), tokens()
@@ -76,22 +98,36 @@ def test_what_is_saved_is_right_on_the_original_base(tmp_path, init, fields):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] is True
     expected = logits(model, ids)
     assert changed(expected, logits(llama(), ids))
-    assert close(logits(peft.PeftModel.from_pretrained(llama(), tmp_path).eval(), ids), expected, 1e-4)
+    assert close(
+        logits(peft.PeftModel.from_pretrained(llama(), tmp_path).eval(), ids), expected, 1e-4
+    )
     assert close(logits(load_adapter(llama(), tmp_path).eval(), ids), expected, 1e-4)
 
 
 def test_it_is_pefts_conversion(tmp_path):
-    """Of the same adapters, what PEFT writes with the start as ``path_initial_model_for_weight_conversion``."""
+    """Of the same adapters, what PEFT writes with the start as
+    ``path_initial_model_for_weight_conversion``.
+    """
     model, other, ids = ours("pissa"), theirs("pissa"), tokens()
     other.save_pretrained(tmp_path / "start")
     train_on(model, ids), train_on(other, ids)
     other.peft_config["default"].init_lora_weights = "pissa"
-    other.save_pretrained(tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    other.save_pretrained(
+        tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "start")
+    )
     save_adapter(model, tmp_path / "ours")
-    described = [json.loads((tmp_path / who / "adapter_config.json").read_text()) for who in ("ours", "theirs")]
-    assert all(described[0][name] == described[1][name] for name in ("r", "lora_alpha", "init_lora_weights"))
+    described = [
+        json.loads((tmp_path / who / "adapter_config.json").read_text())
+        for who in ("ours", "theirs")
+    ]
+    assert all(
+        described[0][name] == described[1][name]
+        for name in ("r", "lora_alpha", "init_lora_weights")
+    )
     one, two = (load_adapter(llama(), tmp_path / who).eval() for who in ("ours", "theirs"))
-    assert close(logits(one, ids), logits(two, ids), 1e-3) and changed(logits(one, ids), logits(llama(), ids))
+    assert close(logits(one, ids), logits(two, ids), 1e-3) and changed(
+        logits(one, ids), logits(llama(), ids)
+    )
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -100,9 +136,13 @@ def test_pefts_unconverted_adapters_are_read(tmp_path, init):
     train_on(other, ids)
     other.save_pretrained(tmp_path)
     model = load_adapter(llama(), tmp_path).eval()
-    assert close(logits(model, ids), logits(other, ids), 1e-4) and changed(logits(model, ids), logits(llama(), ids))
+    assert close(logits(model, ids), logits(other, ids), 1e-4) and changed(
+        logits(model, ids), logits(llama(), ids)
+    )
     save_adapter(model, tmp_path / "again")
-    assert close(logits(load_adapter(llama(), tmp_path / "again").eval(), ids), logits(other, ids), 1e-4)
+    assert close(
+        logits(load_adapter(llama(), tmp_path / "again").eval(), ids), logits(other, ids), 1e-4
+    )
 
 
 def test_refilled_bit_by_bit(tmp_path):
@@ -111,7 +151,10 @@ def test_refilled_bit_by_bit(tmp_path):
     save_adapter(model, tmp_path)
     again = load_adapter(ours("pissa"), tmp_path)
     assert equal(logits(again, ids), logits(model, ids))
-    assert all(equal(p, q) for p, q in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(
+        equal(p, q)
+        for p, q in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
+    )
 
 
 def test_values_that_started_elsewhere_are_refused(tmp_path):
@@ -145,7 +188,9 @@ def test_off_in_fused_layers(kernels):
             torch.nn.init.normal_(parameter, std=0.3)
     plain = copy.deepcopy(model)
     patch_parts(model, whole_layers=True)
-    families.assert_same(families.states_and_gradients(plain, batch), families.states_and_gradients(model, batch))
+    families.assert_same(
+        families.states_and_gradients(plain, batch), families.states_and_gradients(model, batch)
+    )
     with torch.no_grad(), without_adapters(plain), without_adapters(model):
         off, expected = (m(input_ids=batch.input_ids[None]).logits for m in (model, plain))
     assert close(off, expected)
@@ -171,12 +216,23 @@ def test_a_layer_by_hand():
         assert torch.allclose(y, F.linear(x, w, layer.bias), rtol=1e-6, atol=1e-6)
         rest = torch.linalg.svdvals(layer.weight.detach())
         if init == "pissa":  # the largest singular values have gone
-            assert torch.allclose(rest[:4], torch.linalg.svdvals(w)[3:], atol=1e-5) and rest[4:].abs().max() < 1e-5
+            assert (
+                torch.allclose(rest[:4], torch.linalg.svdvals(w)[3:], atol=1e-5)
+                and rest[4:].abs().max() < 1e-5
+            )
 
 
 REFUSED = {
-    "a shared weight": (lambda: gpt2(), {"target_modules": ["lm_head"]}, "lm_head shares its weight with transformer.wte"),
-    "too large a rank": (lambda: llama(), {"rank": 65, "target_modules": ["q_proj"]}, "has rank 65, its weight .* only 64"),
+    "a shared weight": (
+        lambda: gpt2(),
+        {"target_modules": ["lm_head"]},
+        "lm_head shares its weight with transformer.wte",
+    ),
+    "too large a rank": (
+        lambda: llama(),
+        {"rank": 65, "target_modules": ["q_proj"]},
+        "has rank 65, its weight .* only 64",
+    ),
 }
 
 
@@ -187,7 +243,9 @@ def test_what_cannot_start_so_is_refused(case):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
         apply_lora(model, LoRAConfig(**{**SHAPE, "init": "pissa", **fields}))
-    assert not list(adapters(model)) and all(equal(before[name], t) for name, t in model.state_dict().items())
+    assert not list(adapters(model)) and all(
+        equal(before[name], t) for name, t in model.state_dict().items()
+    )
 
 
 def test_a_quantised_weight_is_refused():

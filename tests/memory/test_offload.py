@@ -1,4 +1,6 @@
-"""Activations that go to host memory and come back: the same gradients, bit by bit, and less on the card."""
+"""Activations that go to host memory and come back: the same gradients, bit by bit, and less on
+the card.
+"""
 
 import gc
 
@@ -23,7 +25,9 @@ def model_of(kind):
 
 
 def ids_of(model, rows=3):
-    return torch.randint(0, 300, (rows, 40), generator=torch.Generator().manual_seed(rows)).to(model.device)
+    return torch.randint(0, 300, (rows, 40), generator=torch.Generator().manual_seed(rows)).to(
+        model.device
+    )
 
 
 def gradients(model, ids):
@@ -50,7 +54,9 @@ def test_gradients_are_the_same_bits(kind, window):
 
 
 def test_by_default_a_few_tensors_are_on_their_way():
-    """Three as large as the largest, which is an input where layers are recomputed, and else what they keep."""
+    """Three as large as the largest, which is an input where layers are recomputed, and else
+    what they keep.
+    """
     offloads = []
     for kind in ("recomputed", "full"):
         model = model_of(kind)
@@ -61,7 +67,9 @@ def test_by_default_a_few_tensors_are_on_their_way():
 
 
 def test_inputs_of_recomputed_layers_move_and_little_else():
-    """A layer keeps its input alone, ``[3, 40, 64]`` in fp32; beside it the final norm keeps what it reads."""
+    """A layer keeps its input alone, ``[3, 40, 64]`` in fp32; beside it the final norm keeps
+    what it reads.
+    """
     model, layer = model_of("recomputed"), 3 * 40 * 64 * 4
     offload = ActivationOffload(model.get_decoder(), smallest=layer)
     gradients(model, ids_of(model))

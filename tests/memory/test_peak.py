@@ -50,9 +50,14 @@ def test_the_fastest_that_fits(total, choice, needed):
     assert estimated.choice() == choice and estimated.needed(*choice) == needed * GIB
 
 
-@pytest.mark.parametrize(("gradients", "again", "needed"), [(5, 0, 120), (85, 0, 120), (95, 0, 125), (95, 6, 20 + 6 + 105)])
+@pytest.mark.parametrize(
+    ("gradients", "again", "needed"),
+    [(5, 0, 120), (85, 0, 120), (95, 0, 125), (95, 6, 20 + 6 + 105)],
+)
 def test_gradients_come_as_activations_go(gradients, again, needed):
-    """Ten layers keep 10 each: all before the backward pass, all gradients and one layer at its end."""
+    """Ten layers keep 10 each: all before the backward pass, all gradients and one layer at its
+    end.
+    """
     found = Estimate(20 * GIB, 10, KEPT, 0, gradients * GIB)
     assert found.needed(NOTHING, again) == needed * GIB
 
@@ -68,8 +73,16 @@ def test_without_fused_layers_nothing_is_cheap():
         (0, "not on a card"),
         (200, "estimated 120.0 of 200.0 GiB, nothing recomputed"),
         (100, "estimated 80.0 of 100.0 GiB, norms and gated units recomputed"),
-        (60, "estimated 50.0 of 60.0 GiB, 6 of 10 layers recomputed, norms and gated units recomputed"),
-        (10, "estimated 39.0 of 10.0 GiB, 9 of 10 layers recomputed, norms and gated units recomputed"),
+        (
+            60,
+            "estimated 50.0 of 60.0 GiB, 6 of 10 layers recomputed, norms and gated units "
+            "recomputed",
+        ),
+        (
+            10,
+            "estimated 39.0 of 10.0 GiB, 9 of 10 layers recomputed, norms and gated units "
+            "recomputed",
+        ),
     ],
     ids=str,
 )
@@ -78,38 +91,58 @@ def test_what_is_said(total, words):
 
 
 def test_what_is_counted():
-    """A token and layer of width 64, 4 query and 2 key heads of 16, inner width 96, in 16 bit; 300 tokens of vocabulary."""
+    """A token and layer of width 64, 4 query and 2 key heads of 16, inner width 96, in 16 bit;
+    300 tokens of vocabulary.
+    """
     model = tiny.llama()
     model.get_input_embeddings().requires_grad_(False)
     found = estimate(model, StepShape(1000, True, 2, 4352), WeightBytes(2, 14))
     frozen = model.get_input_embeddings().weight.numel()
     gradient_of_head = 300 * 64 * 4
-    assert found.fixed == 2 * frozen + 14 * (sum(p.numel() for p in model.parameters()) - frozen) + gradient_of_head
+    assert (
+        found.fixed
+        == 2 * frozen
+        + 14 * (sum(p.numel() for p in model.parameters()) - frozen)
+        + gradient_of_head
+    )
     assert found.loss == 2000 * 4 * 64 + 1000 * 300 * 2
     attended = 16 * (2 * 4 + 2 * 2)
     assert found.kept == {
-        NOTHING: 2000 * (4 * 64 + attended + 3 * 96), CHEAP: 2000 * (2 * 64 + attended + 2 * 96), LAYERS: 2000 * 64,
-    }  # fmt: skip
+        NOTHING: 2000 * (4 * 64 + attended + 3 * 96),
+        CHEAP: 2000 * (2 * 64 + attended + 2 * 96),
+        LAYERS: 2000 * 64,
+    }
     assert CHEAP not in estimate(model, StepShape(1000, False, 2, 4352), WeightBytes(2, 14)).kept
     for least, inputs in ((0, 2 * 64 + 96), (161, 2 * 64), (193, 64), (257, 0)):
         step = StepShape(1000, True, 2, 4352, in_fp8=lambda i, o, least=least: i + o >= least)
         narrow = estimate(model, step, WeightBytes(2, 14))
-        assert found.kept[NOTHING] - narrow.kept[NOTHING] == 1000 * inputs and narrow.kept[CHEAP] == found.kept[CHEAP]
+        assert (
+            found.kept[NOTHING] - narrow.kept[NOTHING] == 1000 * inputs
+            and narrow.kept[CHEAP] == found.kept[CHEAP]
+        )
     scaled = estimate(model, StepShape(1000, True, 2, 4352, magnitudes=True), WeightBytes(2, 14))
     returned = 16 * (4 + 2 * 2) + 2 * 64
-    assert {scaled.kept[policy] - found.kept[policy] for policy in (NOTHING, CHEAP)} == {2000 * returned}
+    assert {scaled.kept[policy] - found.kept[policy] for policy in (NOTHING, CHEAP)} == {
+        2000 * returned
+    }
     assert scaled.kept[LAYERS] == found.kept[LAYERS]
     wide = estimate(model, StepShape(1000, True, 4, 4352), WeightBytes(2, 14))
     assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 2 * frozen
     assert wide.loss == 2 * found.loss
-    assert found.loss - estimate(model, StepShape(1000, True, 2, 100), WeightBytes(2, 14)).loss == 900 * 300 * 2
+    assert (
+        found.loss - estimate(model, StepShape(1000, True, 2, 100), WeightBytes(2, 14)).loss
+        == 900 * 300 * 2
+    )
     assert found.choice() == (NOTHING, 0) and found.layers == 2
     early = estimate(model, StepShape(1000, True, 2, 4352), WeightBytes(2, 10, 4.0))
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert found.fixed - early.fixed == early.gradients == 4 * weights and not found.gradients
     model.get_decoder().layers.requires_grad_(False)
     others = sum(p.numel() for p in model.get_decoder().layers.parameters())
-    assert found.fixed - estimate(model, StepShape(1000, True, 2, 4352), WeightBytes(1, 14)).fixed == 13 * others
+    assert (
+        found.fixed - estimate(model, StepShape(1000, True, 2, 4352), WeightBytes(1, 14)).fixed
+        == 13 * others
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -118,11 +151,16 @@ def test_scales_of_bitsandbytes_are_counted_as_ours(tmp_path, nested):
     pytest.importorskip("bitsandbytes")
     tiny.llama(intermediate_size=128).save_pretrained(tmp_path)
     kind, cpu = transformers.LlamaForCausalLM, torch.device("cpu")
-    theirs, ours = load_by_bitsandbytes(kind, tmp_path, torch.float32, cpu, nested), load_model(tmp_path, torch.float32)
+    theirs, ours = (
+        load_by_bitsandbytes(kind, tmp_path, torch.float32, cpu, nested),
+        load_model(tmp_path, torch.float32),
+    )
     for path, layer in linear_layers(ours).items():
         ours.set_submodule(path, Linear4bit(Packed.of(layer.weight.detach(), nested=nested)))
     step, weights = StepShape(64, False, 2, 16), WeightBytes(2, 14)
-    one, two = (estimate(model.requires_grad_(False), step, weights).fixed for model in (theirs, ours))
+    one, two = (
+        estimate(model.requires_grad_(False), step, weights).fixed for model in (theirs, ours)
+    )
     assert 0 <= one - two <= 14 * (16 + 256) * 4
 
 
@@ -131,7 +169,9 @@ MODEL = SimpleNamespace(width=64, queries=64, keys=32, inner=96)
 
 
 def test_the_largest_moment_counts():
-    """Nothing recomputed: at the gated unit's backward pass, gradients of gate, up and unit are there, and the unit is not."""
+    """Nothing recomputed: at the gated unit's backward pass, gradients of gate, up and unit are
+    there, and the unit is not.
+    """
     found = estimate(tiny.llama(), StepShape(1000, True, 2, 8), WeightBytes(2, 14))
     kept, width, inner = found.kept[NOTHING], 2000 * MODEL.width, 2000 * MODEL.inner
     in_attention = 2000 * (2 * MODEL.width + 8 * MODEL.queries + 4 * MODEL.keys)
@@ -153,20 +193,33 @@ def test_tiles_and_host_memory_take_away():
 
     plain, tiled, away = of(), of(tile=100), of(offloads=True)
     assert plain.kept[NOTHING] - tiled.kept[NOTHING] == 20_000 * 3 * MODEL.inner
-    assert tiled.working[LAYERS] >= 200 * 6 * MODEL.inner and tiled.needed(NOTHING) < plain.needed(NOTHING)
-    assert away.window[LAYERS] == 7 * 20_000 * MODEL.width and away.window[NOTHING] == 7 * 20_000 * 2 * MODEL.inner
+    assert tiled.working[LAYERS] >= 200 * 6 * MODEL.inner and tiled.needed(NOTHING) < plain.needed(
+        NOTHING
+    )
+    assert (
+        away.window[LAYERS] == 7 * 20_000 * MODEL.width
+        and away.window[NOTHING] == 7 * 20_000 * 2 * MODEL.inner
+    )
     assert not plain.window and away.kept == plain.kept
     deep = replace(away, layers=100)
-    assert deep.needed(LAYERS) == deep.fixed + deep.window[LAYERS] + max(deep.loss, deep.working[LAYERS])
-    assert replace(plain, layers=100).needed(LAYERS) - deep.needed(LAYERS) == 93 * 20_000 * MODEL.width
+    assert deep.needed(LAYERS) == deep.fixed + deep.window[LAYERS] + max(
+        deep.loss, deep.working[LAYERS]
+    )
+    assert (
+        replace(plain, layers=100).needed(LAYERS) - deep.needed(LAYERS) == 93 * 20_000 * MODEL.width
+    )
 
 
 def test_the_copy_of_what_attention_returns():
     one, two = (
-        estimate(tiny.llama(), StepShape(1000, True, 2, 8, copies_attended=copies), WeightBytes(2, 14))
+        estimate(
+            tiny.llama(), StepShape(1000, True, 2, 8, copies_attended=copies), WeightBytes(2, 14)
+        )
         for copies in (False, True)
     )
-    assert {two.kept[policy] - one.kept[policy] for policy in (NOTHING, CHEAP)} == {2000 * MODEL.queries}
+    assert {two.kept[policy] - one.kept[policy] for policy in (NOTHING, CHEAP)} == {
+        2000 * MODEL.queries
+    }
     assert two.kept[LAYERS] == one.kept[LAYERS]
 
 
@@ -174,9 +227,14 @@ def test_the_copy_of_what_attention_returns():
 def layers_of_8b(layers):
     """On the meta device, as it is trained."""
     config = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-        num_hidden_layers=layers, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        num_hidden_layers=layers,
+        tie_word_embeddings=False,
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     quantise_layers(model)
@@ -186,9 +244,14 @@ def layers_of_8b(layers):
 def estimated_of_8b(length, layers, fields):
     """GiB that a run of one document a step expects to hold."""
     config = ChronicalsConfig(
-        use_lora=True, lora_rank=32, quantization="nf4", batch_size=1, gradient_accumulation_steps=1,
-        max_seq_length=length, **fields,
-    )  # fmt: skip
+        use_lora=True,
+        lora_rank=32,
+        quantization="nf4",
+        batch_size=1,
+        gradient_accumulation_steps=1,
+        max_seq_length=length,
+        **fields,
+    )
     card = int(139.8 * GIB)
     _, expected = expected_memory(config, layers_of_8b(layers), 1, 1, whole=True, total=card)
     asked = asked_recomputation(config)

@@ -1,4 +1,6 @@
-"""Recomputation of decoder layers: which of them, what random numbers they draw again, and classes that cannot."""
+"""Recomputation of decoder layers: which of them, what random numbers they draw again, and
+classes that cannot.
+"""
 
 import pytest
 import torch
@@ -23,14 +25,25 @@ CHANCES = {
     "Starcoder2": {"residual_dropout": 0.2, "attention_dropout": 0.0, "embedding_dropout": 0.0},
     "Mixtral": {"router_jitter_noise": 0.2, "num_local_experts": 4},
     "Phimoe": {"input_jitter_noise": 0.2, "num_local_experts": 4},
-    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.2},
+    "GPT2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.2,
+    },
 }
 
 
 @pytest.mark.parametrize("family", CHANCES)
 def test_what_is_left_to_chance_is_drawn_again_as_it_was(family):
     sizes = {**families.SIZES, "num_hidden_layers": 2, **CHANCES[family]}
-    sizes = sizes if family != "GPT2" else {**CHANCES[family], **families.IDS, "vocab_size": families.VOCABULARY}
+    sizes = (
+        sizes
+        if family != "GPT2"
+        else {**CHANCES[family], **families.IDS, "vocab_size": families.VOCABULARY}
+    )
     torch.manual_seed(1)
     config = getattr(transformers, f"{family}Config")(**sizes)
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
@@ -54,19 +67,27 @@ def test_what_is_left_to_no_chance():
 
 
 def test_layers_have_other_names_too():
-    assert [len(decoder_layers(families.build(family))) for family in ("llama", "gpt2", "bloom")] == [2, 2, 2]
+    assert [
+        len(decoder_layers(families.build(family))) for family in ("llama", "gpt2", "bloom")
+    ] == [2, 2, 2]
 
 
 def test_layers_of_the_decoder_are_counted_not_those_of_a_tower():
     """The tower's come first among the modules; a layer's own inner layer goes with it."""
     model = families.build("gemma3")
     layers = model.get_decoder().layers
-    model.tower = torch.nn.ModuleList([type(layers[0])(model.config.get_text_config(), 0) for _ in range(3)])
+    model.tower = torch.nn.ModuleList(
+        [type(layers[0])(model.config.get_text_config(), 0) for _ in range(3)]
+    )
     layers[1].inner = type(layers[0])(model.config.get_text_config(), 0)
     model._modules = {"tower": model.tower, **model._modules}
     enable_gradient_checkpointing(model, first=1)
-    assert [layer.gradient_checkpointing for layer in layers] == [True] + [False] * (len(layers) - 1)
-    assert not layers[1].inner.gradient_checkpointing and all(layer.gradient_checkpointing for layer in model.tower)
+    assert [layer.gradient_checkpointing for layer in layers] == [True] + [False] * (
+        len(layers) - 1
+    )
+    assert not layers[1].inner.gradient_checkpointing and all(
+        layer.gradient_checkpointing for layer in model.tower
+    )
 
 
 def test_nothing_is_left_at_the_embedding():

@@ -1,4 +1,6 @@
-"""A function of rows by tiles: the same values and gradients, and only a tile's intermediates at a time."""
+"""A function of rows by tiles: the same values and gradients, and only a tile's intermediates at
+a time.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from chronicals.memory import tiled, tiling
 def parts():
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, 8)).double()
-    return mlp, torch.randn(23, 8, dtype=torch.float64, requires_grad=True), torch.randn(23, 8, dtype=torch.float64)
+    return (
+        mlp,
+        torch.randn(23, 8, dtype=torch.float64, requires_grad=True),
+        torch.randn(23, 8, dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize("tile", [1, 5, 22, 23, 100])
@@ -45,7 +51,9 @@ def test_random_numbers_are_drawn_again():
 
 
 def test_what_is_wide_exists_for_a_tile_alone(monkeypatch):
-    """Tensors that autograd keeps over the forward pass are no wider than x; in the backward pass as wide as one tile."""
+    """Tensors that autograd keeps over the forward pass are no wider than x; in the backward
+    pass as wide as one tile.
+    """
     monkeypatch.setattr(tiling, "TILE", 5)
     mlp, x, _ = parts()
     seen = []

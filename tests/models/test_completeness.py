@@ -1,4 +1,6 @@
-"""A checkpoint that its class does not fit is refused by name; what classes leave out by design is not."""
+"""A checkpoint that its class does not fit is refused by name; what classes leave out by design
+is not.
+"""
 
 import json
 
@@ -14,7 +16,9 @@ from comparison import equal
 
 
 def changed(folder, change, model=None, **config):
-    """A folder of a tiny Llama whose weights ``change`` has been at, and whose configuration says something else."""
+    """A folder of a tiny Llama whose weights ``change`` has been at, and whose configuration
+    says something else.
+    """
     (model or tiny.llama()).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     save_file(change(weights) or weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -33,17 +37,45 @@ def with_also(*names):
 
 Q = "model.layers.1.self_attn.q_proj"
 REFUSED = {
-    "a weight less": (without("lm_head.weight"), {}, r"lm_head\.weight: not in the checkpoint, and would be drawn at random"),
-    "many less": (without(*(f"model.layers.{n}.mlp.{m}_proj.weight" for n in (0, 1) for m in ("up", "down", "gate"))), {},
-                  r"model\.layers\.0\.mlp\.down_proj\.weight, .* and 2 others: not in"),
-    "other names": (lambda w: {name.replace("layers.1", "blocks.1"): t for name, t in w.items()}, {},
-                    r"layers\.1\..* at random; model\.blocks\.1.*has no place"),
-    "a bias more": (with_also(f"{Q}.bias"), {}, rf"{Q}\.bias: in the checkpoint, and LlamaForCausalLM has no place for it"),
+    "a weight less": (
+        without("lm_head.weight"),
+        {},
+        r"lm_head\.weight: not in the checkpoint, and would be drawn at random",
+    ),
+    "many less": (
+        without(
+            *(
+                f"model.layers.{n}.mlp.{m}_proj.weight"
+                for n in (0, 1)
+                for m in ("up", "down", "gate")
+            )
+        ),
+        {},
+        r"model\.layers\.0\.mlp\.down_proj\.weight, .* and 2 others: not in",
+    ),
+    "other names": (
+        lambda w: {name.replace("layers.1", "blocks.1"): t for name, t in w.items()},
+        {},
+        r"layers\.1\..* at random; model\.blocks\.1.*has no place",
+    ),
+    "a bias more": (
+        with_also(f"{Q}.bias"),
+        {},
+        rf"{Q}\.bias: in the checkpoint, and LlamaForCausalLM has no place for it",
+    ),
     "a layer more": (lambda _: None, {"num_hidden_layers": 1}, r"model\.layers\.1\..* no place"),
     "a part more": (with_also("score.weight"), {}, r"score\.weight: in the checkpoint"),
-    "a bias more, of another class": (with_also(f"{Q}.bias"), {"architectures": ["LlamaForX"]}, rf"{Q}\.bias: in the"),
-    "another shape": (lambda _: None, {"intermediate_size": 95}, r"mlp.*\(.*96.* there, .*95.* here\).*of another shape"),
-}  # fmt: skip
+    "a bias more, of another class": (
+        with_also(f"{Q}.bias"),
+        {"architectures": ["LlamaForX"]},
+        rf"{Q}\.bias: in the",
+    ),
+    "another shape": (
+        lambda _: None,
+        {"intermediate_size": 95},
+        r"mlp.*\(.*96.* there, .*95.* here\).*of another shape",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -54,11 +86,23 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, case):
 
 
 FITS = {
-    "rotary frequencies": (with_also("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"), {}),
+    "rotary frequencies": (
+        with_also("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+        {},
+    ),
     "masks": (with_also("model.layers.0.attn.masked_bias", "model.layers.0.attention.bias"), {}),
-    "a classifier": (with_also("score.weight"), {"architectures": ["LlamaForSequenceClassification"]}),
-    "a vision tower": (with_also("tower.proj.weight", "model.visual.x"), {"architectures": ["XForConditionalGeneration"]}),
-    "layers that predict further": (with_also("mtp.fc.weight", "model.mtp_layers.0.norm.weight"), {}),
+    "a classifier": (
+        with_also("score.weight"),
+        {"architectures": ["LlamaForSequenceClassification"]},
+    ),
+    "a vision tower": (
+        with_also("tower.proj.weight", "model.visual.x"),
+        {"architectures": ["XForConditionalGeneration"]},
+    ),
+    "layers that predict further": (
+        with_also("mtp.fc.weight", "model.mtp_layers.0.norm.weight"),
+        {},
+    ),
     "further layers": (with_also("model.layers.2.enorm.weight"), {"num_nextn_predict_layers": 1}),
 }
 
@@ -72,7 +116,9 @@ def test_what_is_left_out_by_design_is_not(tmp_path, case, caplog):
 
 
 def test_a_tied_head_is_not_missing(tmp_path):
-    model = load_model(changed(tmp_path, lambda _: None, tiny.llama(tie_word_embeddings=True)), torch.float32)
+    model = load_model(
+        changed(tmp_path, lambda _: None, tiny.llama(tie_word_embeddings=True)), torch.float32
+    )
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -91,5 +137,8 @@ def test_a_path_is_kept_absolute(tmp_path, monkeypatch):
 
 def test_a_model_without_a_causal_head_is_told(tmp_path):
     transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"^model='{tmp_path}': cannot be loaded: T5Config is of a model that is no causal"):
+    with pytest.raises(
+        ValueError,
+        match=f"^model='{tmp_path}': cannot be loaded: T5Config is of a model that is no causal",
+    ):
         load_model(tmp_path, torch.float32)

@@ -1,4 +1,6 @@
-"""Models out of GGUF files: every family as it was written, its weights in the file's very blocks."""
+"""Models out of GGUF files: every family as it was written, its weights in the file's very
+blocks.
+"""
 
 import pytest
 import torch
@@ -71,7 +73,9 @@ def gguf_models_as_computed(model):
     return again, notes
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", pytest.param("q4_k_m", marks=pytest.mark.llama_cpp)])
+@pytest.mark.parametrize(
+    "kind", ["q8_0", "q4_0", pytest.param("q4_k_m", marks=pytest.mark.llama_cpp)]
+)
 def test_layers_have_the_blocks_of_the_file(kind, tmp_path):
     """Byte for byte; rows of q and k in the model's order, which is whole rows moved."""
     path = gguf_files.write(tmp_path, gguf_files.wide(), kind)
@@ -103,22 +107,31 @@ def test_what_is_not_in_blocks_is_said(tmp_path, caplog):
     caplog.set_level("INFO", "chronicals")
     load_model(gguf_files.write(tmp_path, gguf_models.build("qwen3_moe"), "q8_0"), torch.bfloat16)
     assert "8 linear layers stay as they are (8 in Q8_0)" in caplog.text
-    assert "dequantised once, to bfloat16: " in caplog.text and "token_embd.weight (Q8_0)" in caplog.text
+    assert (
+        "dequantised once, to bfloat16: " in caplog.text
+        and "token_embd.weight (Q8_0)" in caplog.text
+    )
     assert "blk.*.ffn_down_exps.weight (Q8_0)" in caplog.text
     caplog.clear()
     model = load_model(gguf_files.write(tmp_path, tiny.llama(), "q5_0"), torch.float32)
     assert not any(isinstance(layer, LinearGGUF) for layer in model.modules())
-    assert "blk.*.attn_q.weight (Q5_0)" in caplog.text and "(none is quantised)" not in caplog.text.split("dequantised")[1]
+    assert (
+        "blk.*.attn_q.weight (Q5_0)" in caplog.text
+        and "(none is quantised)" not in caplog.text.split("dequantised")[1]
+    )
 
 
-# --- names -------------------------------------------------------------------------------------------------------------
+# --- names
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_stands_for_its_one_file(tmp_path):
     path = gguf_files.write(tmp_path, tiny.llama(), "q8_0")
     (path.parent / "mmproj-f16.gguf").write_bytes(b"")
     assert gguf_of(path.parent) == gguf_of(str(path)) == path
-    assert equal(logits(load_model(path.parent, torch.float32)), logits(load_model(path, torch.float32)))
+    assert equal(
+        logits(load_model(path.parent, torch.float32)), logits(load_model(path, torch.float32))
+    )
     assert load_config(path.parent).hidden_size == 64
     (path.parent / "other.gguf").write_bytes(b"")
     with pytest.raises(ValueError, match="holds 2 GGUF files .*; give the path of one"):
@@ -131,20 +144,40 @@ def test_a_folder_stands_for_its_one_file(tmp_path):
 def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     path = gguf_files.write(tmp_path, tiny.llama(), "q8_0")
     cases = {
-        "architecture": (lambda s: {"general.architecture": "mamba", **s}, "architecture 'mamba' is not one of llama, qwen2"),
-        "setting": (lambda s: {**s, "llama.attention.sliding_window": 7}, "llama.attention.sliding_window=7 is a setting that"),
-        "value": (lambda s: {**s, "llama.rope.dimension_count": 8}, "rope.dimension_count is not the 16 of a head"),
-        "adapter": (lambda s: {**s, "general.type": "adapter"}, "general.type='adapter': is no model by itself"),
+        "architecture": (
+            lambda s: {"general.architecture": "mamba", **s},
+            "architecture 'mamba' is not one of llama, qwen2",
+        ),
+        "setting": (
+            lambda s: {**s, "llama.attention.sliding_window": 7},
+            "llama.attention.sliding_window=7 is a setting that",
+        ),
+        "value": (
+            lambda s: {**s, "llama.rope.dimension_count": 8},
+            "rope.dimension_count is not the 16 of a head",
+        ),
+        "adapter": (
+            lambda s: {**s, "general.type": "adapter"},
+            "general.type='adapter': is no model by itself",
+        ),
         "parts": (lambda s: {**s, "split.count": 3}, "is one of 3 parts; join them"),
         "blocks": (lambda s: {**s, "llama.block_count": 1}, r"has blk\.1\.attn_k\.weight"),
-        "missing": (lambda s: {k: v for k, v in s.items() if "head_count" not in k}, "says no llama.attention.head_count"),
+        "missing": (
+            lambda s: {k: v for k, v in s.items() if "head_count" not in k},
+            "says no llama.attention.head_count",
+        ),
     }
     for name, (change, said) in cases.items():
         target = tmp_path / f"{name}.gguf"
         if name == "architecture":
             writer = gguf.GGUFWriter(target, "mamba")
             writer.add_tensor("x", File(path).read("output_norm.weight").numpy())
-            writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+            (
+                writer.write_header_to_file(),
+                writer.write_kv_data_to_file(),
+                writer.write_tensors_to_file(),
+                writer.close(),
+            )
         else:
             changed(path, target, change)
         with pytest.raises(ValueError, match=said):
@@ -166,9 +199,15 @@ def test_frequencies_that_are_no_llama_3s_are_refused(tmp_path):
         config_of(file)
 
 
-# --- tokenizers --------------------------------------------------------------------------------------------------------
+# --- tokenizers
+# --------------------------------------------------------------------------------------------------------
 
-TEXTS = ["hello world", "  what is\n\nthe answer 12345?", "Naïve café — 漢字 🙂", "<|im_start|>user\nhello<|im_end|>"]
+TEXTS = [
+    "hello world",
+    "  what is\n\nthe answer 12345?",
+    "Naïve café — 漢字 🙂",
+    "<|im_start|>user\nhello<|im_end|>",
+]
 
 
 def test_a_tokenizer_comes_back_from_the_file(tmp_path):
@@ -178,7 +217,10 @@ def test_a_tokenizer_comes_back_from_the_file(tmp_path):
     for text in [*TEXTS, "a plainword<tool> and so on"]:
         ids = own(text)["input_ids"]
         assert found(text)["input_ids"] == ids and found.decode(ids) == own.decode(ids)
-    assert found.chat_template == own.chat_template and found.special_tokens_map == own.special_tokens_map
+    assert (
+        found.chat_template == own.chat_template
+        and found.special_tokens_map == own.special_tokens_map
+    )
     assert len(found) == len(own)
 
 
@@ -188,7 +230,9 @@ def test_one_beside_the_file_is_taken_if_it_is_the_files(tmp_path):
     own.model_max_length = 77
     own.save_pretrained(path.parent)
     assert load_tokenizer(path).model_max_length == 77
-    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")))
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
+    )
     other.save_pretrained(path.parent)
     with pytest.raises(ValueError, match="token '.' is not that of model-q8_0.gguf at its id"):
         load_tokenizer(path)
@@ -196,10 +240,15 @@ def test_one_beside_the_file_is_taken_if_it_is_the_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [("model", "t5", "its tokenizer is of kind 't5'"), ("pre", "falcon", "tokenizer.ggml.pre='falcon': how it splits")],
+    [
+        ("model", "t5", "its tokenizer is of kind 't5'"),
+        ("pre", "falcon", "tokenizer.ggml.pre='falcon': how it splits"),
+    ],
 )
 def test_a_tokenizer_that_is_not_known_names_the_remedy(key, value, said, tmp_path):
     path = gguf_files.write(tmp_path, tiny.llama(), "q8_0")
-    other = changed(path, tmp_path / "base" / "other.gguf", lambda s: {**s, f"tokenizer.ggml.{key}": value})
+    other = changed(
+        path, tmp_path / "base" / "other.gguf", lambda s: {**s, f"tokenizer.ggml.{key}": value}
+    )
     with pytest.raises(ValueError, match=f"{said}.*put the model's own tokenizer.json"):
         load_tokenizer(other)

@@ -57,11 +57,16 @@ def test_it_reaches_the_objective(family):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_objective_is_in_the_type_of_logits_that_are_wider_than_fp32(fused):
-    model, batch = build("llama").double(), hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)])
+    model, batch = (
+        build("llama").double(),
+        hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)]),
+    )
     presented = present(model, fused_head=fused)
     with torch.no_grad(), presented.attending_documents():
         loss = NextToken()(presented, batch)["cross_entropy"].sum
-        exact = torch.nn.functional.cross_entropy(presented.logits(batch), batch.targets, reduction="sum")
+        exact = torch.nn.functional.cross_entropy(
+            presented.logits(batch), batch.targets, reduction="sum"
+        )
     assert loss.item() == pytest.approx(exact.item(), rel=1e-12)
 
 
@@ -72,16 +77,21 @@ def test_a_tied_head_is_the_embedding(tied):
     assert tied == (head.weight is model.get_input_embeddings().weight)
 
 
-# --- LoRA on the head ------------------------------------------------------------------------------------------------
+# --- LoRA on the head
+# ------------------------------------------------------------------------------------------------
 
 
 def ours(model, dropout):
-    return apply_lora(model, LoRAConfig(rank=3, alpha=6, dropout=dropout, target_modules=["lm_head", "q_proj"]))
+    return apply_lora(
+        model, LoRAConfig(rank=3, alpha=6, dropout=dropout, target_modules=["lm_head", "q_proj"])
+    )
 
 
 def pefts(model, dropout):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=3, lora_alpha=6, lora_dropout=dropout, target_modules=["lm_head", "q_proj"])
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, lora_dropout=dropout, target_modules=["lm_head", "q_proj"]
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -95,7 +105,9 @@ def with_adapters(family, adapt, dropout=0.0, **changes):
 
 
 def sums(model, batch, fused):
-    """The loss, and the gradients by name, through the head as tensors or through the model's own logits."""
+    """The loss, and the gradients by name, through the head as tensors or through the model's
+    own logits.
+    """
     torch.manual_seed(3)
     presented = present(getattr(model, "get_base_model", lambda: model)(), fused_head=fused)
     assert (presented.head is not None) == fused
@@ -109,13 +121,20 @@ def sums(model, batch, fused):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 @pytest.mark.parametrize("adapt", [ours, pefts])
 def test_lora_on_the_head_reaches_the_objective(adapt, family, tied):
-    """The same loss and gradients as through the whole logits of the wrapped layer; the base stays frozen."""
+    """The same loss and gradients as through the whole logits of the wrapped layer; the base
+    stays frozen.
+    """
     model = with_adapters(family, adapt, tie_word_embeddings=tied).double()
     batch = hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)])
     head = read_head(model)
-    assert not head.weight.requires_grad and tied == (head.weight is model.get_input_embeddings().weight)
+    assert not head.weight.requires_grad and tied == (
+        head.weight is model.get_input_embeddings().weight
+    )
     assert head.adapter.scale == 2 and head.adapter.a.shape == (3, 32)
-    (loss, gradients), (expected, theirs) = sums(model, batch, fused=True), sums(model, batch, fused=False)
+    (loss, gradients), (expected, theirs) = (
+        sums(model, batch, fused=True),
+        sums(model, batch, fused=False),
+    )
     assert loss == pytest.approx(expected, rel=1e-5)
     assert any("lm_head" in name for name in gradients) and gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
@@ -154,7 +173,9 @@ def test_pefts_adapters_as_they_are_now():
 
 def test_dora_on_the_head_is_refused():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=3, use_dora=True, target_modules=["lm_head"]))
+    model = peft.get_peft_model(
+        build("llama"), peft.LoraConfig(r=3, use_dora=True, target_modules=["lm_head"])
+    )
     with pytest.raises(UnknownHead, match="plain LoRA"):
         read_head(model)
 
@@ -185,7 +206,10 @@ UNKNOWN = {
 def test_a_head_of_unknown_kind_is_refused_by_name(kind):
     model = build("llama")
     model.lm_head = UNKNOWN[kind](model.lm_head)
-    with pytest.raises(UnknownHead, match=f"output layer of LlamaForCausalLM is {kind}, not a plain torch.nn.Linear"):
+    with pytest.raises(
+        UnknownHead,
+        match=f"output layer of LlamaForCausalLM is {kind}, not a plain torch.nn.Linear",
+    ):
         read_head(model)
 
 

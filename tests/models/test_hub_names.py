@@ -1,4 +1,6 @@
-"""A mistyped model is told at once: the hub is asked once, and not at all for what can be no name there."""
+"""A mistyped model is told at once: the hub is asked once, and not at all for what can be no
+name there.
+"""
 
 import importlib.util
 import re
@@ -42,14 +44,20 @@ def http(kind, status=404):
 def test_a_mistyped_name_is_told_once_and_at_once(load, monkeypatch, tmp_path):
     asked = answers(monkeypatch, http(RepositoryNotFoundError))
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"^model='bsae': there is no such folder here, and no such model on the hub") as told:
+    with pytest.raises(
+        ValueError,
+        match=r"^model='bsae': there is no such folder here, and no such model on the hub",
+    ) as told:
         load("bsae")
     assert time.monotonic() - began < 5 and asked == ["bsae"] and "\n" not in str(told.value)
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
     asked = answers(monkeypatch, httpx.ConnectError("[Errno -2] Name or service not known"))
-    message = "model='owner/bsae': there is no such folder here, and the hub cannot be reached to look for the name there"
+    message = (
+        "model='owner/bsae': there is no such folder here, and the hub cannot be reached to "
+        "look for the name there"
+    )
     with pytest.raises(ValueError, match=f"^{message} .*Name or service not known"):
         load_config("owner/bsae")
     assert asked == ["owner/bsae"]
@@ -58,12 +66,17 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
 @pytest.mark.parametrize("name", ["./bsae", "/nowhere/bsae", "a/b/c", "~/bsae", "model folder"])
 def test_what_can_be_no_hub_name_is_not_asked_for(name, monkeypatch):
     asked = answers(monkeypatch, None)
-    with pytest.raises(ValueError, match=re.escape(f"model={name!r}: there is no such folder here, and no hub name")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"model={name!r}: there is no such folder here, and no hub name"),
+    ):
         load_config(name)
     assert asked == []
 
 
-@pytest.mark.parametrize("error", [None, http(GatedRepoError, 403), http(HfHubHTTPError, 503)], ids=str)
+@pytest.mark.parametrize(
+    "error", [None, http(GatedRepoError, 403), http(HfHubHTTPError, 503)], ids=str
+)
 def test_what_leaves_it_open_is_left_to_whoever_loads(error, monkeypatch):
     asked = answers(monkeypatch, error)
     check_exists("owner/name")

@@ -23,17 +23,25 @@ from comparison import equal
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 429816\n"
 
 
-@pytest.mark.parametrize("damage", [lambda _: POINTER, lambda whole: whole[:-100], lambda whole: whole[:50], lambda _: b""])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda _: POINTER, lambda whole: whole[:-100], lambda whole: whole[:50], lambda _: b""],
+)
 def test_a_damaged_file_of_weights_is_named_with_the_remedy(tmp_path, damage):
     tiny.llama().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=rf"^model='{tmp_path}': .*\.safetensors .*Git LFS pointer.*; download it again$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^model='{tmp_path}': .*\.safetensors .*Git LFS pointer.*; download it again$",
+    ):
         load_model(tmp_path, torch.float32)
 
 
 def test_a_folder_that_is_there_is_not_said_to_be_missing(tmp_path):
-    with pytest.raises(ValueError, match=f"^model='{tmp_path}': no configuration could be loaded: "):
+    with pytest.raises(
+        ValueError, match=f"^model='{tmp_path}': no configuration could be loaded: "
+    ):
         load_config(tmp_path)
     message = f"model='{tmp_path}/x': there is no such folder here, and no hub name has such a form"
     with pytest.raises(ValueError, match=f"^{message}"):
@@ -41,9 +49,15 @@ def test_a_folder_that_is_there_is_not_said_to_be_missing(tmp_path):
 
 
 def in_blocks(weight):
-    """e4m3 with a scale of each 128 × 128, and what that stands for (DeepSeek-AI, 2024, section 3.3.2)."""
+    """e4m3 with a scale of each 128 × 128, and what that stands for (DeepSeek-AI, 2024, section
+    3.3.2).
+    """
     rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    padded = (
+        F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+        .unflatten(1, (-1, 128))
+        .unflatten(0, (-1, 128))
+    )
     scale = padded.abs().amax((1, 3)).clamp(min=1e-12) / 448
     values = (padded / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     means = (values.float() * scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
@@ -60,7 +74,12 @@ def saved_in_fp8(folder, model, kept=()):
             written[name], written[f"{name}_scale_inv"], meant[name] = in_blocks(weight)
     save_file(written, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    described = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    described = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     config["quantization_config"] = described | {"modules_to_not_convert": [*kept, "lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
     return meant
@@ -78,16 +97,25 @@ def refuse_to_keep(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_weights_in_fp8_are_dequantised_on_any_machine(family, dtype, tmp_path, monkeypatch, caplog):
+def test_weights_in_fp8_are_dequantised_on_any_machine(
+    family, dtype, tmp_path, monkeypatch, caplog
+):
     """Of linear layers and of experts, whose matrices are one by one in the files."""
     sizes = {"hidden_size": 256, "head_dim": 32}
-    model = families.mixture(family, moe_intermediate_size=384, **sizes) if family == "qwen3_moe" else families.build(family)
+    model = (
+        families.mixture(family, moe_intermediate_size=384, **sizes)
+        if family == "qwen3_moe"
+        else families.build(family)
+    )
     meant = saved_in_fp8(tmp_path, model.bfloat16(), kept=["o_proj"])
     assert family == "llama" or any(".experts.3.up_proj" in name for name in meant)
     refuse_to_keep(monkeypatch)
     caplog.set_level(logging.INFO)
     loaded = load_model(tmp_path, dtype)
-    assert "its weights are in FP8 with scales of blocks; they are dequantised as they are read" in caplog.text
+    assert (
+        "its weights are in FP8 with scales of blocks; they are dequantised as they are read"
+        in caplog.text
+    )
     assert not _is_quantised(loaded) and getattr(loaded.config, "quantization_config", None) is None
     loaded.save_pretrained(tmp_path / "again")
     found = load_file(tmp_path / "again" / "model.safetensors")
@@ -98,20 +126,33 @@ def test_weights_in_fp8_are_dequantised_on_any_machine(family, dtype, tmp_path, 
 
 
 def test_blocks_that_end_within_a_weight_are_refused(tmp_path):
-    """Which transformers would dequantise by blocks of another size without a word, or refuse without a name."""
+    """Which transformers would dequantise by blocks of another size without a word, or refuse
+    without a name.
+    """
     saved_in_fp8(tmp_path, families.mixture("qwen3_moe", moe_intermediate_size=144).bfloat16())
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj is \[144, 32\] in FP8 .* take a checkpoint in 16 bit"):
+    with pytest.raises(
+        ValueError,
+        match=r"experts.gate_up_proj is \[144, 32\] in FP8 .* take a checkpoint in 16 bit",
+    ):
         load_model(tmp_path, torch.bfloat16)
-    saved_in_fp8(tmp_path, families.mixture("qwen3_moe", head_dim=40).bfloat16(), kept=["q_proj", "o_proj"])
+    saved_in_fp8(
+        tmp_path, families.mixture("qwen3_moe", head_dim=40).bfloat16(), kept=["q_proj", "o_proj"]
+    )
     assert load_model(tmp_path, torch.bfloat16) is not None, "what is not in FP8 may have any size"
 
 
 def test_weights_in_fp8_are_not_read_by_rows(tmp_path):
     """Whose scales would be left out."""
     saved_in_fp8(tmp_path, families.build("llama").bfloat16())
-    with pytest.raises(ValueError, match=r"sharding='weights': .* are quantised already \(fp8\); take the model in 16 bit"):
+    with pytest.raises(
+        ValueError,
+        match=r"sharding='weights': .* are quantised already \(fp8\); take the model in 16 bit",
+    ):
         load_for_rows(tmp_path, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"quantization='nf4': its weights are quantised already \(fp8\); leave it out"):
+    with pytest.raises(
+        ValueError,
+        match=r"quantization='nf4': its weights are quantised already \(fp8\); leave it out",
+    ):
         load_model(tmp_path, torch.bfloat16, quantization="nf4")
 
 
@@ -129,18 +170,33 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["shapes", "rows"])
-def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(tmp_path, monkeypatch, by_rows):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(
+    tmp_path, monkeypatch, by_rows
+):
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.setattr("builtins.input", lambda *_: "n")
-    folder, whole = tmp_path / f"model-{by_rows}", tiny.llama()  # classes are known by the name of the folder
+    folder, whole = (
+        tmp_path / f"model-{by_rows}",
+        tiny.llama(),
+    )  # classes are known by the name of the folder
     whole.save_pretrained(folder)
     (folder / "own.py").write_text(CODE)
     described = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    described |= {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    described |= {
+        "model_type": "own_llama",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": classes,
+    }
     (folder / "config.json").write_text(json.dumps(described))
-    found = load_for_rows(folder, torch.float32, True) if by_rows else load_without_weights(folder, True)
+    found = (
+        load_for_rows(folder, torch.float32, True)
+        if by_rows
+        else load_without_weights(folder, True)
+    )
     assert type(found).__name__ == "OwnForCausalLM" and all(p.is_meta for p in found.parameters())
     if by_rows:
         name, rows = "model.layers.0.mlp.up_proj.weight", range(8)
@@ -152,8 +208,12 @@ def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(tmp_path
 
 @pytest.mark.parametrize("fields", [{}, {"use_lora": True, "lora_rank": 4}], ids=["full", "LoRA"])
 @pytest.mark.parametrize("kind", ["experts one by one", "FP8"])
-def test_files_of_another_form_are_loaded_whole_unless_weights_were_to_be_divided(tmp_path, monkeypatch, caplog, kind, fields):
-    """Nobody named anything wrong where the memory asks for it. Linear layers beside experts are read by themselves."""
+def test_files_of_another_form_are_loaded_whole_unless_weights_were_to_be_divided(
+    tmp_path, monkeypatch, caplog, kind, fields
+):
+    """Nobody named anything wrong where the memory asks for it. Linear layers beside experts are
+    read by themselves.
+    """
 
     class Alike(Mesh):
         def gather_values(self, value):
@@ -173,7 +233,9 @@ def test_files_of_another_form_are_loaded_whole_unless_weights_were_to_be_divide
             loading.load_to_train(saved, config.replace(sharding="weights"), Alike(0, 2))
         found, fitted = loading.load_to_train(saved, config, Alike(0, 2))
         assert "every process loads the whole model, before it is divided" in caplog.text
-        assert count_values(found) == count_values(model) and not any(p.is_meta for p in found.parameters())
+        assert count_values(found) == count_values(model) and not any(
+            p.is_meta for p in found.parameters()
+        )
     else:
         _, fitted = loading.load_to_train(saved, config, Alike(0, 2))
         assert "loads the whole model" not in caplog.text

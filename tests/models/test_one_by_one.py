@@ -1,4 +1,6 @@
-"""Packs of classes whose attention takes no bounds of documents: it runs on one document after the other."""
+"""Packs of classes whose attention takes no bounds of documents: it runs on one document after
+the other.
+"""
 
 import pytest
 import torch
@@ -7,12 +9,31 @@ import runs
 import tiny
 from chronicals.models import PresentedModel, one_by_one, present, presenting, prove_packability
 from comparison import equal
-from families import LATENT, SIZES, build, distance, documents, documents_batch, minimax_m3, randomise
+from families import (
+    LATENT,
+    SIZES,
+    build,
+    distance,
+    documents,
+    documents_batch,
+    minimax_m3,
+    randomise,
+)
 from patching.architectures import architectures
 
-SMALL = {**SIZES, **LATENT, "num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 16}
+SMALL = {
+    **SIZES,
+    **LATENT,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+}
 SMALL |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-SMALL |= {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 3}  # of few heads, several keys have no score at all
+SMALL |= {
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 3,
+}  # of few heads, several keys have no score at all
 SMALL |= {"experts_implementation": "eager", "attn_implementation": "eager"}
 
 SPARSE = {
@@ -20,7 +41,9 @@ SPARSE = {
     "GlmMoeDsa": {**SMALL, "indexer_types": ["full", "shared", "full"]},
     "AXK2": SMALL,
 }
-"""Attention to the keys that an indexer chooses, fewer than a document has; of GLM a layer takes those of the layer before."""
+"""Attention to the keys that an indexer chooses, fewer than a document has; of GLM a layer takes
+those of the layer before.
+"""
 
 
 def sparse(name, **changes):
@@ -36,7 +59,9 @@ def with_gradient(presented, batch):
         states = presented.hidden_states(batch)
     kept = torch.cat([states[span] for span in documents(batch)])
     upstream = torch.randn(kept.shape, generator=torch.Generator().manual_seed(5))
-    return kept.detach(), torch.autograd.grad((kept * upstream).sum(), presented.model.get_input_embeddings().weight)[0]
+    return kept.detach(), torch.autograd.grad(
+        (kept * upstream).sum(), presented.model.get_input_embeddings().weight
+    )[0]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -51,7 +76,9 @@ def test_packs_give_what_padded_rows_give(name, attention):
 @pytest.mark.parametrize("name", SPARSE)
 def test_such_a_class_is_proved_and_presented(name):
     proof = prove_packability(sparse(name, hidden_size=256))
-    assert proof.packed and proof.one_by_one and proof.head_proved and not proof.reason, proof.reason
+    assert proof.packed and proof.one_by_one and proof.head_proved and not proof.reason, (
+        proof.reason
+    )
     assert not proof.sees_prompts
     presented = present(sparse(name, hidden_size=256))
     assert presented.packed and presented.one_by_one
@@ -71,7 +98,9 @@ def test_attention_to_what_is_made_of_several_tokens_is_proved():
 
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 256, "head_dim": 64}])
 def test_sparse_attention_is_proved(sizes):
-    """Its class makes the mask of blocks by itself, whose blocks are shorter than the twin's rows, whatever the model's are."""
+    """Its class makes the mask of blocks by itself, whose blocks are shorter than the twin's
+    rows, whatever the model's are.
+    """
     model = minimax_m3(**sizes)
     assert model.config.index_block_size * model.config.index_topk_blocks > 2000
     proof = prove_packability(model)
@@ -97,7 +126,9 @@ def test_a_forward_that_somebody_replaced_is_refused():
     model = sparse("DeepseekV32")
     attention = one_by_one.attention_modules(model)[0]
     attention.forward = lambda *given, **named: type(attention).forward(attention, *given, **named)
-    with pytest.raises(RuntimeError, match="DeepseekV32Attention was replaced.*documents would see each other"):
+    with pytest.raises(
+        RuntimeError, match="DeepseekV32Attention was replaced.*documents would see each other"
+    ):
         one_by_one.install(model)
 
 
@@ -110,7 +141,12 @@ def test_attention_that_takes_no_mask_is_told(caplog):
 
 def test_a_run_in_packs_learns_what_one_in_padded_rows_does(tmp_path, monkeypatch):
     vocabulary = len(tiny.tokenizer())
-    changes = {"max_steps": 2, "max_seq_length": 64, "gradient_accumulation_steps": 1, "use_gradient_checkpointing": True}
+    changes = {
+        "max_steps": 2,
+        "max_seq_length": 64,
+        "gradient_accumulation_steps": 1,
+        "use_gradient_checkpointing": True,
+    }
     trained = {}
     for way in ("packs", "padded rows"):
         if way == "padded rows":

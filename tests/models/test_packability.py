@@ -34,7 +34,11 @@ def test_recurrent_convolutional_and_alibi_families_are_refused(family):
 def test_the_reason_is_logged_by_name(family, caplog):
     model = build(family)
     present(model)
-    said = [record.message.split(":")[0] for record in caplog.records if record.name.startswith("chronicals")]
+    said = [
+        record.message.split(":")[0]
+        for record in caplog.records
+        if record.name.startswith("chronicals")
+    ]
     assert said == ([] if family == "llama" else ["MambaForCausalLM takes padded rows, not packs"])
 
 
@@ -77,7 +81,9 @@ def test_the_proof_does_not_depend_on_the_default_type():
 
 def test_a_model_without_storage_can_be_proved():
     with torch.device("meta"):
-        model = build("llama", random=False, hidden_size=8192, num_hidden_layers=80, intermediate_size=28672)
+        model = build(
+            "llama", random=False, hidden_size=8192, num_hidden_layers=80, intermediate_size=28672
+        )
     assert prove_packability(model).packed
 
 
@@ -97,22 +103,38 @@ def test_a_proof_is_made_once(monkeypatch):
 
 
 def test_the_twin_is_small_but_of_every_layer_type():
-    config = configuration("gemma3", num_hidden_layers=26, hidden_size=2304, vocab_size=262144, sliding_window=4096)
+    config = configuration(
+        "gemma3", num_hidden_layers=26, hidden_size=2304, vocab_size=262144, sliding_window=4096
+    )
     assert len(set(config.layer_types)) == 2
     twin = twin_config(config)
-    assert set(twin.layer_types) == set(config.layer_types) and twin.num_hidden_layers == len(twin.layer_types) == 2
+    assert (
+        set(twin.layer_types) == set(config.layer_types)
+        and twin.num_hidden_layers == len(twin.layer_types) == 2
+    )
     assert (twin.hidden_size, twin.vocab_size, twin.sliding_window) == (64, 97, 5)
-    assert (config.hidden_size, config.num_hidden_layers) == (2304, 26), "the model's own configuration is changed"
+    assert (config.hidden_size, config.num_hidden_layers) == (2304, 26), (
+        "the model's own configuration is changed"
+    )
 
 
 def test_positions_at_which_queries_grow_lie_within_the_twins_documents():
-    rope = {**configuration("ministral3").rope_parameters, "original_max_position_embeddings": 16384}
+    rope = {
+        **configuration("ministral3").rope_parameters,
+        "original_max_position_embeddings": 16384,
+    }
     twin = twin_config(configuration("ministral3", hidden_size=2304, rope_parameters=rope))
     assert twin.rope_parameters["original_max_position_embeddings"] < max(DOCUMENT_LENGTHS)
     assert rope["original_max_position_embeddings"] == 16384
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "factor": 4.0,
+}
 LONG["original_max_position_embeddings"] = 16
 
 
@@ -120,7 +142,11 @@ LONG["original_max_position_embeddings"] = 16
     ("family", "rope", "fields"),
     [
         ("phi3", LONG, {"original_max_position_embeddings": 16}),
-        ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, {"max_position_embeddings": 16}),
+        (
+            "llama",
+            {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+            {"max_position_embeddings": 16},
+        ),
     ],
 )
 def test_frequencies_that_follow_the_longest_document_are_told_where_they_do(family, rope, fields):
@@ -129,10 +155,14 @@ def test_frequencies_that_follow_the_longest_document_are_told_where_they_do(fam
     beside = {}
     for width in (16, 17):
         rows = torch.cat((torch.nn.functional.pad(short, (0, width - 7)), long[:, :width]))
-        states = model.model(input_ids=rows, attention_mask=(rows > 0).long(), use_cache=False).last_hidden_state
+        states = model.model(
+            input_ids=rows, attention_mask=(rows > 0).long(), use_cache=False
+        ).last_hidden_state
         beside[width] = states[0, :7]
     alone = model.model(input_ids=short, use_cache=False).last_hidden_state[0]
-    assert torch.allclose(beside[16], alone, atol=1e-5) and not torch.allclose(beside[17], alone, atol=1e-3)
+    assert torch.allclose(beside[16], alone, atol=1e-5) and not torch.allclose(
+        beside[17], alone, atol=1e-3
+    )
     assert not why_neighbours_matter(model.config, 16)
     assert f"rope_type {rope['rope_type']}" in (reason := why_neighbours_matter(model.config, 17))
     assert "max_seq_length=16" in reason
@@ -164,7 +194,9 @@ def subclass(**methods):
 
 
 def leaking_decoder(model, leak):
-    """``model`` with a decoder whose last hidden states hear of the token before, whosever that is."""
+    """``model`` with a decoder whose last hidden states hear of the token before, whosever that
+    is.
+    """
     decoder = model.model
     own = decoder.forward
 
@@ -204,14 +236,23 @@ def test_a_class_whose_attention_never_hears_of_bounds_is_refused():
     cls = subclass(__init__=__init__)
     proof = prove_packability(randomise(cls(configuration("llama"))))
     assert not proof.packed
-    assert "does not take document bounds" in proof.reason and "does not pass document bounds on" in proof.reason
+    assert (
+        "does not take document bounds" in proof.reason
+        and "does not pass document bounds on" in proof.reason
+    )
 
 
 def seeing_ahead():
     """A model of BERT's family as it is pretrained, and Gemma 3 as it makes embeddings."""
     from transformers import BertConfig, BertLMHeadModel
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+    }
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     yield lambda ahead: BertLMHeadModel(BertConfig(**sizes, **quiet, is_decoder=not ahead))
     yield lambda ahead: build("gemma3", use_bidirectional_attention=ahead)
@@ -219,7 +260,10 @@ def seeing_ahead():
 
 @pytest.mark.parametrize("model", seeing_ahead())
 def test_a_model_that_sees_what_it_is_to_predict_is_refused(model):
-    with pytest.raises(ValueError, match="sees the tokens that it is to predict.*is_decoder=True.*use_bidirectional_attention"):
+    with pytest.raises(
+        ValueError,
+        match="sees the tokens that it is to predict.*is_decoder=True.*use_bidirectional_attention",
+    ):
         present(model(True))
     assert present(model(False)) is not None
 
@@ -250,5 +294,8 @@ def test_a_class_that_cannot_be_made_small_is_taken_padded(caplog):
     assert reason in prove_packability(model).reason
     presented = present(model)
     assert not presented.packed and presented.head is None
-    assert len(caplog.records) == 1 and f"nothing could be proved of the class, as {reason}" in caplog.text
+    assert (
+        len(caplog.records) == 1
+        and f"nothing could be proved of the class, as {reason}" in caplog.text
+    )
     assert all(cost in caplog.text for cost in ("padded rows", "whole logits", "its own attention"))

@@ -1,4 +1,6 @@
-"""Adapters of PEFT's other kinds in runs: trained through PEFT's own modules, packed, saved as PEFT saves them."""
+"""Adapters of PEFT's other kinds in runs: trained through PEFT's own modules, packed, saved as
+PEFT saves them.
+"""
 
 import dataclasses
 import shutil
@@ -23,7 +25,9 @@ KINDS = {
     "VERA": lambda: peft.VeraConfig(r=8, target_modules=["o_proj", "down_proj"], d_initial=0.5),
     "OFT": lambda: peft.OFTConfig(r=0, oft_block_size=8, target_modules=BOTH),
     "BOFT": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=BOTH),
-    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
     "LOHA": lambda: peft.LoHaConfig(r=4, target_modules=BOTH),
     "LOKR": lambda: peft.LoKrConfig(r=4, target_modules=BOTH),
     "HRA": lambda: peft.HRAConfig(r=4, target_modules=BOTH),
@@ -37,7 +41,13 @@ KINDS = {
     "TRAINABLE_TOKENS": lambda: peft.TrainableTokensConfig(token_indices=TOKENS),
 }
 FOUR = ["VERA", "OFT", "IA3", "LOHA"]
-FIELDS = {"learning_rate": 2e-2, "warmup_steps": 1, "trackers": [], "lr_scheduler": "constant", "max_steps": 12}
+FIELDS = {
+    "learning_rate": 2e-2,
+    "warmup_steps": 1,
+    "trackers": [],
+    "lr_scheduler": "constant",
+    "max_steps": 12,
+}
 
 
 def wrapped(kind, model=None):
@@ -86,7 +96,9 @@ def test_it_trains_and_is_saved_as_pefts(tmp_path, kind, precision, caplog):
     assert equal(logits(again, ids), logits(model, ids))
     assert not equal(logits(again, ids), logits(load_model(tmp_path / "base", dtype), ids))
     stored = load_file(folder / "adapter_model.safetensors")
-    assert all(tensor.dtype == torch.float32 for tensor in stored.values() if tensor.is_floating_point())
+    assert all(
+        tensor.dtype == torch.float32 for tensor in stored.values() if tensor.is_floating_point()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,10 +116,20 @@ def test_packed_is_separate(kind):
         states = presented.hidden_states(batch)
     bounds = batch.cu_seqlens.tolist()
     pieces = [batch.input_ids[a:b][None] for a, b in zip(bounds, bounds[1:]) if b > a]
-    alone = torch.cat([model.get_base_model().get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0] for x in pieces])
+    alone = torch.cat(
+        [
+            model.get_base_model().get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0]
+            for x in pieces
+        ]
+    )
     upstream = torch.randn_like(alone)
-    for got, due in zip(*([x, *torch.autograd.grad((x * upstream).sum(), trained)] for x in (states, alone)), strict=True):
-        assert due.any() and torch.allclose(got, due, rtol=1e-4, atol=1e-4 * float(due.detach().abs().max()))
+    for got, due in zip(
+        *([x, *torch.autograd.grad((x * upstream).sum(), trained)] for x in (states, alone)),
+        strict=True,
+    ):
+        assert due.any() and torch.allclose(
+            got, due, rtol=1e-4, atol=1e-4 * float(due.detach().abs().max())
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,18 +166,35 @@ def test_resumed_it_ends_bit_equal(tmp_path, kind):
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(whole)
-    shutil.copytree(whole / "run/checkpoints/step-00000003", broken / "run/checkpoints/step-00000003")
+    shutil.copytree(
+        whole / "run/checkpoints/step-00000003", broken / "run/checkpoints/step-00000003"
+    )
     train(broken, resume=True)
     once, twice = (runs.weights(folder) for folder in (whole, broken))
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
 
 
 CANNOT = {
-    "AdaLoRA": (lambda: peft.AdaLoraConfig(target_modules=BOTH, total_step=10), "PEFT's ADALORA adds a term.*take LoRA"),
-    "Poly": (lambda: peft.PolyConfig(r=4, target_modules=BOTH), "PEFT's POLY needs to be told the task.*take LoRA"),
-    "prompt tuning": (lambda: peft.PromptTuningConfig(num_virtual_tokens=4), "learns a prompt, .*fits no pack; take LoRA"),
-    "prefix tuning": (lambda: peft.PrefixTuningConfig(num_virtual_tokens=4), "learns a prompt, .*fits no pack; take LoRA"),
-    "P-tuning": (lambda: peft.PromptEncoderConfig(num_virtual_tokens=4), "learns a prompt, .*fits no pack; take LoRA"),
+    "AdaLoRA": (
+        lambda: peft.AdaLoraConfig(target_modules=BOTH, total_step=10),
+        "PEFT's ADALORA adds a term.*take LoRA",
+    ),
+    "Poly": (
+        lambda: peft.PolyConfig(r=4, target_modules=BOTH),
+        "PEFT's POLY needs to be told the task.*take LoRA",
+    ),
+    "prompt tuning": (
+        lambda: peft.PromptTuningConfig(num_virtual_tokens=4),
+        "learns a prompt, .*fits no pack; take LoRA",
+    ),
+    "prefix tuning": (
+        lambda: peft.PrefixTuningConfig(num_virtual_tokens=4),
+        "learns a prompt, .*fits no pack; take LoRA",
+    ),
+    "P-tuning": (
+        lambda: peft.PromptEncoderConfig(num_virtual_tokens=4),
+        "learns a prompt, .*fits no pack; take LoRA",
+    ),
 }
 
 
@@ -172,8 +211,11 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, case):
 def test_a_kind_that_attends_goes_through_the_wrapping(tmp_path, caplog):
     """Its layers see other tokens: padded rows, said once, and right."""
     model = peft.get_peft_model(
-        tiny.llama(), peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
+        tiny.llama(),
+        peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"),
     )
     assert within_adapters(model) is model
     runs.train(tmp_path, model=model, **FIELDS)
-    assert "in padded rows" in caplog.text and min(norm for *_, norm in runs.trajectory(tmp_path)) > 0
+    assert (
+        "in padded rows" in caplog.text and min(norm for *_, norm in runs.trajectory(tmp_path)) > 0
+    )

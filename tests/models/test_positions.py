@@ -29,11 +29,17 @@ def test_a_model_is_refused_where_it_fails_by_itself(family, caplog):
     caplog.clear()
     check_positions(model, 128)
     assert not caplog.text
-    with pytest.raises(ValueError, match="up to 129: set max_seq_length to at most 128") if fails else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match="up to 129: set max_seq_length to at most 128")
+        if fails
+        else contextlib.nullcontext()
+    ):
         check_positions(model, 129)
     stretched = family in ("ministral3", "gpt_oss")
     told = hasattr(model.config, "max_position_embeddings") and not fails and not stretched
-    assert ("made for 128 positions (max_position_embeddings), documents have up to 129" in caplog.text) == told
+    assert (
+        "made for 128 positions (max_position_embeddings), documents have up to 129" in caplog.text
+    ) == told
     assert fails == (family == "gpt2") and equal(state, torch.get_rng_state())
 
 
@@ -54,7 +60,13 @@ def test_a_class_that_knows_no_bound_may_say_so_with_a_negative_one(caplog):
 def test_a_table_with_places_before_the_first_position():
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    }
     model = OPTForCausalLM(OPTConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=128))
     assert runs_with(model, 128) and not runs_with(model, 129)
     with pytest.raises(ValueError, match="OPTForCausalLM is made for 128 positions"):
@@ -63,7 +75,12 @@ def test_a_table_with_places_before_the_first_position():
 
 @pytest.mark.parametrize(("longest", "told"), [(512, False), (513, True)])
 def test_stretched_rotary_positions_reach_further(longest, told, caplog):
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
     check_positions(build("llama", rope_parameters=rope), longest)
     assert ("LlamaForCausalLM is made for 128 positions" in caplog.text) == told
 

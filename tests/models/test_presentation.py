@@ -36,9 +36,13 @@ def presented_as(model, packing):
 @pytest.mark.parametrize("packing", [True, False], ids=["packing", "no packing"])
 @pytest.mark.parametrize("family", PACKABLE + PADDED)
 def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
-    """Logits and parameter gradients, from Batches as training gets them, with filler documents among them."""
+    """Logits and parameter gradients, from Batches as training gets them, with filler documents
+    among them.
+    """
     model, rows = build(family), random_rows()
-    if family != "gemma2":  # whose eager attention, padded, masks with the least fp64 in a softmax of fp32: nan
+    if (
+        family != "gemma2"
+    ):  # whose eager attention, padded, masks with the least fp64 in a softmax of fp32: nan
         model.double()  # in fp32 the gradient of a bias is largely rounding
     batches = loaded_batches(rows, tmp_path)
     found = [batch.input_ids[span].tolist() for batch in batches for span in documents(batch)]
@@ -66,7 +70,9 @@ def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
         total = 0.0
         for batch, up in zip(batches, upstream, strict=True):
             for span in documents(batch):
-                alone.append(model(input_ids=batch.input_ids[None, span], use_cache=False).logits[0])
+                alone.append(
+                    model(input_ids=batch.input_ids[None, span], use_cache=False).logits[0]
+                )
                 total = total + (alone[-1] * up[span]).sum()
         return total
 
@@ -89,12 +95,17 @@ PEFT = {
 
 @pytest.mark.parametrize("kind", PEFT)
 def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by_itself(kind):
-    """Packed, then, as the class in it is: the same states and gradients of the adapters as from padded rows."""
+    """Packed, then, as the class in it is: the same states and gradients of the adapters as from
+    padded rows.
+    """
     peft = pytest.importorskip("peft")
     options, looked_through = PEFT[kind]
     inner = build("llama")
     model = peft.get_peft_model(
-        inner, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+        inner,
+        peft.LoraConfig(
+            r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options
+        ),
     )
     presented = present(model)
     assert (presented.model is inner) == presented.packed == looked_through
@@ -103,7 +114,9 @@ def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    batch = hand_made_batch([torch.randint(1, 61, (7,)), torch.tensor([5, 6]), torch.randint(1, 61, (11,))])
+    batch = hand_made_batch(
+        [torch.randint(1, 61, (7,)), torch.tensor([5, 6]), torch.randint(1, 61, (11,))]
+    )
     batch = dataclasses.replace(batch, targets=batch.input_ids)
     upstream = torch.randn(len(batch), 32)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -118,14 +131,18 @@ def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by
 
 def test_pefts_prompts_are_not_looked_through():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    model = peft.get_peft_model(
+        build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     presented = present(model)
     assert presented.model is model and not presented.packed
 
 
 @pytest.mark.parametrize("family", PACKABLE + PADDED)
 def test_permuting_documents_changes_nothing(family):
-    model = build(family).double()  # a key's bias has almost no gradient: in fp32 it is all rounding
+    model = build(
+        family
+    ).double()  # a key's bias has almost no gradient: in fp32 it is all rounding
     pieces = [torch.randint(1, 61, (length,)) for length in (7, 2, 19, 11, 3)]
     upstream = [torch.randn(len(piece), model.config.vocab_size) for piece in pieces]
     presented = present(model)
@@ -181,7 +198,10 @@ def test_padded_rows_leave_filler_at_zero(tmp_path):
     model = build("llama")
     presented = presented_as(model, False)
     lengths = torch.randint(25, 41, (8,)).tolist()  # of which no two fit into a pack of 48
-    rows, seen = [{"input_ids": torch.randint(1, VOCABULARY, (length,)).tolist()} for length in lengths], 0
+    rows, seen = (
+        [{"input_ids": torch.randint(1, VOCABULARY, (length,)).tolist()} for length in lengths],
+        0,
+    )
     for batch in loaded_batches(rows, tmp_path, width=48):
         filler = torch.ones(len(batch), dtype=torch.bool)
         for span in documents(batch):
@@ -193,10 +213,14 @@ def test_padded_rows_leave_filler_at_zero(tmp_path):
 
 
 def test_a_batch_without_any_target(tmp_path):
-    """Only filler, as past the end of the data: finite, of the right shape, and it can be differentiated."""
+    """Only filler, as past the end of the data: finite, of the right shape, and it can be
+    differentiated.
+    """
     for packing in (True, False):
         model = build("llama")
-        batch = hand_made_batch([torch.zeros(9, dtype=torch.long), torch.zeros(3, dtype=torch.long)])
+        batch = hand_made_batch(
+            [torch.zeros(9, dtype=torch.long), torch.zeros(3, dtype=torch.long)]
+        )
         batch.targets.fill_(IGNORED)
         presented = presented_as(model, packing)
         with presented.attending_documents():
@@ -206,21 +230,26 @@ def test_a_batch_without_any_target(tmp_path):
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-# --- the model is left as it was -----------------------------------------------------------------------------------
+# --- the model is left as it was
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_forwards_come_back_and_the_name_of_attention_stays(implementation, fails):
-    """Whoever makes a model of its configuration meanwhile gets one that attends as the name says."""
+    """Whoever makes a model of its configuration meanwhile gets one that attends as the name
+    says.
+    """
     model = tiny.llama(attn_implementation=implementation)
     presented, kept = present(model), [set(vars(module)) for module in model.modules()]
     try:
         with presented.attending_documents() as same:
             assert same is presented
-            assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {
-                implementation
-            }
+            assert {
+                module.config._attn_implementation
+                for module in model.modules()
+                if hasattr(module, "config")
+            } == {implementation}
             other = type(model)(model.config)
             rows = {"input_ids": torch.randint(1, 61, (2, 9))}
             rows["attention_mask"] = torch.ones_like(rows["input_ids"])
@@ -264,9 +293,15 @@ def test_outside_the_context_the_model_takes_padded_rows_again():
 def test_the_attention_of_other_towers_is_left_alone():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sees = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     config = Gemma3Config(
-        text_config=configuration("gemma3").to_dict(), vision_config={**sees, "image_size": 28, "patch_size": 14}
+        text_config=configuration("gemma3").to_dict(),
+        vision_config={**sees, "image_size": 28, "patch_size": 14},
     )
     model = Gemma3ForConditionalGeneration(config)
 
@@ -275,9 +310,14 @@ def test_the_attention_of_other_towers_is_left_alone():
 
     for names in (("eager", "sdpa"), ("sdpa", "eager")):
         model.set_attn_implementation(dict(zip(("text_config", "vision_config"), names)))
-        with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+        with PresentedModel(
+            model, packed=True, head_is_read=False
+        ).attending_documents() as presented:
             assert changed() == {"Gemma3Model", "Gemma3TextModel", "Gemma3Attention"}
-            assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == names
+            assert (
+                config.text_config._attn_implementation,
+                config.vision_config._attn_implementation,
+            ) == names
             with presented.attending_as_before():
                 assert not changed()
             assert changed()
@@ -286,7 +326,10 @@ def test_the_attention_of_other_towers_is_left_alone():
 
 def test_bounds_that_are_missing_are_not_guessed():
     model = build("llama")
-    with present(model).attending_documents(), pytest.raises(ValueError, match="does not pass document bounds"):
+    with (
+        present(model).attending_documents(),
+        pytest.raises(ValueError, match="does not pass document bounds"),
+    ):
         model(input_ids=torch.randint(1, 61, (1, 9)))
 
 
@@ -296,7 +339,9 @@ def test_attention_dropout_is_refused_by_name_where_it_came_later():
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with presented.attending_documents():
-        with pytest.raises(ValueError, match=r"attention dropout 0\.1 is not supported; set attention_dropout=0"):
+        with pytest.raises(
+            ValueError, match=r"attention dropout 0\.1 is not supported; set attention_dropout=0"
+        ):
             presented.logits(batch)
         model.eval()
         assert torch.isfinite(presented.logits(batch)).all()

@@ -1,4 +1,6 @@
-"""A model's hidden states of answers that share a prompt are those of each document by itself, packed, padded and fused."""
+"""A model's hidden states of answers that share a prompt are those of each document by itself,
+packed, padded and fused.
+"""
 
 import copy
 from dataclasses import replace
@@ -32,7 +34,12 @@ ROWS = [
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory):
     config = ChronicalsConfig(max_seq_length=WIDTH, batch_size=4, gradient_accumulation_steps=1)
-    store = build_store(ROWS, Tokenizer(tiny.tokenizer(), kinds=("preference",)), WIDTH, tmp_path_factory.mktemp("tokens"))
+    store = build_store(
+        ROWS,
+        Tokenizer(tiny.tokenizer(), kinds=("preference",)),
+        WIDTH,
+        tmp_path_factory.mktemp("tokens"),
+    )
     (step,) = BatchStream(store, config, epochs=1, shuffle=False).steps(count=1)
     batch = step.batches[0]
     assert batch.keys is not None
@@ -45,7 +52,9 @@ def alone(model, batch):
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         row = batch.keys.index[ends[n] : ends[n + 1]]
         if end > start and (batch.targets[start:end] >= 0).any():
-            states = model.get_decoder()(batch.input_ids[row][None], use_cache=False).last_hidden_state[0, start - end :]
+            states = model.get_decoder()(
+                batch.input_ids[row][None], use_cache=False
+            ).last_hidden_state[0, start - end :]
             found.append(states[batch.targets[start:end] >= 0])
     return torch.cat(found)
 
@@ -86,9 +95,19 @@ def test_padded_rows(family, batch):
 
 
 def with_masks_of_positions(name, vocabulary=families.VOCABULARY):
-    """Of a class that attends by itself, with a mask that transformers makes of the positions of packed documents."""
-    sizes = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    kinds = {"falcon": ("Falcon", {"alibi": False}), "gpt_neox_japanese": ("GPTNeoXJapanese", {"attention_dropout": 0.0})}
+    """Of a class that attends by itself, with a mask that transformers makes of the positions of
+    packed documents.
+    """
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    kinds = {
+        "falcon": ("Falcon", {"alibi": False}),
+        "gpt_neox_japanese": ("GPTNeoXJapanese", {"attention_dropout": 0.0}),
+    }
     cls, more = kinds[name]
     config = getattr(transformers, f"{cls}Config")(**sizes, **families.IDS, **more)
     return families.randomise(getattr(transformers, f"{cls}ForCausalLM")(config).float().eval())
@@ -97,12 +116,17 @@ def with_masks_of_positions(name, vocabulary=families.VOCABULARY):
 @pytest.mark.parametrize("name", ["falcon", "gpt_neox_japanese"])
 def test_a_class_whose_answers_do_not_see_the_prompt_takes_padded_rows_of_them(name, batch, caplog):
     if name == "falcon" and transformers_before("5.24"):
-        pytest.skip("its class makes no mask of positions before transformers 5.24 and takes padded rows")
+        pytest.skip(
+            "its class makes no mask of positions before transformers 5.24 and takes padded rows"
+        )
     model = with_masks_of_positions(name)
     assert present(model, pack_width=WIDTH).packed and not caplog.text
     presented = present(model, pack_width=WIDTH, shared_prompts=True)
     assert not presented.packed
-    assert "takes padded rows, not packs: its answers do not attend to a prompt that they share" in caplog.text
+    assert (
+        "takes padded rows, not packs: its answers do not attend to a prompt that they share"
+        in caplog.text
+    )
     assert_equal(model, presented, batch)
 
 
@@ -116,15 +140,23 @@ def test_such_a_class_trains_as_with_each_prompt_in_a_row_of_its_own(objective, 
     given, model = preferences.rows(4), with_masks_of_positions("falcon", 300)
     found, expected = (
         preferences.one_step(
-            tmp_path / str(padded), given, objective, {}, copy.deepcopy(model), padded=padded, max_seq_length=1024,
+            tmp_path / str(padded),
+            given,
+            objective,
+            {},
+            copy.deepcopy(model),
+            padded=padded,
+            max_seq_length=1024,
         )[0]
         for padded in (False, True)
-    )  # fmt: skip
+    )
     assert found == pytest.approx(expected, rel=1e-5)
 
 
 def twins(family, how):
-    """A model and the plain one that it stands for, in fp64, with the same adapters where there are some."""
+    """A model and the plain one that it stands for, in fp64, with the same adapters where there
+    are some.
+    """
     if how == "LoRA over NF4":
         return families.four_bit_pair(family, adapted=True)
     model = families.build(family).double()

@@ -11,24 +11,45 @@ from chronicals.models import present, times_trained
 from chronicals.models.router_loss import RouterLoss
 
 SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 61, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
     "experts_implementation": "eager",
-}  # fmt: skip
+}
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CLASSES = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {**QWEN, "head_dim": 8, "decoder_sparse_step": 2},
     "Qwen2Moe": {**QWEN, "shared_expert_intermediate_size": 16},
-    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 4},
-    "Jamba": {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_offset": 1, "attn_layer_period": 2, "mamba_d_state": 4},
+    "GptOss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "head_dim": 8,
+        "sliding_window": 4,
+    },
+    "Jamba": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "mamba_d_state": 4,
+    },
 }
 WIDTH = 24
 
 
 def made(kind, **changes):
     torch.manual_seed(1)
-    config = getattr(transformers, kind + "Config")(**{**SIZES, **CLASSES[kind], "output_router_logits": True, **changes})
+    config = getattr(transformers, kind + "Config")(
+        **{**SIZES, **CLASSES[kind], "output_router_logits": True, **changes}
+    )
     return getattr(transformers, kind + "ForCausalLM")(config)
 
 
@@ -37,9 +58,15 @@ def packs(lengths):
     ids, targets, positions, bounds = [], [], [], [0]
     for pack in lengths:
         for length, real in [*((length, True) for length in pack), (WIDTH - sum(pack), False)]:
-            document = torch.randint(3, 61, (length,)) if real else torch.zeros(length, dtype=torch.long)
+            document = (
+                torch.randint(3, 61, (length,)) if real else torch.zeros(length, dtype=torch.long)
+            )
             ids.append(document)
-            targets.append(torch.cat([document[1:], torch.tensor([IGNORED])])[:length] if real else document - 100)
+            targets.append(
+                torch.cat([document[1:], torch.tensor([IGNORED])])[:length]
+                if real
+                else document - 100
+            )
             positions.append(torch.arange(length))
             bounds.append(bounds[-1] + length)
     bounds = torch.tensor([*bounds, bounds[-1]], dtype=torch.int32)
@@ -47,8 +74,13 @@ def packs(lengths):
 
 
 def of_the_class(model, batch, lengths):
-    """The sum over the packs of what the class itself gives for the documents of a pack as padded rows."""
-    total, documents = 0.0, iter(batch.input_ids.split([n for pack in lengths for n in (*pack, WIDTH - sum(pack))]))
+    """The sum over the packs of what the class itself gives for the documents of a pack as
+    padded rows.
+    """
+    total, documents = (
+        0.0,
+        iter(batch.input_ids.split([n for pack in lengths for n in (*pack, WIDTH - sum(pack))])),
+    )
     for pack in lengths:
         rows = [next(documents) for _ in pack]
         next(documents)
@@ -96,7 +128,9 @@ def test_a_pack_without_documents_adds_nothing():
     assert loss.sum_over_packs(logits, half & False, WIDTH) == 0
 
 
-@pytest.mark.parametrize("changes", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}], ids=str
+)
 def test_what_the_class_does_not_train_is_not_trained(changes, caplog):
     assert present(made("Mixtral", **changes)).router_loss is None
     assert "router" not in caplog.text
@@ -107,11 +141,18 @@ def test_another_loss_is_left_out_by_name(monkeypatch, caplog):
     from transformers.models.olmoe import modeling_olmoe
 
     right = modeling_olmoe.load_balancing_loss_func
-    monkeypatch.setattr(modeling_olmoe, "load_balancing_loss_func", lambda *given: 1.1 * right(*given))
-    config = transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    monkeypatch.setattr(
+        modeling_olmoe, "load_balancing_loss_func", lambda *given: 1.1 * right(*given)
+    )
+    config = transformers.OlmoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, output_router_logits=True
+    )
     with caplog.at_level(logging.WARNING):
         assert present(transformers.OlmoeForCausalLM(config)).router_loss is None
-    assert "router loss: OlmoeForCausalLM asks for one (output_router_logits=True) that is left out" in caplog.text
+    assert (
+        "router loss: OlmoeForCausalLM asks for one (output_router_logits=True) that is left out"
+        in caplog.text
+    )
 
 
 def test_no_tensor_holds_the_logits_of_all_layers():
@@ -122,7 +163,9 @@ def test_no_tensor_holds_the_logits_of_all_layers():
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **kwargs or {})
-            self.numel = max([self.numel, *(x.numel() for x in (out if isinstance(out, tuple) else (out,)))])
+            self.numel = max(
+                [self.numel, *(x.numel() for x in (out if isinstance(out, tuple) else (out,)))]
+            )
             return out
 
     layers, counted = [torch.randn(24, 4) for _ in range(5)], torch.rand(24) < 0.8

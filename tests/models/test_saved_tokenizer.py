@@ -1,4 +1,6 @@
-"""What is saved of a tokenizer is read back by the Auto classes beside its model, or refused before the first step."""
+"""What is saved of a tokenizer is read back by the Auto classes beside its model, or refused
+before the first step.
+"""
 
 import json
 
@@ -20,7 +22,14 @@ TEXT = "what is  12345 🙂?"
 def qwen(size=300):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen2Config(vocab_size=size, max_position_embeddings=256, bos_token_id=None, eos_token_id=0, **sizes, **heads)
+    config = Qwen2Config(
+        vocab_size=size,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=0,
+        **sizes,
+        **heads,
+    )
     return Qwen2ForCausalLM(config)
 
 
@@ -28,8 +37,12 @@ def of_words():
     """One that splits at blanks and knows words alone, which no class of transformers builds."""
     own = Tokenizer(models.WordLevel(unk_token="<unk>"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    own.train_from_iterator(["what is two and three ?"] * 3, trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"]))
-    return PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+    own.train_from_iterator(
+        ["what is two and three ?"] * 3, trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"])
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=own, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    )
 
 
 def of_bytes():
@@ -38,7 +51,9 @@ def of_bytes():
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet
+    )
     own.train_from_iterator(["12345 what is 12345?"] * 9, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", pad_token="</s>")
 
@@ -46,7 +61,9 @@ def of_bytes():
 @pytest.mark.parametrize("make", [tiny.tokenizer, of_words, of_bytes])
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_tokenizer_of_ones_own_is_read_back(make, trusted, tmp_path):
-    """Beside a model whose family AutoTokenizer builds a class of its own for; also where it may run a model's code."""
+    """Beside a model whose family AutoTokenizer builds a class of its own for; also where it may
+    run a model's code.
+    """
     own, model = make(), qwen()
     model.save_pretrained(tmp_path)
     own.save_pretrained(tmp_path)

@@ -14,13 +14,19 @@ from chronicals.training import loading
 
 
 def saved(folder, seed=0, size="50MB"):
-    tiny.llama(seed, hidden_size=256, intermediate_size=512).save_pretrained(folder, max_shard_size=size)
+    tiny.llama(seed, hidden_size=256, intermediate_size=512).save_pretrained(
+        folder, max_shard_size=size
+    )
     return folder
 
 
 @pytest.mark.parametrize("size", ["50MB", "1MB"], ids=["one file", "several"])
 def test_the_same_files_have_one_digest_and_others_another(tmp_path, size):
-    first, second, other = saved(tmp_path / "a", size=size), saved(tmp_path / "b", size=size), saved(tmp_path / "c", 1, size)
+    first, second, other = (
+        saved(tmp_path / "a", size=size),
+        saved(tmp_path / "b", size=size),
+        saved(tmp_path / "c", 1, size),
+    )
     digests = [digest_of_files(folder) for folder in (first, second, other)]
     assert digests[0] == digests[1] != digests[2]
 
@@ -47,11 +53,17 @@ def test_another_copy_on_another_machine_is_refused(tmp_path, monkeypatch, field
 
     class Two(Mesh):
         def gather_values(self, value):
-            other = {name: digest_of_files(there) for name in value} if isinstance(value, dict) else value
+            other = (
+                {name: digest_of_files(there) for name in value}
+                if isinstance(value, dict)
+                else value
+            )
             return [value, other]
 
     config = runs.config(tmp_path, sharding="weights", **fields)
-    with pytest.raises(ConfigurationError, match="do not train the same: the content of the model's files is"):
+    with pytest.raises(
+        ConfigurationError, match="do not train the same: the content of the model's files is"
+    ):
         loading.load_to_train(SavedModel.find(here), config, Two(0, 2))
     there = here
     model, _ = loading.load_to_train(SavedModel.find(here), config, Two(0, 2))

@@ -1,4 +1,6 @@
-"""The anchor of models whose forward pass in training is random: dropout, and the jitter of Mixtral's routers."""
+"""The anchor of models whose forward pass in training is random: dropout, and the jitter of
+Mixtral's routers.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def with_jitter():
 
 def native_with_dropout():
     """Documents that are packed attend without dropout; padded rows attend as the class does."""
-    return PresentedModel(mixture(vocab_size=300, attention_dropout=0.1), packed=False, head_is_read=True)
+    return PresentedModel(
+        mixture(vocab_size=300, attention_dropout=0.1), packed=False, head_is_read=True
+    )
 
 
 RANDOM = {
@@ -41,23 +45,37 @@ def test_it_is_zero_where_training_is_random(kind, tmp_path):
             term = anchor.terms(presented, Computed(torch.zeros(40, 1)), batch)["router/anchor"]
             assert term.sum == 0 and all(module.training for module in model.modules())
             if anchor.draws:
-                beside = [(a - b).abs().max() for a, b in zip(presented.router_logits(batch), anchor.reference)]
+                beside = [
+                    (a - b).abs().max()
+                    for a, b in zip(presented.router_logits(batch), anchor.reference)
+                ]
                 assert max(beside) > 1e-4  # in training it is another function
         gate = next(p for name, p in model.named_parameters() if name.endswith("gate.weight"))
         with torch.no_grad():
             gate += 0.1 * torch.randn_like(gate)
-        values = [anchor.terms(presented, Computed(torch.zeros(40, 1)), batch)["router/anchor"].sum for _ in range(2)]
+        values = [
+            anchor.terms(presented, Computed(torch.zeros(40, 1)), batch)["router/anchor"].sum
+            for _ in range(2)
+        ]
         assert values[0] == values[1] > 0
         values[0].backward()
         assert bool(gate.grad.any())
 
 
 def test_a_run_begins_at_zero_and_goes_on(tmp_path):
-    """Layers are recomputed in the backward pass, which is in training mode: the replay is not one of them."""
+    """Layers are recomputed in the backward pass, which is in training mode: the replay is not
+    one of them.
+    """
     router = {"anchor": 0.5, "anchor_tokens": 64, "balance": 0.01}
     runs.train(
-        tmp_path, tiny.chat_rows(40), with_jitter(), router=router, max_steps=3, memory=["recompute_layers"], warmup_steps=0,
+        tmp_path,
+        tiny.chat_rows(40),
+        with_jitter(),
+        router=router,
+        max_steps=3,
+        memory=["recompute_layers"],
+        warmup_steps=0,
         learning_rate=1e-2,
-    )  # fmt: skip
+    )
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert lines[0]["router/anchor"] == 0.0 and lines[-1]["router/anchor"] > 0.0

@@ -1,4 +1,6 @@
-"""What a token sees: earlier tokens of its document alone, within the window, the same with a cache and without."""
+"""What a token sees: earlier tokens of its document alone, within the window, the same with a
+cache and without.
+"""
 
 from functools import partial
 
@@ -46,7 +48,9 @@ def stepwise(model, ids, chunk=1, cache=None, **given):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kinds", ["both", "sliding_attention", "full_attention"])
 def test_no_token_changes_an_earlier_one(implementation, kinds, seed):
-    """By a bit: with experts that are computed token by token, so that no other token's choice changes a product's shape."""
+    """By a bit: with experts that are computed token by token, so that no other token's choice
+    changes a product's shape.
+    """
     layers = {} if kinds == "both" else {"layer_types": [kinds] * 4}
     model = mixture(seed, **layers)
     model.set_attn_implementation(implementation)
@@ -62,7 +66,10 @@ def test_no_token_changes_an_earlier_one(implementation, kinds, seed):
 
 def test_a_sliding_layer_sees_its_window(seed):
     """One layer of it: token j reaches the tokens up to j + W - 1, and no further."""
-    model, ids = mixture(seed, num_hidden_layers=1, layer_types=["sliding_attention"]), token_ids(1, LENGTH)
+    model, ids = (
+        mixture(seed, num_hidden_layers=1, layer_types=["sliding_attention"]),
+        token_ids(1, LENGTH),
+    )
     model.set_experts_implementation("batched_mm")
     other = ids.clone()
     other[0, 3] = 2 + (other[0, 3] - 1) % 59
@@ -111,7 +118,9 @@ def test_a_padded_batch_generates_what_each_does_alone(seed):
 
 
 def flash_like(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
-    """What FlashAttention computes of a mask [B, n] of the first n keys, or of none: causal, from the last query and key on."""
+    """What FlashAttention computes of a mask [B, n] of the first n keys, or of none: causal,
+    from the last query and key on.
+    """
     if attention_mask is not None:
         key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
     queries, keys, groups = query.shape[2], key.shape[2], module.num_key_value_groups
@@ -126,7 +135,9 @@ def flash_like(module, query, key, value, attention_mask, scaling=None, sliding_
 
 @pytest.fixture
 def flash():
-    """The name of an attention that gets FlashAttention's masks, whose kernels are not for the CPU."""
+    """The name of an attention that gets FlashAttention's masks, whose kernels are not for the
+    CPU.
+    """
     name, masks = "by_lengths", AttentionMaskInterface._global_mapping
     AttentionInterface.register(name, flash_like)
     AttentionMaskInterface.register(name, masks["flash_attention_2"])
@@ -137,20 +148,31 @@ def flash():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash"])
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(implementation, cache, seed, flash, monkeypatch):
+def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(
+    implementation, cache, seed, flash, monkeypatch
+):
     model, pad = mixture(seed), 5
     model.set_attn_implementation(flash if implementation == "flash" else implementation)
     long = token_ids(1, LENGTH)
     ids = torch.cat((torch.nn.functional.pad(long[:, pad:], (pad, 0)), long))
     mask = (torch.arange(LENGTH) >= torch.tensor([pad, 0])[:, None]).long()
-    options = {"max_new_tokens": WINDOW, "do_sample": False, "eos_token_id": None, "disable_compile": True}
-    expected = [model.generate(long[:, start:], **options, use_cache=False)[0] for start in (pad, 0)]
+    options = {
+        "max_new_tokens": WINDOW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "disable_compile": True,
+    }
+    expected = [
+        model.generate(long[:, start:], **options, use_cache=False)[0] for start in (pad, 0)
+    ]
     project, made = type(model.model.layers[0].self_attn.kv_b_proj).forward, []
     for layer in model.model.layers:
         if (own := getattr(layer.self_attn, "kv_b_proj", None)) is not None:
             own.forward = partial(lambda own, x: made.append(x.shape[1]) or project(own, x), own)
     both = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
-    assert set(made) == {LENGTH if cache is None else LENGTH + WINDOW - 1} and len(made) == 2  # layers; the prompt alone
+    assert (
+        set(made) == {LENGTH if cache is None else LENGTH + WINDOW - 1} and len(made) == 2
+    )  # layers; the prompt alone
     for row, start in ((0, pad), (1, 0)):
         assert equal(both[row, start:], expected[row])
 
@@ -164,7 +186,12 @@ def test_generated_text_is_that_without_a_cache(seed):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_beams_reorder_the_cache(beams, seed):
     model, ids = mixture(seed), token_ids(2, WINDOW + 3)
-    options = {"max_new_tokens": WINDOW, "do_sample": False, "num_beams": beams, "eos_token_id": None}
+    options = {
+        "max_new_tokens": WINDOW,
+        "do_sample": False,
+        "num_beams": beams,
+        "eos_token_id": None,
+    }
     assert equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
@@ -189,7 +216,9 @@ def test_absorbed_products_are_the_expanded_ones(q_lora_rank, queries, seed, mon
     model.set_experts_implementation("eager")
     absorbed = stepwise(model, ids, queries)
     called = []
-    monkeypatch.setattr(LatentAttention, "_absorbs", lambda self, *given: called.append(given) or False)
+    monkeypatch.setattr(
+        LatentAttention, "_absorbs", lambda self, *given: called.append(given) or False
+    )
     expanded = stepwise(model, ids, queries)
     assert called
     torch.testing.assert_close(absorbed, expanded, rtol=1e-5, atol=1e-5)
@@ -203,7 +232,9 @@ def test_decoding_makes_no_keys_of_earlier_tokens(seed, monkeypatch):
     assert layer.keys.shape == (1, 1, LENGTH, config.kv_lora_rank)
     assert layer.values.shape == (1, 1, LENGTH, config.qk_rope_head_dim)
     assert cache.layers[1].keys.shape[2] == WINDOW - 1
-    monkeypatch.setattr(model.model.layers[0].self_attn.kv_b_proj, "forward", None)  # calling it fails
+    monkeypatch.setattr(
+        model.model.layers[0].self_attn.kv_b_proj, "forward", None
+    )  # calling it fails
     model(ids[:, -1:], **{CACHE: cache}, use_cache=True)
 
 
@@ -213,7 +244,9 @@ def test_absorbed_products_see_an_adapter(seed):
 
     model, ids = mixture(seed), token_ids(1, LENGTH)
     before = model(ids).logits.double()
-    chronicals.apply_lora(model, chronicals.LoRAConfig(rank=2, alpha=8, dropout=0.0, target_modules=["kv_b_proj"]))
+    chronicals.apply_lora(
+        model, chronicals.LoRAConfig(rank=2, alpha=8, dropout=0.0, target_modules=["kv_b_proj"])
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.normal_()
@@ -223,9 +256,13 @@ def test_absorbed_products_see_an_adapter(seed):
 
 
 def test_positions_go_on_beyond_the_window(seed):
-    """Defect of a cache that counts what it holds: the position of a step is that of all tokens seen."""
+    """Defect of a cache that counts what it holds: the position of a step is that of all tokens
+    seen.
+    """
     model, ids = mixture(seed, layer_types=["sliding_attention"] * 4), token_ids(1, LENGTH)
     seen = []
-    model.model.rotary_emb.register_forward_pre_hook(lambda module, given: seen.append(given[1].flatten().tolist()))
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, given: seen.append(given[1].flatten().tolist())
+    )
     stepwise(model, ids)
     assert seen == [[n] for n in range(LENGTH)]

@@ -1,4 +1,6 @@
-"""How routers choose: found from what was recorded, for the families of transformers; heads learn it and rank by it."""
+"""How routers choose: found from what was recorded, for the families of transformers; heads
+learn it and rank by it.
+"""
 
 import pytest
 import torch
@@ -34,27 +36,45 @@ def test_the_rule_is_found(family):
         with torch.no_grad():
             router = layer.router(recorded.features[n])
         early = next(x for x in router if not x.is_floating_point())
-        assert hits(predictor.order(n, predictor.reuse(n, recorded.features[n])[:, 0]), early, K).mean() == 1
+        assert (
+            hits(
+                predictor.order(n, predictor.reuse(n, recorded.features[n])[:, 0]), early, K
+            ).mean()
+            == 1
+        )
 
 
 def test_a_choice_that_follows_no_rule_is_refused():
     model = build("deepseek_v3")
     (recorded,) = record(present(model), [batch()])
     recorded.experts.copy_(recorded.experts.roll(1, dims=1))
-    with pytest.raises(ValueError, match="DeepseekV3ForCausalLM: its routers choose experts in a way that is not known"):
+    with pytest.raises(
+        ValueError,
+        match="DeepseekV3ForCausalLM: its routers choose experts in a way that is not known",
+    ):
         Choice.found(model, [recorded])
 
 
 def test_the_order_is_its_formula():
-    for scores, groups, best in (("sigmoid", 4, 2), ("softmax", 4, 1), ("sqrtsoftplus", 1, 1), ("logits", 2, 2)):
+    for scores, groups, best in (
+        ("sigmoid", 4, 2),
+        ("softmax", 4, 1),
+        ("sqrtsoftplus", 1, 1),
+        ("logits", 2, 2),
+    ):
         rule = Choice(scores, True, groups, max(1, groups // 2), best)
-        logits, correction = torch.randn(50, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+        logits, correction = (
+            torch.randn(50, 8, dtype=torch.float64),
+            torch.randn(8, dtype=torch.float64),
+        )
         order = rule.order(logits, correction)
         for z, found in zip(logits, order):
             values = (FORMULAS[scores](z) + correction).tolist()
             size = 8 // groups
             parts = [range(g * size, (g + 1) * size) for g in range(groups)]
-            of_group = [sum(sorted((values[e] for e in part), reverse=True)[:best]) for part in parts]
+            of_group = [
+                sum(sorted((values[e] for e in part), reverse=True)[:best]) for part in parts
+            ]
             kept = sorted(range(groups), key=lambda g: -of_group[g])[: rule.kept_groups]
             expected = sorted(range(8), key=lambda e: (e // size not in kept, -values[e]))
             assert found.argsort(descending=True).tolist() == expected
@@ -64,13 +84,17 @@ def test_shares_are_those_of_scores():
     z = torch.randn(9, 5, dtype=torch.float64)
     for scores in ("softmax", "sigmoid", "sqrtsoftplus"):
         share = FORMULAS[scores](z) / FORMULAS[scores](z).sum(-1, keepdim=True)
-        torch.testing.assert_close(Choice(scores).log_scores(z).softmax(-1), share, rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            Choice(scores).log_scores(z).softmax(-1), share, rtol=1e-10, atol=0
+        )
 
 
 def test_losses_are_their_formula():
     """Of a router with groups and a correction, and of a plain one."""
     how = Distillation(temperature=0.7, ranking=0.4, of_set=0.9, margin=0.8)
-    predicted, target, correction = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (6, 8), (8,)))
+    predicted, target, correction = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (6, 8), (8,))
+    )
     experts = target.topk(K).indices
     plain = prediction_losses(Choice(), predicted, target, experts, correction, how)
     expected = losses.lookahead_losses(predicted, target, K, 0.7, 0.4, 0.9, 0.8)
@@ -87,7 +111,10 @@ def test_losses_are_their_formula():
 
         def of_set(values, those, among):
             share = (values / 0.7).exp()
-            least, most = min(values[e] for e in those), max((values[e] for e in among if e not in those), default=-torch.inf)
+            least, most = (
+                min(values[e] for e in those),
+                max((values[e] for e in among if e not in those), default=-torch.inf),
+            )
             inside = sum(share[e] for e in those) / sum(share[e] for e in among)
             return 0.4 * max(0.0, 0.8 - least + most) - 0.9 * inside.log() / len(those)
 
@@ -118,7 +145,9 @@ def test_heads_learn_what_is_chosen(family, recalls):
     found, plain = recalls[family], recalls["qwen3_moe"].recalls
     assert found.predictor.choice == CLASSES[family][2]
     for d in (0, 1):
-        assert found.recalls.mean(d) > max(0.65, plain.mean(d) - 0.08, 0.1 + found.recalls.mean(d, "gate_reuse"))
+        assert found.recalls.mean(d) > max(
+            0.65, plain.mean(d) - 0.08, 0.1 + found.recalls.mean(d, "gate_reuse")
+        )
     assert min(found.recalls.token_ahead[0]) > 0.5
 
 

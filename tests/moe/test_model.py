@@ -11,14 +11,21 @@ from mixtures import configuration, in_fp64, mixture, token_ids
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"norm_topk_prob": False, "num_key_value_heads": 4}, {"sliding_window": 3, "num_experts": 3}],
+    "changes",
+    [
+        {},
+        {"norm_topk_prob": False, "num_key_value_heads": 4},
+        {"sliding_window": 3, "num_experts": 3},
+    ],
     ids=["usual", "plain weights", "narrow"],
-)  # fmt: skip
+)
 def test_it_is_its_formulas(changes, seed):
     """transformers' norms and rotary tables are in fp32 whatever the model is in."""
     model = mixture(seed, **changes, experts_implementation="eager").double()
     ids = token_ids(29)
-    torch.testing.assert_close(model(ids[None]).logits[0], mixture_definition.logits(model, ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(ids[None]).logits[0], mixture_definition.logits(model, ids), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm"])
@@ -26,7 +33,10 @@ def test_it_is_its_formulas(changes, seed):
 def test_implementations_agree(attention, experts, seed):
     ids = token_ids(2, 37)
     with torch.no_grad():
-        found, expected = (logits(in_fp64(mixture(seed)), ids, *ways) for ways in ((attention, experts), ("eager", "eager")))
+        found, expected = (
+            logits(in_fp64(mixture(seed)), ids, *ways)
+            for ways in ((attention, experts), ("eager", "eager"))
+        )
     assert (found - expected).abs().max() <= 1e-5
 
 
@@ -40,21 +50,33 @@ def test_implementations_of_experts_agree(implementation, seed):
             expected = layer.mlp(x)
             model.set_experts_implementation(implementation)
             found = layer.mlp(x)
-            assert all((one - other).abs().max() <= 1e-5 for one, other in zip(tensors(found), tensors(expected), strict=True))
+            assert all(
+                (one - other).abs().max() <= 1e-5
+                for one, other in zip(tensors(found), tensors(expected), strict=True)
+            )
 
 
 def tensors(returned):
-    return [returned] if isinstance(returned, torch.Tensor) else [part for part in returned if part.is_floating_point()]
+    return (
+        [returned]
+        if isinstance(returned, torch.Tensor)
+        else [part for part in returned if part.is_floating_point()]
+    )
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_implementations_err_alike_in_bf16(attention, experts, seed):
-    """Every expert takes part, for a rounding may choose another one; beside fp32, eager's own error is the measure."""
+    """Every expert takes part, for a rounding may choose another one; beside fp32, eager's own
+    error is the measure.
+    """
     model, ids = mixture(seed, num_experts=2), token_ids(2, 37)
     with torch.no_grad():
         exact = logits(model, ids, "eager", "eager")
-        plain, found = (logits(model.bfloat16(), ids, *ways) for ways in (("eager", "eager"), (attention, experts)))
+        plain, found = (
+            logits(model.bfloat16(), ids, *ways)
+            for ways in (("eager", "eager"), (attention, experts))
+        )
     assert (found - exact).norm() <= 1.5 * (plain - exact).norm()
     if attention == "eager":
         assert (found - plain).norm() <= 2e-2 * plain.norm()
@@ -90,24 +112,34 @@ def test_gradients_are_those_of_eager(seed):
 
 @pytest.mark.parametrize("output_lookahead", [False, True])
 def test_a_step_never_waits_for_the_device(output_lookahead):
-    """Tensors without values: whatever asks for one, as .item(), .any() in an if, or a copy to the host, fails."""
+    """Tensors without values: whatever asks for one, as .item(), .any() in an if, or a copy to
+    the host, fails.
+    """
     with FakeTensorMode():
         model = mixture(random=False)
         model.set_experts_implementation("batched_mm")
         ids, positions = torch.zeros(2, 40, dtype=torch.long), torch.arange(40).expand(2, 40)
         mask = torch.ones(2, 1, 40, 40, dtype=torch.bool)
         given = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
-        out = model.model(ids, **given, output_router_logits=True, output_lookahead=output_lookahead)
+        out = model.model(
+            ids, **given, output_router_logits=True, output_lookahead=output_lookahead
+        )
         (out.last_hidden_state.sum() + sum(x.sum() for x in out.router_logits)).backward()
-        assert all(p.grad is not None for name, p in model.model.named_parameters() if "_ahead" not in name)
+        assert all(
+            p.grad is not None for name, p in model.model.named_parameters() if "_ahead" not in name
+        )
 
 
 def test_outputs_are_a_model_output(seed):
     model, ids = mixture(seed, num_experts=5, num_hidden_layers=4), token_ids(2, 9)
-    out = model(ids, labels=ids, output_router_logits=True, output_lookahead=True, output_hidden_states=True)
+    out = model(
+        ids, labels=ids, output_router_logits=True, output_lookahead=True, output_hidden_states=True
+    )
     assert [tuple(x.shape) for x in out.lookahead.layers] == [(2, 9, n, 5) for n in (4, 3, 2, 1)]
     assert out.lookahead.tokens.shape == (2, 9, 2, 4, 5)
-    assert [tuple(x.shape) for x in out.router_logits] == [(18, 5)] * 4 and len(out.hidden_states) == 5
+    assert [tuple(x.shape) for x in out.router_logits] == [(18, 5)] * 4 and len(
+        out.hidden_states
+    ) == 5
     plain = model(ids)
     assert plain.lookahead is None and plain.router_logits is None
     assert isinstance(model(ids, return_dict=False), tuple)

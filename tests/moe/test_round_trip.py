@@ -4,7 +4,14 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
 import chronicals
 import tiny
@@ -44,7 +51,9 @@ def folder(tmp_path):
 def test_a_pipeline_generates(folder):
     generate = pipeline("text-generation", model=str(folder), max_new_tokens=20, do_sample=False)
     (found,) = generate("what is the answer")
-    assert found["generated_text"].startswith("what is the answer") and len(found["generated_text"]) > len("what is the answer")
+    assert found["generated_text"].startswith("what is the answer") and len(
+        found["generated_text"]
+    ) > len("what is the answer")
 
 
 def test_transformers_trainer_trains_it(folder):
@@ -52,9 +61,16 @@ def test_transformers_trainer_trains_it(folder):
     rows = [{"input_ids": token_ids(24).tolist()} for _ in range(8)]
     rows = [{**row, "labels": row["input_ids"]} for row in rows]
     arguments = TrainingArguments(
-        folder / "out", max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True,
-        logging_steps=1, gradient_checkpointing=True, disable_tqdm=True,
-    )  # fmt: skip
+        folder / "out",
+        max_steps=12,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        logging_steps=1,
+        gradient_checkpointing=True,
+        disable_tqdm=True,
+    )
     trainer = Trainer(model, arguments, train_dataset=rows)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -74,10 +90,14 @@ def test_peft_adapts_it(folder, tmp_path):
     adapted.eval()
     expected = adapted(ids).logits
     adapted.save_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
+    ).eval()
     assert equal(loaded(ids).logits, expected)
     generated = loaded.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
-    again = loaded.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=False)
+    again = loaded.generate(
+        ids, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=False
+    )
     assert equal(generated, again)
 
 
@@ -101,5 +121,7 @@ def test_it_is_recomputed_alike(seed):
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model(ids, labels=ids, output_router_logits=True).loss.backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        found.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,6 @@
-"""Losses and metrics of the routers of every published mixture, beside plain torch on what its routers gave."""
+"""Losses and metrics of the routers of every published mixture, beside plain torch on what its
+routers gave.
+"""
 
 from contextlib import ExitStack, contextmanager
 
@@ -40,7 +42,9 @@ def documents():
 
 
 def terms_of(model, batch, **settings):
-    presented = PresentedModel(model, packed=True, head_is_read=False, experts=called_for_experts(model))
+    presented = PresentedModel(
+        model, packed=True, head_is_read=False, experts=called_for_experts(model)
+    )
     presented.additions = (RouterTerms(RouterSettings(**settings), routing_of(model)),)
     with presented.attending_documents():
         return presented.states(batch)[1]
@@ -52,7 +56,9 @@ def routers_watched(model):
     seen = []
     with ExitStack() as hooks:
         for layer in mixture_layers(model):
-            hooks.callback(layer.router.register_forward_hook(lambda _, args, out: seen.append(out)).remove)
+            hooks.callback(
+                layer.router.register_forward_hook(lambda _, args, out: seen.append(out)).remove
+            )
         yield seen
 
 
@@ -66,16 +72,29 @@ def in_plain_torch(seen, batch, count, sigmoid):
         z = logits.double()
         s = z.sigmoid() if sigmoid else z.exp()
         p = s / s.sum(-1, keepdim=True)
-        f = torch.stack([(experts[counted] == e).sum() for e in range(count)]) / experts[counted].numel()
+        f = (
+            torch.stack([(experts[counted] == e).sum() for e in range(count)])
+            / experts[counted].numel()
+        )
         found["balance"].append(count * (f * p[counted].mean(0)).sum())
         found["z"].append(z[counted].exp().sum(-1).log().square().mean())
-        found["temporal"].append(torch.stack([(p[t + 1] - p[t]).square().sum() for t in pairs]).mean())
-        found["locality"].append(torch.stack([-p[t + 1][experts[t]].sum().log() for t in pairs]).mean())
+        found["temporal"].append(
+            torch.stack([(p[t + 1] - p[t]).square().sum() for t in pairs]).mean()
+        )
+        found["locality"].append(
+            torch.stack([-p[t + 1][experts[t]].sum().log() for t in pairs]).mean()
+        )
         found["busiest"].append(count * f.max())
         found["idle"].append((f == 0).double().mean())
         found["entropy"].append(-(p * p.log()).sum(-1)[counted].mean())
-    worst = {f"{name}_worst": max(found[name]) for name in ("busiest", "idle")} | {"entropy_worst": min(found["entropy"])}
-    return {name: torch.stack(values).mean() for name, values in found.items()} | worst | {"dropped": 0, "dropped_worst": 0}
+    worst = {f"{name}_worst": max(found[name]) for name in ("busiest", "idle")} | {
+        "entropy_worst": min(found["entropy"])
+    }
+    return (
+        {name: torch.stack(values).mean() for name, values in found.items()}
+        | worst
+        | {"dropped": 0, "dropped_worst": 0}
+    )
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["as it is", "patched"])
@@ -92,17 +111,27 @@ def test_terms_and_gradients_of_routers(kind, patched):
         got = terms_of(model, batch, **LOSSES)
     assert len(seen) == len(weights)
     expected = in_plain_torch(seen, batch, routing_of(model).experts, sigmoid)
-    in_fp32 = seen[0][0].dtype == torch.float32  # some classes compute logits so whatever the model is in
+    in_fp32 = (
+        seen[0][0].dtype == torch.float32
+    )  # some classes compute logits so whatever the model is in
     assert {name.removeprefix("router/") for name in got} == expected.keys()
     for name, value in expected.items():
         term = got[f"router/{name}"]
         torch.testing.assert_close(
-            term.sum.double(), torch.as_tensor(value).double(), rtol=1e-5 if in_fp32 else 1e-7, atol=1e-6
+            term.sum.double(),
+            torch.as_tensor(value).double(),
+            rtol=1e-5 if in_fp32 else 1e-7,
+            atol=1e-6,
         )
         if name in LOSSES:
-            ours, exact = (torch.autograd.grad(x, weights, retain_graph=True) for x in (term.sum, value))
+            ours, exact = (
+                torch.autograd.grad(x, weights, retain_graph=True) for x in (term.sum, value)
+            )
             for one, other in zip(ours, exact):
-                assert other.norm() > 0 and (one - other).norm() <= (1e-4 if in_fp32 else 1e-6) * other.norm(), name
+                assert (
+                    other.norm() > 0
+                    and (one - other).norm() <= (1e-4 if in_fp32 else 1e-6) * other.norm()
+                ), name
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -117,8 +146,12 @@ def test_what_experts_got_is_what_their_router_chose(kind):
             parameters = ["experts.gate_up_proj", "experts.down_proj"]
             apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=parameters))
         if way != "plain":
-            assert patch_parts(model, whole_layers=True).counts()[BY] == len(mixture_layers(model)), way
-        presented = PresentedModel(model, packed=True, head_is_read=False, experts=called_for_experts(model))
+            assert patch_parts(model, whole_layers=True).counts()[BY] == len(
+                mixture_layers(model)
+            ), way
+        presented = PresentedModel(
+            model, packed=True, head_is_read=False, experts=called_for_experts(model)
+        )
         hooks = [len(module._forward_pre_hooks) for module in model.modules()]
         with presented.attending_documents(), routers_watched(model) as seen, torch.no_grad():
             received = presented.computed(batch, lookahead=False).received
@@ -132,13 +165,22 @@ def test_what_experts_got_is_what_their_router_chose(kind):
 def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind, monkeypatch):
     """As DeepSeek's and GLM's do not under older versions of transformers; nothing of it stays."""
     model, batch = build(kind), documents()
-    apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    apply_lora(
+        model,
+        LoRAConfig(
+            2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+        ),
+    )
     monkeypatch.setattr(router_logits, "transformers_before", lambda version: True)
     monkeypatch.setattr(type(model.get_decoder()), "_can_record_outputs", {})
     presented = PresentedModel(model, packed=True, head_is_read=False)
     routers = router_logits.unrecorded_routers(model)
     hooks = [len(router._forward_hooks) for router in routers]
-    with presented.attending_documents(), routers_watched(model) as seen, router_logits.reading_logits(routers) as read:
+    with (
+        presented.attending_documents(),
+        routers_watched(model) as seen,
+        router_logits.reading_logits(routers) as read,
+    ):
         presented.hidden_states(batch)
     assert len(read) == len(seen) == len(mixture_layers(model))
     assert all(equal(got, logits) for got, (logits, *_) in zip(read, seen))
@@ -147,8 +189,15 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind,
 
 def test_adapters_take_part_in_products_where_it_is_recorded(monkeypatch):
     model, calls, keep = build("Qwen3Moe"), [], expert_products.adapted_experts
-    apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
-    monkeypatch.setattr(parameter_layer, "adapted_experts", lambda *given: (calls.append(given), keep(*given))[1])
+    apply_lora(
+        model,
+        LoRAConfig(
+            2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+        ),
+    )
+    monkeypatch.setattr(
+        parameter_layer, "adapted_experts", lambda *given: (calls.append(given), keep(*given))[1]
+    )
     terms_of(model, documents(), metrics=True)
     assert len(calls) == len(mixture_layers(model))
 
@@ -156,7 +205,9 @@ def test_adapters_take_part_in_products_where_it_is_recorded(monkeypatch):
 @pytest.mark.parametrize("patched", [False, True], ids=["as it is", "patched"])
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3 in groups", "Mixtral"])
 def test_rows_that_are_lost_are_seen(kind, patched):
-    """As with a capacity: of one layer, an expert takes no more than two of the tokens that want it."""
+    """As with a capacity: of one layer, an expert takes no more than two of the tokens that want
+    it.
+    """
     model, batch = build(kind), documents()
     if patched:
         patch_parts(model, whole_layers=True)
@@ -165,7 +216,13 @@ def test_rows_that_are_lost_are_seen(kind, patched):
 
     def with_a_capacity(_, args):
         hidden, chosen, weights = args
-        over = F.one_hot(chosen.flatten(), count).cumsum(0).gather(1, chosen.view(-1, 1)).view_as(chosen) > 2
+        over = (
+            F.one_hot(chosen.flatten(), count)
+            .cumsum(0)
+            .gather(1, chosen.view(-1, 1))
+            .view_as(chosen)
+            > 2
+        )
         lost.append(float((over & counted[:, None]).sum() / (counted.sum() * chosen.shape[1])))
         return hidden, chosen.masked_fill(over, count), weights.masked_fill(over, 0.0)
 
@@ -173,7 +230,9 @@ def test_rows_that_are_lost_are_seen(kind, patched):
         got = terms_of(model, batch, metrics=True)
     assert lost[0] > 0.2
     assert float(got["router/dropped_worst"].sum) == pytest.approx(lost[0], abs=1e-6)
-    assert float(got["router/dropped"].sum) == pytest.approx(lost[0] / len(mixture_layers(model)), abs=1e-6)
+    assert float(got["router/dropped"].sum) == pytest.approx(
+        lost[0] / len(mixture_layers(model)), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", families.ROUTED)
@@ -199,10 +258,15 @@ def test_losses_that_mean_nothing_are_named(monkeypatch):
         return logits, logits.gather(-1, experts).square(), experts
 
     monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", squared)
-    model = families.routed("Olmoe", rms_norm_eps=0.0123)  # of a configuration that is not proved yet
+    model = families.routed(
+        "Olmoe", rms_norm_eps=0.0123
+    )  # of a configuration that is not proved yet
     assert routing_of(model).scores is None
     for name in ("balance", "temporal", "locality", "anchor"):
-        with pytest.raises(ValueError, match=rf"router\.{name}=0\.1: OlmoeForCausalLM weighs its experts by none of softmax"):
+        with pytest.raises(
+            ValueError,
+            match=rf"router\.{name}=0\.1: OlmoeForCausalLM weighs its experts by none of softmax",
+        ):
             check_routers(model, RouterSettings(**{name: 0.1}))
     check_routers(model, RouterSettings(z=0.1))
     assert terms_of(model, documents(), z=0.1).keys() >= {"router/z", "router/busiest"}
@@ -213,9 +277,15 @@ def test_models_without_router_logits_are_named(monkeypatch):
 
     monkeypatch.setattr(routers, "_prove", lambda twin: (None, False))
     model = families.routed("Olmoe", rms_norm_eps=0.0124)
-    with pytest.raises(ValueError, match=r"router\.z=0\.1: OlmoeForCausalLM does not give the logits of its routers"):
+    with pytest.raises(
+        ValueError,
+        match=r"router\.z=0\.1: OlmoeForCausalLM does not give the logits of its routers",
+    ):
         check_routers(model, RouterSettings(z=0.1))
     check_routers(model, RouterSettings(metrics=True))
     monkeypatch.setattr(versions, "transformers_before", lambda version: True)
-    with pytest.raises(ValueError, match=r"transformers \d.* is installed, and from 5\.19 on all classes of it record them"):
+    with pytest.raises(
+        ValueError,
+        match=r"transformers \d.* is installed, and from 5\.19 on all classes of it record them",
+    ):
         check_routers(model, RouterSettings(z=0.1))

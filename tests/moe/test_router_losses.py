@@ -19,8 +19,20 @@ E, K, L, W = 7, 3, 3, 20
 LENGTHS = [(9, 4, 7), (13, 1, 6), (20,)]
 """Of the documents of three packs; the last of the first two packs has no target."""
 
-ALL = {"balance": 1.0, "z": 0.5, "temporal": 2.0, "locality": 0.3, "layer_ahead": 0.7, "token_ahead": 0.2}
-OF_HEADS = {"lookahead_ranking": 0.4, "lookahead_set": 0.9, "lookahead_margin": 0.8, "lookahead_temperature": 1.7}
+ALL = {
+    "balance": 1.0,
+    "z": 0.5,
+    "temporal": 2.0,
+    "locality": 0.3,
+    "layer_ahead": 0.7,
+    "token_ahead": 0.2,
+}
+OF_HEADS = {
+    "lookahead_ranking": 0.4,
+    "lookahead_set": 0.9,
+    "lookahead_margin": 0.8,
+    "lookahead_temperature": 1.7,
+}
 
 
 def batch() -> Batch:
@@ -53,7 +65,9 @@ class Packs:
     def __init__(self, of: Batch):
         bounds = of.cu_seqlens.tolist()
         spans = [(a, b) for a, b in zip(bounds, bounds[1:]) if (of.targets[a:b] != IGNORED).any()]
-        self.tokens = [[t for a, b in spans for t in range(a, b) if t // W == p] for p in range(len(of) // W)]
+        self.tokens = [
+            [t for a, b in spans for t in range(a, b) if t // W == p] for p in range(len(of) // W)
+        ]
         self.end = {t: b for a, b in spans for t in range(a, b)}
 
     def sum(self, value, ahead=0):
@@ -68,20 +82,30 @@ class Packs:
 def lookahead(predicted, target):
     aim, q = (softmax(z / OF_HEADS["lookahead_temperature"]) for z in (target, predicted))
     those = largest(target)
-    least, most = min(predicted[e] for e in those), max(predicted[e] for e in range(E) if e not in those)
+    least, most = (
+        min(predicted[e] for e in those),
+        max(predicted[e] for e in range(E) if e not in those),
+    )
     kl = sum(a * (np.log(a) - np.log(b)) for a, b in zip(aim, q))
     ranking = max(0.0, OF_HEADS["lookahead_margin"] - least + most)
     mass = sum(q[e] for e in those)
-    return kl + OF_HEADS["lookahead_ranking"] * ranking - OF_HEADS["lookahead_set"] * np.log(mass) / K
+    return (
+        kl + OF_HEADS["lookahead_ranking"] * ranking - OF_HEADS["lookahead_set"] * np.log(mass) / K
+    )
 
 
 @pytest.fixture
 def made():
     of = batch()
     logits = [torch.randn(len(of), E, dtype=torch.float64, requires_grad=True) for _ in range(L)]
-    ahead = [torch.randn(len(of), min(2, L - n), E, dtype=torch.float64, requires_grad=True) for n in range(L)]
+    ahead = [
+        torch.randn(len(of), min(2, L - n), E, dtype=torch.float64, requires_grad=True)
+        for n in range(L)
+    ]
     tokens = torch.randn(len(of), 2, L, E, dtype=torch.float64, requires_grad=True)
-    received = [torch.rand(len(of), E).topk(K).indices for _ in range(L)]  # not those with the largest logits
+    received = [
+        torch.rand(len(of), E).topk(K).indices for _ in range(L)
+    ]  # not those with the largest logits
     return of, Computed(torch.zeros(len(of), 1), logits, ahead, tokens, received)
 
 
@@ -109,7 +133,10 @@ def test_every_term_is_its_formula(made, scores):
     p = PROBABILITIES[scores]
     packs, z = Packs(of), [x.detach().numpy() for x in computed.router_logits]
     got = [x.tolist() for x in computed.received]
-    ahead, tokens = [x.detach().numpy() for x in computed.layers_ahead], computed.tokens_ahead.detach().numpy()
+    ahead, tokens = (
+        [x.detach().numpy() for x in computed.layers_ahead],
+        computed.tokens_ahead.detach().numpy(),
+    )
 
     def balance(layer, experts):
         total = 0.0
@@ -118,32 +145,57 @@ def test_every_term_is_its_formula(made, scores):
             total += E * float(np.dot(f, np.mean([p(layer[t]) for t in some], axis=0)))
         return total
 
-    entropies = np.array([[np.mean([-(p(x[t]) * np.log(p(x[t]))).sum() for t in some]) for some in packs.tokens] for x in z])
+    entropies = np.array(
+        [
+            [np.mean([-(p(x[t]) * np.log(p(x[t]))).sum() for t in some]) for some in packs.tokens]
+            for x in z
+        ]
+    )
     expected = {
         "balance": np.mean([balance(x, experts) for x, experts in zip(z, got)]),
         "z": np.mean([packs.sum(lambda t, x=x: np.log(np.exp(x[t]).sum()) ** 2) for x in z]),
-        "temporal": np.mean([packs.sum(lambda t, x=x: ((p(x[t + 1]) - p(x[t])) ** 2).sum(), 1) for x in z]),
-        "locality": np.mean([
-            packs.sum(lambda t, x=x, s=s: -np.log(sum(p(x[t + 1])[e] for e in s[t])), 1) for x, s in zip(z, got)
-        ]),
-        "layer_ahead": np.mean([
-            packs.sum(lambda t, n=n, d=d: lookahead(ahead[n][t, d], z[n + d][t]))
-            for n in range(L) for d in range(ahead[n].shape[1])
-        ]),
-        "token_ahead": np.mean([
-            packs.sum(lambda t, k=k, n=n: lookahead(tokens[t, k - 1, n], z[n][t + k]), k) for k in (1, 2) for n in range(L)
-        ]),
-        "layer_ahead_recall_1": np.mean([
-            packs.sum(lambda t, n=n: len(largest(ahead[n][t, 1]) & largest(z[n + 1][t])) / K) for n in range(L - 1)
-        ]),
-        "token_ahead_recall_2": np.mean([
-            packs.sum(lambda t, n=n: len(largest(tokens[t, 1, n]) & largest(z[n][t + 2])) / K, 2) for n in range(L)
-        ]),
+        "temporal": np.mean(
+            [packs.sum(lambda t, x=x: ((p(x[t + 1]) - p(x[t])) ** 2).sum(), 1) for x in z]
+        ),
+        "locality": np.mean(
+            [
+                packs.sum(lambda t, x=x, s=s: -np.log(sum(p(x[t + 1])[e] for e in s[t])), 1)
+                for x, s in zip(z, got)
+            ]
+        ),
+        "layer_ahead": np.mean(
+            [
+                packs.sum(lambda t, n=n, d=d: lookahead(ahead[n][t, d], z[n + d][t]))
+                for n in range(L)
+                for d in range(ahead[n].shape[1])
+            ]
+        ),
+        "token_ahead": np.mean(
+            [
+                packs.sum(lambda t, k=k, n=n: lookahead(tokens[t, k - 1, n], z[n][t + k]), k)
+                for k in (1, 2)
+                for n in range(L)
+            ]
+        ),
+        "layer_ahead_recall_1": np.mean(
+            [
+                packs.sum(lambda t, n=n: len(largest(ahead[n][t, 1]) & largest(z[n + 1][t])) / K)
+                for n in range(L - 1)
+            ]
+        ),
+        "token_ahead_recall_2": np.mean(
+            [
+                packs.sum(
+                    lambda t, n=n: len(largest(tokens[t, 1, n]) & largest(z[n][t + 2])) / K, 2
+                )
+                for n in range(L)
+            ]
+        ),
         "entropy": entropies.mean(0).sum(),
         "entropy_worst": entropies.min(0).sum(),
         "dropped": 0.0,
         "dropped_worst": 0.0,
-    }  # fmt: skip
+    }
     found = terms_of(of, computed, scores, **ALL, **OF_HEADS)
     for name, value in expected.items():
         term = found[f"router/{name}"]
@@ -159,23 +211,34 @@ def test_loads_are_counted(made):
     found = terms_of(of, replace(computed, received=layers), metrics=True)
     packs, shown = Packs(of), {"busiest": [], "idle": [], "dropped": []}
     for ids in layers:
-        counts = [[sum(e in ids[t].tolist() for t in some) for e in range(E)] for some in packs.tokens]
+        counts = [
+            [sum(e in ids[t].tolist() for t in some) for e in range(E)] for some in packs.tokens
+        ]
         choices = [K * len(some) for some in packs.tokens]
         shown["busiest"].append([E * max(c) / n for c, n in zip(counts, choices)])
         shown["idle"].append([np.mean([n == 0 for n in c]) for c in counts])
         shown["dropped"].append([1 - sum(c) / n for c, n in zip(counts, choices)])
     assert max(shown["dropped"][1]) > 0.1
     for name, values in shown.items():
-        assert float(found[f"router/{name}"].sum) == pytest.approx(np.mean(values, 0).sum(), abs=1e-5)
-        assert float(found[f"router/{name}_worst"].sum) == pytest.approx(np.max(values, 0).sum(), abs=1e-5)
-        assert found[f"router/{name}"].coefficient == found[f"router/{name}_worst"].coefficient == 0.0
+        assert float(found[f"router/{name}"].sum) == pytest.approx(
+            np.mean(values, 0).sum(), abs=1e-5
+        )
+        assert float(found[f"router/{name}_worst"].sum) == pytest.approx(
+            np.max(values, 0).sum(), abs=1e-5
+        )
+        assert (
+            found[f"router/{name}"].coefficient == found[f"router/{name}_worst"].coefficient == 0.0
+        )
 
 
 def test_tokens_that_no_expert_got_are_near_nothing(made):
     of, computed = made
     lost = [torch.full_like(ids, E) for ids in computed.received]
     found = terms_of(of, replace(computed, received=lost), balance=1.0, locality=1.0)
-    assert float(found["router/locality"].sum) == pytest.approx(0.0, abs=1e-9) and found["router/balance"].sum == 0
+    assert (
+        float(found["router/locality"].sum) == pytest.approx(0.0, abs=1e-9)
+        and found["router/balance"].sum == 0
+    )
     sum(term.sum * term.coefficient for term in found.values()).backward()
     assert all(torch.isfinite(x.grad).all() for x in computed.router_logits)
     assert float(found["router/dropped"].sum) == len(LENGTHS)
@@ -188,7 +251,9 @@ def test_routers_without_probabilities_show_what_experts_got(made):
         f"router/{name}{end}" for name in ("busiest", "idle", "dropped") for end in ("", "_worst")
     }
     model = PresentedModel(None, True, True, pack_width=W)
-    none = RouterTerms(RouterSettings(metrics=True), Routing(K, E, None, False)).terms(model, computed, of)
+    none = RouterTerms(RouterSettings(metrics=True), Routing(K, E, None, False)).terms(
+        model, computed, of
+    )
     assert none["router/busiest"].sum == found["router/busiest"].sum
 
 
@@ -228,9 +293,12 @@ def test_terms_never_wait_for_the_device(made):
     with FakeTensorMode() as mode:
         fake = mode.from_tensor
         some = Computed(
-            fake(computed.states), [fake(x) for x in computed.router_logits], [fake(x) for x in computed.layers_ahead],
-            fake(computed.tokens_ahead), [fake(x) for x in computed.received],
-        )  # fmt: skip
+            fake(computed.states),
+            [fake(x) for x in computed.router_logits],
+            [fake(x) for x in computed.layers_ahead],
+            fake(computed.tokens_ahead),
+            [fake(x) for x in computed.received],
+        )
         found = terms_of(of._map(fake), some, **ALL, **OF_HEADS)
         sum(term.sum * term.coefficient for term in found.values()).backward()
     assert found.keys() >= {f"router/{name}" for name in ALL}
@@ -246,9 +314,11 @@ def test_a_pack_without_documents_adds_nothing(made):
     z = computed.router_logits[0].detach().numpy()
     assert len(alone.tokens[2]) == 0
     expected = alone.sum(lambda t: np.log(np.exp(z[t]).sum()) ** 2)
-    assert float(Tokens.of(some, W).sum_over_packs(losses.z_losses(computed.router_logits[0]), Tokens.of(some, W).counted)) == (
-        pytest.approx(expected, rel=1e-6)
-    )
+    assert float(
+        Tokens.of(some, W).sum_over_packs(
+            losses.z_losses(computed.router_logits[0]), Tokens.of(some, W).counted
+        )
+    ) == (pytest.approx(expected, rel=1e-6))
     for name in both[0]:
         assert torch.isfinite(both[1][name].sum)
 
@@ -256,9 +326,18 @@ def test_a_pack_without_documents_adds_nothing(made):
 def test_packs_without_a_token_that_counts_show_nothing(made):
     """No loss, no recall, and no expert that is idle for want of tokens."""
     of, computed = made
-    none = Batch(of.input_ids, torch.full_like(of.targets, IGNORED), of.position_ids, of.cu_seqlens, of.max_seqlen)
+    none = Batch(
+        of.input_ids,
+        torch.full_like(of.targets, IGNORED),
+        of.position_ids,
+        of.cu_seqlens,
+        of.max_seqlen,
+    )
     found = terms_of(none, computed, **ALL)
-    assert "router/idle_worst" in found and {name: float(term.sum) for name, term in found.items() if term.sum} == {}
+    assert (
+        "router/idle_worst" in found
+        and {name: float(term.sum) for name, term in found.items() if term.sum} == {}
+    )
 
 
 @pytest.mark.parametrize("scores", PROBABILITIES)
@@ -282,10 +361,14 @@ def test_the_anchor_is_zero_where_it_began_and_pulls_back(scores):
         weight += 0.3 * torch.randn_like(weight)
     term = anchor.terms(Model(), Computed(torch.zeros(60, 1)), batch())["router/anchor"]
     now = [x.detach().double().numpy() for x in Model().router_logits(tokens)]
-    expected = np.mean([
-        np.mean([(p(a) * np.log(p(a) / p(b))).sum() for a, b in zip(layer, before.double().numpy())])
-        for layer, before in zip(now, began)
-    ])  # fmt: skip
+    expected = np.mean(
+        [
+            np.mean(
+                [(p(a) * np.log(p(a) / p(b))).sum() for a, b in zip(layer, before.double().numpy())]
+            )
+            for layer, before in zip(now, began)
+        ]
+    )
     assert float(term.sum) == pytest.approx(3 * expected, rel=1e-5)  # three packs have documents
     (gradient,) = torch.autograd.grad(term.sum, weight)
     with torch.no_grad():
@@ -294,7 +377,9 @@ def test_the_anchor_is_zero_where_it_began_and_pulls_back(scores):
     assert after.sum < term.sum
 
 
-@pytest.mark.parametrize("given", [{}, {"balance": -1.0}, {"balanse": 1.0}, {"anchor": 0.1, "anchor_tokens": 0}])
+@pytest.mark.parametrize(
+    "given", [{}, {"balance": -1.0}, {"balanse": 1.0}, {"anchor": 0.1, "anchor_tokens": 0}]
+)
 def test_wrong_settings_are_refused(given):
     with pytest.raises(ValueError):
         RouterSettings(**given)

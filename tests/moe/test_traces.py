@@ -56,12 +56,16 @@ def test_the_page_reads_what_was_recorded(traced):
     expected = list(record_data(*given, features=True))
     index = json.loads((folder / "held-out" / "trace.json").read_text())
     found = list(on_page()["read"](folder / "held-out"))
-    assert index["tokens"] == sum(len(part["token_ids"]) for part in found) == sum(map(len, expected))
+    assert (
+        index["tokens"] == sum(len(part["token_ids"]) for part in found) == sum(map(len, expected))
+    )
     assert index["layers"] == [layer.number for layer in mixture_layers(model)]
     kinds = {"token_ids": "<i4", "documents": "<i8", "experts": "|u1"}
     for part, recorded in zip(found, expected, strict=True):
         for name, value in vars(recorded).items():
-            assert part[name].dtype.str == kinds.get(name, "<f2") and part[name].shape == tuple(value.shape)
+            assert part[name].dtype.str == kinds.get(name, "<f2") and part[name].shape == tuple(
+                value.shape
+            )
             np.testing.assert_allclose(part[name], value.cpu().numpy(), rtol=1e-3, atol=1e-3)
     count = on_page()["load_of_experts"](folder / "held-out")
     assert count.sum() == index["tokens"] * index["k"] * len(index["layers"])
@@ -75,7 +79,9 @@ def test_heads_learn_from_a_trace_without_the_model(traced, monkeypatch, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", None)
         patch.setattr(type(model.get_decoder()), "forward", None)
-        found = train_from_trace(model, folder / "trace", folder / "held-out", SIZES, how, MOST, MOST)
+        found = train_from_trace(
+            model, folder / "trace", folder / "held-out", SIZES, how, MOST, MOST
+        )
     assert checksum(model) == before == found.unchanged and found.model == "a model"
     assert found.predictor.gates.device == next(model.parameters()).device
     info = Trace(folder / "trace").info
@@ -123,7 +129,9 @@ def test_passes_go_over_all_parts_in_another_order(traced, monkeypatch):
     held = next(n for n in range(len(files)) if sum(file["tokens"] for file in files[:n]) >= 300)
     rest = (len(order) - held) // 3
     passes = [order[n * rest : (n + 1) * rest] for n in range(3)]
-    assert 4 < rest < len(files) - held and [number for _, number in order[3 * rest :]] == list(range(held))
+    assert 4 < rest < len(files) - held and [number for _, number in order[3 * rest :]] == list(
+        range(held)
+    )
     assert all(sorted(one) == [("trace", n) for n in range(held, held + rest)] for one in passes)
     assert passes[0] != passes[1] != passes[2]
     again, same = orders()
@@ -134,7 +142,9 @@ def test_passes_go_over_all_parts_in_another_order(traced, monkeypatch):
 
 def test_tokens_end_a_trace(traced):
     model, folder, _ = traced
-    found = train_from_trace(model, folder / "trace", folder / "held-out", SIZES, Distillation(rows=256), 600, 1)
+    found = train_from_trace(
+        model, folder / "trace", folder / "held-out", SIZES, Distillation(rows=256), 600, 1
+    )
     files = Trace(folder / "trace").info.files
     assert 600 <= found.tokens < 600 + max(file["tokens"] for file in files)
     assert found.recalls.tokens == Trace(folder / "held-out").info.files[0]["tokens"]
@@ -146,7 +156,10 @@ def test_a_trace_of_another_model_is_refused(traced, tmp_path):
     model, folder, config = traced
     given = folder / "trace", None, SIZES, Distillation(), MOST, 300
     other = families.mixture("mixtral", vocab_size=300)
-    with pytest.raises(ValueError, match=r"is a trace of a model .*whose configuration is not that of MixtralForCausalLM"):
+    with pytest.raises(
+        ValueError,
+        match=r"is a trace of a model .*whose configuration is not that of MixtralForCausalLM",
+    ):
         train_from_trace(other, *given)
     said = json.loads((folder / "held-out" / "trace.json").read_text())
     (tmp_path / "other").mkdir()
@@ -169,7 +182,9 @@ def test_a_trace_of_another_model_is_refused(traced, tmp_path):
 def test_a_configuration_is_known_however_it_was_loaded(tmp_path):
     model = families.mixture("qwen3_moe", vocab_size=300)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    loaded = type(model).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     assert config_digest(loaded.config) == config_digest(model.config)
     loaded.config.num_experts_per_tok = 1
     assert config_digest(loaded.config) != config_digest(model.config)
@@ -191,16 +206,26 @@ def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
             del recorded, features
 
     monkeypatch.setattr(training, "record_data", watched)
-    model, config = families.mixture("qwen3_moe", vocab_size=300), runs.config(tmp_path, objective="pretraining")
+    model, config = (
+        families.mixture("qwen3_moe", vocab_size=300),
+        runs.config(tmp_path, objective="pretraining"),
+    )
     how = Distillation(rows=256)
     for held_out in (tiny.chat_rows(120), None):
-        found = train_predictor(model, tiny.tokenizer(), tiny.chat_rows(200), held_out, config, SIZES, how, 3000, 4000)
+        found = train_predictor(
+            model, tiny.tokenizer(), tiny.chat_rows(200), held_out, config, SIZES, how, 3000, 4000
+        )
         assert found.recalls.tokens >= 4000 and len(most) > 25
-    assert max(most) <= 3 + SAMPLE // 200  # before the heads are made there are as many as tell how experts are chosen
+    assert (
+        max(most) <= 3 + SAMPLE // 200
+    )  # before the heads are made there are as many as tell how experts are chosen
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
-    model, config = families.mixture("qwen3_moe", vocab_size=300), runs.config(tmp_path, objective="pretraining")
+    model, config = (
+        families.mixture("qwen3_moe", vocab_size=300),
+        runs.config(tmp_path, objective="pretraining"),
+    )
     trained, measured = [], []
     distil, measure = training.distil, training.measure
 
@@ -211,8 +236,21 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training, "distil", lambda p, r, *more: distil(p, seen(r, trained), *more))
     monkeypatch.setattr(training, "measure", lambda p, r, k: measure(p, seen(r, measured), k))
-    train_predictor(model, tiny.tokenizer(), tiny.chat_rows(200), None, config, SIZES, Distillation(rows=256), 3000, 600)
-    parts = [recorded.token_ids for recorded in record_data(model, tiny.tokenizer(), tiny.chat_rows(200), config)]
+    train_predictor(
+        model,
+        tiny.tokenizer(),
+        tiny.chat_rows(200),
+        None,
+        config,
+        SIZES,
+        Distillation(rows=256),
+        3000,
+        600,
+    )
+    parts = [
+        recorded.token_ids
+        for recorded in record_data(model, tiny.tokenizer(), tiny.chat_rows(200), config)
+    ]
     held = len(measured)
     assert held >= 2 and all(equal(a, b) for a, b in zip(measured + trained, parts))
     assert sum(map(len, measured[:-1])) < 600 <= sum(map(len, measured))
@@ -223,7 +261,9 @@ def test_settings_are_checked(traced):
     with pytest.raises(ValueError, match="passes=0"):
         Distillation(passes=0)
     with pytest.raises(ValueError, match="passes=2: the model runs once over data"):
-        train_predictor(model, tiny.tokenizer(), [], None, config, SIZES, Distillation(passes=2), 1, 1)
+        train_predictor(
+            model, tiny.tokenizer(), [], None, config, SIZES, Distillation(passes=2), 1, 1
+        )
 
 
 def test_routers_that_follow_no_rule_are_traced_and_have_no_heads(tmp_path, caplog):
@@ -237,7 +277,11 @@ def test_routers_that_follow_no_rule_are_traced_and_have_no_heads(tmp_path, capl
         layer.router.forward = partial(another, layer.router.forward)
     given = model, tiny.tokenizer(), tiny.chat_rows(30), config
     info = record_trace(*given, tmp_path / "trace", True)
-    assert info.choice is None and info.tokens > 1000 and "choose experts in a way that is not known" in caplog.text
+    assert (
+        info.choice is None
+        and info.tokens > 1000
+        and "choose experts in a way that is not known" in caplog.text
+    )
     with pytest.raises(ValueError, match="does not say how experts are chosen"):
         train_from_trace(model, tmp_path / "trace", None, SIZES, Distillation(), MOST, 100)
     with pytest.raises(ValueError, match="choose experts in a way that is not known"):

@@ -18,12 +18,23 @@ from families import hand_made_batch
 
 def mixtral(coefficient=0.5, asked=True):
     torch.manual_seed(0)
-    sizes = {name: getattr(tiny.llama().config, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    sizes = {
+        name: getattr(tiny.llama().config, name)
+        for name in ("hidden_size", "intermediate_size", "vocab_size")
+    }
     config = MixtralConfig(
-        **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=0, num_local_experts=4, num_experts_per_tok=2, output_router_logits=asked,
+        **sizes,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=0,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=asked,
         router_aux_loss_coef=coefficient,
-    )  # fmt: skip
+    )
     return MixtralForCausalLM(config)
 
 
@@ -36,7 +47,10 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"batch_size": 1, "gradient_accumulation_steps": 4}, {"batch_size": 2, "gradient_accumulation_steps": 2}],
+    [
+        {"batch_size": 1, "gradient_accumulation_steps": 4},
+        {"batch_size": 2, "gradient_accumulation_steps": 2},
+    ],
     ids=["1x4", "2x2"],
 )
 def test_batch_times_accumulation(whole, changes, tmp_path):
@@ -51,7 +65,13 @@ def test_recomputed_layers_train_it_alike(whole, tmp_path):
 
 
 def test_it_is_part_of_the_loss_and_trains(whole, tmp_path):
-    runs.train(tmp_path, model=mixtral(asked=False), batch_size=4, gradient_accumulation_steps=1, max_steps=4)
+    runs.train(
+        tmp_path,
+        model=mixtral(asked=False),
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        max_steps=4,
+    )
     without = np.array(runs.trajectory(tmp_path))
     added = whole[0, 1] - without[0, 1]
     assert 0.5 * 1.5 < added < 0.5 * 4  # k = 2 for experts in balance, and the coefficient
@@ -70,7 +90,9 @@ def test_verify_sets_it_beside_the_class_itself(adapters, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("objective", ["orpo", "kto"])
 def test_answers_that_share_a_prompt_are_set_beside_the_class_itself(objective, tmp_path):
-    """Which sees the prompt once for each of them; of judged answers the row's own is trained alone."""
+    """Which sees the prompt once for each of them; of judged answers the row's own is trained
+    alone.
+    """
     given = preferences.judged_rows(24) if objective == "kto" else preferences.rows(24)
     config = runs.config(tmp_path, objective=objective, max_seq_length=256, learning_rate=1e-3)
     found = verify(mixtral(), tiny.tokenizer(), config, given)
@@ -79,12 +101,16 @@ def test_answers_that_share_a_prompt_are_set_beside_the_class_itself(objective, 
 
 @pytest.mark.parametrize("how", ["packed", "padded"])
 def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, monkeypatch):
-    """But for that of neighbours, which an answer's first token and the prompt's last one are not where they lie apart."""
+    """But for that of neighbours, which an answer's first token and the prompt's last one are
+    not where they lie apart.
+    """
     given = preferences.rows(6)
     settings = {"router": {"z": 0.1}, "max_seq_length": 1024}
 
     def step(folder):
-        found = preferences.one_step(tmp_path / folder, given, "orpo", {}, mixtral(), padded=how == "padded", **settings)
+        found = preferences.one_step(
+            tmp_path / folder, given, "orpo", {}, mixtral(), padded=how == "padded", **settings
+        )
         return {name: torch.as_tensor(value) for part in found for name, value in part.items()}
 
     shared = step("shared")
@@ -104,7 +130,10 @@ def test_an_objective_gets_it_beside_the_states(fused_head):
             terms = NextToken()(presented, batch)
             scores = NextToken().score(presented, batch)
         assert terms.keys() == names and scores.keys() == {"cross_entropy", "token_accuracy"}
-        assert {(term.coefficient, term.per) for term in terms.values()} <= {(1.0, "weight"), (0.5, "packs")}
+        assert {(term.coefficient, term.per) for term in terms.values()} <= {
+            (1.0, "weight"),
+            (0.5, "packs"),
+        }
 
 
 def test_layers_recomputed_by_re_entrance_are_refused(tmp_path):

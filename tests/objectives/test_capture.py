@@ -1,4 +1,6 @@
-"""What an objective computes can be captured in a CUDA graph: it makes nothing on the host, and asks the device for nothing."""
+"""What an objective computes can be captured in a CUDA graph: it makes nothing on the host, and
+asks the device for nothing.
+"""
 
 import sys
 
@@ -11,7 +13,15 @@ import tiny
 from chronicals.data.judged_answers import JUDGED
 from chronicals.objectives.registry import OBJECTIVES
 
-HOST = ("lift_fresh", "_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal")
+HOST = (
+    "lift_fresh",
+    "_local_scalar_dense",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+)
 """Operators of torch that make a tensor of numbers on the host, or wait for the device."""
 
 
@@ -40,8 +50,14 @@ class Watch(TorchDispatchMode):
 
 CASES = [
     *((name, {}) for name in OBJECTIVES if name != "distill"),
-    *(("distill", {"teacher_precision": "fp32", **more}) for more in ({}, {"divergence": "jsd"}, {"stored_tokens": 8})),
-    *(("dpo", {"loss": loss, "label_smoothing": 0.1 * (loss == "robust")}) for loss in ("hinge", "robust", "sigmoid_norm")),
+    *(
+        ("distill", {"teacher_precision": "fp32", **more})
+        for more in ({}, {"divergence": "jsd"}, {"stored_tokens": 8})
+    ),
+    *(
+        ("dpo", {"loss": loss, "label_smoothing": 0.1 * (loss == "robust")})
+        for loss in ("hinge", "robust", "sigmoid_norm")
+    ),
 ]
 
 
@@ -60,6 +76,15 @@ def test_nothing_is_made_on_the_host(name, settings, tmp_path, monkeypatch):
         settings = {**settings, "teacher": str(tmp_path / "teacher")}
         tiny.llama(7).save_pretrained(settings["teacher"])
         tiny.tokenizer().save_pretrained(settings["teacher"])
-    made = {"preference": preferences.rows, JUDGED: preferences.judged_rows}.get(objective.row_kinds[0], tiny.chat_rows)
-    runs.train(tmp_path, made(12), objective=name, max_steps=1, save_steps=None, **({name: settings} if settings else {}))
+    made = {"preference": preferences.rows, JUDGED: preferences.judged_rows}.get(
+        objective.row_kinds[0], tiny.chat_rows
+    )
+    runs.train(
+        tmp_path,
+        made(12),
+        objective=name,
+        max_steps=1,
+        save_steps=None,
+        **({name: settings} if settings else {}),
+    )
     assert calls and not found, found

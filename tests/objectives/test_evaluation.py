@@ -1,4 +1,6 @@
-"""Evaluation on held-out data: perplexity is that of the cross-entropy alone, whatever else an objective minimises."""
+"""Evaluation on held-out data: perplexity is that of the cross-entropy alone, whatever else an
+objective minimises.
+"""
 
 import math
 
@@ -30,5 +32,7 @@ def test_perplexity_is_that_of_the_cross_entropy(objective, teacher, tmp_path):
 
 @pytest.mark.parametrize("objective", ["dpo", "reward"])
 def test_no_perplexity_without_a_cross_entropy(objective, tmp_path):
-    result = runs.train(tmp_path, PAIRS, objective=objective, max_steps=1, eval_rows=rows(4, seed=5))
+    result = runs.train(
+        tmp_path, PAIRS, objective=objective, max_steps=1, eval_rows=rows(4, seed=5)
+    )
     assert result.evaluation.perplexity is None and "perplexity" not in result.evaluation.to_dict()

@@ -1,4 +1,6 @@
-"""Objectives over pairs and judged answers through fused decoder layers with adapters; answers share their prompts."""
+"""Objectives over pairs and judged answers through fused decoder layers with adapters; answers
+share their prompts.
+"""
 
 import pytest
 import torch
@@ -38,10 +40,14 @@ def adapt_and_fuse(model):
 @pytest.mark.parametrize("weights", ["fp32", "NF4"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_step_through_fused_layers_is_that_of_separate_rows(objective, weights, tmp_path):
-    """In one pack, the reference being the base with adapters switched off, beside plain layers and a row for each answer."""
+    """In one pack, the reference being the base with adapters switched off, beside plain layers
+    and a row for each answer.
+    """
     given = judged_rows(7) if objective == "kto" else rows(7)
     usual = {"max_seq_length": 1024, "use_cuda_graphs": False, **LORA}
-    terms, gradients = one_step(tmp_path, given, objective, {}, base(weights), padded=True, ready=adapt, **usual)
+    terms, gradients = one_step(
+        tmp_path, given, objective, {}, base(weights), padded=True, ready=adapt, **usual
+    )
     before = decoder_layer.runs[BY]
     fused = one_step(tmp_path, given, objective, {}, base(weights), ready=adapt_and_fuse, **usual)
     assert decoder_layer.runs[BY] > before

@@ -41,14 +41,20 @@ def test_batch_times_accumulation(tmp_path, monkeypatch, fused):
     found = []
     for batch, accumulation in ((1, 4), (4, 1)):
         folder = tmp_path / str(batch)
-        changes = {"batch_size": batch, "gradient_accumulation_steps": accumulation, "use_fused_kernels": fused}
+        changes = {
+            "batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "use_fused_kernels": fused,
+        }
         runs.train(folder, max_steps=3, max_grad_norm=float("inf"), **changes)
         found.append(torch.tensor(runs.trajectory(folder)))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=0)
 
 
 def test_the_loss_is_the_weighted_mean(tmp_path, monkeypatch, fused):
-    """Of a step: the sums by hand from the model's own logits, over weights that add up to less than one."""
+    """Of a step: the sums by hand from the model's own logits, over weights that add up to less
+    than one.
+    """
     weigh(monkeypatch, lambda targets: by_token(targets) * 1e-3)
     seen = []
 
@@ -78,7 +84,9 @@ def test_equal_weights_change_nothing(tmp_path, monkeypatch, fused):
     expected = runs.train(tmp_path / "without", **changes)
     weigh(monkeypatch, lambda targets: torch.full_like(targets, 3, dtype=torch.float32))
     found = runs.train(tmp_path / "with", **changes)
-    without, weighted = (torch.tensor(runs.trajectory(tmp_path / name)) for name in ("without", "with"))
+    without, weighted = (
+        torch.tensor(runs.trajectory(tmp_path / name)) for name in ("without", "with")
+    )
     torch.testing.assert_close(weighted, without, rtol=1e-5, atol=0)
     assert found.evaluation.loss == pytest.approx(expected.evaluation.loss, rel=1e-5)
     assert found.evaluation.token_accuracy == expected.evaluation.token_accuracy
@@ -88,7 +96,9 @@ def test_several_processes_must_be_told(tmp_path, monkeypatch):
     from chronicals.data import create_dataloader
 
     weigh(monkeypatch, by_token)
-    (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), runs.config(tmp_path)).steps(count=1)
+    (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), runs.config(tmp_path)).steps(
+        count=1
+    )
     with pytest.raises(ValueError, match=r"Batch.weights.*2 processes as counts"):
         counts_of(step, Mesh(0, 2))
     told = replace(step, counts={**step.counts, "weight": 0.75})
@@ -99,4 +109,6 @@ def test_several_processes_must_be_told(tmp_path, monkeypatch):
 def test_what_nothing_is_counted_for_is_not_divided(as_tensor):
     for count, expected in ((0, 3.0), (0.5, 6.0), (2, 1.5)):
         given = torch.tensor(float(count)) if as_tensor else count
-        assert divide({"x": Term(torch.tensor(3.0), per="pairs")}, {"pairs": given}) == {"loss": expected}
+        assert divide({"x": Term(torch.tensor(3.0), per="pairs")}, {"pairs": given}) == {
+            "loss": expected
+        }

@@ -1,4 +1,6 @@
-"""The reference policy: where it comes from, what it is the same as, and how a trained model is compared with it again."""
+"""The reference policy: where it comes from, what it is the same as, and how a trained model is
+compared with it again.
+"""
 
 import json
 import math
@@ -28,7 +30,9 @@ HELD = rows(8, seed=5)
 
 
 def first(folder, name="loss"):
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return next(line[name] for line in lines if "loss" in line)
 
 
@@ -55,7 +59,9 @@ def evaluated(folder, data=HELD, reference_model=None, **changes):
     """As ``chronicals evaluate``: what the run left, on rows, by what it wrote beside its model."""
     saved = SavedModel.find(folder / "run")
     taught = saved.about["taught"]
-    config = runs.config(folder / "again", objective=taught["objective"], sections=taught["sections"], **changes)
+    config = runs.config(
+        folder / "again", objective=taught["objective"], sections=taught["sections"], **changes
+    )
     config = with_reference(config, saved.about.get("reference"), reference_model)
     return evaluate_data(saved.model(torch.float32), saved.tokenizer(), data, config)
 
@@ -76,7 +82,8 @@ def tuned(base, tmp_path_factory):
     return folder / "run"
 
 
-# --- another model as the reference ----------------------------------------------------------------------------------
+# --- another model as the reference
+# ----------------------------------------------------------------------------------
 
 
 def test_the_run_of_an_adapter_is_a_reference(tuned, tmp_path):
@@ -110,64 +117,102 @@ def test_a_reference_that_cannot_be_used_names_its_setting(what, base, tmp_path)
         tokenizer.save_pretrained(there)
     other = "its tokenizer has another vocabulary .*; the reference must read texts as"
     reason = {"nothing": "there is no such folder here", "a tokenizer": other}[what]
-    with pytest.raises(ConfigurationError, match=f"^dpo={{'reference_model': '{there}'}}: {reason}") as refused:
+    with pytest.raises(
+        ConfigurationError, match=f"^dpo={{'reference_model': '{there}'}}: {reason}"
+    ) as refused:
         train_from(base, tmp_path, dpo={"reference_model": str(there)})
     assert "--base-model" not in str(refused.value) and "teacher" not in str(refused.value)
 
 
 @pytest.mark.parametrize("named", [None, "/no/such/model"])
-def test_an_adapter_whose_model_is_not_known_is_told_without_flags_of_others(named, tuned, base, tmp_path):
+def test_an_adapter_whose_model_is_not_known_is_told_without_flags_of_others(
+    named, tuned, base, tmp_path
+):
     shutil.copytree(tuned / "model", tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
-    with pytest.raises(ConfigurationError, match="^dpo={'reference_model': .*write where it is into the adapter's") as refused:
+    with pytest.raises(
+        ConfigurationError, match="^dpo={'reference_model': .*write where it is into the adapter's"
+    ) as refused:
         train_from(base, tmp_path, dpo={"reference_model": str(tmp_path / "adapter")})
-    assert not any(words in str(refused.value) for words in ("base-model", "give base_model", " model="))
+    assert not any(
+        words in str(refused.value) for words in ("base-model", "give base_model", " model=")
+    )
 
 
 def test_a_plan_refuses_adapters_that_there_are_not(tmp_path):
     config = runs.config(tmp_path, objective="dpo", dpo={"reference": "adapters_off"})
-    with pytest.raises(ConfigurationError, match="dpo.reference='adapters_off': there are no adapters to switch off"):
+    with pytest.raises(
+        ConfigurationError,
+        match="dpo.reference='adapters_off': there are no adapters to switch off",
+    ):
         build_objective(config).unplanned_costs(config)
     assert "adapters off" in build_objective(config).unplanned_costs(config.replace(use_lora=True))
     judged = runs.config(tmp_path, objective="kto", use_lora=True)
     costs = build_objective(judged).unplanned_costs(judged)
-    assert "adapters off; for its divergence the policy's, a forward pass more of each micro-batch" in costs
+    assert (
+        "adapters off; for its divergence the policy's, a forward pass more of each micro-batch"
+        in costs
+    )
 
 
 def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, monkeypatch):
     asked = []
     whole = SavedModel.model
-    monkeypatch.setattr(SavedModel, "model", lambda self, *given: asked.append(given[1:2]) or whole(self, *given))
+    monkeypatch.setattr(
+        SavedModel, "model", lambda self, *given: asked.append(given[1:2]) or whole(self, *given)
+    )
     for trusted in (False, True):
-        config = runs.config(tmp_path, objective="dpo", dpo={"reference_model": str(base), "trust_remote_code": trusted})
+        config = runs.config(
+            tmp_path,
+            objective="dpo",
+            dpo={"reference_model": str(base), "trust_remote_code": trusted},
+        )
         build_objective(config).bring(tiny.llama(), tiny.tokenizer(), config)
     assert asked == [(False,), (True,)]
 
 
-# --- without dropout --------------------------------------------------------------------------------------------------
+# --- without dropout
+# --------------------------------------------------------------------------------------------------
 
 
 def gpt2(dropout):
     torch.manual_seed(3)
     config = GPT2Config(
-        vocab_size=len(tiny.tokenizer()), n_positions=256, n_embd=32, n_layer=2, n_head=2, resid_pdrop=dropout,
-        embd_pdrop=dropout, attn_pdrop=0.0,
-    )  # fmt: skip
+        vocab_size=len(tiny.tokenizer()),
+        n_positions=256,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=0.0,
+    )
     return GPT2LMHeadModel(config)
 
 
 def in_training_mode(folder, section, dropout):
-    """The reference of each document as a step has it, and the loss of the step without the policy's dropout."""
-    config = runs.config(folder, objective="dpo", dpo=section, batch_size=8, gradient_accumulation_steps=1, **LORA)
+    """The reference of each document as a step has it, and the loss of the step without the
+    policy's dropout.
+    """
+    config = runs.config(
+        folder, objective="dpo", dpo=section, batch_size=8, gradient_accumulation_steps=1, **LORA
+    )
     store = store_of(folder, rows(8))
     model = gpt2(dropout)
     objective = build_objective(config)
-    with prepared(model, config, objective, tokenizer=tiny.tokenizer()) as session, session.stepping():
+    with (
+        prepared(model, config, objective, tokenizer=tiny.tokenizer()) as session,
+        session.stepping(),
+    ):
         if section:
-            stored = StoredReference(session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False))
+            stored = StoredReference(
+                session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False)
+            )
             store = stored.beside(store)
-        (batch,) = BatchStream(store, config, tiny.tokenizer().pad_token_id, epochs=1, shuffle=False)
+        (batch,) = BatchStream(
+            store, config, tiny.tokenizer().pad_token_id, epochs=1, shuffle=False
+        )
         model.train()
         reference = objective.reference_sums(session.presented, batch)
         modes = {name: module.training for name, module in model.named_modules()}
@@ -178,7 +223,9 @@ def in_training_mode(folder, section, dropout):
 
 
 def test_the_reference_does_not_drop_out(tmp_path):
-    """With adapters off it is what is stored, whatever the model's own dropout; the first loss is log 2."""
+    """With adapters off it is what is stored, whatever the model's own dropout; the first loss
+    is log 2.
+    """
     off, loss = in_training_mode(tmp_path / "off", {}, 0.3)
     stored, other = in_training_mode(tmp_path / "stored", {"reference": "stored"}, 0.3)
     without, _ = in_training_mode(tmp_path / "without", {}, 0.0)
@@ -195,7 +242,8 @@ def test_the_policy_drops_out_as_it_was_told(tmp_path):
     assert abs(first(tmp_path / "own") - math.log(2)) > 1e-4
 
 
-# --- in the cache ----------------------------------------------------------------------------------------------------
+# --- in the cache
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["another rope_theta", "rows exchanged"])
@@ -209,21 +257,35 @@ def test_what_is_stored_is_read_for_the_same_model_alone(how, tmp_path):
         if number and how == "another rope_theta":
             model = tiny.llama(rope_parameters={"rope_type": "default", "rope_theta": 3.0})
         folder = tmp_path / str(number)
-        runs.train(folder, rows(16), model, **changes_of(max_steps=1, cache_dir=tmp_path / "shared"))
+        runs.train(
+            folder, rows(16), model, **changes_of(max_steps=1, cache_dir=tmp_path / "shared")
+        )
         assert first(folder) == pytest.approx(math.log(2), rel=1e-6)
     assert len(list((tmp_path / "shared").glob("*.reference.safetensors"))) == 2
 
 
 def test_what_is_stored_of_pairs_is_not_read_for_others_of_their_lengths(tmp_path):
-    """Training and held-out pairs may be as many and as long as each other; each have the log-probabilities of the whole."""
-    given = [{"prompt": f"what is {n}?", "chosen": f"{n} {n}", "rejected": f"no {n}"} for n in range(1, 9)]
+    """Training and held-out pairs may be as many and as long as each other; each have the
+    log-probabilities of the whole.
+    """
+    given = [
+        {"prompt": f"what is {n}?", "chosen": f"{n} {n}", "rejected": f"no {n}"}
+        for n in range(1, 9)
+    ]
     config = runs.config(tmp_path, objective="dpo", dpo={"reference": "stored"})
     store, whole = store_of(tmp_path, given), store_of(tmp_path / "whole", given)
     halves = np.split(np.arange(len(store)), 2)
     parts = [store.subset(half) for half in halves]
     assert np.array_equal(parts[0].lengths, parts[1].lengths)
-    with prepared(tiny.llama(), config, build_objective(config), tokenizer=tiny.tokenizer()) as session, session.stepping():
-        stored = StoredReference(session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False))
+    with (
+        prepared(
+            tiny.llama(), config, build_objective(config), tokenizer=tiny.tokenizer()
+        ) as session,
+        session.stepping(),
+    ):
+        stored = StoredReference(
+            session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False)
+        )
         expected = stored.beside(whole).columns["reference"]
         found = [stored.beside(part).columns["reference"] for part in parts]
         file = stored._file(store)
@@ -244,7 +306,8 @@ def test_a_run_that_was_begun_before_places_were_kept_goes_on(tmp_path):
     assert len(runs.trajectory(tmp_path)) == 3
 
 
-# --- evaluation beside the same reference -----------------------------------------------------------------------------
+# --- evaluation beside the same reference
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "kto"])
@@ -261,7 +324,11 @@ def test_an_evaluation_of_judged_answers_does_not_depend_on_its_steps(base, tmp_
     held = judged_rows(24, seed=5)
     result = train_from(base, tmp_path, held, objective="kto", keep="last", **LORA)
     for batch_size, micro_batches in ((1, 1), (8, 1), (1, 8)):
-        sizes = {"batch_size": batch_size, "gradient_accumulation_steps": micro_batches, "max_documents": 6}
+        sizes = {
+            "batch_size": batch_size,
+            "gradient_accumulation_steps": micro_batches,
+            "max_documents": 6,
+        }
         found = evaluated(tmp_path, held, **sizes)
         assert found.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
         assert found.others == pytest.approx(result.evaluation.others, rel=1e-3, abs=2e-4)
@@ -270,7 +337,9 @@ def test_an_evaluation_of_judged_answers_does_not_depend_on_its_steps(base, tmp_
 @pytest.mark.parametrize("kind", ["an adapter", "all weights", "a head beside adapters"])
 def test_another_start_is_the_reference_of_evaluation_too(kind, base, tuned, tmp_path):
     """The loss is that of training, not one beside the base."""
-    beside = {**LORA, "lora_modules_to_save": ["lm_head"]} if kind == "a head beside adapters" else {}
+    beside = (
+        {**LORA, "lora_modules_to_save": ["lm_head"]} if kind == "a head beside adapters" else {}
+    )
     start = tuned if kind == "an adapter" else base
     result = train_from(start, tmp_path, HELD, keep="last", **beside)
     record = SavedModel.find(tmp_path / "run").about["reference"]
@@ -282,9 +351,13 @@ def test_another_start_is_the_reference_of_evaluation_too(kind, base, tuned, tmp
         assert abs(evaluated(tmp_path, reference_model=base).loss - found.loss) > 1e-3
 
 
-@pytest.mark.parametrize("beside", [{"lora_modules_to_save": ["lm_head"]}, {"dpo": {"reference": "stored"}}])
+@pytest.mark.parametrize(
+    "beside", [{"lora_modules_to_save": ["lm_head"]}, {"dpo": {"reference": "stored"}}]
+)
 def test_a_start_in_4_bits_is_the_reference_in_4_bits(beside, base, tmp_path):
-    """Trained so little that it is still what it began with: the loss is log 2, as beside the weights in 16 bits it is not."""
+    """Trained so little that it is still what it began with: the loss is log 2, as beside the
+    weights in 16 bits it is not.
+    """
     train_from(base, tmp_path, **{**LORA, "learning_rate": 1e-9, "load_in_4bit": True, **beside})
     assert SavedModel.find(tmp_path / "run").about["reference"]["in_4bit"]
     assert evaluated(tmp_path).loss == pytest.approx(math.log(2), rel=1e-5)
@@ -294,7 +367,9 @@ def test_a_start_in_4_bits_is_the_reference_in_4_bits(beside, base, tmp_path):
 def test_adapters_that_make_up_for_quantising_begin_with_no_stored_model(base, tmp_path):
     train_from(base, tmp_path, **{**LORA, "load_in_4bit": True, "lora_init": "loftq"})
     assert SavedModel.find(tmp_path / "run").about["reference"] == {"how": "stored"}
-    with pytest.raises(ConfigurationError, match="it was not known where that is stored; give as reference_model"):
+    with pytest.raises(
+        ConfigurationError, match="it was not known where that is stored; give as reference_model"
+    ):
         evaluated(tmp_path)
 
 
@@ -302,7 +377,9 @@ def test_a_run_that_goes_on_remembers_its_start(base, tmp_path):
     changes = {"lr_scheduler": "constant", "save_steps": 2}
     train_from(base, tmp_path, max_steps=2, **changes)
     record = json.loads((tmp_path / "run" / "reference.json").read_text())["reference"]
-    model, config = load_to_train(SavedModel.find(base), runs.config(tmp_path, **changes_of(**changes)), ranks())
+    model, config = load_to_train(
+        SavedModel.find(base), runs.config(tmp_path, **changes_of(**changes)), ranks()
+    )
     model.__dict__.pop("_chronicals_loaded_from")
     ChronicalsTrainer(model, tiny.tokenizer(), config).train(rows(16), resume=True)
     assert SavedModel.find(tmp_path / "run").about["reference"] == record
@@ -320,11 +397,16 @@ def test_a_run_that_goes_on_in_another_folder_has_the_reference_of_before(base, 
         ChronicalsTrainer(model, tiny.tokenizer(), config).train(rows(16), resume=checkpoint)
         return json.loads((tmp_path / folder / "run" / "reference.json").read_text())
 
-    with pytest.raises(CheckpointError, match="the run's reference policy is the model that it began with, and this is"):
+    with pytest.raises(
+        CheckpointError,
+        match="the run's reference policy is the model that it began with, and this is",
+    ):
         go_on(tmp_path / "run", "other", checkpoint)
     assert go_on(base, "there", checkpoint) == record and "is not compared" not in caplog.text
     alone = shutil.copytree(checkpoint, tmp_path / "alone" / "checkpoints" / checkpoint.name)
-    assert go_on(base, "again", alone) == record and "there is no reference.json beside" in caplog.text
+    assert (
+        go_on(base, "again", alone) == record and "there is no reference.json beside" in caplog.text
+    )
 
 
 def test_adapters_go_on_over_the_base_that_they_began_on_alone(base, tmp_path):
@@ -336,14 +418,19 @@ def test_adapters_go_on_over_the_base_that_they_began_on_alone(base, tmp_path):
         if seed is not None:
             tiny.llama(seed).save_pretrained(tmp_path / folder)
         model, config = load_to_train(
-            SavedModel.find(tmp_path / folder), runs.config(tmp_path, **changes_of(**changes)), ranks()
+            SavedModel.find(tmp_path / folder),
+            runs.config(tmp_path, **changes_of(**changes)),
+            ranks(),
         )
         trainer = ChronicalsTrainer(model, tiny.tokenizer(), config)
         if seed is None:
             trainer.train(rows(16), resume=True)
             assert len(runs.trajectory(tmp_path)) == 3
         else:
-            with pytest.raises(CheckpointError, match="reference.json: the run's reference policy is .*, and this is another"):
+            with pytest.raises(
+                CheckpointError,
+                match="reference.json: the run's reference policy is .*, and this is another",
+            ):
                 trainer.train(rows(16), resume=True)
 
 
@@ -360,7 +447,11 @@ def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base,
     changes = {"lr_scheduler": "constant", "save_steps": 2}
     train_from(base, tmp_path, dpo=begun, **changes, max_steps=2)
     if what == "copied":
-        then = {"reference_model": str(shutil.copytree(one, tmp_path / "there", copy_function=shutil.copy))}
+        then = {
+            "reference_model": str(
+                shutil.copytree(one, tmp_path / "there", copy_function=shutil.copy)
+            )
+        }
         shutil.rmtree(one)
     if what == "changed":
         tiny.llama(9).save_pretrained(one)
@@ -375,8 +466,15 @@ def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base,
         trainer.train(rows(16), resume=True)
         assert len(runs.trajectory(tmp_path)) == 3
         return
-    reason = "the setting that it began with" if what in ("left out", "named since") else "the model that the run began"
-    with pytest.raises(CheckpointError, match=f"reference.json: the run's reference policy is .*; resume with {reason}"):
+    reason = (
+        "the setting that it began with"
+        if what in ("left out", "named since")
+        else "the model that the run began"
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=f"reference.json: the run's reference policy is .*; resume with {reason}",
+    ):
         trainer.train(rows(16), resume=True)
 
 
@@ -392,8 +490,14 @@ def test_a_reference_that_is_not_there_any_more_is_refused_with_the_remedy(what,
         shutil.rmtree(start)
     if what == "changed":
         tiny.llama(seed=9).save_pretrained(start)
-    reason = {"changed": "whose files were changed", "gone": "cannot be read", "not known": "it was not known where that is"}
-    with pytest.raises(ConfigurationError, match=f"{reason[what]}.*; give as reference_model, a folder or hub name"):
+    reason = {
+        "changed": "whose files were changed",
+        "gone": "cannot be read",
+        "not known": "it was not known where that is",
+    }
+    with pytest.raises(
+        ConfigurationError, match=f"{reason[what]}.*; give as reference_model, a folder or hub name"
+    ):
         evaluated(tmp_path)
     assert evaluated(tmp_path, reference_model=base).others["rewards/margins"] > 0
 
@@ -403,13 +507,21 @@ def test_where_nothing_says_which_reference_nothing_is_guessed(base, tuned, tmp_
     config = runs.config(tmp_path, objective="dpo")
     for place in (base, tuned):
         model = SavedModel.find(place).model(torch.float32)
-        with pytest.raises(ConfigurationError, match="nothing says which reference policy .* give it as reference_model"):
+        with pytest.raises(
+            ConfigurationError,
+            match="nothing says which reference policy .* give it as reference_model",
+        ):
             evaluate_data(model, tiny.tokenizer(), HELD, config)
     off = runs.config(tmp_path, objective="dpo", dpo={"reference": "adapters_off"})
     named = runs.config(tmp_path, objective="dpo", dpo={"reference_model": str(base)})
-    one, other = (evaluate_data(SavedModel.find(tuned).model(torch.float32), tiny.tokenizer(), HELD, c) for c in (off, named))
+    one, other = (
+        evaluate_data(SavedModel.find(tuned).model(torch.float32), tiny.tokenizer(), HELD, c)
+        for c in (off, named)
+    )
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
-    with pytest.raises(ConfigurationError, match="'adapters_off': it has no adapters of ours, so that switching"):
+    with pytest.raises(
+        ConfigurationError, match="'adapters_off': it has no adapters of ours, so that switching"
+    ):
         evaluate_data(tiny.llama(), tiny.tokenizer(), HELD, off)
 
 
@@ -417,23 +529,32 @@ def test_an_embedding_trained_whole_is_said_as_the_user_calls_it(base, tmp_path)
     train_from(base, tmp_path, **{**LORA, "lora_modules_to_save": ["lm_head"]})
     model = SavedModel.find(tmp_path / "run").model(torch.float32)
     off = runs.config(tmp_path, objective="dpo", dpo={"reference": "adapters_off"})
-    with pytest.raises(ConfigurationError, match="lm_head is trained whole .*; give it as reference_model"):
+    with pytest.raises(
+        ConfigurationError, match="lm_head is trained whole .*; give it as reference_model"
+    ):
         evaluate_data(model, tiny.tokenizer(), HELD, off)
 
 
 def test_an_objective_without_a_reference_takes_none(tmp_path):
     config = runs.config(tmp_path, objective="simpo")
     assert with_reference(config, {"how": "adapters_off"}) is config
-    with pytest.raises(ConfigurationError, match="reference_model='x': objective='simpo' compares with no reference policy"):
+    with pytest.raises(
+        ConfigurationError,
+        match="reference_model='x': objective='simpo' compares with no reference policy",
+    ):
         with_reference(config, None, "x")
 
 
 def test_a_model_that_was_trained_since_is_not_what_was_loaded(base, tmp_path):
     """A second run of it begins elsewhere than where it was loaded from."""
-    model, config = load_to_train(SavedModel.find(base), runs.config(tmp_path / "first", **changes_of()), ranks())
+    model, config = load_to_train(
+        SavedModel.find(base), runs.config(tmp_path / "first", **changes_of()), ranks()
+    )
     ChronicalsTrainer(model, tiny.tokenizer(), config).train(rows(16))
     runs.train(tmp_path / "then", rows(16), model, **changes_of())
-    found = [SavedModel.find(tmp_path / name / "run").about["reference"] for name in ("first", "then")]
+    found = [
+        SavedModel.find(tmp_path / name / "run").about["reference"] for name in ("first", "then")
+    ]
     assert found[0]["start"] == str(base) and found[1] == {"how": "stored"}
     model, config = load_to_train(SavedModel.find(base), runs.config(tmp_path / "sft"), ranks())
     ChronicalsTrainer(model, tiny.tokenizer(), config).train(tiny.chat_rows())

@@ -1,4 +1,6 @@
-"""A reward model: the mathematics of TRL, on packs, however a step is divided; saved as transformers and PEFT load it."""
+"""A reward model: the mathematics of TRL, on packs, however a step is divided; saved as
+transformers and PEFT load it.
+"""
 
 import json
 import math
@@ -31,7 +33,9 @@ COUNT = 9
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 SHOWN = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
 PAD = 1
-"""What rows of the tiny tokenizer are padded with: its own padding token is one with which answers may end."""
+"""What rows of the tiny tokenizer are padded with: its own padding token is one with which
+answers may end.
+"""
 
 UNUSED = 31
 """A token of no row: transformers gives the embedding of the padding token no gradient."""
@@ -42,7 +46,10 @@ READY = {"report_samples": 0, "lr_scheduler": "constant"}
 def padded(documents, pad=PAD):
     """Right-padded ids and mask."""
     longest = max(len(ids) for ids in documents)
-    ids, mask = torch.full((len(documents), longest), pad), torch.zeros(len(documents), longest, dtype=torch.long)
+    ids, mask = (
+        torch.full((len(documents), longest), pad),
+        torch.zeros(len(documents), longest, dtype=torch.long),
+    )
     for row, tokens in enumerate(documents):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(np.asarray(tokens)), 1
     return ids, mask
@@ -50,7 +57,10 @@ def padded(documents, pad=PAD):
 
 def sides_of(store):
     """Token ids of the chosen and of the rejected answers, each behind its prompt."""
-    return [[store.whole_document(n)[0] for n in range(len(store)) if store.columns["side"][n] == side] for side in (0, 1)]
+    return [
+        [store.whole_document(n)[0] for n in range(len(store)) if store.columns["side"][n] == side]
+        for side in (0, 1)
+    ]
 
 
 def with_score(scale=10.0):
@@ -68,13 +78,18 @@ def classifier(model):
     """transformers' class with the same weights, by hand."""
     from transformers import LlamaForSequenceClassification
 
-    config = type(model.config)(**{**model.config.to_dict(), "num_labels": 1, "pad_token_id": UNUSED})
+    config = type(model.config)(
+        **{**model.config.to_dict(), "num_labels": 1, "pad_token_id": UNUSED}
+    )
     found = LlamaForSequenceClassification(config)
-    found.load_state_dict({name: w for name, w in model.state_dict().items() if not name.startswith("lm_head")})
+    found.load_state_dict(
+        {name: w for name, w in model.state_dict().items() if not name.startswith("lm_head")}
+    )
     return found
 
 
-# --- mathematics -----------------------------------------------------------------------------------------------------
+# --- mathematics
+# -----------------------------------------------------------------------------------------------------
 
 
 def trl_reward(folder, model, store, **settings):
@@ -83,7 +98,12 @@ def trl_reward(folder, model, store, **settings):
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(UNUSED)
     args = trl.RewardConfig(
-        output_dir=str(folder / "trl"), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, **settings
+        output_dir=str(folder / "trl"),
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **settings,
     )
     trainer = trl.RewardTrainer(
         model, args, train_dataset=datasets.Dataset.from_list(rows(2)), processing_class=tokenizer
@@ -93,7 +113,11 @@ def trl_reward(folder, model, store, **settings):
     assert (ids[mask > 0] != UNUSED).all()
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, {"input_ids": ids, "attention_mask": mask})
-    return loss, gradients_of(model, loss), {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return (
+        loss,
+        gradients_of(model, loss),
+        {name: values[-1] for name, values in trainer._metrics["train"].items()},
+    )
 
 
 @pytest.mark.parametrize("center", [0.0, 0.3])
@@ -104,7 +128,9 @@ def test_loss_gradients_and_metrics_are_those_of_trl(center, tmp_path):
         tmp_path, given, "reward", {"center_coefficient": center}, model=model, max_seq_length=2048
     )
     settings = {"center_rewards_coefficient": center} if center else {}
-    loss, theirs, shown = trl_reward(tmp_path, expected, store_of(tmp_path, given, width=2048), **settings)
+    loss, theirs, shown = trl_reward(
+        tmp_path, expected, store_of(tmp_path, given, width=2048), **settings
+    )
     assert terms["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert ("centering" in terms) == bool(center)
     assert_close(gradients, theirs)
@@ -115,24 +141,47 @@ def test_loss_gradients_and_metrics_are_those_of_trl(center, tmp_path):
 def test_however_a_step_is_divided(tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
     given, found = rows(8), []
-    divisions = [(1, 8, {"max_documents": 3}), (2, 4, {"max_documents": 3}), (8, 1, {"max_documents": 3}), (1, 8, {})]
+    divisions = [
+        (1, 8, {"max_documents": 3}),
+        (2, 4, {"max_documents": 3}),
+        (8, 1, {"max_documents": 3}),
+        (1, 8, {}),
+    ]
     for batch, accumulation, more in divisions:
         found.append(
             one_step(
-                tmp_path, given, "reward", {"center_coefficient": 0.2}, model=with_score(), batch_size=batch,
-                gradient_accumulation_steps=accumulation, max_seq_length=128, **more,
+                tmp_path,
+                given,
+                "reward",
+                {"center_coefficient": 0.2},
+                model=with_score(),
+                batch_size=batch,
+                gradient_accumulation_steps=accumulation,
+                max_seq_length=128,
+                **more,
             )
-        )  # fmt: skip
+        )
     for terms, gradients in found[1:]:
         assert terms == pytest.approx(found[0][0], rel=1e-5, abs=1e-6)
         assert_close(gradients, found[0][1], 1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"use_sequence_packing": False}, {"use_fused_kernels": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"use_sequence_packing": False}, {"use_fused_kernels": False}], ids=str
+)
 def test_packed_is_what_separate_rows_give(changes, tmp_path):
     given = rows(COUNT)
     packed, other = (
-        one_step(tmp_path, given, "reward", {}, model=with_score(), max_seq_length=1024, batch_size=size, **more)
+        one_step(
+            tmp_path,
+            given,
+            "reward",
+            {},
+            model=with_score(),
+            max_seq_length=1024,
+            batch_size=size,
+            **more,
+        )
         for size, more in ((1, {}), (COUNT if "use_sequence_packing" in changes else 1, changes))
     )
     assert other[0] == pytest.approx(packed[0], rel=1e-5, abs=1e-6)
@@ -140,15 +189,20 @@ def test_packed_is_what_separate_rows_give(changes, tmp_path):
 
 
 def test_only_what_is_saved_is_trained(tmp_path):
-    """The loss begins near log 2, and the head that predicts tokens, which is not saved, is frozen."""
+    """The loss begins near log 2, and the head that predicts tokens, which is not saved, is
+    frozen.
+    """
     model = tiny.llama(tie_word_embeddings=False)
-    terms, gradients = one_step(tmp_path, rows(COUNT), "reward", {}, model=model, max_seq_length=2048)
+    terms, gradients = one_step(
+        tmp_path, rows(COUNT), "reward", {}, model=model, max_seq_length=2048
+    )
     assert terms["loss"] == pytest.approx(math.log(2), rel=0.1)
     assert gradients.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     assert gradients.keys() == model.state_dict().keys() - {"lm_head.weight"}
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 def learnable(count):
@@ -163,7 +217,9 @@ def train(folder, given=None, model=None, **changes):
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
 def test_it_learns_which_answer_was_chosen(changes, tmp_path):
-    result = train(tmp_path, learnable(80), max_steps=20, validation_split=0.2, learning_rate=3e-3, **changes)
+    result = train(
+        tmp_path, learnable(80), max_steps=20, validation_split=0.2, learning_rate=3e-3, **changes
+    )
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert lines[-1]["loss"] < 0.3 < 0.6 < lines[0]["loss"]
     assert set(result.evaluation.others) >= SHOWN and result.evaluation.perplexity is None
@@ -173,14 +229,21 @@ def test_it_learns_which_answer_was_chosen(changes, tmp_path):
 
 def scores(model, documents):
     with torch.no_grad():
-        return torch.cat([model.eval()(input_ids=torch.tensor(np.asarray([ids]))).logits[:, 0] for ids in documents])
+        return torch.cat(
+            [
+                model.eval()(input_ids=torch.tensor(np.asarray([ids]))).logits[:, 0]
+                for ids in documents
+            ]
+        )
 
 
 def own_scores(model, documents):
     with torch.no_grad():
         given = [torch.tensor(np.asarray([ids]), device=model.device) for ids in documents]
         whole = [model.eval().get_decoder()(input_ids=ids) for ids in given]
-        return score_of(model).of(torch.stack([out.last_hidden_state[0, -1] for out in whole])).cpu()
+        return (
+            score_of(model).of(torch.stack([out.last_hidden_state[0, -1] for out in whole])).cpu()
+        )
 
 
 def trained(folder, model, **changes):
@@ -199,8 +262,14 @@ def test_a_saved_model_is_transformers_classifier(tied, tmp_path):
     assert not any("lm_head" in name for name in runs.weights(tmp_path))
     described = json.loads((folder / "config.json").read_text())
     assert described["architectures"] == ["LlamaForSequenceClassification"]
-    loaded, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
-    assert loaded.config.num_labels == 1 and not report["missing_keys"] and not report["unexpected_keys"]
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert (
+        loaded.config.num_labels == 1
+        and not report["missing_keys"]
+        and not report["unexpected_keys"]
+    )
     torch.testing.assert_close(scores(loaded, documents), expected, rtol=1e-5, atol=1e-6)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.pad_token_id == loaded.config.pad_token_id == PAD
@@ -215,8 +284,12 @@ def test_a_native_mixture_is_saved_as_a_classifier_of_its_own(tmp_path):
 
     expected, documents = trained(tmp_path, mixtures.mixture(vocab_size=300))
     folder = tmp_path / "run" / "model"
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["ChronicalsMoeForSequenceClassification"]
-    loaded, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [
+        "ChronicalsMoeForSequenceClassification"
+    ]
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     torch.testing.assert_close(scores(loaded, documents), expected, rtol=1e-5, atol=1e-6)
 
@@ -242,17 +315,24 @@ def test_saved_adapters_are_pefts_of_a_classifier(tmp_path):
     assert described["task_type"] == "SEQ_CLS" and described["modules_to_save"] == ["score"]
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
     torch.testing.assert_close(
-        scores(peft.PeftModel.from_pretrained(base, folder), documents), expected, rtol=1e-5, atol=1e-6
+        scores(peft.PeftModel.from_pretrained(base, folder), documents),
+        expected,
+        rtol=1e-5,
+        atol=1e-6,
     )
     pad = AutoTokenizer.from_pretrained(folder).pad_token_id
-    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, pad_token_id=pad)
+    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, pad_token_id=pad
+    )
     ids, mask = padded(documents)
     with torch.no_grad():
         found = loaded.eval()(input_ids=ids, attention_mask=mask).logits[:, 0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, LORA, {"mixed_precision": "bf16"}], ids=["full", "lora", "bf16"])
+@pytest.mark.parametrize(
+    "changes", [{}, LORA, {"mixed_precision": "bf16"}], ids=["full", "lora", "bf16"]
+)
 def test_a_resumed_run_is_bit_equal(changes, tmp_path):
     changes = {**changes, "save_steps": 2}
     train(tmp_path / "whole", **changes)
@@ -265,7 +345,13 @@ def test_a_resumed_run_is_bit_equal(changes, tmp_path):
 
 def test_adapters_of_a_language_model_go_on_with_a_score(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
-    train(tmp_path / "first", tiny.chat_rows(), load_model(tmp_path / "base", torch.float32), objective="sft", **LORA)
+    train(
+        tmp_path / "first",
+        tiny.chat_rows(),
+        load_model(tmp_path / "base", torch.float32),
+        objective="sft",
+        **LORA,
+    )
     model = SavedModel.find(tmp_path / "first" / "run").model(torch.float32)
     train(tmp_path, model=model, use_lora=True)
     described = json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())
@@ -276,11 +362,19 @@ def test_adapters_of_a_language_model_go_on_with_a_score(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
 def test_a_reward_model_is_evaluated_and_trained_further(changes, tied, tmp_path):
-    """What is loaded scores as what was trained; a run of its own goes on from there, and is saved as the first."""
+    """What is loaded scores as what was trained; a run of its own goes on from there, and is
+    saved as the first.
+    """
     tiny.llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
     given, held_out = learnable(80)[:64], learnable(80)[64:]
     changes = {**changes, "learning_rate": 3e-3, "eval_rows": held_out, "keep": "last"}
-    result = train(tmp_path / "first", given, load_model(tmp_path / "base", torch.float32), max_steps=20, **changes)
+    result = train(
+        tmp_path / "first",
+        given,
+        load_model(tmp_path / "base", torch.float32),
+        max_steps=20,
+        **changes,
+    )
     saved = SavedModel.find(tmp_path / "first" / "run")
     model = OBJECTIVES["reward"].load(saved, torch.float32)
     config = runs.config(tmp_path, objective="reward")
@@ -298,7 +392,9 @@ def test_the_padding_token_of_a_loaded_model_is_trained(tmp_path):
     train(tmp_path, model=load_model(tmp_path / "base", torch.float32))
     model = OBJECTIVES["reward"].load(SavedModel.find(tmp_path / "run"), torch.float32)
     pad = model.config.get_text_config().pad_token_id
-    _, gradients = one_step(tmp_path / "further", rows(9), "reward", {}, model=model, max_seq_length=2048)
+    _, gradients = one_step(
+        tmp_path / "further", rows(9), "reward", {}, model=model, max_seq_length=2048
+    )
     assert gradients["model.embed_tokens.weight"][pad].any()
 
 
@@ -312,7 +408,9 @@ def test_the_callers_tokenizer_pads_as_before(tmp_path):
         result = ChronicalsTrainer(tiny.llama(), tokenizer, config).train(rows(24), resume=resume)
         assert tokenizer.pad_token == tokenizer.eos_token
     assert result.steps == 4
-    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").pad_token != tokenizer.eos_token
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "run" / "model").pad_token != tokenizer.eos_token
+    )
 
 
 def test_the_command_line_verifies_a_reward_run(tmp_path):
@@ -320,12 +418,33 @@ def test_the_command_line_verifies_a_reward_run(tmp_path):
     train(tmp_path, model=load_model(tmp_path / "base", torch.float32))
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows(24, seed=5)))
-    given = ["--data", data, "--cache-dir", tmp_path, "--objective", "reward", "--batch-size", 1, "--max-steps", 50]
-    given += ["--max-seq-length", 512, "--gradient-accumulation-steps", 1, "--no-use-torch-compile", "--steps", 5]
+    given = [
+        "--data",
+        data,
+        "--cache-dir",
+        tmp_path,
+        "--objective",
+        "reward",
+        "--batch-size",
+        1,
+        "--max-steps",
+        50,
+    ]
+    given += [
+        "--max-seq-length",
+        512,
+        "--gradient-accumulation-steps",
+        1,
+        "--no-use-torch-compile",
+        "--steps",
+        5,
+    ]
     command = ["verify", "--model", str(tmp_path / "run"), *map(str, given)]
     for text in ("[PAD]", "@pad"):
         done = CliRunner().invoke(app, [*command, "--reward.pad-token", text])
-        assert f"reward.pad_token={text!r}: is no token of the model" in str(done.output) + str(done.exception)
+        assert f"reward.pad_token={text!r}: is no token of the model" in str(done.output) + str(
+            done.exception
+        )
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
 
@@ -342,14 +461,26 @@ def test_the_command_line_evaluates_a_reward_run(tmp_path):
     done = run("evaluate", "--data", data, "--cache-dir", tmp_path, "--output", figures)
     assert done.exit_code == 0, done.output
     assert json.loads(figures.read_text()).keys() >= SHOWN
-    told = "is a reward model (a sequence classifier with one label), which scores answers and predicts no tokens"
+    told = (
+        "is a reward model (a sequence classifier with one label), which scores answers and "
+        "predicts no tokens"
+    )
     asked = ["--data", data, "--cache-dir", tmp_path]
     for refused in (
         run("evaluate", *asked, "--objective", "dpo"),
         run("generate", "--prompt", "hello"),
         CliRunner().invoke(
             app,
-            ["train", "--model", f"{tmp_path}/run", *map(str, asked), "--objective", "dpo", "--output-dir", f"{tmp_path}/dpo"],
+            [
+                "train",
+                "--model",
+                f"{tmp_path}/run",
+                *map(str, asked),
+                "--objective",
+                "dpo",
+                "--output-dir",
+                f"{tmp_path}/dpo",
+            ],
         ),
     ):
         assert refused.exit_code != 0 and told in str(refused.output) + str(refused.exception)
@@ -373,11 +504,15 @@ def test_added_tokens_are_saved_without_the_head(tmp_path):
 def test_it_answers_nothing_and_says_so(tmp_path, caplog):
     caplog.set_level("INFO")
     train(tmp_path, report_samples=2)
-    assert "the report has no sample answers: objective='reward' trains no language model" in caplog.text
+    assert (
+        "the report has no sample answers: objective='reward' trains no language model"
+        in caplog.text
+    )
     assert not (tmp_path / "run" / "samples.json").exists()
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
@@ -386,7 +521,10 @@ def test_a_reward_model_is_no_language_model(changes, tmp_path):
     model = load_model(tmp_path / "base", torch.float32)
     train(tmp_path, model=model, **changes)
     saved = SavedModel.find(tmp_path / "run")
-    with pytest.raises(ValueError, match="is a reward model .* here give the language model that it was trained from"):
+    with pytest.raises(
+        ValueError,
+        match="is a reward model .* here give the language model that it was trained from",
+    ):
         saved.model(torch.float32)
     assert saved.embedding_rows() == 300
     with pytest.raises(ConfigurationError, match="objective='dpo': the model is a reward model"):
@@ -396,8 +534,15 @@ def test_a_reward_model_is_no_language_model(changes, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({}, "take the folder as it is, transformers loads it by AutoModelForSequenceClassification"),
-        (LORA, "load it by peft's AutoPeftModelForSequenceClassification with num_labels=1, and call its merge_and_unload()"),
+        (
+            {},
+            "take the folder as it is, transformers loads it by AutoModelForSequenceClassification",
+        ),
+        (
+            LORA,
+            "load it by peft's AutoPeftModelForSequenceClassification with num_labels=1, and call "
+            "its merge_and_unload()",
+        ),
     ],
     ids=["full", "lora"],
 )
@@ -411,11 +556,15 @@ def test_a_reward_model_is_not_exported_and_nothing_is_written(changes, remedy, 
     for command in commands:
         refused = CliRunner().invoke(app, command)
         assert refused.exit_code == 1 and not (run / "export").exists()
-        assert str(refused.exception).startswith(f"{run / 'model'}: is ") and str(refused.exception).endswith(remedy), command
+        assert str(refused.exception).startswith(f"{run / 'model'}: is ") and str(
+            refused.exception
+        ).endswith(remedy), command
 
 
 def test_a_reward_model_in_memory_is_not_exported(tmp_path):
-    with pytest.raises(ExportError, match="^model: is a reward model, .*; save it with save_model$"):
+    with pytest.raises(
+        ExportError, match="^model: is a reward model, .*; save it with save_model$"
+    ):
         export(with_score(), "merged", tmp_path / "export", tokenizer=tiny.tokenizer())
     assert not (tmp_path / "export").exists()
 
@@ -423,9 +572,21 @@ def test_a_reward_model_in_memory_is_not_exported(tmp_path):
 def test_an_architecture_without_a_class_is_refused(tmp_path):
     from transformers import CohereConfig, CohereForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
-    model = CohereForCausalLM(CohereConfig(**sizes, num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=0))
-    with pytest.raises(ConfigurationError, match="no class for a score of CohereForCausalLM's architecture"):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 300,
+    }
+    model = CohereForCausalLM(
+        CohereConfig(
+            **sizes, num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=0
+        )
+    )
+    with pytest.raises(
+        ConfigurationError, match="no class for a score of CohereForCausalLM's architecture"
+    ):
         train(tmp_path, model=model)
     assert not (tmp_path / "run" / "model").exists()
 
@@ -436,7 +597,10 @@ def test_an_architecture_without_a_class_is_refused(tmp_path):
         ({"reward": {"center_coefficient": -1}}, "center_coefficient"),
         ({"reward": {"pad_token": "<|im_end|>"}}, "reward.pad_token='<|im_end|>': is no token"),
         ({**LORA, "lora_target_modules": ["q_proj", "lm_head"]}, "'lm_head' predicts tokens"),
-        ({**LORA, "lora_modules_to_save": ["lm_head"]}, "'lm_head' predicts tokens, which a reward model"),
+        (
+            {**LORA, "lora_modules_to_save": ["lm_head"]},
+            "'lm_head' predicts tokens, which a reward model",
+        ),
         ({**LORA, "lora_trainable_tokens": [3]}, "lora_trainable_tokens"),
     ],
     ids=str,
@@ -448,7 +612,9 @@ def test_what_cannot_be_honoured_is_refused(changes, reason, tmp_path):
 
 def test_pefts_adapters_are_refused(tmp_path):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny.llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        tiny.llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     with pytest.raises(ConfigurationError, match="PEFT's adapters"):
         train(tmp_path, model=model)
 
@@ -462,21 +628,33 @@ def test_no_answer_ends_with_the_padding_token():
     tokenizer = tiny.tokenizer()
     assert tokenizer.pad_token == tokenizer.eos_token
     assert padding_token(tokenizer, 300) == PAD == tokenizer.pad_token_id
-    assert padding_token(tokenizer, 300, asked="hello" if "hello" in tokenizer.get_vocab() else "h") == tokenizer.pad_token_id
+    assert (
+        padding_token(tokenizer, 300, asked="hello" if "hello" in tokenizer.get_vocab() else "h")
+        == tokenizer.pad_token_id
+    )
     with pytest.raises(ConfigurationError, match="set reward.pad_token"):
         padding_token(tiny.tokenizer(), PAD)
 
 
-# --- verification ------------------------------------------------------------------------------------------------------
+# --- verification
+# ------------------------------------------------------------------------------------------------------
 
 
 def checked(folder, seed, **changes):
-    given = {"objective": "reward", "reward": {"center_coefficient": 0.1}, "learning_rate": 1e-4, "batch_size": 1, **READY}
+    given = {
+        "objective": "reward",
+        "reward": {"center_coefficient": 0.1},
+        "learning_rate": 1e-4,
+        "batch_size": 1,
+        **READY,
+    }
     config = runs.config(folder, **{**given, "seed": seed, "use_fused_kernels": False, **changes})
     return verify(with_score(), tiny.tokenizer(), config, rows(40))
 
 
-@pytest.mark.parametrize("changes", [{}, LORA, {"mixed_precision": "bf16"}], ids=["full", "adapters", "bf16"])
+@pytest.mark.parametrize(
+    "changes", [{}, LORA, {"mixed_precision": "bf16"}], ids=["full", "adapters", "bf16"]
+)
 def test_a_healthy_run_passes_verification(changes, tmp_path, seed):
     found = checked(tmp_path, seed, **changes)
     assert found.passed, found.failures
@@ -487,19 +665,30 @@ def test_a_healthy_run_passes_verification(changes, tmp_path, seed):
 def test_a_planted_fault_fails_verification(planted, tmp_path, seed, monkeypatch):
     if planted == "sign":
         right = reward.bradley_terry_losses
-        monkeypatch.setattr(reward, "bradley_terry_losses", lambda chosen, rejected: right(rejected, chosen))
+        monkeypatch.setattr(
+            reward, "bradley_terry_losses", lambda chosen, rejected: right(rejected, chosen)
+        )
     elif planted == "centering left out":
         right = reward.Reward.terms
         left_out = {"centering": Term(torch.zeros(()), 0.0)}
-        monkeypatch.setattr(reward.Reward, "terms", lambda self, pairs: right(self, pairs) | left_out)
+        monkeypatch.setattr(
+            reward.Reward, "terms", lambda self, pairs: right(self, pairs) | left_out
+        )
     else:
         right = reward.document_scores
-        monkeypatch.setattr(reward, "document_scores", lambda model, states, batch: right(model, states.roll(1, 0), batch))
+        monkeypatch.setattr(
+            reward,
+            "document_scores",
+            lambda model, states, batch: right(model, states.roll(1, 0), batch),
+        )
     assert not checked(tmp_path, seed).passed
 
 
 def test_a_router_loss_is_not_verified(tmp_path, seed):
     config = runs.config(tmp_path, objective="reward", **READY)
     model = families.mixture("mixtral", vocab_size=300, output_router_logits=True)
-    with pytest.raises(ConfigurationError, match="objective='reward': .* adds a router loss, .* output_router_logits=False"):
+    with pytest.raises(
+        ConfigurationError,
+        match="objective='reward': .* adds a router loss, .* output_router_logits=False",
+    ):
         verify(model, tiny.tokenizer(), config, rows(40))

@@ -23,9 +23,13 @@ def copies(parameters, dtype=None):
 
 
 def give_gradients(*lists):
-    """The same fresh gradients to every list, each in its own type; of very different sizes, as in a model."""
+    """The same fresh gradients to every list, each in its own type; of very different sizes, as
+    in a model.
+    """
     for together in zip(*lists, strict=True):
-        gradient = torch.randn_like(together[0], dtype=torch.float32) * 10 ** torch.empty(()).uniform_(-4, 2)
+        gradient = torch.randn_like(together[0], dtype=torch.float32) * 10 ** torch.empty(
+            ()
+        ).uniform_(-4, 2)
         gradient = gradient.to(together[0].dtype)
         for parameter in together:
             parameter.grad = gradient.to(parameter.dtype, copy=True)
@@ -43,7 +47,11 @@ def test_fp32_is_as_exact_as_torch(steps, betas, decay):
     ours = weights()
     torchs, exact, start = copies(ours), copies(ours, torch.float64), flat(ours)
     options = {"lr": 1e-2, "betas": betas, "eps": 1e-8, "weight_decay": decay}
-    optimizers = FusedAdamW(ours, **options), torch.optim.AdamW(torchs, **options), torch.optim.AdamW(exact, **options)
+    optimizers = (
+        FusedAdamW(ours, **options),
+        torch.optim.AdamW(torchs, **options),
+        torch.optim.AdamW(exact, **options),
+    )
     for _ in range(steps):
         give_gradients(ours, torchs, exact)
         for optimizer in optimizers:
@@ -51,20 +59,29 @@ def test_fp32_is_as_exact_as_torch(steps, betas, decay):
     assert (flat(exact) - start).abs().min() > 0
     own_error, plain_error = flat(ours) - flat(exact), flat(torchs) - flat(exact)
     spacing = torch.finfo(torch.float32).eps
-    # A weight is rounded in each step, which no optimizer can avoid: torch's error has that, and so may ours.
+    # A weight is rounded in each step, which no optimizer can avoid: torch's error has that, and so
+    # may ours.
     assert own_error.norm() <= max(FROBENIUS * plain_error.norm(), spacing * start.norm())
-    assert own_error.abs().max() <= max(LARGEST * plain_error.abs().max(), 2 * spacing * start.abs().max())
+    assert own_error.abs().max() <= max(
+        LARGEST * plain_error.abs().max(), 2 * spacing * start.abs().max()
+    )
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.95)])
 @pytest.mark.parametrize("steps", [1, 2, 10])
 def test_small_updates_are_exact_too(steps, betas):
-    """Weights of zero: the displacement is all there is, and the rounding of the weights hides no error of it."""
+    """Weights of zero: the displacement is all there is, and the rounding of the weights hides
+    no error of it.
+    """
     ours = [nn.Parameter(torch.zeros(2000))]
     exact = copies(ours, torch.float64)
     torchs = copies(ours)
     options = {"lr": 1e-2, "betas": betas, "weight_decay": 0.0}
-    optimizers = FusedAdamW(ours, **options), torch.optim.AdamW(torchs, **options), torch.optim.AdamW(exact, **options)
+    optimizers = (
+        FusedAdamW(ours, **options),
+        torch.optim.AdamW(torchs, **options),
+        torch.optim.AdamW(exact, **options),
+    )
     for _ in range(steps):
         give_gradients(ours, torchs, exact)
         for optimizer in optimizers:
@@ -72,7 +89,9 @@ def test_small_updates_are_exact_too(steps, betas):
     own_error, plain_error = flat(ours) - flat(exact), flat(torchs) - flat(exact)
     spacing = torch.finfo(torch.float32).eps
     limit = max(FROBENIUS * plain_error.norm(), 2 * spacing * flat(exact).norm())
-    assert own_error.norm() <= limit, f"{own_error.norm() / flat(exact).norm():.1e} of the displacement"
+    assert own_error.norm() <= limit, (
+        f"{own_error.norm() / flat(exact).norm():.1e} of the displacement"
+    )
 
 
 def test_groups_keep_their_own_rate_and_decay():
@@ -96,7 +115,9 @@ def test_groups_keep_their_own_rate_and_decay():
     for a, b, s in zip(ours, torchs, start, strict=True):
         moved = (b - s).detach()
         assert moved.abs().min() > 0
-        torch.testing.assert_close(a.detach() - s, moved, rtol=1e-5, atol=4e-7 * s.abs().max().item())
+        torch.testing.assert_close(
+            a.detach() - s, moved, rtol=1e-5, atol=4e-7 * s.abs().max().item()
+        )
 
 
 def test_weights_on_several_devices_are_updated_apart():
@@ -105,7 +126,10 @@ def test_weights_on_several_devices_are_updated_apart():
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     launches = FusedAdamW(weights)._launches(weights)
-    assert [[w.device.type for w in tensors.weights] for _, _, tensors in launches] == [["cpu", "cpu"], ["meta"]]
+    assert [[w.device.type for w in tensors.weights] for _, _, tensors in launches] == [
+        ["cpu", "cpu"],
+        ["meta"],
+    ]
 
 
 def test_weights_without_a_gradient_stay():
@@ -115,7 +139,12 @@ def test_weights_without_a_gradient_stay():
     parameters[1].grad = None
     before = [p.detach().clone() for p in parameters]
     optimizer.step()
-    assert [torch.equal(a, b) for a, b in zip(before, parameters, strict=True)] == [False, True, False, False]
+    assert [torch.equal(a, b) for a, b in zip(before, parameters, strict=True)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_closure():
@@ -148,7 +177,13 @@ def test_factor_multiplies_the_gradients(dtype):
         assert torch.equal(a, b)
 
 
-OUT_OF_RANGE = [{"lr": -1.0}, {"eps": 0.0}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}]
+OUT_OF_RANGE = [
+    {"lr": -1.0},
+    {"eps": 0.0},
+    {"weight_decay": -0.1},
+    {"betas": (1.0, 0.9)},
+    {"betas": (0.9, -0.1)},
+]
 
 
 @pytest.mark.parametrize("wrong", OUT_OF_RANGE, ids=str)
@@ -157,7 +192,8 @@ def test_values_out_of_range_are_refused(wrong):
         FusedAdamW(weights(), **wrong)
 
 
-# --- bf16 with its master ------------------------------------------------------------------------------------------
+# --- bf16 with its master
+# ------------------------------------------------------------------------------------------
 
 
 def master(optimizer, parameter) -> Tensor:
@@ -165,7 +201,9 @@ def master(optimizer, parameter) -> Tensor:
 
 
 def test_bf16_weights_train_as_fp32_weights_do():
-    """300 steps of a millionth: bf16 next to 1 has steps of 1/128, so that rounded weights would not move at all."""
+    """300 steps of a millionth: bf16 next to 1 has steps of 1/128, so that rounded weights would
+    not move at all.
+    """
     start = (torch.rand(4000) + 0.5) * torch.where(torch.rand(4000) < 0.5, -1, 1)
     ours = nn.Parameter(start.bfloat16())
     exact, rounded = nn.Parameter(ours.detach().float()), nn.Parameter(ours.detach().clone())
@@ -190,7 +228,10 @@ def test_the_weight_itself_follows_its_master():
     ours = nn.Parameter(torch.randn(500).bfloat16())
     exact = nn.Parameter(ours.detach().float())
     before = ours.detach().clone()
-    mine, theirs = FusedAdamW([ours], lr=1e-3), torch.optim.AdamW([exact], lr=1e-3, weight_decay=0.0)
+    mine, theirs = (
+        FusedAdamW([ours], lr=1e-3),
+        torch.optim.AdamW([exact], lr=1e-3, weight_decay=0.0),
+    )
     for _ in range(50):
         ours.grad = torch.randn(500).bfloat16()
         exact.grad = ours.grad.float()
@@ -203,15 +244,21 @@ def test_the_weight_itself_follows_its_master():
 
 def test_without_masters_matrices_alone_are_rounded():
     """Vectors keep theirs; what was saved comes back, and each kind has its launch."""
-    matrix, vector = (torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((64, 64), (64,)))
+    matrix, vector = (
+        torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((64, 64), (64,))
+    )
     optimizer = FusedAdamW([matrix, vector], lr=1e-4, master=False)
     for _ in range(3):
         for weight in (matrix, vector):
             weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert "low" not in optimizer.state[matrix] and optimizer.state[vector]["low"].any()
-    assert 1 < matrix.unique().numel() <= 3 and matrix.float().mean().item() == pytest.approx(1 - 3e-4, abs=1e-4)
-    assert (vector == 1).all() and master(optimizer, vector).mean().item() == pytest.approx(1 - 3e-4, abs=1e-6)
+    assert 1 < matrix.unique().numel() <= 3 and matrix.float().mean().item() == pytest.approx(
+        1 - 3e-4, abs=1e-4
+    )
+    assert (vector == 1).all() and master(optimizer, vector).mean().item() == pytest.approx(
+        1 - 3e-4, abs=1e-6
+    )
     other = FusedAdamW([matrix, vector], lr=1e-4, master=False)
     other.load_state_dict(optimizer.state_dict())
     assert other.state[matrix].keys() == optimizer.state[matrix].keys()
@@ -247,7 +294,10 @@ def everything(parameters, optimizer):
 
 def same_bits(left, right) -> bool:
     views = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int16: torch.int16}
-    return all(torch.equal(a.view(views[a.dtype]), b.view(views[b.dtype])) for a, b in zip(left, right, strict=True))
+    return all(
+        torch.equal(a.view(views[a.dtype]), b.view(views[b.dtype]))
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,10 +333,14 @@ def test_a_weight_that_is_only_read_keeps_its_master():
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
-    assert torch.equal(master(optimizer, parameter), before) and optimizer.state[parameter]["low"].any()
+    assert (
+        torch.equal(master(optimizer, parameter), before)
+        and optimizer.state[parameter]["low"].any()
+    )
 
 
-# --- steps that do not count ---------------------------------------------------------------------------------------
+# --- steps that do not count
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -329,7 +383,8 @@ def test_a_skipped_step_leaves_no_trace_in_the_run(dtype):
     assert all(mine.state[p]["step"].item() == 6 for p in ours)
 
 
-# --- states --------------------------------------------------------------------------------------------------------
+# --- states
+# --------------------------------------------------------------------------------------------------------
 
 
 def continue_both(ours, mine, theirs, other):
@@ -354,7 +409,9 @@ def test_load_state_continues_bit_equal(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_own_state_dict_continues_bit_equal(dtype):
-    """``state_dict`` and ``load_state_dict``, which every torch training loop saves an optimizer with."""
+    """``state_dict`` and ``load_state_dict``, which every torch training loop saves an optimizer
+    with.
+    """
     ours, mine = trained(dtype)
     buffer = io.BytesIO()
     torch.save(mine.state_dict(), buffer)
@@ -393,7 +450,9 @@ def test_a_copied_optimizer_goes_on():
     twin.grad = weight.grad.clone()
     for each in (optimizer, other):
         each.step()
-    assert torch.equal(weight, twin) and torch.equal(optimizer.state[weight]["low"], other.state[twin]["low"])
+    assert torch.equal(weight, twin) and torch.equal(
+        optimizer.state[weight]["low"], other.state[twin]["low"]
+    )
 
 
 def test_looking_up_before_a_capture_leaves_nothing_to_do(monkeypatch):
@@ -427,7 +486,10 @@ def test_a_weight_that_was_written_begins_anew_whatever_comes_first():
 
 
 def test_a_launch_that_fails_takes_nothing_from_those_before(monkeypatch):
-    own, other = weights(torch.bfloat16, shapes=((17, 5),)), weights(torch.float32, shapes=((17, 5),))
+    own, other = (
+        weights(torch.bfloat16, shapes=((17, 5),)),
+        weights(torch.float32, shapes=((17, 5),)),
+    )
     optimizer = FusedAdamW([*own, *other], lr=1e-3)
     give_gradients([*own, *other])
     usual = adamw.fused_adamw_

@@ -1,4 +1,6 @@
-"""States in host memory: the bits of an optimizer whose states are beside its weights, in parts of every size."""
+"""States in host memory: the bits of an optimizer whose states are beside its weights, in parts
+of every size.
+"""
 
 import copy
 import io
@@ -19,14 +21,28 @@ from chronicals.optimizers.host_states import LEAST, _cut
 from interpreted import kernels_run
 from mutants import mutant
 
-SHAPES = [(7, 11), (3 * CHUNK + 5,), (65, 130), (), (CHUNK, 4), (2 * CHUNK,), (31,), (0, 3), (301, 70)]
+SHAPES = [
+    (7, 11),
+    (3 * CHUNK + 5,),
+    (65, 130),
+    (),
+    (CHUNK, 4),
+    (2 * CHUNK,),
+    (31,),
+    (0, 3),
+    (301, 70),
+]
 """Smaller than a part and several parts large, no multiples of anything and multiples of all."""
 
 KINDS = {
     "fp32": (FusedAdamW, torch.float32, {}),
     "bf16 weights, fp32 states": (FusedAdamW, torch.bfloat16, {}),
     "bf16 states": (FusedAdamW, torch.bfloat16, {"state_dtype": torch.bfloat16}),
-    "bf16 states, no masters": (FusedAdamW, torch.bfloat16, {"state_dtype": torch.bfloat16, "master": False}),
+    "bf16 states, no masters": (
+        FusedAdamW,
+        torch.bfloat16,
+        {"state_dtype": torch.bfloat16, "master": False},
+    ),
     "8 bits": (Adam8bit, torch.bfloat16, {}),
     "8 bits, no masters": (Adam8bit, torch.bfloat16, {"master": False}),
     "8 bits, fp32 weights": (Adam8bit, torch.float32, {}),
@@ -51,7 +67,10 @@ def optimizer_of(kind, parameters, **options):
 
 def give_gradients(*lists):
     for together in zip(*lists, strict=True):
-        gradient = torch.randn_like(together[0], dtype=torch.float32) * 10 ** torch.empty(()).uniform_(-4, 2).item()
+        gradient = (
+            torch.randn_like(together[0], dtype=torch.float32)
+            * 10 ** torch.empty(()).uniform_(-4, 2).item()
+        )
         for parameter in together:
             parameter.grad = gradient.to(parameter.dtype, copy=True)
 
@@ -59,18 +78,28 @@ def give_gradients(*lists):
 def everything(parameters, optimizer):
     """Copies of weights and states, on the CPU, by name."""
     found = {f"{n}": p.detach() for n, p in enumerate(parameters)}
-    states = {f"{n}:{name}": x for n, p in enumerate(parameters) for name, x in optimizer.state_of(p).items()}
+    states = {
+        f"{n}:{name}": x
+        for n, p in enumerate(parameters)
+        for name, x in optimizer.state_of(p).items()
+    }
     return {name: x.to("cpu", copy=True) for name, x in (found | states).items()}
 
 
 def same(left, right):
     assert left.keys() == right.keys()
-    differ = [name for name in left if left[name].dtype != right[name].dtype or not torch.equal(left[name], right[name])]
+    differ = [
+        name
+        for name in left
+        if left[name].dtype != right[name].dtype or not torch.equal(left[name], right[name])
+    ]
     assert not differ, differ
 
 
 def pair(kind, device, buffer, smallest=100, shapes=SHAPES):
-    """The same weights twice, and the optimizers of both: the second one's states are in host memory."""
+    """The same weights twice, and the optimizers of both: the second one's states are in host
+    memory.
+    """
     dtype = KINDS[kind][1]
     plain = weights(dtype, device, shapes)
     moved = [nn.Parameter(p.detach().clone()) for p in plain]
@@ -106,7 +135,12 @@ def test_updates_are_bit_equal(kind, buffer, smallest, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_give_a_part_the_bits_of_the_whole(kind, buffer, device):
     """The random numbers of bf16 among them, which depend on the place in the launch."""
-    made = pair(kind, device, buffer, shapes=[(3 * CHUNK_IN_8_BITS + 5,), (7,), (65, 130), (CHUNK, 3), (40, 50)])
+    made = pair(
+        kind,
+        device,
+        buffer,
+        shapes=[(3 * CHUNK_IN_8_BITS + 5,), (7,), (65, 130), (CHUNK, 3), (40, 50)],
+    )
     with kernels_run():
         update_both(*made, count=2)
     same(everything(*made[:2]), everything(*made[2:]))
@@ -139,8 +173,12 @@ def test_weights_without_a_gradient_and_updates_of_some(device):
 
 
 def test_weights_that_are_not_dense():
-    """Without a card: on one the kernel takes them here, since they are made dense, where plain torch does elsewhere."""
-    made = pair("bf16 weights, fp32 states", torch.device("cpu"), LEAST, shapes=[(64, 100), (90, 70)])
+    """Without a card: on one the kernel takes them here, since they are made dense, where plain
+    torch does elsewhere.
+    """
+    made = pair(
+        "bf16 weights, fp32 states", torch.device("cpu"), LEAST, shapes=[(64, 100), (90, 70)]
+    )
     for p in (made[0][0], made[2][0]):
         p.data = p.data.t()
     for p in (made[0][1], made[2][1]):
@@ -160,7 +198,11 @@ def test_states_go_on_in_either_place(kind, device):
     plain, optimizer, moved, other = made = pair(kind, device, 2 * LEAST)
     update_both(*made)
     host = HostStates(100, LEAST)
-    for begun, had, options in ((plain, optimizer, {"host": host}), (moved, other, {}), (moved, other, {"host": host})):
+    for begun, had, options in (
+        (plain, optimizer, {"host": host}),
+        (moved, other, {}),
+        (moved, other, {"host": host}),
+    ):
         loaded = [nn.Parameter(p.detach().clone()) for p in begun]
         third = optimizer_of(kind, loaded, **options)
         buffer = io.BytesIO()
@@ -185,9 +227,17 @@ def test_states_are_loaded_into_the_memory_that_is_there(device):
     made = pair("8 bits", device, LEAST)
     update_both(*made)
     parameters, optimizer = made[2:]
-    places = {name: x.data_ptr() for name, x in optimizer.state_of(parameters[2]).items() if name != "step"}
+    places = {
+        name: x.data_ptr()
+        for name, x in optimizer.state_of(parameters[2]).items()
+        if name != "step"
+    }
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert {name: x.data_ptr() for name, x in optimizer.state_of(parameters[2]).items() if name != "step"} == places
+    assert {
+        name: x.data_ptr()
+        for name, x in optimizer.state_of(parameters[2]).items()
+        if name != "step"
+    } == places
     update_both(*made)
     same(everything(*made[:2]), everything(*made[2:]))
 
@@ -214,7 +264,9 @@ def test_a_weight_that_was_written_begins_anew(device):
         with torch.no_grad():
             parameters[2].add_(1)
     made[3].settle()
-    assert not made[3].state_of(made[2][2])["low"].any() and made[3].state_of(made[2][4])["low"].any()
+    assert (
+        not made[3].state_of(made[2][2])["low"].any() and made[3].state_of(made[2][4])["low"].any()
+    )
     update_both(*made)
     value = torch.randn(65, 130, device=device)
     for parameters, optimizer in (made[:2], made[2:]):
@@ -235,11 +287,13 @@ def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
     assert not waits
     state = optimizer.state_of(parameters[2])
     readers = (
-        lambda: optimizer.state_of(parameters[2]), optimizer.state_dict, lambda: copy.deepcopy(optimizer),
+        lambda: optimizer.state_of(parameters[2]),
+        optimizer.state_dict,
+        lambda: copy.deepcopy(optimizer),
         lambda: optimizer.set_master(parameters[2], parameters[2].detach().float()),
         lambda: optimizer.load_state(parameters[2], copy.deepcopy(state)),
         lambda: (parameters[2].data.add_(0), parameters[2].detach().add_(1), optimizer.settle()),
-    )  # fmt: skip
+    )
     for reads in readers:
         waits.clear()
         reads()
@@ -248,16 +302,28 @@ def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
 
 @pytest.mark.parametrize("room", [LEAST, LEAST + 12345, 1 << 20])
 def test_parts_are_cut_between_chunks_and_fit(room):
-    sizes = [(n, bool(k % 3)) for k, n in enumerate([0, 5, CHUNK, 9 * CHUNK + 1, 3, 70 * CHUNK, 0, 2 * CHUNK - 1])]
+    sizes = [
+        (n, bool(k % 3))
+        for k, n in enumerate([0, 5, CHUNK, 9 * CHUNK + 1, 3, 70 * CHUNK, 0, 2 * CHUNK - 1])
+    ]
     chunk, seen = 10 * CHUNK, [0] * len(sizes)
     for part in _cut(sizes, CHUNK, chunk, room):
         numbers = [cut.number for cut in part]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
-        assert sum(cut.chunks(CHUNK) * chunk + host_states.SLACK for cut in part if sizes[cut.number][1]) <= room
+        assert (
+            sum(
+                cut.chunks(CHUNK) * chunk + host_states.SLACK
+                for cut in part
+                if sizes[cut.number][1]
+            )
+            <= room
+        )
         for cut in part:
             assert cut.begin == seen[cut.number] and cut.begin % CHUNK == 0
             seen[cut.number] = cut.end
-        assert all(seen[n] == sizes[n][0] for n in numbers[:-1]) and all(cut.begin == 0 for cut in part[1:])
+        assert all(seen[n] == sizes[n][0] for n in numbers[:-1]) and all(
+            cut.begin == 0 for cut in part[1:]
+        )
     assert seen == [size for size, _ in sizes]
 
 
@@ -266,7 +332,9 @@ def test_buffers_hold_no_more_than_they_must(device):
         made = pair("fp32", device, buffer, shapes=shapes)
         update_both(*made, count=2)
         (lane,) = made[3].host._lanes.values()
-        held = sum(x.nbytes for p in made[2] for name, x in made[3].state_of(p).items() if name != "step")
+        held = sum(
+            x.nbytes for p in made[2] for name, x in made[3].state_of(p).items() if name != "step"
+        )
         assert lane.held == held and len(lane.buffers) == host_states.COUNT
         assert sum(x.nbytes for x in lane.buffers) <= min(3 * buffer, held + 3)
         if buffer == host_states.BUFFER:
@@ -321,21 +389,31 @@ def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch):
     shapes = [(10, 100), (7,), (200, 100), (20, 100), (), (0,), (30, 30)]
     made = [pinned.empty(shape, torch.float32, card).fill_(n) for n, shape in enumerate(shapes)]
     for n, (tensor, shape) in enumerate(zip(made, shapes)):
-        assert tensor.shape == shape and (tensor == n).all() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert (
+            tensor.shape == shape
+            and (tensor == n).all()
+            and tensor.untyped_storage().nbytes() == tensor.nbytes
+        )
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        assert not tensor.numel() or any(at <= begin and end <= at + size for at, size in driver.registered.items())
+        assert not tensor.numel() or any(
+            at <= begin and end <= at + size for at, size in driver.registered.items()
+        )
     assert sorted(driver.registered.values()) == [10000, 10000, 10000, 80000]
     gone = weakref.ref(pinned)
     capturing.append(True)
     del pinned
-    assert gone() is None and len(driver.registered) == 4 and not waited, "a graph is being captured"
+    assert gone() is None and len(driver.registered) == 4 and not waited, (
+        "a graph is being captured"
+    )
     capturing.clear()
     PinnedTensors()
     assert not driver.registered and waited == [card] and (made[2] == 2).all()
 
 
 def launched(kind, device, count=2, steps=2):
-    """Weights and states of a launch, in one list of numbers; as large as torch must hold them beside."""
+    """Weights and states of a launch, in one list of numbers; as large as torch must hold them
+    beside.
+    """
     tensors = QuantizedTensors() if kind == "8 bits" else Tensors()
     for n in range(count):
         size = 5 * SIZE + n
@@ -343,7 +421,9 @@ def launched(kind, device, count=2, steps=2):
         tensors.gradients.append(torch.randn(size, device=device))
         wide = kind != "8 bits"
         for row in (tensors.means, tensors.squares):
-            row.append(torch.zeros(size, dtype=torch.float32 if wide else torch.uint8, device=device))
+            row.append(
+                torch.zeros(size, dtype=torch.float32 if wide else torch.uint8, device=device)
+            )
         if not wide:
             tensors.mean_scales.append(torch.zeros(-(-size // SIZE), device=device))
             tensors.square_scales.append(torch.zeros(-(-size // SIZE), device=device))
@@ -363,7 +443,9 @@ def test_steps_are_counted_once_a_launch(kind, device):
 
 
 class Stream:
-    """As CUDA's: what is put on it waits, until ``run`` lets streams go on in any order that their events allow."""
+    """As CUDA's: what is put on it waits, until ``run`` lets streams go on in any order that
+    their events allow.
+    """
 
     current: "Stream"
     every: list["Stream"]
@@ -414,14 +496,19 @@ class Cell:
 
 
 def after_updates(monkeypatch, parts, updates):
-    """What states of some parts are after updates whose copies and kernels run in a random order, and what they should be."""
+    """What states of some parts are after updates whose copies and kernels run in a random
+    order, and what they should be.
+    """
     Stream.every = []
     Stream.current = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(host_states, "_streams", lambda device: (Stream(), Stream()))
     lane = host_states._Lane(torch.device("cuda"))
-    lane.buffers, states = [Cell(-1) for _ in range(host_states.COUNT)], [Cell(n) for n in range(parts)]
+    lane.buffers, states = (
+        [Cell(-1) for _ in range(host_states.COUNT)],
+        [Cell(n) for n in range(parts)],
+    )
     expected = list(range(parts))
     for _ in range(updates):
         for state in states:
@@ -461,10 +548,14 @@ def test_every_wait_is_needed(wait, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16 weights, fp32 states", "bf16 states", "8 bits"])
 def test_on_a_card_states_are_pinned_bit_equal_and_take_no_more_than_the_buffers(kind):
-    """Of 60 parts an update; and between updates, with no wait of the host, that of the next one begins."""
+    """Of 60 parts an update; and between updates, with no wait of the host, that of the next one
+    begins.
+    """
     device, shapes = torch.device("cuda"), [(4096, 4096), (1000, 4097), (333,), (8192, 1024)]
     buffer = 8 << 20 if kind != "8 bits" else 4 << 20
-    plain, optimizer, moved, other = made = pair(kind, device, buffer, smallest=1 << 16, shapes=shapes)
+    plain, optimizer, moved, other = made = pair(
+        kind, device, buffer, smallest=1 << 16, shapes=shapes
+    )
     give_gradients(plain, moved)
     for p in moved:
         other.state_of(p)
@@ -474,7 +565,12 @@ def test_on_a_card_states_are_pinned_bit_equal_and_take_no_more_than_the_buffers
     other.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    states = [x for p in moved for name, x in other.state_of(p).items() if p.numel() >= 1 << 16 and name != "step"]
+    states = [
+        x
+        for p in moved
+        for name, x in other.state_of(p).items()
+        if p.numel() >= 1 << 16 and name != "step"
+    ]
     assert all(x.is_pinned() and not x.is_cuda for x in states)
     assert peak <= 3 * buffer + (4 << 20) < sum(x.nbytes for x in states)
     optimizer.step()
@@ -486,7 +582,9 @@ def test_on_a_card_states_are_pinned_bit_equal_and_take_no_more_than_the_buffers
 @pytest.mark.parametrize("kind", ["bf16 weights, fp32 states", "8 bits"])
 def test_on_a_card_an_update_is_captured_and_replayed(kind):
     device, shapes = torch.device("cuda"), [(2048, 2048), (1000, 4097), (333,)]
-    plain, optimizer, moved, other = made = pair(kind, device, 4 << 20, smallest=1 << 16, shapes=shapes)
+    plain, optimizer, moved, other = made = pair(
+        kind, device, 4 << 20, smallest=1 << 16, shapes=shapes
+    )
     update_both(*made, count=2)
     held = other.looked_up(moved)
     graph = torch.cuda.CUDAGraph()

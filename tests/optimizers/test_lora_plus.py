@@ -9,17 +9,25 @@ from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 
 
 def adapted():
-    return apply_lora(tiny.llama(), LoRAConfig(rank=4, dropout=0.0, target_modules=["q_proj", "down_proj"]))
+    return apply_lora(
+        tiny.llama(), LoRAConfig(rank=4, dropout=0.0, target_modules=["q_proj", "down_proj"])
+    )
 
 
 def test_groups():
     model = adapted()
-    optimizer = create_lora_plus_optimizer(model, 1e-4, 8.0, weight_decay=0.02, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = create_lora_plus_optimizer(
+        model, 1e-4, 8.0, weight_decay=0.02, betas=(0.8, 0.9), eps=1e-6
+    )
     assert type(optimizer) is FusedAdamW
     slow, fast = optimizer.param_groups
     of = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert {id(p) for p in fast["params"]} == {id(p) for name, p in of.items() if name.endswith(".lora_B")}
-    assert {id(p) for p in slow["params"]} == {id(p) for name, p in of.items() if name.endswith(".lora_A")}
+    assert {id(p) for p in fast["params"]} == {
+        id(p) for name, p in of.items() if name.endswith(".lora_B")
+    }
+    assert {id(p) for p in slow["params"]} == {
+        id(p) for name, p in of.items() if name.endswith(".lora_A")
+    }
     assert len(fast["params"]) == len(slow["params"]) == 4
     assert (slow["lr"], fast["lr"]) == (1e-4, 8e-4)
     for group in (slow, fast):
@@ -28,11 +36,16 @@ def test_groups():
 
 def test_defaults():
     slow, fast = create_lora_plus_optimizer(adapted(), 1e-4).param_groups
-    assert fast["lr"] == pytest.approx(16 * slow["lr"]) and slow["weight_decay"] == fast["weight_decay"] == 0
+    assert (
+        fast["lr"] == pytest.approx(16 * slow["lr"])
+        and slow["weight_decay"] == fast["weight_decay"] == 0
+    )
 
 
 def test_b_learns_so_much_faster():
-    """Of one and the same gradient the first step of Adam is the learning rate, so B moves 16 times as far as A."""
+    """Of one and the same gradient the first step of Adam is the learning rate, so B moves 16
+    times as far as A.
+    """
     model = adapted()
     optimizer = create_lora_plus_optimizer(model, 1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -42,7 +55,9 @@ def test_b_learns_so_much_faster():
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             expected = 1.6e-2 if name.endswith("lora_B") else 1e-3
-            torch.testing.assert_close(before[name] - parameter, torch.full_like(parameter, expected), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(
+                before[name] - parameter, torch.full_like(parameter, expected), rtol=1e-4, atol=1e-7
+            )
 
 
 def test_peft_names_are_known_too():

@@ -33,8 +33,12 @@ def test_what_all_have_in_common(schedule, total, warmup, floor):
 @pytest.mark.parametrize("total, warmup", [(1000, 100), (10, 0), (7, 3)])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_the_end_is_reached_after_the_last_step(schedule, total, warmup, floor):
-    assert learning_rate_factor(schedule, total, total, warmup, floor) == pytest.approx(floor, abs=1e-15)
-    assert learning_rate_factor(schedule, total + 50, total, warmup, floor) == pytest.approx(floor, abs=1e-15)
+    assert learning_rate_factor(schedule, total, total, warmup, floor) == pytest.approx(
+        floor, abs=1e-15
+    )
+    assert learning_rate_factor(schedule, total + 50, total, warmup, floor) == pytest.approx(
+        floor, abs=1e-15
+    )
 
 
 def test_constant_stays():
@@ -46,8 +50,12 @@ def test_cosine_and_linear_by_formula():
     for step in range(100, 1000, 37):
         progress = (step - 100) / 900
         cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
-        assert learning_rate_factor("cosine", step, 1000, 100, 0.1) == pytest.approx(cosine, rel=1e-12)
-        assert learning_rate_factor("linear", step, 1000, 100) == pytest.approx(1 - progress, rel=1e-12)
+        assert learning_rate_factor("cosine", step, 1000, 100, 0.1) == pytest.approx(
+            cosine, rel=1e-12
+        )
+        assert learning_rate_factor("linear", step, 1000, 100) == pytest.approx(
+            1 - progress, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("decay", [0.1, 0.2, 0.5, 1.0])

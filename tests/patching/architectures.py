@@ -1,4 +1,6 @@
-"""Every architecture in transformers' causal-LM mapping, patched: what was replaced, and whether anything changed."""
+"""Every architecture in transformers' causal-LM mapping, patched: what was replaced, and whether
+anything changed.
+"""
 
 import contextlib
 import math
@@ -15,7 +17,9 @@ from chronicals.patching.patch import EXPERTS
 from chronicals.patching.plan import agree, run
 
 SECONDS = 20
-"""What one architecture may take to be built and run; some reference implementations loop over every token."""
+"""What one architecture may take to be built and run; some reference implementations loop over
+every token.
+"""
 
 TOLERANCE = 1e-5
 ROLES = {
@@ -37,13 +41,16 @@ class Line:
     Attributes:
         reason: why it could not be built or run from a tiny configuration; empty where it could.
         report: what was patched.
-        worst: largest difference in fp32 of the loss and of the gradients, each relative to its norm, or to a thousandth
-            of the mean norm where that is larger.
-        beyond: the same for the gradients whose difference is more than the unpatched class's own rounding, which is its
-            gradient in fp32 less that in fp64; the gradient of a key's bias is nothing but rounding.
+        worst: largest difference in fp32 of the loss and of the gradients, each relative to its
+            norm, or to a thousandth of the mean norm where that is larger.
+        beyond: the same for the gradients whose difference is more than the unpatched class's own
+            rounding, which is its gradient in fp32 less that in fp64; the gradient of a key's bias
+            is nothing but rounding.
         exact: the first in fp64, where a rounding that turns a ReLU around is not seen.
-        generation: whether greedy generation gave the same tokens; None where the class cannot generate unpatched.
-        roles: whether something is replaced; None where the model has no experts, or has them in place of MLPs.
+        generation: whether greedy generation gave the same tokens; None where the class cannot
+            generate unpatched.
+        roles: whether something is replaced; None where the model has no experts, or has them in
+            place of MLPs.
         packs: what its twin showed of packed documents.
     """
 
@@ -59,7 +66,9 @@ class Line:
 
     @property
     def equal(self) -> bool:
-        return min(self.worst, self.beyond, self.exact) <= TOLERANCE and self.generation is not False
+        return (
+            min(self.worst, self.beyond, self.exact) <= TOLERANCE and self.generation is not False
+        )
 
     @property
     def left(self) -> dict[str, str]:
@@ -124,7 +133,9 @@ def generated(model) -> torch.Tensor | None:
     ids = torch.randint(FIRST_TOKEN, size, (2, 5), generator=torch.Generator().manual_seed(8))
     try:
         with torch.no_grad():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+            return model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
+            )
     except Exception:  # unpatched, a class that cannot generate says so in its own way
         return None
 
@@ -142,8 +153,12 @@ def cover(name: str) -> Line:
         try:
             with at_most(SECONDS):
                 model, expected, exact = built(name)
-        except Exception as error:  # a class that does not come from a tiny configuration: its own reason is kept
-            line.reason = f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
+        except (
+            Exception
+        ) as error:  # a class that does not come from a tiny configuration: its own reason is kept
+            line.reason = (
+                f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
+            )
             return line
         before = generated(model)
         line.report = patch_model(model)
@@ -164,11 +179,14 @@ def cover(name: str) -> Line:
 
 
 ROUNDINGS = 10
-"""A gradient in fp32 may be so many times its own rounding away from another; a fault does a hundred times more."""
+"""A gradient in fp32 may be so many times its own rounding away from another; a fault does a
+hundred times more.
+"""
 
 
 def difference(expected, got, exact=None) -> float:
-    """‖Δg‖ / max(‖g‖, a thousandth of the mean norm), the largest of all tensors, and the loss's relative difference.
+    """‖Δg‖ / max(‖g‖, a thousandth of the mean norm), the largest of all tensors, and the loss's
+    relative difference.
 
     With ``exact``, tensors that differ by no more than roundings count for nothing.
     """

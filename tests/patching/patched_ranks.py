@@ -1,6 +1,8 @@
-"""One of two processes that train a patched model as other libraries let them: the program of ``test_patched_ranks.py``.
+"""One of two processes that train a patched model as other libraries let them: the program of
+``test_patched_ranks.py``.
 
-``python patched_ranks.py FOLDER CASE …``: the first rank writes what each case returns to ``CASE.pt``.
+``python patched_ranks.py FOLDER CASE …``: the first rank writes what each case returns to
+``CASE.pt``.
 """
 
 import copy
@@ -28,25 +30,36 @@ def built(family: str, adapters: bool = False) -> torch.nn.Module:
     torch.manual_seed(0)
     model = families.build(family)
     if adapters:
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
         model = peft.get_peft_model(model, config).train()
     return model
 
 
 def trained_alone(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Losses and weights of the plain model on all rows."""
-    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE), []
+    optimizer, losses = (
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE),
+        [],
+    )
     for _ in range(STEPS):
         loss = model(input_ids=rows(), labels=rows()).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return {"losses": torch.stack(losses), **{name: p.detach() for name, p in model.named_parameters()}}
+    return {
+        "losses": torch.stack(losses),
+        **{name: p.detach() for name, p in model.named_parameters()},
+    }
 
 
 def trained(
-    model: torch.nn.Module, own: torch.Tensor, accelerator: Accelerator | None = None, wrapped_first: bool = False
+    model: torch.nn.Module,
+    own: torch.Tensor,
+    accelerator: Accelerator | None = None,
+    wrapped_first: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The same of a model that is patched before ``accelerator`` prepares it, or afterwards."""
     losses, counts, inner = [], {}, model
@@ -83,15 +96,25 @@ def ddp(family: str, adapters: bool = False) -> dict[str, torch.Tensor]:
     return trained(built(family, adapters), own_half(), Accelerator(cpu=True))
 
 
-def fsdp2(family: str, wrapped_first: bool = False, adapters: bool = False) -> dict[str, torch.Tensor]:
-    """Prepared by accelerate, which takes FSDP for something of cards alone unless it is told otherwise."""
+def fsdp2(
+    family: str, wrapped_first: bool = False, adapters: bool = False
+) -> dict[str, torch.Tensor]:
+    """Prepared by accelerate, which takes FSDP for something of cards alone unless it is told
+    otherwise.
+    """
     model = built(family, adapters)
-    layer = type(model.get_decoder().layers[0] if not adapters else model.base_model.model.get_decoder().layers[0]).__name__
+    layer = type(
+        model.get_decoder().layers[0]
+        if not adapters
+        else model.base_model.model.get_decoder().layers[0]
+    ).__name__
     accelerator = Accelerator(cpu=True)
     before = accelerator.state.distributed_type
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer]
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[layer],
     )
     try:
         return trained(model, own_half(), accelerator, wrapped_first)
@@ -105,8 +128,12 @@ def tensor_parallel(family: str, folder: Path) -> dict[str, torch.Tensor]:
     if dist.get_rank() == 0:
         plain.save_pretrained(place)
     dist.barrier()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    return trained(type(plain).from_pretrained(place, tp_plan="auto", device_mesh=mesh).train(), rows())
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)
+    )
+    return trained(
+        type(plain).from_pretrained(place, tp_plan="auto", device_mesh=mesh).train(), rows()
+    )
 
 
 CASES = {

@@ -35,11 +35,17 @@ def padded(left=False):
 
 
 def packed(bounds=False):
-    """Four documents in one row, as transformers' collator lays them; with a cache, transformers looks at no positions."""
+    """Four documents in one row, as transformers' collator lays them; with a cache, transformers
+    looks at no positions.
+    """
     lengths = torch.tensor([7, 1, 9, 4])
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
     ids = torch.randint(1, families.VOCABULARY, positions.shape)
-    rows = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    rows = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": ids.masked_fill(positions == 0, -100),
+    }
     rows["use_cache"] = False
     if bounds:
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -69,10 +75,14 @@ def test_rows_are_documents(family, kind):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
-    "without", [("use_cache",), ("position_ids",), ("position_ids", "use_cache"), ("cu_seq_lens_q",)], ids=str
+    "without",
+    [("use_cache",), ("position_ids",), ("position_ids", "use_cache"), ("cu_seq_lens_q",)],
+    ids=str,
 )
 def test_packs_are_what_transformers_takes_for_packs(implementation, trains, without):
-    """It ignores positions where there is a cache, which is made by default, and the bounds that flash attention takes."""
+    """It ignores positions where there is a cache, which is made by default, and the bounds that
+    flash attention takes.
+    """
     plain, patched = (model.train(trains) for model in pair("llama", implementation))
     rows = packed(bounds=True) | {"seq_idx": torch.zeros(1, 21, dtype=torch.int32)}
     for name in without:
@@ -95,7 +105,9 @@ POSITIONS = {
 @pytest.mark.parametrize("cache", [{}, {"use_cache": False}], ids=str)
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_positions_of_every_kind_mean_what_they_did(kind, cache):
-    """Without a cache any jump ends a document; with one, of which no word was said, there is a single one."""
+    """Without a cache any jump ends a document; with one, of which no word was said, there is a
+    single one.
+    """
     plain, patched = pair("mistral")
     ids = torch.randint(1, families.VOCABULARY, (2, 10))
     rows = {"input_ids": ids, "labels": ids, "position_ids": POSITIONS[kind].expand(2, -1), **cache}
@@ -109,7 +121,9 @@ def test_padding_on_the_left_is_as_it_was(implementation):
     plain, patched = plain.float(), patched.float()
     rows = padded(left=True)
     before = attention.runs[0]
-    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5)
+    assert_same(
+        loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5
+    )
     assert attention.runs[0] == before
 
 
@@ -129,10 +143,14 @@ def test_labels_at_padding_are_predicted_from_what_the_model_makes_there(shifted
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "gpt_oss"])
 def test_outputs_at_padding(family, implementation):
-    """Logits and hidden states, which metrics take means of; in a window that holds nothing but padding, too."""
+    """Logits and hidden states, which metrics take means of; in a window that holds nothing but
+    padding, too.
+    """
     if family == "gpt_oss" and implementation == "sdpa":
         pytest.skip("it has sinks, which SDPA does without")
-    plain, patched = (model.eval().float() for model in pair(family, implementation))  # eager makes no numbers there in fp64
+    plain, patched = (
+        model.eval().float() for model in pair(family, implementation)
+    )  # eager makes no numbers there in fp64
     rows = padded()
     del rows["labels"]
     before = attention.runs[0]
@@ -152,7 +170,10 @@ def test_only_rows_with_padding_run_the_models_own_attention(monkeypatch):
         seen.append(tuple(query.shape[::2][:2]))
         return own(query, *args, **options)
 
-    monkeypatch.setattr("transformers.integrations.sdpa_attention.torch.nn.functional.scaled_dot_product_attention", counted)
+    monkeypatch.setattr(
+        "transformers.integrations.sdpa_attention.torch.nn.functional.scaled_dot_product_attention",
+        counted,
+    )
     monkeypatch.setattr(attention, "document_attention", lambda q, *_, **__: torch.zeros_like(q))
     patched(**rows)
     assert seen == [(2, 10)] * plain.config.num_hidden_layers
@@ -171,23 +192,32 @@ class Waits(TorchDispatchMode):
 
 
 def test_the_host_waits_seldom_for_a_mask():
-    """For whether padding is on the right, what documents there are, their lengths, and four numbers of them in one answer."""
+    """For whether padding is on the right, what documents there are, their lengths, and four
+    numbers of them in one answer.
+    """
     padding = padded()["attention_mask"]
     with Waits() as waits:
         mask = attention._mask("sdpa", 3, 11, 11, attention_mask=padding)
-    assert isinstance(mask, LazyMask) and waits.count <= 3 + 4  # on the CPU each number of the answer is counted
+    assert (
+        isinstance(mask, LazyMask) and waits.count <= 3 + 4
+    )  # on the CPU each number of the answer is counted
 
 
 def test_outputs_at_padding_can_be_skipped():
     plain = families.build("llama").double()
     patched = copy.deepcopy(plain)
     report = patch_model(patched, outputs_at_padding=False)
-    assert "outputs at padding on the right of rows are zero (outputs_at_padding=False)" in str(report)
+    assert "outputs at padding on the right of rows are zero (outputs_at_padding=False)" in str(
+        report
+    )
     rows = padded()
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     at_padding = rows["attention_mask"] == 0
     assert not torch.allclose(plain(**rows).logits[at_padding], patched(**rows).logits[at_padding])
-    with pytest.raises(ValueError, match="labels stand at padding.*outputs_at_padding=False: set these labels to -100"):
+    with pytest.raises(
+        ValueError,
+        match="labels stand at padding.*outputs_at_padding=False: set these labels to -100",
+    ):
         patched(**rows | {"labels": rows["input_ids"]})
     with pytest.raises(ValueError, match="patched with False already; call unpatch_model"):
         patch_model(patched)
@@ -234,7 +264,9 @@ def test_a_mask_of_ones_own_is_kept():
 
 
 def test_dropout_is_as_it_was():
-    """The documents' attention knows none, so the mask the model would have had is made after all."""
+    """The documents' attention knows none, so the mask the model would have had is made after
+    all.
+    """
     plain, patched = pair("llama")
     rows = padded()
     for model in (plain, patched):
@@ -254,14 +286,19 @@ def test_attention_weights_are_still_to_be_had():
     """The same in fp64 but for a rounding of transformers' softmax, which is in fp32."""
     plain, patched = pair("llama", "eager")
     rows = padded()
-    for expected, got in zip(*(model(**rows, output_attentions=True).attentions for model in (plain, patched))):
+    for expected, got in zip(
+        *(model(**rows, output_attentions=True).attentions for model in (plain, patched))
+    ):
         torch.testing.assert_close(got, expected, rtol=0, atol=4 * torch.finfo(torch.float32).eps)
 
 
 def names_in(model):
     """What the configurations of all modules say of attention."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    return {config._attn_implementation for config in [*configs, *(c.get_text_config() for c in configs)]}
+    return {
+        config._attn_implementation
+        for config in [*configs, *(c.get_text_config() for c in configs)]
+    }
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -273,14 +310,19 @@ def test_configurations_keep_the_name_of_their_attention(implementation):
         module.register_forward_hook(lambda *_: seen.update(names_in(patched)))
     loss_and_gradients(patched, **padded())
     assert seen == names_in(patched) == {implementation}
-    assert patched._check_and_adjust_attn_implementation(patched.config._attn_implementation) == implementation
+    assert (
+        patched._check_and_adjust_attn_implementation(patched.config._attn_implementation)
+        == implementation
+    )
     unpatch_model(patched)
     assert names_in(patched) == {implementation}
 
 
 COPIES = {
     "a model of its configuration": lambda model: AutoModelForCausalLM.from_config(model.config),
-    "a model of a copy of its configuration": lambda model: AutoModelForCausalLM.from_config(copy.deepcopy(model.config)),
+    "a model of a copy of its configuration": lambda model: AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config)
+    ),
     "a model that shares its configuration": lambda model: type(model)(model.config),
     "a model of its decoder's configuration": lambda model: type(model)(model.get_decoder().config),
 }
@@ -292,7 +334,9 @@ def test_a_model_that_was_never_patched_computes_what_it_did(make, kind):
     plain, patched = pair("llama")
     other = COPIES[make](patched).double().train()
     other.load_state_dict(plain.state_dict())
-    rows = ROWS[kind]() | {"labels": torch.randint(1, families.VOCABULARY, ROWS[kind]()["input_ids"].shape)}
+    rows = ROWS[kind]() | {
+        "labels": torch.randint(1, families.VOCABULARY, ROWS[kind]()["input_ids"].shape)
+    }
     expected = loss_and_gradients(plain, **rows)
     for _ in range(2):
         before = attention.runs[0]
@@ -324,16 +368,26 @@ def test_a_model_of_the_same_configuration_is_left_alone():
 def test_the_towers_of_a_larger_model():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sees = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     text = families.configuration("gemma3").to_dict()
-    config = Gemma3Config(text_config=text, vision_config={**sees, "image_size": 28, "patch_size": 14})
+    config = Gemma3Config(
+        text_config=text, vision_config={**sees, "image_size": 28, "patch_size": 14}
+    )
     patched = Gemma3ForConditionalGeneration(config)
     attention.install(patched)
     changed = {type(module).__name__ for module in patched.modules() if "forward" in vars(module)}
     assert changed == {"Gemma3Model", "Gemma3TextModel", "Gemma3Attention"}
     assert names_in(patched) == {"sdpa"}
     attention.remove(patched)
-    assert not any("forward" in vars(module) or "_chronicals_seams" in vars(module) for module in patched.modules())
+    assert not any(
+        "forward" in vars(module) or "_chronicals_seams" in vars(module)
+        for module in patched.modules()
+    )
 
 
 def with_a_copied_layer(model):
@@ -346,7 +400,9 @@ def with_a_copied_layer(model):
 def with_layers_of_peft(model):
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)]))
+    return get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    )
 
 
 @pytest.mark.parametrize("grow", [with_a_copied_layer, with_layers_of_peft])
@@ -364,7 +420,11 @@ def test_layers_with_a_configuration_of_their_own(grow, first):
     assert_same(expected, loss_and_gradients(patched, **rows))
     assert attention.runs[0] - before == plain.config.num_hidden_layers
     unpatch_model(patched)
-    assert all(module.config._attn_implementation == "sdpa" for module in patched.modules() if hasattr(module, "config"))
+    assert all(
+        module.config._attn_implementation == "sdpa"
+        for module in patched.modules()
+        if hasattr(module, "config")
+    )
     assert_same(expected, loss_and_gradients(patched, **rows))
 
 
@@ -372,7 +432,9 @@ def test_a_copy_of_a_patched_model_is_unpatched_by_itself():
     plain, patched = pair("llama")
     twin = copy.deepcopy(patched)
     unpatch_model(twin)
-    assert not any(name.startswith("_chronicals") for module in twin.modules() for name in vars(module))
+    assert not any(
+        name.startswith("_chronicals") for module in twin.modules() for name in vars(module)
+    )
     assert not any("forward" in vars(module) for module in twin.modules())
     rows, before = padded(), attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(twin, **rows))
@@ -387,7 +449,9 @@ def test_given_another_implementation_since_it_goes_by_that_one(first, then):
     for model in (plain, patched):
         model.set_attn_implementation(then)
     rows, before = padded(), attention.runs[0]
-    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5)
+    assert_same(
+        loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5
+    )
     assert attention.runs[0] - before == plain.config.num_hidden_layers
     unpatch_model(patched)
     assert patched.config._attn_implementation == then
@@ -432,7 +496,10 @@ def test_attention_whose_forward_was_replaced_is_left_alone():
     module = patched.model.layers[1].self_attn
     module.forward = lambda *args, own=module.forward, **kwargs: own(*args, **kwargs)
     report = patch_model(patched)
-    assert any(entry.part == "attention" and "LlamaAttention was replaced" in entry.reason for entry in report.left)
+    assert any(
+        entry.part == "attention" and "LlamaAttention was replaced" in entry.reason
+        for entry in report.left
+    )
     rows, before = padded(), attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     assert attention.runs[0] == before
@@ -465,7 +532,10 @@ def test_a_patched_model_can_be_presented():
     """As the trainer does; before and after, it attends as patched."""
     plain, patched = pair("gemma3")
     batch, rows = families.documents_batch(), padded()
-    expected, of_rows = families.states_and_gradients(plain, batch), loss_and_gradients(plain, **rows)
+    expected, of_rows = (
+        families.states_and_gradients(plain, batch),
+        loss_and_gradients(plain, **rows),
+    )
     before = attention.runs[0]
     families.assert_same(expected, families.states_and_gradients(patched, batch))
     assert attention.runs[0] == before, "the bounds that it is given are all that it needs"
@@ -488,11 +558,18 @@ def test_an_implementation_that_knows_documents_is_left_alone():
     model.config._attn_implementation_internal = "flex_attention"
     report = patch_model(model)
     assert "document_attention" not in report.counts()
-    assert any(entry.part == "attention" and "flex_attention" in entry.reason for entry in report.left)
+    assert any(
+        entry.part == "attention" and "flex_attention" in entry.reason for entry in report.left
+    )
 
 
 def test_unknown_patterns_are_not_taken_for_documents():
-    from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
+    from transformers.masking_utils import (
+        and_masks,
+        causal_mask_function,
+        or_masks,
+        sliding_window_overlay,
+    )
 
     window = and_masks(sliding_window_overlay(4), causal_mask_function)
     assert attention._pattern(causal_mask_function) == attention.Pattern()
@@ -504,9 +581,15 @@ def test_unknown_patterns_are_not_taken_for_documents():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["plain", "padded"])
 def test_sparse_attention_is_as_it_was(implementation, kind):
-    """Its class adds a mask of blocks to the mask that it is given; the documents' attention would attend to everything."""
-    plain = families.minimax_m3(index_block_size=4, index_topk_blocks=1, attn_implementation=implementation)
+    """Its class adds a mask of blocks to the mask that it is given; the documents' attention
+    would attend to everything.
+    """
+    plain = families.minimax_m3(
+        index_block_size=4, index_topk_blocks=1, attn_implementation=implementation
+    )
     patched = copy.deepcopy(plain)
     patch_model(patched)
     rows = ROWS[kind]()
-    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5)
+    assert_same(
+        loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5
+    )

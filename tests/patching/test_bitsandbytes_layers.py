@@ -1,4 +1,6 @@
-"""Models that transformers loaded with ``BitsAndBytesConfig``: fused layers over the memory of bitsandbytes' layers."""
+"""Models that transformers loaded with ``BitsAndBytesConfig``: fused layers over the memory of
+bitsandbytes' layers.
+"""
 
 import copy
 import logging
@@ -34,17 +36,25 @@ def loaded(folder, dtype=torch.float32, **options):
     """In training mode: in evaluation bitsandbytes lays the codes out anew on some CPUs."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    usual = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    usual = {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+    }
     four = BitsAndBytesConfig(load_in_4bit=True, **{**usual, **options})
     place = {"device_map": {"": "cpu"}, "dtype": dtype}
-    return AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=four, **place).train()
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "dense", quantization_config=four, **place
+    ).train()
 
 
 def adapted(model, by="ours"):
     if by == "peft":
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear"))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear")
+        )
     else:
         apply_lora(model, LoRAConfig(rank=3, alpha=5, dropout=0.0))
     for name, parameter in model.named_parameters():
@@ -82,7 +92,9 @@ CASES = [
 
 @pytest.mark.parametrize(("by", "options"), CASES, ids=str)
 def test_states_and_gradients_are_those_of_the_plain_model(folder, options, by):
-    """The gradients of the first layer's adapters have passed through every product of the layers above."""
+    """The gradients of the first layer's adapters have passed through every product of the
+    layers above.
+    """
     model = adapted(loaded(folder, **options), by)
     families.assert_same(states_of(model), fused_states_of(model))
 
@@ -90,10 +102,20 @@ def test_states_and_gradients_are_those_of_the_plain_model(folder, options, by):
 def test_nothing_is_copied(folder):
     model = adapted(loaded(folder))
     fused_states_of(model)
-    bases = [merged.base for module in model.modules() for merged in vars(module).get(MERGED, {}).values()]
+    bases = [
+        merged.base
+        for module in model.modules()
+        for merged in vars(module).get(MERGED, {}).values()
+    ]
     assert len(bases) == 4 * LAYERS and all(isinstance(base, NF4) for base in bases)
-    theirs = {layer.weight.data_ptr() for layer in model.modules() if bitsandbytes_layer.is_of_bitsandbytes(layer)}
-    assert {part.codes.data_ptr() for base in bases for part in base.packed} == theirs and len(theirs) == 7 * LAYERS
+    theirs = {
+        layer.weight.data_ptr()
+        for layer in model.modules()
+        if bitsandbytes_layer.is_of_bitsandbytes(layer)
+    }
+    assert {part.codes.data_ptr() for base in bases for part in base.packed} == theirs and len(
+        theirs
+    ) == 7 * LAYERS
 
 
 def test_weights_that_were_replaced_are_read_anew(folder):
@@ -115,7 +137,9 @@ def test_unpatched_it_is_theirs_again(folder):
     patch_model(model)
     unpatch_model(model)
     after = model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     families.assert_same(expected, states_of(model))
 
 
@@ -123,7 +147,10 @@ def test_unpatched_it_is_theirs_again(folder):
     ("change", "reason"),
     [
         (lambda layer: layer.register_forward_hook(lambda *_: None), "down_proj has hooks"),
-        (lambda layer: setattr(layer, "forward", type(layer).forward.__get__(layer)), "down_proj has another forward"),
+        (
+            lambda layer: setattr(layer, "forward", type(layer).forward.__get__(layer)),
+            "down_proj has another forward",
+        ),
     ],
 )
 def test_a_layer_that_does_more_is_called(folder, change, reason, caplog, monkeypatch):
@@ -136,33 +163,49 @@ def test_a_layer_that_does_more_is_called(folder, change, reason, caplog, monkey
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize(("asked", "said"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+@pytest.mark.parametrize(
+    ("asked", "said"), [(torch.float32, True), (torch.bfloat16, False)], ids=str
+)
 def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
-    """They are off by no more than a few times what products in bf16 change by themselves (1 to 2 as a rule)."""
+    """They are off by no more than a few times what products in bf16 change by themselves (1 to
+    2 as a rule).
+    """
     bitsandbytes_layer._say_dtype.cache_clear()
-
 
     def made(kind):
         torch.manual_seed(seed)
         return adapted(loaded(folder, torch.bfloat16, bnb_4bit_compute_dtype=kind))
 
     model, wide, narrow = made(asked), made(torch.float32), made(torch.bfloat16)
-    expected, (exact, rounded) = states_of(model), (states_of(other)["states"].float() for other in (wide, narrow))
+    expected, (exact, rounded) = (
+        states_of(model),
+        (states_of(other)["states"].float() for other in (wide, narrow)),
+    )
     with caplog.at_level(logging.WARNING):
         got = fused_states_of(model)
-    assert ("bnb_4bit_compute_dtype=torch.float32: fused layers multiply in torch.bfloat16" in caplog.text) == said
-    assert (got["states"].float() - expected["states"].float()).norm() < 3 * (rounded - exact).norm()
+    assert (
+        "bnb_4bit_compute_dtype=torch.float32: fused layers multiply in torch.bfloat16"
+        in caplog.text
+    ) == said
+    assert (got["states"].float() - expected["states"].float()).norm() < 3 * (
+        rounded - exact
+    ).norm()
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("state.offset, nested.blocksize", "state.offset * 1.5, nested.blocksize"),
-        ("known.state is layer.weight.quant_state and known.places == _places(layer)", "known.ours is not None"),
+        (
+            "known.state is layer.weight.quant_state and known.places == _places(layer)",
+            "known.ours is not None",
+        ),
     ],
 )
 def test_a_planted_fault_is_found(folder, old, new, monkeypatch):
-    monkeypatch.setattr("chronicals.models.linear.shared", mutant(bitsandbytes_layer, old, new).shared)
+    monkeypatch.setattr(
+        "chronicals.models.linear.shared", mutant(bitsandbytes_layer, old, new).shared
+    )
     model = adapted(loaded(folder))
     patch_parts(model, whole_layers=True)
     states_of(model)
@@ -185,6 +228,9 @@ def test_the_report_is_of_parts_that_kernels_run(folder, tmp_path):
 def test_a_run_is_that_of_our_layers(folder, tmp_path):
     theirs = loaded(folder)
     theirs.save_pretrained(tmp_path / "packed")
-    for name, model in (("theirs", theirs), ("ours", load_model(tmp_path / "packed", torch.float32))):
+    for name, model in (
+        ("theirs", theirs),
+        ("ours", load_model(tmp_path / "packed", torch.float32)),
+    ):
         runs.train(tmp_path / name, model=model, max_steps=3, use_lora=True, trackers=[])
     assert runs.trajectory(tmp_path / "theirs") == runs.trajectory(tmp_path / "ours")

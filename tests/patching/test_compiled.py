@@ -1,4 +1,6 @@
-"""``torch.compile`` of a patched model over batches of ever new shapes: no graph breaks, one recompilation at most."""
+"""``torch.compile`` of a patched model over batches of ever new shapes: no graph breaks, one
+recompilation at most.
+"""
 
 import pytest
 import torch
@@ -52,13 +54,21 @@ def packed(device):
     positions = torch.cat([torch.arange(part) for part in parts])[None].to(device)
     bounds = torch.tensor([0, *parts]).cumsum(0).to(device, torch.int32)
     return {
-        "input_ids": ids, "labels": ids, "position_ids": positions, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
-        "max_length_q": max(parts), "max_length_k": max(parts), "use_cache": False,
-    }  # fmt: skip
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": positions,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(parts),
+        "max_length_k": max(parts),
+        "use_cache": False,
+    }
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("family", "batch"), [("llama", padded), ("gemma2", masked), ("qwen3", packed)])
+@pytest.mark.parametrize(
+    ("family", "batch"), [("llama", padded), ("gemma2", masked), ("qwen3", packed)]
+)
 def test_a_patched_model(family, batch, device):
     model = families.build(family).to(device)
     patch_model(model)
@@ -81,7 +91,9 @@ def test_a_patched_model(family, batch, device):
     ids=["nf4-lora", "nf4-dora", "nf4-dora-patched", "dense-dora"],
 )
 def test_adapters_over_16_and_over_4_bits(four, dora, patched, device):
-    """Forward and backward passes traced, while adapters are trained; gradients are those of the model that is not compiled."""
+    """Forward and backward passes traced, while adapters are trained; gradients are those of the
+    model that is not compiled.
+    """
     model = families.build("qwen2").to(device)
     if four:
         quantise_layers(model)
@@ -113,7 +125,9 @@ def in_blocks(linear):
 @pytest.mark.parametrize("packed", [Linear4bit.of, in_blocks], ids=["nf4", "gguf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_layer_is_one_graph(dtype, packed, device):
-    """What torch's own account of it says, too; and packed bits that change under the graph are seen."""
+    """What torch's own account of it says, too; and packed bits that change under the graph are
+    seen.
+    """
     layer = packed(torch.nn.Linear(64, 24, device=device)).to(dtype)
     adapted = LoRALinear(layer, LoRAConfig(rank=3, dropout=0.0, use_dora=True), 64, 24).to(device)
     torch.nn.init.normal_(adapted.lora_B)
@@ -131,7 +145,9 @@ def test_one_layer_is_one_graph(dtype, packed, device):
 
 @pytest.mark.parametrize("backend", ["flex", "flash"])
 def test_decoder_layers_over_documents(backend, device, monkeypatch):
-    """As the trainer compiles them where they do not run fused; here without gradients, which FlexAttention has on a card."""
+    """As the trainer compiles them where they do not run fused; here without gradients, which
+    FlexAttention has on a card.
+    """
     on_card = device.type == "cuda"
     if backend == "flash" and not on_card:
         pytest.skip("needs a CUDA device")

@@ -1,4 +1,6 @@
-"""Every architecture in transformers' causal-LM mapping: patched or left alone, nothing changes. The table is a number."""
+"""Every architecture in transformers' causal-LM mapping: patched or left alone, nothing changes.
+The table is a number.
+"""
 
 import random
 
@@ -6,7 +8,18 @@ import pytest
 
 from patching.architectures import architectures, cover
 
-ALWAYS = ["Llama", "Qwen3", "Gemma2", "Mixtral", "GptOss", "GPT2", "OPT", "JetMoe", "Bloom", "Mamba"]
+ALWAYS = [
+    "Llama",
+    "Qwen3",
+    "Gemma2",
+    "Mixtral",
+    "GptOss",
+    "GPT2",
+    "OPT",
+    "JetMoe",
+    "Bloom",
+    "Mamba",
+]
 SAMPLE = 5
 """So many others are taken in the ordinary run; all of them in the long one."""
 
@@ -21,7 +34,8 @@ def sample(seed):
 
 def assert_nothing_changed(line):
     assert line.reason or line.equal, (
-        f"{line.name}: differs by {line.worst:.1e}, {line.beyond:.1e} beyond rounding, {line.exact:.1e} in fp64; "
+        f"{line.name}: differs by {line.worst:.1e}, {line.beyond:.1e} beyond rounding, "
+        f"{line.exact:.1e} in fp64; "
         f"generation equal: {line.generation}\n{line.report}"
     )
 
@@ -31,7 +45,9 @@ def test_a_sample_of_the_architectures(seed):
     for line in lines:
         assert_nothing_changed(line)
     by_name = {line.name: line for line in lines}
-    assert not [name for name in ALWAYS if by_name[name].reason], "one that was built before cannot be built"
+    assert not [name for name in ALWAYS if by_name[name].reason], (
+        "one that was built before cannot be built"
+    )
     assert all(by_name[name].whole for name in ("Llama", "Qwen3", "Gemma2"))
 
 

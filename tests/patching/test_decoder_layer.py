@@ -1,4 +1,6 @@
-"""The fused decoder layer: the same hidden states and gradients as the class's own, over documents, in every family."""
+"""The fused decoder layer: the same hidden states and gradients as the class's own, over
+documents, in every family.
+"""
 
 import copy
 import inspect
@@ -133,7 +135,9 @@ def test_layers_made_again_run_fused(family, adapted):
 
 
 @pytest.mark.parametrize(
-    "policy", [recompute_norms_and_units, tile_mlps, enable_gradient_checkpointing], ids=lambda policy: policy.__name__
+    "policy",
+    [recompute_norms_and_units, tile_mlps, enable_gradient_checkpointing],
+    ids=lambda policy: policy.__name__,
 )
 def test_a_policy_does_not_make_a_layer_another_kind(policy):
     """Whatever was asked for first; and a later run can go without it."""
@@ -157,7 +161,10 @@ def test_a_second_backward_of_layers_made_again(monkeypatch):
     enable_gradient_checkpointing(model, whole_layers=True)
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
         loss = presented.hidden_states(batch).square().sum()
-        first, second = (torch.autograd.grad(loss, list(model.get_decoder().parameters()), retain_graph=True) for _ in range(2))
+        first, second = (
+            torch.autograd.grad(loss, list(model.get_decoder().parameters()), retain_graph=True)
+            for _ in range(2)
+        )
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -166,7 +173,9 @@ def test_what_falls_back_is_made_again_once(monkeypatch):
     model, batch, calls = families.build("llama"), families.documents_batch(), []
     fused(model)
     enable_gradient_checkpointing(model, whole_layers=True)
-    model.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(None))
+    model.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(
+        lambda *_: calls.append(None)
+    )
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
         presented.hidden_states(batch).square().sum().backward()
     assert len(calls) == 2
@@ -208,7 +217,9 @@ def test_what_nobody_reads_is_not_made_again(monkeypatch):
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "made again"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_what_was_in_host_memory_is_what_it_was(adapted, again, window, device):
-    """The same gradients bit for bit; on a card nothing of what was moved is held there on the side."""
+    """The same gradients bit for bit; on a card nothing of what was moved is held there on the
+    side.
+    """
     model = families.build("qwen2").to(device)
     if adapted:
         apply_lora(model, LoRAConfig(rank=3, dropout=0.4))
@@ -226,7 +237,9 @@ def test_what_was_in_host_memory_is_what_it_was(adapted, again, window, device):
 
 
 def states_gradients_and_held(model, batch):
-    """With the bytes that a forward pass leaves on the card, in a second pass, when libraries have what they need."""
+    """With the bytes that a forward pass leaves on the card, in a second pass, when libraries
+    have what they need.
+    """
     decoder, held = model.get_decoder(), []
     hooks = [
         decoder.register_forward_pre_hook(lambda *_: held.append(-torch.cuda.memory_allocated())),
@@ -246,7 +259,9 @@ def test_no_gradient_below_the_first_adapter():
     model = apply_lora(families.build("llama"), LoRAConfig(rank=2, dropout=0.0))
     fused(model)
     seen = []
-    model.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+    model.get_decoder().layers[0].register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].requires_grad)
+    )
     families.states_and_gradients(model, families.documents_batch())
     assert seen == [False]
 
@@ -258,7 +273,10 @@ def test_parameters_keep_names_shapes_and_identity():
     for name, p in model.named_parameters():
         assert p is before[name][0] and torch.equal(p, before[name][1]), name
     attention = model.get_decoder().layers[0].self_attn
-    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + attention.q_proj.weight.nbytes
+    assert (
+        attention.k_proj.weight.data_ptr()
+        == attention.q_proj.weight.data_ptr() + attention.q_proj.weight.nbytes
+    )
 
 
 def move(model):
@@ -271,7 +289,9 @@ def load(model):
 
 
 def adapt(model):
-    return apply_lora(model, LoRAConfig(rank=2, dropout=0.0, target_modules=["q_proj", "up_proj"])).double()
+    return apply_lora(
+        model, LoRAConfig(rank=2, dropout=0.0, target_modules=["q_proj", "up_proj"])
+    ).double()
 
 
 def deep_copy(model):
@@ -304,12 +324,16 @@ def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
 @pytest.mark.parametrize("of", ["ours", "peft"])
 @torch.no_grad()
 def test_adapters_are_off_and_on_without_moving_anything(of):
-    """Off, the layers run fused and compute what their base computes, from the storage that has the adapters' padding."""
+    """Off, the layers run fused and compute what their base computes, from the storage that has
+    the adapters' padding.
+    """
     model, batch = families.build("qwen2"), families.documents_batch()
     base, names = states_of(model, batch), ["q_proj", "v_proj", "down_proj"]
     if of == "peft":
         peft = pytest.importorskip("peft")
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=names, lora_dropout=0.0))
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(r=3, target_modules=names, lora_dropout=0.0)
+        )
         off = adapted.disable_adapter
     else:
         adapted = apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=names))
@@ -319,7 +343,11 @@ def test_adapters_are_off_and_on_without_moving_anything(of):
             torch.nn.init.normal_(p, std=0.3)
     fused(adapted)
     expected = states_of(model, batch)
-    held, places, before = storages(model), [p.data_ptr() for p in model.parameters()], decoder_layer.runs[BY]
+    held, places, before = (
+        storages(model),
+        [p.data_ptr() for p in model.parameters()],
+        decoder_layer.runs[BY],
+    )
     with off():
         got = states_of(model, batch)
     assert torch.equal(states_of(model, batch), expected)
@@ -330,7 +358,11 @@ def test_adapters_are_off_and_on_without_moving_anything(of):
 
 
 def storages(model):
-    return [merged for module in model.modules() for merged in vars(module).get(fused_weights.MERGED, {}).values()]
+    return [
+        merged
+        for module in model.modules()
+        for merged in vars(module).get(fused_weights.MERGED, {}).values()
+    ]
 
 
 def states_of(model, batch):
@@ -339,7 +371,9 @@ def states_of(model, batch):
 
 
 def test_adapted_weights_are_their_own_again_when_unpatched(tmp_path):
-    """Those with margins have strided rows; afterwards the model saves, and nothing is held that it does not use."""
+    """Those with margins have strided rows; afterwards the model saves, and nothing is held that
+    it does not use.
+    """
     model = apply_lora(families.build("qwen2"), LoRAConfig(rank=3, dropout=0.0))
     fuse_weights(fused(model))
     base = model.get_decoder().layers[0].self_attn.q_proj.base_layer
@@ -380,7 +414,15 @@ def test_saved_and_loaded_as_the_class(tmp_path):
     families.assert_same(families.states_and_gradients(save_and_load(model, tmp_path), batch), got)
 
 
-PARTS = ["self_attn", "mlp", "mlp.act_fn", "mlp.down_proj", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm"]
+PARTS = [
+    "self_attn",
+    "mlp",
+    "mlp.act_fn",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.q_norm",
+]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -445,8 +487,16 @@ def test_transformers_own_hooks_that_look_on_leave_layers_fused():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: m.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None), "hooks"),
-        (lambda m: setattr(m.get_decoder().layers[0].self_attn, "attention_dropout", 0.1), "dropout"),
+        (
+            lambda m: (
+                m.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+            ),
+            "hooks",
+        ),
+        (
+            lambda m: setattr(m.get_decoder().layers[0].self_attn, "attention_dropout", 0.1),
+            "dropout",
+        ),
         (lambda m: m.get_decoder().layers[0].mlp.gate_proj.float(), "differ in type"),
     ],
     ids=["hook", "dropout", "type"],
@@ -473,7 +523,9 @@ def test_layers_of_a_model_that_was_patched_before_are_fused_once(earlier):
     for _ in range(2):
         assert fused(model)._chronicals_report is report
     assert report.counts() == before | {BY: 2}
-    assert len(set(report.replaced)) == len(report.replaced) and len(set(report.left)) == len(report.left)
+    assert len(set(report.replaced)) == len(report.replaced) and len(set(report.left)) == len(
+        report.left
+    )
 
 
 def test_generation_takes_the_class_way():
@@ -487,7 +539,10 @@ def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
     monkeypatch.setattr(fused_weights, "_said", set())
     model, batch = fused(families.build("llama")), families.documents_batch()
     before = decoder_layer.runs[BY]
-    with PresentedModel(model, packed=True, head_is_read=False).attending_documents(), caplog.at_level(logging.WARNING):
+    with (
+        PresentedModel(model, packed=True, head_is_read=False).attending_documents(),
+        caplog.at_level(logging.WARNING),
+    ):
         out = model.get_decoder()(**packed_arguments(batch) | {"use_cache": True})
     assert out.past_key_values.get_seq_length() == len(batch)
     assert decoder_layer.runs[BY] == before and "part by part: it was given" in caplog.text
@@ -500,9 +555,15 @@ def test_layers_made_again_leave_a_cache_out_as_the_class_does():
     fused(model).train()
     enable_gradient_checkpointing(model, whole_layers=True)
     decoder, cache = model.get_decoder(), DynamicCache(config=model.config)
-    name = next(name for name in CACHES if name in inspect.signature(type(decoder).forward).parameters)
-    decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {name: cache}), with_kwargs=True)
-    with PresentedModel(model, packed=True, head_is_read=False).attending_documents():  # when they are made again, too
+    name = next(
+        name for name in CACHES if name in inspect.signature(type(decoder).forward).parameters
+    )
+    decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {name: cache}), with_kwargs=True
+    )
+    with PresentedModel(
+        model, packed=True, head_is_read=False
+    ).attending_documents():  # when they are made again, too
         got = families.states_and_gradients(model, batch)
     families.assert_same(expected, got)
     assert cache.get_seq_length() == 0
@@ -520,8 +581,16 @@ def test_other_layers_keep_their_parts(family):
         ("return q * factors", "return q * 1.01 * factors", "attention half"),
         ("if not beta or", "if True or", "attention half"),
         ("scale=attention.scaling", "scale=1.01 * attention.scaling", "attention half"),
-        ("return x, self._after(self._between(", "return 2 * x, self._after(self._between(", "MLP half"),
-        ("activation, padding, self.first.", "activation.replace('silu', 'gelu'), padding, self.first.", "MLP half"),
+        (
+            "return x, self._after(self._between(",
+            "return 2 * x, self._after(self._between(",
+            "MLP half",
+        ),
+        (
+            "activation, padding, self.first.",
+            "activation.replace('silu', 'gelu'), padding, self.first.",
+            "MLP half",
+        ),
     ],
 )
 def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
@@ -533,14 +602,21 @@ def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
     monkeypatch.setattr(plan, "_PLANS", {})
     found = plan.plan_for(families.build("ministral3"))
     by = decoder_layer.MLP_BY if kept == "attention half" else decoder_layer.ATTENTION_BY
-    assert {form.by for form in found.layers.values()} == {by} and found.reasons == {kept: plan.DISAGREES}
+    assert {form.by for form in found.layers.values()} == {by} and found.reasons == {
+        kept: plan.DISAGREES
+    }
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("return x.unsqueeze(0)", "return 2 * x.unsqueeze(0)"), ("x, branch = mlp(x, branch,", "_, branch = mlp(x, branch,")],
+    [
+        ("return x.unsqueeze(0)", "return 2 * x.unsqueeze(0)"),
+        ("x, branch = mlp(x, branch,", "_, branch = mlp(x, branch,"),
+    ],
 )
 def test_halves_that_are_wrong_together_are_not_taken(old, new, monkeypatch):
     monkeypatch.setattr(plan, "decoder_layer", mutant(decoder_layer, old, new))
     monkeypatch.setattr(plan, "_PLANS", {})
-    assert not any(form.by == BY for form in plan.plan_for(families.build("ministral3")).layers.values())
+    assert not any(
+        form.by == BY for form in plan.plan_for(families.build("ministral3")).layers.values()
+    )

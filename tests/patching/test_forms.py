@@ -27,7 +27,11 @@ class Changed(LlamaRMSNorm):
 
     def forward(self, x):
         wide = x.float()
-        power = wide.abs().mean(-1, keepdim=True).square() if self.fault == "mean" else wide.square().mean(-1, keepdim=True)
+        power = (
+            wide.abs().mean(-1, keepdim=True).square()
+            if self.fault == "mean"
+            else wide.square().mean(-1, keepdim=True)
+        )
         epsilon = 1e-6 if self.fault == "epsilon" else self.variance_epsilon
         scale = 1.01 if self.fault == "scale" else 1.0
         out = self.weight * (wide * torch.rsqrt(power + epsilon)).to(x.dtype) * scale
@@ -79,7 +83,9 @@ def test_the_type_of_the_result(cls, kind):
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Dropout(0.1), nn.SiLU(), nn.Linear(16, 16), nn.Embedding(4, 16), nn.Sequential()], ids=str
+    "module",
+    [nn.Dropout(0.1), nn.SiLU(), nn.Linear(16, 16), nn.Embedding(4, 16), nn.Sequential()],
+    ids=str,
 )
 def test_other_modules_are_no_norms(module):
     assert recognise_norm(module) is None
@@ -99,7 +105,12 @@ class MLP(nn.Module):
 class Merged(nn.Module):
     def __init__(self, gate_first):
         super().__init__()
-        self.both, self.down, self.act, self.gate_first = nn.Linear(12, 40), nn.Linear(20, 12), nn.SiLU(), gate_first
+        self.both, self.down, self.act, self.gate_first = (
+            nn.Linear(12, 40),
+            nn.Linear(20, 12),
+            nn.SiLU(),
+            gate_first,
+        )
 
     def forward(self, x):
         first, second = self.both(x).chunk(2, -1)
@@ -128,7 +139,9 @@ def test_gated_mlps(module, by):
 
 
 @pytest.mark.parametrize(
-    "module", [MLP(nn.ReLU()), MLP(nn.Sigmoid()), MLP(nn.SiLU(), factor=1.5)], ids=["relu", "glu", "factor"]
+    "module",
+    [MLP(nn.ReLU()), MLP(nn.Sigmoid()), MLP(nn.SiLU(), factor=1.5)],
+    ids=["relu", "glu", "factor"],
 )
 def test_other_mlps_are_not_taken_for_them(module):
     assert recognise_gated_mlp(random(module)) is None
@@ -161,7 +174,12 @@ class Gated(LlamaRMSNorm):
 def test_a_form_is_called_as_the_class_is():
     module, x = random(Gated(16)), torch.randn(2, 3, 16)
     form = recognise_norm(module)
-    for args, kwargs in (((x,), {}), ((), {"hidden_states": x}), ((x, 2 * x), {}), ((x,), {"gate": 2 * x})):
+    for args, kwargs in (
+        ((x,), {}),
+        ((), {"hidden_states": x}),
+        ((x, 2 * x), {}),
+        ((x,), {"gate": 2 * x}),
+    ):
         torch.testing.assert_close(form.forward(module, *args, **kwargs), module(*args, **kwargs))
 
 
@@ -238,8 +256,15 @@ class FaultyAttention(nn.Module):
 
 def test_a_rotation_is_replaced_in_the_forward_only():
     form = recognise_rotary(Attention())
-    q, k, cos, sin = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    for got, expected in zip(form.forward(Attention(), q, k, cos, sin), Attention()(q, k, cos, sin)):
+    q, k, cos, sin = (
+        torch.randn(2, 5, 4, 16),
+        torch.randn(2, 5, 2, 16),
+        torch.randn(2, 5, 16),
+        torch.randn(2, 5, 16),
+    )
+    for got, expected in zip(
+        form.forward(Attention(), q, k, cos, sin), Attention()(q, k, cos, sin)
+    ):
         torch.testing.assert_close(got, expected)
     assert Attention.forward.__globals__["halves"] is halves
     assert form.forward.__globals__["halves"] is not halves
@@ -274,7 +299,12 @@ class HiddenAttention(nn.Module):
 
 def test_a_rotation_behind_decorators_is_replaced_behind_them():
     form = recognise_rotary(DecoratedAttention())
-    q, k, cos, sin = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    q, k, cos, sin = (
+        torch.randn(2, 5, 4, 16),
+        torch.randn(2, 5, 2, 16),
+        torch.randn(2, 5, 16),
+        torch.randn(2, 5, 16),
+    )
     got = form.forward(DecoratedAttention(), query=q, key=k, cos=cos, sin=sin)
     for x, expected in zip(got, Attention()(q, k, cos, sin)):
         torch.testing.assert_close(x, expected)

@@ -1,4 +1,6 @@
-"""Fused decoder layers over weights in 4 bits: what the class computes with the weights that these stand for."""
+"""Fused decoder layers over weights in 4 bits: what the class computes with the weights that
+these stand for.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "phi3"]
 
 
 def compared(model, plain, batch):
-    found, expected = families.states_and_gradients(model, batch), families.states_and_gradients(plain, batch)
+    found, expected = (
+        families.states_and_gradients(model, batch),
+        families.states_and_gradients(plain, batch),
+    )
     families.assert_same(expected, {name: found[name] for name in found})
     return found
 
@@ -24,7 +29,9 @@ def compared(model, plain, batch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_layers_compute_what_the_class_computes(family, adapted):
     (model, plain), batch = four_bit_pair(family, adapted), families.documents_batch()
-    if not adapted:  # norms, embedding and head are trained; the plain model's linear layers are not
+    if (
+        not adapted
+    ):  # norms, embedding and head are trained; the plain model's linear layers are not
         for layer in plain.get_decoder().layers:
             for child in layer.modules():
                 if isinstance(child, nn.Linear):
@@ -38,7 +45,9 @@ def test_fused_layers_compute_what_the_class_computes(family, adapted):
     assert run_in_fp8(model).chosen == 0, "in their own format"
     codes = {name: p.data_ptr() for name, p in model.named_parameters() if p.dtype == torch.uint8}
     unfuse_weights(model)
-    assert codes and codes == {name: p.data_ptr() for name, p in model.named_parameters() if p.dtype == torch.uint8}
+    assert codes and codes == {
+        name: p.data_ptr() for name, p in model.named_parameters() if p.dtype == torch.uint8
+    }
     compared(model, plain, batch)
 
 
@@ -53,7 +62,11 @@ def test_layers_of_one_shape_share_what_they_are_dequantised_to():
     patch_parts(model, whole_layers=True)
     decoder_layer.fuse_weights(model)
     first, second = (
-        [merged.base.buffer for part in layer.children() for merged in vars(part).get(weights_module.MERGED, {}).values()]
+        [
+            merged.base.buffer
+            for part in layer.children()
+            for merged in vars(part).get(weights_module.MERGED, {}).values()
+        ]
         for layer in model.get_decoder().layers
     )
     assert len(first) == 4 and all(one is other for one, other in zip(first, second))
@@ -68,7 +81,10 @@ def test_a_cast_model_is_dequantised_to_the_new_type():
     group = weights_module.Group(model.get_decoder().layers[0].mlp, ("down_proj",))
     model.float()
     assert group.dtype == torch.float64
-    assert weights_module.Group(model.get_decoder().layers[0].mlp, ("down_proj",)).dtype == torch.float32
+    assert (
+        weights_module.Group(model.get_decoder().layers[0].mlp, ("down_proj",)).dtype
+        == torch.float32
+    )
 
 
 def test_partly_in_4_bits_runs_part_by_part():

@@ -1,4 +1,6 @@
-"""Fused layers whose products run in FP8: which do, how near they stay, and that policies of memory change nothing."""
+"""Fused layers whose products run in FP8: which do, how near they stay, and that policies of
+memory change nothing.
+"""
 
 import contextlib
 import math
@@ -64,7 +66,9 @@ def found_in(model, rows):
 
 
 def cosine(a, b):
-    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
+    return torch.nn.functional.cosine_similarity(
+        a.double().flatten(), b.double().flatten(), 0
+    ).item()
 
 
 def exact_quantize(x, scaling="tensor", dtype=None, layout="rows", scale=None, amax=None):
@@ -97,12 +101,17 @@ def test_but_for_rounding_it_is_the_same(family, adapted, device):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_rounded_it_stays_near(adapted, device):
-    """8 bits are 2.6 % of a value in the root mean square, 5.2 % of a gradient; scores of attention magnify it."""
+    """8 bits are 2.6 % of a value in the root mean square, 5.2 % of a gradient; scores of
+    attention magnify it.
+    """
     model = fused("llama", adapted, device)
     exact = found_in(model, batch(device))
     run_in_fp8(model)
     got = found_in(model, batch(device))
-    of_gradients = [torch.cat([found[name].flatten() for name in exact if name != "states"]) for found in (exact, got)]
+    of_gradients = [
+        torch.cat([found[name].flatten() for name in exact if name != "states"])
+        for found in (exact, got)
+    ]
     assert 0.98 < cosine(exact["states"], got["states"]) < 0.99999
     assert 0.9 < cosine(*of_gradients) < 0.9999
 
@@ -156,9 +165,11 @@ def test_tiles_are_the_same_but_for_rounding(family, adapted, device, monkeypatc
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
-def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(adapted, device, monkeypatch):
-    """Of dy and of x, which is kept in 8 bits, attention's output apart, which attention keeps; without gradients nobody wants
-    columns."""
+def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
+    adapted, device, monkeypatch
+):
+    """Of dy and of x, which is kept in 8 bits, attention's output apart, which attention keeps;
+    without gradients nobody wants columns."""
     layouts, kept, weights, usual, usual_weight = [], [], set(), FORMAT.fp8_quantize, FP8.dense
 
     def quantize(x, layout="rows", **options):
@@ -166,7 +177,9 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(ad
             layouts.append(layout)
         return usual(x, layout=layout, **options)
 
-    monkeypatch.setattr(FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self))
+    monkeypatch.setattr(
+        FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self)
+    )
 
     model = fused("llama", adapted, device)
     run_in_fp8(model)
@@ -176,10 +189,15 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(ad
     layers = len(model.get_decoder().layers)
     backwards = ["both", "both", "both", "columns", "both"]
     expected = ["both", "rows", "both", "both"] * layers + backwards * layers
-    assert layouts == (["rows"] * (8 * layers - 1) if adapted else expected)  # nothing is below the first A
+    assert layouts == (
+        ["rows"] * (8 * layers - 1) if adapted else expected
+    )  # nothing is below the first A
     assert kept.count(torch.float8_e4m3fn) == (0 if adapted else 3 * layers)
     layouts.clear()
-    with torch.no_grad(), PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+    with (
+        torch.no_grad(),
+        PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented,
+    ):
         presented.hidden_states(batch(device))
     assert layouts == ["rows"] * 4 * layers
 
@@ -189,7 +207,9 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(ad
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, device, monkeypatch):
-    """Six of a layer's eight x and dy; what attention gives and what comes back to the last product are others'."""
+    """Six of a layer's eight x and dy; what attention gives and what comes back to the last
+    product are others'.
+    """
     told, usual = [], FORMAT.fp8_quantize
 
     def quantize(x, amax=None, **options):
@@ -211,7 +231,11 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
 
 def test_products_that_are_too_small_stay(device, monkeypatch):
     model = fused("llama", device=device)
-    inner, width, layers = model.config.intermediate_size, model.config.hidden_size, len(model.get_decoder().layers)
+    inner, width, layers = (
+        model.config.intermediate_size,
+        model.config.hidden_size,
+        len(model.get_decoder().layers),
+    )
     largest = statistics.harmonic_mean((2 * inner, width))
     monkeypatch.setattr(fp8_layers, "LEAST", math.ceil(largest) + 1)
     assert run_in_fp8(model) == Products(0, 4 * layers, ())
@@ -240,13 +264,16 @@ def down_of(layer):
 CHANGES = {
     "moved": lambda layer: setattr(down_of(layer).weight, "data", down_of(layer).weight.data * 2),
     "another parameter in its memory": lambda layer: setattr(
-        down_of(layer), "weight", nn.Parameter(down_of(layer).weight.data.mul_(2), requires_grad=False)
+        down_of(layer),
+        "weight",
+        nn.Parameter(down_of(layer).weight.data.mul_(2), requires_grad=False),
     ),
     "written to": lambda layer: down_of(layer).weight.mul_(2),
     "an adapter that came and went": lambda layer: (
-        down_of(layer).weight.data.mul_(2), setattr(layer.mlp, "down_proj", down_of(layer))
+        down_of(layer).weight.data.mul_(2),
+        setattr(layer.mlp, "down_proj", down_of(layer)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -277,7 +304,10 @@ def test_what_is_quantised_again_stays_where_graphs_read_it(device):
     states_of(model)
 
     def places():
-        held = [vars(layer.mlp)[MERGED][("down_proj",)].base._known[1] for layer in model.get_decoder().layers]
+        held = [
+            vars(layer.mlp)[MERGED][("down_proj",)].base._known[1]
+            for layer in model.get_decoder().layers
+        ]
         return [part.data_ptr() for layouts in held for scaled in layouts for part in scaled]
 
     before = places()
@@ -291,7 +321,12 @@ def test_what_is_quantised_again_stays_where_graphs_read_it(device):
     ("family", "spoil", "reason", "lost"),
     [
         ("phi3", lambda layer: setattr(layer.resid_mlp_dropout, "p", 0.1), "it has dropout", 4),
-        ("llama", lambda layer: layer.self_attn.q_proj.register_forward_hook(lambda *_: None), "q_proj has hooks", 2),
+        (
+            "llama",
+            lambda layer: layer.self_attn.q_proj.register_forward_hook(lambda *_: None),
+            "q_proj has hooks",
+            2,
+        ),
     ],
     ids=["dropout", "hook"],
 )
@@ -302,7 +337,11 @@ def test_halves_that_do_not_run_fused_are_named(family, spoil, reason, lost, dev
     assert found.chosen == found.there == 4 * len(model.get_decoder().layers) - lost
     (left,) = found.left
     assert reason in left
-    assert not any(f"layers.0.{part}" in name for name in layers_in_fp8(model) for part in ("self_attn", "mlp")[: lost // 2])
+    assert not any(
+        f"layers.0.{part}" in name
+        for name in layers_in_fp8(model)
+        for part in ("self_attn", "mlp")[: lost // 2]
+    )
 
 
 class TestWeightsThatWait:
@@ -339,9 +378,15 @@ class TestWeightsThatWait:
         model = self.waiting(device)
         offload_frozen_weights(model)
         found_in(model, batch(device))
-        held = [merged.base for module in model.modules() for merged in vars(module).get(MERGED, {}).values()]
+        held = [
+            merged.base
+            for module in model.modules()
+            for merged in vars(module).get(MERGED, {}).values()
+        ]
         assert held and all(isinstance(base, FP8) and len(base._known[1]) == 1 for base in held)
-        assert all(base._known[1][0].values.device == next(model.parameters()).device for base in held)
+        assert all(
+            base._known[1][0].values.device == next(model.parameters()).device for base in held
+        )
 
     def test_rows_that_run_in_16_bit_fetch_them(self, device):
         """31 rows are no multiple of 16."""
@@ -377,10 +422,15 @@ class TestWeightsThatWait:
         undo(model)
         for name, p in model.named_parameters():
             assert p.device == weights[name].device and torch.equal(p, weights[name])
-        assert not any(DEVICES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
+        assert not any(
+            DEVICES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m))
+            for m in model.modules()
+        )
 
     def test_what_did_not_fit_comes_back_later(self, device, monkeypatch):
-        """Say while a step that ran out of memory still holds its own; what stood for them has gone by then."""
+        """Say while a step that ran out of memory still holds its own; what stood for them has
+        gone by then.
+        """
         model = self.waiting(device)
         weights = {name: p.clone() for name, p in model.named_parameters()}
         offload_frozen_weights(model)
@@ -405,7 +455,10 @@ class TestWeightsThatWait:
         unfuse_weights(model)
         for name, p in model.named_parameters():
             assert p.device == weights[name].device and torch.equal(p, weights[name])
-        assert not any(DEVICES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
+        assert not any(
+            DEVICES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m))
+            for m in model.modules()
+        )
 
     def test_they_come_back_whatever_their_adapters_are(self, device):
         """Two at a time run part by part."""
@@ -420,7 +473,9 @@ class TestWeightsThatWait:
         wrapped.base_model.set_adapter(["default", "other"])
         unfuse_weights(wrapped)
         assert not any(isinstance(m, nn.Linear) and "forward" in vars(m) for m in wrapped.modules())
-        own = [p for name, p in wrapped.named_parameters() if ".other." not in name]  # PEFT laid those beside what waited
+        own = [
+            p for name, p in wrapped.named_parameters() if ".other." not in name
+        ]  # PEFT laid those beside what waited
         assert {p.device.type for p in own} == {device.type}
 
     def test_other_adapters_find_room_for_their_margins(self, device):
@@ -429,8 +484,12 @@ class TestWeightsThatWait:
         offload_frozen_weights(model)
         for module in model.modules():
             if hasattr(module, "lora_A"):
-                module.lora_A = nn.Parameter(torch.cat([module.lora_A, torch.zeros_like(module.lora_A)]))
-                module.lora_B = nn.Parameter(torch.cat([module.lora_B, torch.ones_like(module.lora_B)], 1))
+                module.lora_A = nn.Parameter(
+                    torch.cat([module.lora_A, torch.zeros_like(module.lora_A)])
+                )
+                module.lora_B = nn.Parameter(
+                    torch.cat([module.lora_B, torch.ones_like(module.lora_B)], 1)
+                )
         away = found_in(model, batch(device))
         unfuse_weights(model)
         run_in_fp8(model)

@@ -1,4 +1,6 @@
-"""Fused decoder layers over weights in blocks of GGUF: what the class computes with the weights that these stand for."""
+"""Fused decoder layers over weights in blocks of GGUF: what the class computes with the weights
+that these stand for.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from drawn_blocks import by_gguf
 
 
 def pair(family, **config):
-    """A model in blocks of two kinds and the plain one that it stands for, in fp64, with the same adapters."""
+    """A model in blocks of two kinds and the plain one that it stands for, in fp64, with the
+    same adapters.
+    """
     model, plain = (families.build(family, hidden_size=64, intermediate_size=96) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     for number, (path, layer) in enumerate(linear_layers(model).items()):
@@ -29,7 +33,10 @@ def test_fused_layers_compute_what_the_class_computes(family, dora):
     (model, plain), batch = pair(family, use_dora=dora), families.documents_batch()
 
     def compare():
-        found, expected = families.states_and_gradients(model, batch), families.states_and_gradients(plain, batch)
+        found, expected = (
+            families.states_and_gradients(model, batch),
+            families.states_and_gradients(plain, batch),
+        )
         families.assert_same(expected, {name: found[name] for name in found})
         return found
 

@@ -11,8 +11,24 @@ import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.models import PresentedModel, quantise_layers
-from chronicals.patching import decoder_layer, halves, patch_parts, plan, recompute_norms_and_units, run_in_fp8, tile_mlps
-from chronicals.patching.decoder_layer import ATTENTION_BY, ATTENTION_HALF, BY, MLP_BY, MLP_HALF, products_of_halves, runs
+from chronicals.patching import (
+    decoder_layer,
+    halves,
+    patch_parts,
+    plan,
+    recompute_norms_and_units,
+    run_in_fp8,
+    tile_mlps,
+)
+from chronicals.patching.decoder_layer import (
+    ATTENTION_BY,
+    ATTENTION_HALF,
+    BY,
+    MLP_BY,
+    MLP_HALF,
+    products_of_halves,
+    runs,
+)
 from chronicals.patching.patch import ROUTED_HALF
 from interpreted import kernels_run
 from mutants import mutant
@@ -32,7 +48,9 @@ def build(name, **sizes):
 
 
 def same_with(model, by):
-    """States and gradients as the class gives them, with every layer run as ``by`` says; what the report says."""
+    """States and gradients as the class gives them, with every layer run as ``by`` says; what
+    the report says.
+    """
     batch, layers = families.documents_batch(), len(model.get_decoder().layers)
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
     report, before = patch_parts(model, whole_layers=True), runs.copy()
@@ -50,13 +68,17 @@ def left_of(report, half):
 def test_attention_is_fused_beside_experts(name, adapted):
     model = build(name, **ROUTED[name])
     if adapted:
-        apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "v_proj", "o_proj"])).double()
+        apply_lora(
+            model, LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "v_proj", "o_proj"])
+        ).double()
         for parameter_name, p in model.named_parameters():
             if "lora_B" in parameter_name:
                 nn.init.normal_(p, std=0.3)
     report = same_with(model, ATTENTION_BY)
     assert report.counts()[ATTENTION_BY] == 2 and BY not in report.counts()
-    assert left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"] and MLP_HALF in str(report)
+    assert left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"] and MLP_HALF in str(
+        report
+    )
     assert {entry.reason for entry in report.left} == {ROUTED_HALF}
 
 
@@ -64,12 +86,21 @@ ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @pytest.mark.parametrize("in_4_bits", [False, True], ids=["16-bit", "4-bit"])
-@pytest.mark.parametrize("parameters", [[], ON_EXPERTS, ["mlp.gate.weight"]], ids=["attention", "experts", "router"])
-def test_attention_is_fused_beside_experts_in_4_bits_and_adapters_of_experts_and_routers(parameters, in_4_bits):
+@pytest.mark.parametrize(
+    "parameters", [[], ON_EXPERTS, ["mlp.gate.weight"]], ids=["attention", "experts", "router"]
+)
+def test_attention_is_fused_beside_experts_in_4_bits_and_adapters_of_experts_and_routers(
+    parameters, in_4_bits
+):
     model = build("Qwen3Moe", **ROUTED["Qwen3Moe"])
     if in_4_bits:
         quantise_layers(model.float())
-    config = LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "v_proj", "o_proj"], target_parameters=parameters)
+    config = LoRAConfig(
+        rank=3,
+        dropout=0.0,
+        target_modules=["q_proj", "v_proj", "o_proj"],
+        target_parameters=parameters,
+    )
     apply_lora(model.double(), config).double()
     for parameter_name, p in families.frozen_codes(model).named_parameters():
         if "lora_B" in parameter_name:
@@ -79,10 +110,15 @@ def test_attention_is_fused_beside_experts_in_4_bits_and_adapters_of_experts_and
 
 
 def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):
-    """gpt-oss's: all its products have biases, and its tables a channel of each pair. Without its sinks it is not taken."""
+    """gpt-oss's: all its products have biases, and its tables a channel of each pair. Without
+    its sinks it is not taken.
+    """
     model = build("GptOss", **ROUTED["GptOss"])
     attention = model.model.layers[0].self_attn
-    assert all(getattr(attention, name).bias is not None for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert all(
+        getattr(attention, name).bias is not None
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    )
     wrong = mutant(halves, 'sinks=getattr(attention, "sinks", None)', "sinks=None")
     monkeypatch.setattr(decoder_layer, "AttentionHalf", wrong.AttentionHalf)
     monkeypatch.setattr(decoder_layer, "FusedHalf", wrong.FusedHalf)
@@ -93,7 +129,9 @@ def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):
 def test_a_dense_layer_among_routed_ones_runs_whole():
     model = build("Qwen3Moe", **ROUTED["Qwen3Moe"], mlp_only_layers=[0])
     report = patch_parts(model, whole_layers=True)
-    assert (report.counts()[BY], report.counts()[ATTENTION_BY]) == (1, 1) and left_of(report, MLP_HALF) == ["model.layers.1"]
+    assert (report.counts()[BY], report.counts()[ATTENTION_BY]) == (1, 1) and left_of(
+        report, MLP_HALF
+    ) == ["model.layers.1"]
     before = runs.copy()
     families.states_and_gradients(model, families.documents_batch())
     assert runs - before == {BY: 1, ATTENTION_BY: 1}
@@ -101,7 +139,9 @@ def test_a_dense_layer_among_routed_ones_runs_whole():
 
 @pytest.mark.parametrize("policy", [None, recompute_norms_and_units, tile_mlps])
 def test_the_mlp_is_fused_beside_another_attention(policy):
-    """DiffLlama subtracts one attention from another: its products have the usual names, and the twin disagrees."""
+    """DiffLlama subtracts one attention from another: its products have the usual names, and the
+    twin disagrees.
+    """
     model = build("DiffLlama", attn_implementation="eager")
     if policy is not None:
         policy(model)
@@ -111,9 +151,21 @@ def test_the_mlp_is_fused_beside_another_attention(policy):
     assert reasons == {"the whole twin did not agree with it"}
 
 
-LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 6,
+}
 LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 0.7,
+}
 YARN |= {"mscale_all_dim": 0.8}
 WITH_LATENTS = {
     "DeepseekV3": ("DeepseekV3", LATENT),
@@ -131,9 +183,14 @@ OF_LATENTS = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 @pytest.mark.parametrize("kind", WITH_LATENTS)
 def test_latent_attention_is_fused(kind, adapted):
     name, sizes = WITH_LATENTS[kind]
-    model, of_queries = build(name, **sizes), ["q_a_proj", "q_b_proj"] if sizes["q_lora_rank"] else ["q_proj"]
+    model, of_queries = (
+        build(name, **sizes),
+        ["q_a_proj", "q_b_proj"] if sizes["q_lora_rank"] else ["q_proj"],
+    )
     if adapted:
-        apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=[*of_queries, *OF_LATENTS])).double()
+        apply_lora(
+            model, LoRAConfig(rank=3, dropout=0.0, target_modules=[*of_queries, *OF_LATENTS])
+        ).double()
         for parameter_name, p in model.named_parameters():
             if "lora_B" in parameter_name:
                 nn.init.normal_(p, std=0.3)
@@ -142,13 +199,18 @@ def test_latent_attention_is_fused(kind, adapted):
     attention, _ = products_of_halves(model.model.layers[0])
     first, *second = of_queries
     assert [names for _, names, _ in attention] == [
-        (first, "kv_a_proj_with_mqa"), ("o_proj",), *((name,) for name in second), ("kv_b_proj",)
-    ]  # fmt: skip
+        (first, "kv_a_proj_with_mqa"),
+        ("o_proj",),
+        *((name,) for name in second),
+        ("kv_b_proj",),
+    ]
 
 
 @pytest.mark.parametrize("kind", WITH_LATENTS)
 def test_latent_attention_on_the_kernels(kind):
-    """As the kernels run on a card, of latents that lie beside each other in one product's output."""
+    """As the kernels run on a card, of latents that lie beside each other in one product's
+    output.
+    """
     name, sizes = WITH_LATENTS[kind]
     model, batch = build(name, **sizes), families.documents_batch()
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
@@ -163,11 +225,17 @@ def test_latent_attention_on_the_kernels(kind):
 def test_latent_attention_of_the_native_model_is_fused_beside_its_experts():
     from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
-    sizes = {**families.SIZES, **{name: size for name, size in LATENT.items() if name != "first_k_dense_replace"}}
+    sizes = {
+        **families.SIZES,
+        **{name: size for name, size in LATENT.items() if name != "first_k_dense_replace"},
+    }
     config = ChronicalsMoeConfig(**sizes, **{**EXPERTS, "num_experts": 4}, sliding_window=4)
     model = families.randomise(ChronicalsMoeForCausalLM(config).double().train())
     report = same_with(model, ATTENTION_BY)
-    assert report.counts()[ATTENTION_BY] == 2 and left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"]
+    assert report.counts()[ATTENTION_BY] == 2 and left_of(report, MLP_HALF) == [
+        "model.layers.0",
+        "model.layers.1",
+    ]
 
 
 def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
@@ -186,10 +254,18 @@ def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
     [
         ("k_rotary.expand(-1, heads, -1)", "key.unsqueeze(1).expand(-1, heads, -1)"),
         ("(plain, value), 2)", "(value, plain), 2)"),
-        ("fused_rmsnorm(latent, *self.reads.of_keys.of(self.attention.kv_a_layernorm, latent))", "latent"),
+        (
+            "fused_rmsnorm(latent, *self.reads.of_keys.of(self.attention.kv_a_layernorm, latent))",
+            "latent",
+        ),
         ("repeat_interleave(2, 1)", "repeat(1, 2)"),
     ],
-    ids=["a key that is not rotated", "values that are keys", "a latent that is not normed", "angles of other pairs"],
+    ids=[
+        "a key that is not rotated",
+        "values that are keys",
+        "a latent that is not normed",
+        "angles of other pairs",
+    ],
 )
 def test_a_wrong_latent_half_is_not_taken(old, new, monkeypatch):
     model = build("DeepseekV3", **LATENT, qk_head_dim=18)
@@ -202,18 +278,26 @@ def test_a_wrong_latent_half_is_not_taken(old, new, monkeypatch):
 
 @pytest.mark.parametrize(("name", "by"), [("DiffLlama", MLP_BY), ("Mixtral", ATTENTION_BY)])
 def test_layers_made_again_give_the_same(name, by):
-    model, batch = build(name, **ROUTED.get(name, {"attn_implementation": "eager"})), families.documents_batch()
+    model, batch = (
+        build(name, **ROUTED.get(name, {"attn_implementation": "eager"})),
+        families.documents_batch(),
+    )
     patch_parts(model, whole_layers=True)
     expected = families.states_and_gradients(model, batch)
     enable_gradient_checkpointing(model, whole_layers=True)
     before = runs.copy()
-    with PresentedModel(model, packed=True, head_is_read=False).attending_documents():  # when they are made again, too
+    with PresentedModel(
+        model, packed=True, head_is_read=False
+    ).attending_documents():  # when they are made again, too
         got = families.states_and_gradients(model, batch)
-    assert runs - before == {by: 4} and all(torch.equal(expected[key], got[key]) for key in expected)
+    assert runs - before == {by: 4} and all(
+        torch.equal(expected[key], got[key]) for key in expected
+    )
 
 
 @pytest.mark.parametrize(
-    ("part", "half"), [("mlp", ATTENTION_BY), ("self_attn", MLP_BY), ("post_attention_layernorm", ATTENTION_BY)]
+    ("part", "half"),
+    [("mlp", ATTENTION_BY), ("self_attn", MLP_BY), ("post_attention_layernorm", ATTENTION_BY)],
 )
 def test_a_hook_keeps_its_half_alone(part, half):
     model, batch = families.build("llama").double(), families.documents_batch()
@@ -253,4 +337,7 @@ def test_a_second_call_changes_no_report():
     model = build("Mixtral", **ROUTED["Mixtral"])
     report = patch_parts(model, whole_layers=True)
     before = len(report.replaced), len(report.left)
-    assert patch_parts(model, whole_layers=True) is report and (len(report.replaced), len(report.left)) == before
+    assert (
+        patch_parts(model, whole_layers=True) is report
+        and (len(report.replaced), len(report.left)) == before
+    )

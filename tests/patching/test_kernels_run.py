@@ -1,4 +1,6 @@
-"""'Replaced' means that the kernel ran: whole models with Triton's kernels, interpreted on the CPU or compiled on the card."""
+"""'Replaced' means that the kernel ran: whole models with Triton's kernels, interpreted on the
+CPU or compiled on the card.
+"""
 
 import contextlib
 import copy
@@ -13,13 +15,45 @@ from chronicals.kernels.launch import interpreting
 from patching.architectures import built, difference, run
 
 FAMILIES = [
-    "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "gpt2", "phi", "cohere", "granite", "gpt_oss", "bloom",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "gpt2",
+    "phi",
+    "cohere",
+    "granite",
+    "gpt_oss",
+    "bloom",
     "jamba",
-]  # fmt: skip
+]
 ON_THE_CARD = [
-    "Arcee", "Cwm", "Exaone4", "Glm", "Glm4", "GPTNeoX", "Helium", "SeedOss", "Lfm2", "MiniCPM3", "Ministral", "Mixtral",
-    "Olmo2", "Olmo3", "Phi3", "Qwen2Moe", "Qwen3Moe", "SmolLM3", "StableLm", "Starcoder2", "VaultGemma", "DeepseekV3",
-]  # fmt: skip
+    "Arcee",
+    "Cwm",
+    "Exaone4",
+    "Glm",
+    "Glm4",
+    "GPTNeoX",
+    "Helium",
+    "SeedOss",
+    "Lfm2",
+    "MiniCPM3",
+    "Ministral",
+    "Mixtral",
+    "Olmo2",
+    "Olmo3",
+    "Phi3",
+    "Qwen2Moe",
+    "Qwen3Moe",
+    "SmolLM3",
+    "StableLm",
+    "Starcoder2",
+    "VaultGemma",
+    "DeepseekV3",
+]
 LAUNCHERS = {
     "fused_rmsnorm": (rmsnorm, "_forward"),
     "fused_layernorm": (layernorm, "_forward"),
@@ -74,7 +108,9 @@ def test_with_kernels(family, device, launched):
     plain = families.build(family)
     patched = copy.deepcopy(plain)
     report = patch_model(patched)
-    assert_the_kernels_agree(plain.to(device), patched.to(device), report, device, launched, tolerance=2e-3)
+    assert_the_kernels_agree(
+        plain.to(device), patched.to(device), report, device, launched, tolerance=2e-3
+    )
 
 
 @pytest.mark.gpu
@@ -83,4 +119,6 @@ def test_with_compiled_kernels(name, device, launched):
     plain, _, _ = built(name)
     patched = copy.deepcopy(plain)
     report = patch_model(patched)
-    assert_the_kernels_agree(plain.to(device), patched.to(device), report, device, launched, tolerance=2e-3)
+    assert_the_kernels_agree(
+        plain.to(device), patched.to(device), report, device, launched, tolerance=2e-3
+    )

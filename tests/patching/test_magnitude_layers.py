@@ -1,4 +1,6 @@
-"""Fused decoder layers whose adapters have magnitudes (DoRA): what the class computes with its layers one by one."""
+"""Fused decoder layers whose adapters have magnitudes (DoRA): what the class computes with its
+layers one by one.
+"""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -33,13 +35,20 @@ def adapted(family="llama", **options):
         for path, layer in list(model.get_decoder().layers.named_modules()):
             if isinstance(layer, nn.Linear):
                 parent, _, name = path.rpartition(".")
-                setattr(model.get_decoder().layers.get_submodule(parent), name, Linear4bit.of(layer))
-    apply_lora(model.double(), LoRAConfig(**{"rank": 3, "alpha": 5, "dropout": 0.0, "use_dora": True} | options)).double()
+                setattr(
+                    model.get_decoder().layers.get_submodule(parent), name, Linear4bit.of(layer)
+                )
+    apply_lora(
+        model.double(),
+        LoRAConfig(**{"rank": 3, "alpha": 5, "dropout": 0.0, "use_dora": True} | options),
+    ).double()
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, LoRALinear):
                 nn.init.normal_(layer.lora_B, std=0.3)
-                layer.lora_magnitude_vector.copy_(layer.norms() * (0.8 + 0.4 * torch.rand(layer.out_features)))
+                layer.lora_magnitude_vector.copy_(
+                    layer.norms() * (0.8 + 0.4 * torch.rand(layer.out_features))
+                )
     return model
 
 
@@ -74,15 +83,23 @@ def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch):
     @contextmanager
     def not_running():
         with monkeypatch.context() as patch:
-            patch.setattr(nf4, "dequantize_4bit", lambda packed, scales, out, *_: out.fill_(float("nan")))
+            patch.setattr(
+                nf4, "dequantize_4bit", lambda packed, scales, out, *_: out.fill_(float("nan"))
+            )
             patch.setattr(padding, "write_adapters", lambda *_: None)
             yield
 
     monkeypatch.setattr(compilation, "compiling_only", not_running)
-    monkeypatch.setattr(compilation, "micro_step", lambda model, *_: families.states_and_gradients(model.model, batch))
+    monkeypatch.setattr(
+        compilation,
+        "micro_step",
+        lambda model, *_: families.states_and_gradients(model.model, batch),
+    )
     monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
-    compilation.compile_micro_step(SimpleNamespace(model=model), None, batch, {}, SimpleNamespace(device=torch.device("cpu")))
+    compilation.compile_micro_step(
+        SimpleNamespace(model=model), None, batch, {}, SimpleNamespace(device=torch.device("cpu"))
+    )
     families.assert_same(expected, families.states_and_gradients(model, batch))
 
 
@@ -132,7 +149,9 @@ def test_losses_of_some_steps_are_those_of_the_layers_one_by_one():
 def test_norms_of_the_first_step_give_other_losses(monkeypatch):
     model, batch = adapted(), families.documents_batch()
     expected, right = losses(copy.deepcopy(model), batch), RowNorms.of
-    monkeypatch.setattr(RowNorms, "of", lambda own, *given: own._norms[1] if own._norms else right(own, *given))
+    monkeypatch.setattr(
+        RowNorms, "of", lambda own, *given: own._norms[1] if own._norms else right(own, *given)
+    )
     assert losses(fused(model), batch) != pytest.approx(expected, rel=1e-6)
 
 
@@ -154,7 +173,11 @@ def test_switched_off_they_are_the_base():
     with without_adapters(model), torch.no_grad():
         found = states_of(model, batch)
         bare = families.build("llama").double()
-        weights = {name.replace("base_layer.", ""): x for name, x in model.state_dict().items() if "lora_" not in name}
+        weights = {
+            name.replace("base_layer.", ""): x
+            for name, x in model.state_dict().items()
+            if "lora_" not in name
+        }
         bare.load_state_dict(weights)
         expected = states_of(bare, batch)
     assert families.distance(found, expected) <= 1e-6

@@ -1,4 +1,6 @@
-"""patch_model on whole models: the same loss, gradients, logits and generation; reported; undone."""
+"""patch_model on whole models: the same loss, gradients, logits and generation; reported;
+undone.
+"""
 
 import copy
 
@@ -51,7 +53,10 @@ def pair(family="llama", **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_loss_and_gradients(family):
     plain, patched, report = pair(family)
-    plain, patched = plain.double(), patched.double()  # a key's bias has a gradient of rounding only
+    plain, patched = (
+        plain.double(),
+        patched.double(),
+    )  # a key's bias has a gradient of rounding only
     assert report.counts().get("linear_cross_entropy") == 1
     inputs = batch()
     assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs))
@@ -61,17 +66,28 @@ def test_same_loss_and_gradients(family):
 def test_same_logits_and_generation(family):
     plain, patched, _ = pair(family)
     inputs = batch()
-    torch.testing.assert_close(patched(**inputs).logits * 1.0, plain(**inputs).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        patched(**inputs).logits * 1.0, plain(**inputs).logits, rtol=1e-4, atol=1e-4
+    )
     plain.eval(), patched.eval()
     ids = inputs["input_ids"]
-    assert torch.equal(*(m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (plain, patched)))
+    assert torch.equal(
+        *(
+            m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            for m in (plain, patched)
+        )
+    )
 
 
 def test_every_part_of_a_llama():
     _, patched, report = pair("llama")
     assert report.counts() == {
-        "fused_qk_rope": 2, "fused_swiglu": 2, "fused_rmsnorm": 5, "linear_cross_entropy": 1, "document_attention": 1,
-    }  # fmt: skip
+        "fused_qk_rope": 2,
+        "fused_swiglu": 2,
+        "fused_rmsnorm": 5,
+        "linear_cross_entropy": 1,
+        "document_attention": 1,
+    }
     assert report.left == []
     assert {entry.path for entry in report.replaced if entry.by == "fused_swiglu"} == {
         "model.layers.0.mlp",
@@ -90,9 +106,14 @@ def test_the_parts_first_and_the_seams_later():
     assert report.counts() and not report.mentions("loss") and not report.mentions("attention")
     parts = set(report.counts())
     assert patch_parts(patched) is report and set(report.counts()) == parts
-    assert patch_model(patched) is report and set(report.counts()) == parts | {"linear_cross_entropy", "document_attention"}
+    assert patch_model(patched) is report and set(report.counts()) == parts | {
+        "linear_cross_entropy",
+        "document_attention",
+    }
     ids = torch.randint(1, families.VOCABULARY, (2, 9))
-    torch.testing.assert_close(patched(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss)
+    torch.testing.assert_close(
+        patched(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss
+    )
     unpatch_model(patched)
     assert not any("forward" in vars(module) for module in patched.modules())
 
@@ -109,14 +130,24 @@ def test_left_alone_and_why():
     assert "as it was" in str(report)
 
 
-@pytest.mark.parametrize("set_first", [True, False], ids=["patched with dropout", "dropout set since"])
+@pytest.mark.parametrize(
+    "set_first", [True, False], ids=["patched with dropout", "dropout set since"]
+)
 def test_an_mlp_with_dropout_drops(set_first):
     """A gated MLP with dropout before its last product; its twin has none."""
     from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
     plain = families.randomise(
-        ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)).train()
+        ModernBertDecoderForCausalLM(
+            ModernBertDecoderConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        ).train()
     )
     patched = copy.deepcopy(plain)
 
@@ -183,8 +214,12 @@ def mean_of_logits(logits, labels, **_):
 
 
 HEADS_CHANGED = {
-    "resized": lambda model: model.resize_token_embeddings(families.VOCABULARY + 3, mean_resizing=False),
-    "another head": lambda model: model.set_output_embeddings(torch.nn.Linear(32, families.VOCABULARY, bias=False)),
+    "resized": lambda model: model.resize_token_embeddings(
+        families.VOCABULARY + 3, mean_resizing=False
+    ),
+    "another head": lambda model: model.set_output_embeddings(
+        torch.nn.Linear(32, families.VOCABULARY, bias=False)
+    ),
     "an adapter on the head": with_peft(target_modules=["lm_head"]),
     "a head that is saved": with_peft(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "a loss of the user's": lambda model: setattr(model, "loss_function", mean_of_logits),
@@ -199,7 +234,11 @@ def test_a_model_whose_head_was_changed_since_can_be_unpatched(change):
     changed = returned if hasattr(returned, "config") else model
     unpatch_model(changed)
     for module in changed.modules():
-        assert "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
+        assert (
+            "forward" not in vars(module)
+            and not module._forward_hooks
+            and not module._forward_pre_hooks
+        )
         assert not any(name.startswith("_chronicals") for name in vars(module))
     assert (model.loss_function is mean_of_logits) == (change == "a loss of the user's")
     assert not isinstance(changed(**batch()).logits, LazyLogits)
@@ -234,7 +273,9 @@ def test_a_loss_is_of_logits_as_a_hook_left_them(write):
     plain, patched, _ = pair("llama")
     inputs, found = batch(), []
     for model in (plain, patched):
-        model.lm_head.register_forward_hook(lambda _module, _inputs, logits: (WRITES[write](logits), logits)[1])
+        model.lm_head.register_forward_hook(
+            lambda _module, _inputs, logits: (WRITES[write](logits), logits)[1]
+        )
         found.append(loss_and_gradients(model, **inputs))
     assert_same(*found)
 
@@ -243,12 +284,16 @@ def test_a_loss_is_of_logits_as_a_hook_left_them(write):
 def test_a_patched_model_is_not_written_to_a_file_that_cannot_be_read(patch, tmp_path):
     model = families.build("llama")
     patch(model)
-    with pytest.raises(TypeError, match=r"state_dict\(\) or use save_pretrained, or call unpatch_model"):
+    with pytest.raises(
+        TypeError, match=r"state_dict\(\) or use save_pretrained, or call unpatch_model"
+    ):
         torch.save(copy.deepcopy(model), tmp_path / "model.pt")
     unpatch_model(model)
     torch.save(model, tmp_path / "model.pt")
     inputs = batch()
-    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(**inputs).loss, model(**inputs).loss)
+    assert torch.equal(
+        torch.load(tmp_path / "model.pt", weights_only=False)(**inputs).loss, model(**inputs).loss
+    )
 
 
 def test_a_copy_of_a_patched_model_stands_alone():
@@ -259,17 +304,23 @@ def test_a_copy_of_a_patched_model_stands_alone():
             parameter.zero_()
     inputs = batch()
     assert patched(**inputs).loss != twin(**inputs).loss
-    assert twin(**inputs).loss.item() == pytest.approx(torch.tensor(families.VOCABULARY).log().item(), rel=1e-5)
+    assert twin(**inputs).loss.item() == pytest.approx(
+        torch.tensor(families.VOCABULARY).log().item(), rel=1e-5
+    )
     unpatch_model(twin)
     assert isinstance(patched(**inputs).logits, LazyLogits)
 
 
-@pytest.mark.parametrize("kind", ["labels", "shift_labels", "num_items", "num_items tensor", "logits_to_keep", "padding"])
+@pytest.mark.parametrize(
+    "kind", ["labels", "shift_labels", "num_items", "num_items tensor", "logits_to_keep", "padding"]
+)
 def test_what_the_loss_is_given(kind):
     plain, patched, _ = pair("llama")
     inputs = batch()
     if kind == "shift_labels":
-        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].roll(1, 0)
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[
+            :, 1:
+        ].roll(1, 0)
     elif kind == "num_items":
         inputs["num_items_in_batch"] = 7
     elif kind == "num_items tensor":
@@ -280,7 +331,9 @@ def test_what_the_loss_is_given(kind):
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["attention_mask"][1, 6:] = 0
         inputs["labels"][1, 6:] = -100
-    assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs), tolerance=2e-5)
+    assert_same(
+        loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs), tolerance=2e-5
+    )
 
 
 def test_nothing_to_train_on_is_not_a_number():
@@ -294,7 +347,9 @@ def test_logits_are_made_only_for_whoever_looks(monkeypatch):
     _, patched, _ = pair("gemma2")
     calls = []
     linear = torch.nn.functional.linear
-    monkeypatch.setattr("chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1])
+    monkeypatch.setattr(
+        "chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1]
+    )
     out = patched(**batch())
     head = patched.get_output_embeddings()
     out.loss.backward()
@@ -385,7 +440,12 @@ def test_gradients_through_logits_that_somebody_takes(own, family):
         out = model(**inputs)
         loss = OWN_LOSSES[own](out.logits)
         loss.backward()
-        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        found.append(
+            (
+                loss.detach(),
+                {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+            )
+        )
     assert_same(*found, tolerance=2e-5)
 
 
@@ -393,7 +453,11 @@ def test_logits_that_are_handed_on_are_not_made():
     _, patched, _ = pair("llama")
     out = patched(**batch())
     (logits,) = Through.apply(out.logits)
-    assert isinstance(logits, LazyLogits) and logits.grad_fn is not None and logits.promise.whole is None
+    assert (
+        isinstance(logits, LazyLogits)
+        and logits.grad_fn is not None
+        and logits.promise.whole is None
+    )
     seen = []
     logits.grad_fn.register_hook(lambda *_: seen.append(1))
     (logits.float() * 2).sum().backward()
@@ -404,7 +468,9 @@ def test_a_hook_of_the_heads_gradient_is_called():
     plain, patched, _ = pair("llama")
     inputs, found, seen = batch(), [], []
     for model in (plain, patched):
-        model.lm_head.register_full_backward_hook(lambda _module, _inputs, upstream: seen.append(upstream[0]))
+        model.lm_head.register_full_backward_hook(
+            lambda _module, _inputs, upstream: seen.append(upstream[0])
+        )
         found.append(loss_and_gradients(model, **inputs))
     assert_same(*found, tolerance=2e-5)
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-6)
@@ -415,7 +481,9 @@ def test_a_batch_without_a_label_leaves_the_weights_alone():
         inputs = batch()
         out = model(input_ids=inputs["input_ids"], labels=torch.full_like(inputs["labels"], -100))
         out.loss.backward()
-        assert out.loss.isnan() and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+        assert out.loss.isnan() and all(
+            not p.grad.any() for p in model.parameters() if p.grad is not None
+        )
 
 
 def in_place(model):
@@ -425,7 +493,9 @@ def in_place(model):
 
 CHANGES_OF_WEIGHTS = {
     "data": in_place,
-    "other data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
+    "other data": lambda model: setattr(
+        model.lm_head.weight, "data", model.lm_head.weight.data * 2
+    ),
     "another type": lambda model: model.double(),
 }
 
@@ -441,17 +511,23 @@ def test_logits_after_a_change_that_no_version_tells_are_refused(change):
 
 
 STEPS = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.01),  # so that no rounding decides a sign
+    "AdamW": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.1, eps=0.01
+    ),  # so that no rounding decides a sign
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.01, fused=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 }
 
 
-@pytest.mark.parametrize("rows", [2, 5], ids=["fewer tokens than columns", "more tokens than columns"])
+@pytest.mark.parametrize(
+    "rows", [2, 5], ids=["fewer tokens than columns", "more tokens than columns"]
+)
 @pytest.mark.parametrize("optimizer", STEPS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 def test_logits_that_are_kept_across_a_step(optimizer, family, rows, caplog):
-    """As loops do that log at their end; gradients through them are not to be had then, as unpatched."""
+    """As loops do that log at their end; gradients through them are not to be had then, as
+    unpatched.
+    """
     lazy_logits._say_they_are_held.cache_clear()
     plain, patched, _ = pair(family)
     inputs, found = batch(rows), []
@@ -478,7 +554,9 @@ def test_a_step_makes_no_logits_that_nobody_holds(monkeypatch):
     for parameter in other.parameters():
         parameter.grad = torch.ones_like(parameter)
     calls, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr("chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1])
+    monkeypatch.setattr(
+        "chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1]
+    )
 
     def step(parameters, holds):
         out = patched(**batch())
@@ -543,7 +621,10 @@ def test_no_memory_at_a_step_is_told_when_somebody_looks(rows, monkeypatch):
         within.setattr("chronicals.patching.lazy_logits.F.linear", full)
         within.setattr(torch.Tensor, "clone", full)
         torch.optim.SGD(patched.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match="no memory for a copy of the head's weights; look at them before the step"):
+    with pytest.raises(
+        RuntimeError,
+        match="no memory for a copy of the head's weights; look at them before the step",
+    ):
         out.logits.sum()
 
 
@@ -564,7 +645,9 @@ def test_a_banned_word_makes_no_loss_infinite():
     patched = copy.deepcopy(plain)
     patch_model(patched)
     inputs = batch()
-    assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs), tolerance=2e-5)
+    assert_same(
+        loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs), tolerance=2e-5
+    )
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -577,14 +660,19 @@ def test_under_peft(order):
         model = families.build("llama")
         if patch and order == "before":
             patch_model(model)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"]))
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"])
+        )
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_()
         if patch and order == "after":
             report = patch_model(model)
-            assert report.counts()["fused_swiglu"] == 2 and report.counts()["linear_cross_entropy"] == 1
+            assert (
+                report.counts()["fused_swiglu"] == 2
+                and report.counts()["linear_cross_entropy"] == 1
+            )
         torch.manual_seed(2)
         inputs = batch()
         found.append(loss_and_gradients(model, **inputs))
@@ -617,7 +705,10 @@ def test_saved_and_loaded_it_is_the_same_model(tmp_path):
     plain, patched, _ = pair("llama")
     for model, name in ((plain, "plain"), (patched, "patched")):
         model.save_pretrained(tmp_path / name)
-    files = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("plain", "patched")]
+    files = [
+        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
+        for name in ("plain", "patched")
+    ]
     assert files[0].keys() == files[1].keys()
     assert files[0]["model.safetensors"] == files[1]["model.safetensors"]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
@@ -637,7 +728,12 @@ def test_generation_after_training_steps():
             optimizer.zero_grad()
         model.eval()
     ids = inputs["input_ids"][:, :4]
-    assert torch.equal(*(m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (plain, patched)))
+    assert torch.equal(
+        *(
+            m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            for m in (plain, patched)
+        )
+    )
 
 
 def test_on_the_meta_device_nothing_is_touched():
@@ -685,8 +781,12 @@ rotate, attend = modeling_qwen2.apply_rotary_pos_emb, modeling_qwen2.eager_atten
 
 @pytest.mark.parametrize("what", REPLACED)
 def test_what_was_replaced_in_a_class_since_is_what_is_patched(what, monkeypatch):
-    """After a model of the class and configuration was patched already. In fp64: gradients of key biases nearly cancel."""
-    plain, patched = (families.build("qwen2", attn_implementation="eager").double() for _ in range(2))
+    """After a model of the class and configuration was patched already. In fp64: gradients of
+    key biases nearly cancel.
+    """
+    plain, patched = (
+        families.build("qwen2", attn_implementation="eager").double() for _ in range(2)
+    )
     patched.load_state_dict(plain.state_dict())
     inputs = batch()
     patch_model(patched)

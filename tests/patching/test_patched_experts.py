@@ -1,4 +1,6 @@
-"""Experts of transformers' families through the grouped products: loss and every gradient as the class's own."""
+"""Experts of transformers' families through the grouped products: loss and every gradient as the
+class's own.
+"""
 
 import copy
 
@@ -24,7 +26,11 @@ def build(name, **changes):
 
 
 def layers_of(model):
-    return [module for module in model.modules() if "down_proj" in module._parameters and module.down_proj.ndim == 3]
+    return [
+        module
+        for module in model.modules()
+        if "down_proj" in module._parameters and module.down_proj.ndim == 3
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -32,14 +38,18 @@ def test_same_loss_and_gradients(name):
     plain = build(name).double()
     patched = copy.deepcopy(plain)
     report = patch_model(patched)
-    assert report.counts()[BY] == len(layers_of(plain)) and not [entry for entry in report.left if entry.reason == EXPERTS]
+    assert report.counts()[BY] == len(layers_of(plain)) and not [
+        entry for entry in report.left if entry.reason == EXPERTS
+    ]
     inputs = batch()
     assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_in_packs(name):
-    """As the trainer runs them: documents end to end, halves of layers fused where they are known."""
+    """As the trainer runs them: documents end to end, halves of layers fused where they are
+    known.
+    """
     model = build(name).double()
     given = families.documents_batch()
     expected = families.states_and_gradients(copy.deepcopy(model), given)
@@ -49,7 +59,9 @@ def test_same_in_packs(name):
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_kernels_in_bf16(name):
-    """The layer by its kernels, and by its class, both in bf16 and beside fp64; from the same choice of experts."""
+    """The layer by its kernels, and by its class, both in bf16 and beside fp64; from the same
+    choice of experts.
+    """
     model = build(name).bfloat16()
     plain = copy.deepcopy(layers_of(model)[0])
     patch_model(model)
@@ -57,7 +69,11 @@ def test_kernels_in_bf16(name):
     x, dy = torch.randn(23, 32).bfloat16(), torch.randn(23, 32).bfloat16()
 
     def run(layer, kind=torch.bfloat16):
-        leaves = [x.to(kind).requires_grad_(), shares.to(kind).requires_grad_(), *layer.parameters()]
+        leaves = [
+            x.to(kind).requires_grad_(),
+            shares.to(kind).requires_grad_(),
+            *layer.parameters(),
+        ]
         out = layer(leaves[0], chosen, leaves[1])
         return [out, *torch.autograd.grad(out, leaves, dy.to(kind))]
 
@@ -75,7 +91,12 @@ def test_same_text(name):
     patched = copy.deepcopy(plain)
     assert patch_model(patched).counts()[BY] == len(layers_of(plain))
     ids = torch.randint(1, families.VOCABULARY, (2, 7))
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    given = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     texts = [model.generate(ids, eos_token_id=None, **given) for model in (plain, patched)]
     assert texts[0].shape == (2, 19) and torch.equal(*texts)
 
@@ -86,7 +107,9 @@ def test_adapters_take_part_in_the_products(name):
     model = build(name)
     router = "router.weight" if name == "GptOss" else "mlp.gate.weight"
     parameters = ["gate_up_proj", "down_proj", router]
-    config = LoRAConfig(rank=3, dropout=0.0, target_modules=["o_proj"], target_parameters=parameters)
+    config = LoRAConfig(
+        rank=3, dropout=0.0, target_modules=["o_proj"], target_parameters=parameters
+    )
     without = copy.deepcopy(model).double()
     apply_lora(model, config).double()
     for parameter_name, parameter in model.named_parameters():
@@ -103,12 +126,17 @@ def test_adapters_take_part_in_the_products(name):
     expected = loss_and_gradients(plain, **inputs)
     learning = [adapted for adapted, g in expected[1].items() if "lora_A" in adapted and g.any()]
     assert sum("experts" in adapted for adapted in learning) == 2 * len(layers_of(plain))
-    assert sum("gate." in adapted or "router." in adapted for adapted in learning) == len(layers_of(plain))
+    assert sum("gate." in adapted or "router." in adapted for adapted in learning) == len(
+        layers_of(plain)
+    )
     assert_same(expected, got)
     assert (loss_and_gradients(without, **inputs)[0] - got[0]).abs() > 1e-3
 
 
-@pytest.mark.parametrize(("then", "now"), [("grouped_mm", "batched_mm"), ("grouped_mm", "eager"), ("eager", "grouped_mm")])
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [("grouped_mm", "batched_mm"), ("grouped_mm", "eager"), ("eager", "grouped_mm")],
+)
 def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog):
     """But for what ``generate`` sets for its steps on a card."""
     experts._tell.cache_clear()
@@ -119,7 +147,10 @@ def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog):
     model.set_experts_implementation(now)
     for _ in range(2):
         model(**batch())
-    told = f"experts_implementation='{now}': set after patch_model and without effect on Qwen3MoeExperts"
+    told = (
+        f"experts_implementation='{now}': set after patch_model and without effect on "
+        "Qwen3MoeExperts"
+    )
     assert caplog.text.count(told) == (now != "batched_mm")
     unpatch_model(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -182,7 +213,11 @@ def test_numbers_of_a_unit_are_read_from_the_instance():
     layer = layers_of(model)[0]
     layer.limit, layer.alpha = 0.2, 1.1
     gate_of = form.forward.args[0]
-    assert (gate_of(layer).limit, gate_of(layer).alpha, gate_of(layer).interleaved) == (0.2, 1.1, True)
+    assert (gate_of(layer).limit, gate_of(layer).alpha, gate_of(layer).interleaved) == (
+        0.2,
+        1.1,
+        True,
+    )
 
 
 def first_four(model):
@@ -197,7 +232,9 @@ def first_four(model):
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
 def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
-    """Newer versions of transformers say so of the experts; older ones that the model is divided."""
+    """Newer versions of transformers say so of the experts; older ones that the model is
+    divided.
+    """
 
     def divided(model):
         layer = first_four(model)
@@ -212,7 +249,9 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
     divided(other)
     report = patch_model(other)
     assert report.counts()[BY] == 1
-    assert [entry.path for entry in report.left if entry.reason == ON_RANKS] == ["model.layers.0.mlp.experts"]
+    assert [entry.path for entry in report.left if entry.reason == ON_RANKS] == [
+        "model.layers.0.mlp.experts"
+    ]
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])

@@ -1,4 +1,6 @@
-"""Experts whose products run in FP8: the same but for rounding, near with it, and undone without a trace."""
+"""Experts whose products run in FP8: the same but for rounding, near with it, and undone without
+a trace.
+"""
 
 import copy
 import sys
@@ -40,8 +42,12 @@ def small_products_too(monkeypatch):
 def patched(name, adapted=False, kind=torch.float32):
     model = build(name)
     if adapted:
-        config = LoRAConfig(rank=3, dropout=0.0, target_modules=["q_a_proj" if name == "DeepseekV3" else "q_proj"],
-                            target_parameters=["gate_up_proj", "down_proj"])  # fmt: skip
+        config = LoRAConfig(
+            rank=3,
+            dropout=0.0,
+            target_modules=["q_a_proj" if name == "DeepseekV3" else "q_proj"],
+            target_parameters=["gate_up_proj", "down_proj"],
+        )
         apply_lora(model, config)
         for parameter_name, parameter in model.named_parameters():
             if "lora_B" in parameter_name:
@@ -52,7 +58,9 @@ def patched(name, adapted=False, kind=torch.float32):
 
 
 def cosine(a, b):
-    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
+    return torch.nn.functional.cosine_similarity(
+        a.double().flatten(), b.double().flatten(), 0
+    ).item()
 
 
 @pytest.fixture
@@ -78,11 +86,19 @@ def without_rounding(monkeypatch):
 
     def gradient(g, h, shares, order, gate, dense, has_unit):
         d_h, u, d_shares = expert_glu_gradient_reference(g, h, shares, order, gate)
-        return d_h if dense else None, Scaled(d_h, h.new_ones(len(h), 1)), u if has_unit else None, d_shares
+        return (
+            d_h if dense else None,
+            Scaled(d_h, h.new_ones(len(h), 1)),
+            u if has_unit else None,
+            d_shares,
+        )
 
     for name, instead in {
-        "fp8_quantize": of_rows, "fp8_grouped_product": product, "expert_glu_fp8": unit, "expert_glu_fp8_gradient": gradient,
-    }.items():  # fmt: skip
+        "fp8_quantize": of_rows,
+        "fp8_grouped_product": product,
+        "expert_glu_fp8": unit,
+        "expert_glu_fp8_gradient": gradient,
+    }.items():
         monkeypatch.setattr(FUSED, name, instead)
     monkeypatch.setattr(FORMAT, "fp8_quantize_experts", of_experts)
 
@@ -101,12 +117,16 @@ def test_but_for_rounding_it_is_the_same(name, adapted):
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", NAMES)
 def test_rounded_it_stays_near(name, adapted):
-    """8 bits are 2.6 % of a value in the root mean square; gradients of weights are of 16 bits, and of rounded activations."""
+    """8 bits are 2.6 % of a value in the root mean square; gradients of weights are of 16 bits,
+    and of rounded activations.
+    """
     model, inputs = patched(name, adapted), batch()
     loss, exact = loss_and_gradients(model, **inputs)
     run_experts_in_fp8(model)
     our_loss, got = loss_and_gradients(model, **inputs)
-    assert (our_loss - loss).abs() < 0.02 * loss and not all(torch.equal(exact[key], got[key]) for key in exact)
+    assert (our_loss - loss).abs() < 0.02 * loss and not all(
+        torch.equal(exact[key], got[key]) for key in exact
+    )
     names = {"all": sorted(exact), "experts": sorted(key for key in exact if ".experts." in key)}
     of = {
         part: cosine(*(torch.cat([found[key].flatten() for key in keys]) for found in (exact, got)))
@@ -126,7 +146,11 @@ def test_the_layer_by_its_kernels(name):
     run_experts_in_fp8(model)
 
     def run(layer, kind):
-        leaves = [x.to(kind).requires_grad_(), shares.to(kind).requires_grad_(), *layer.parameters()]
+        leaves = [
+            x.to(kind).requires_grad_(),
+            shares.to(kind).requires_grad_(),
+            *layer.parameters(),
+        ]
         out = layer(leaves[0], chosen, leaves[1])
         return [out, *torch.autograd.grad(out, leaves, dy.to(kind))]
 
@@ -147,7 +171,9 @@ def test_forgotten_it_is_as_before(forget):
     assert not any(IN_FP8 in vars(module) for module in model.modules())
     patch_model(model)
     after = loss_and_gradients(model, **inputs)
-    assert before[0] == after[0] and all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+    assert before[0] == after[0] and all(
+        torch.equal(before[1][name], after[1][name]) for name in before[1]
+    )
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
@@ -157,15 +183,24 @@ def test_layers_made_again_are_the_same(adapted):
     kept = loss_and_gradients(model, **inputs)
     enable_gradient_checkpointing(model)
     again = loss_and_gradients(model, **inputs)
-    assert kept[0] == again[0] and all(torch.equal(kept[1][name], again[1][name]) for name in kept[1])
+    assert kept[0] == again[0] and all(
+        torch.equal(kept[1][name], again[1][name]) for name in kept[1]
+    )
 
 
 class TestFrozenWeights:
     """Under adapters."""
 
     def test_are_quantised_once(self, monkeypatch):
-        model, inputs, made, usual = patched("Qwen3Moe", True), batch(), [], FORMAT.fp8_quantize_experts
-        monkeypatch.setattr(FORMAT, "fp8_quantize_experts", lambda *given: made.append(given[1]) or usual(*given))
+        model, inputs, made, usual = (
+            patched("Qwen3Moe", True),
+            batch(),
+            [],
+            FORMAT.fp8_quantize_experts,
+        )
+        monkeypatch.setattr(
+            FORMAT, "fp8_quantize_experts", lambda *given: made.append(given[1]) or usual(*given)
+        )
         run_experts_in_fp8(model)
         for _ in range(2):
             loss_and_gradients(model, **inputs)
@@ -186,12 +221,16 @@ class TestFrozenWeights:
         forget_policies(model)
         run_experts_in_fp8(model)
         fresh = loss_and_gradients(model, **inputs)
-        assert changed[0] == fresh[0] and all(torch.equal(changed[1][name], fresh[1][name]) for name in fresh[1])
+        assert changed[0] == fresh[0] and all(
+            torch.equal(changed[1][name], fresh[1][name]) for name in fresh[1]
+        )
 
     @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
     def test_that_wait_in_host_memory_change_nothing(self, name):
         model, inputs = patched(name, True), batch()
-        weights = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+        weights = {
+            name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+        }
         run_experts_in_fp8(model)
         here = loss_and_gradients(model, **inputs)
         assert offload_frozen_experts(model) == sum(
@@ -199,11 +238,17 @@ class TestFrozenWeights:
         )
         assert offload_frozen_experts(model) == 0
         away = loss_and_gradients(model, **inputs)
-        assert here[0] == away[0] and all(torch.equal(here[1][name], away[1][name]) for name in here[1])
+        assert here[0] == away[0] and all(
+            torch.equal(here[1][name], away[1][name]) for name in here[1]
+        )
         stands = [x for layer in layers_of(model) for x in vars(layer)[IN_FP8].values()]
-        assert {x.bytes_a_value(2) for x in stands} == {1} and all(len(x._layouts()) == 1 for x in stands)
+        assert {x.bytes_a_value(2) for x in stands} == {1} and all(
+            len(x._layouts()) == 1 for x in stands
+        )
         forget_policies(model)
-        assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters() if name in weights)
+        assert all(
+            torch.equal(p, weights[name]) for name, p in model.named_parameters() if name in weights
+        )
 
     def test_that_are_trained_stay(self):
         model = patched("Qwen3Moe")
@@ -217,7 +262,9 @@ class TestFrozenWeights:
         expected = loss_and_gradients(model, **inputs)
         run_experts_in_fp8(model)
         offload_frozen_experts(model)
-        monkeypatch.setattr(sys.modules["chronicals.patching.experts"], "_runs_otherwise", lambda *given: True)
+        monkeypatch.setattr(
+            sys.modules["chronicals.patching.experts"], "_runs_otherwise", lambda *given: True
+        )
         assert_same(expected, loss_and_gradients(model, **inputs), 1e-5)
 
 
@@ -239,7 +286,11 @@ def test_trained_weights_are_quantised_at_each_use(monkeypatch):
 def test_x_is_quantised_once_a_token(monkeypatch):
     """Not once for each of its experts; so is dy."""
     model, inputs, rows, usual = patched("Qwen3Moe"), batch(), [], FUSED.fp8_quantize
-    monkeypatch.setattr(FUSED, "fp8_quantize", lambda x, scaling: rows.append((len(x), scaling)) or usual(x, scaling))
+    monkeypatch.setattr(
+        FUSED,
+        "fp8_quantize",
+        lambda x, scaling: rows.append((len(x), scaling)) or usual(x, scaling),
+    )
     run_experts_in_fp8(model)
     loss_and_gradients(model, **inputs)
     assert rows == [(inputs["input_ids"].numel(), "row")] * 2 * len(layers_of(model))
@@ -261,9 +312,13 @@ def test_what_stays_in_16_bit_is_said_by_name(monkeypatch):
     monkeypatch.setattr(fp8_experts, "NARROWEST", 512)
     model = patched("Qwen3Moe")
     found = run_experts_in_fp8(model)
-    assert found.layers == 0 and found.left == ("Qwen3MoeExperts (their widths 32 and 16 have a harmonic mean below 512)",)
+    assert found.layers == 0 and found.left == (
+        "Qwen3MoeExperts (their widths 32 and 16 have a harmonic mean below 512)",
+    )
     monkeypatch.setattr(fp8_experts, "NARROWEST", 16)
-    assert "100 rows an expert; quantising trained weights" in run_experts_in_fp8(model, 400).left[0]
+    assert (
+        "100 rows an expert; quantising trained weights" in run_experts_in_fp8(model, 400).left[0]
+    )
     assert run_experts_in_fp8(model, 8192).layers == 2
     adapted = patched("Qwen3Moe", True)
     assert run_experts_in_fp8(adapted, 400).layers == 2, "frozen weights are quantised once"

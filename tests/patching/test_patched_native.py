@@ -1,4 +1,6 @@
-"""The native mixture, patched: loss and every gradient as its class's own, in rows and in packs, with adapters and without."""
+"""The native mixture, patched: loss and every gradient as its class's own, in rows and in packs,
+with adapters and without.
+"""
 
 import copy
 
@@ -15,7 +17,9 @@ from chronicals.patching import patch_parts
 from chronicals.patching.experts import BY
 
 TOLERANCE = 1e-10
-"""Relative to the norm of a gradient, or to a hundredth of the mean norm; in fp64, where norms are exact, too."""
+"""Relative to the norm of a gradient, or to a hundredth of the mean norm; in fp64, where norms
+are exact, too.
+"""
 
 
 def close(expected, got):
@@ -28,7 +32,10 @@ def close(expected, got):
 def native(seed, adapted):
     model = mixtures.mixture(seed)
     if adapted:
-        apply_lora(model, LoRAConfig(3, 6, 0.0, ["o_proj"], target_parameters=["gate_up_proj", "down_proj"]))
+        apply_lora(
+            model,
+            LoRAConfig(3, 6, 0.0, ["o_proj"], target_parameters=["gate_up_proj", "down_proj"]),
+        )
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.3)
@@ -42,12 +49,17 @@ def test_in_rows(adapted, seed):
     mixtures.in_fp64(patched)  # a copy's norms are its own
     assert patch_model(patched).counts()[BY] == plain.config.num_hidden_layers
     ids = mixtures.token_ids(2, 3 * mixtures.WINDOW)
-    upstream = torch.randn(*ids.shape, plain.config.vocab_size).double()  # a loss of the class is in fp32
+    upstream = torch.randn(
+        *ids.shape, plain.config.vocab_size
+    ).double()  # a loss of the class is in fp32
     found = []
     for model in (plain, patched):
         logits = model(ids).logits * upstream
         gradients = families.gradients(model, logits.sum)
-        found.append({"logits": logits.detach()} | {name: g for name, g in gradients.items() if g is not None})
+        found.append(
+            {"logits": logits.detach()}
+            | {name: g for name, g in gradients.items() if g is not None}
+        )
     assert any("experts" in name for name in found[0])
     close(*found)
 
@@ -56,7 +68,9 @@ def test_in_rows(adapted, seed):
 def test_in_packs(adapted, seed):
     """Documents shorter than a window, and longer."""
     model = native(seed, adapted)
-    given = families.hand_made_batch([mixtures.token_ids(length) for length in (7, 1, 2 * mixtures.WINDOW + 3, 5)])
+    given = families.hand_made_batch(
+        [mixtures.token_ids(length) for length in (7, 1, 2 * mixtures.WINDOW + 3, 5)]
+    )
     expected = families.states_and_gradients(model, given)
     assert patch_parts(model).counts()[BY] == model.config.num_hidden_layers
     close(expected, families.states_and_gradients(model, given))
@@ -68,8 +82,13 @@ def test_all_its_parts_are_replaced(seed):
     plain.set_experts_implementation("eager")
     patched = copy.deepcopy(plain)
     report = patch_model(patched)
-    assert not report.left and {BY, "fused_rmsnorm", "fused_swiglu", "linear_cross_entropy"} <= report.counts().keys()
+    assert (
+        not report.left
+        and {BY, "fused_rmsnorm", "fused_swiglu", "linear_cross_entropy"} <= report.counts().keys()
+    )
     ids = mixtures.token_ids(2, 3 * mixtures.WINDOW)
-    (loss, expected), (other, got) = (loss_and_gradients(model, input_ids=ids, labels=ids) for model in (plain, patched))
+    (loss, expected), (other, got) = (
+        loss_and_gradients(model, input_ids=ids, labels=ids) for model in (plain, patched)
+    )
     torch.testing.assert_close(other.double(), loss.double(), rtol=1e-5, atol=1e-6)
     families.assert_same(expected, got)

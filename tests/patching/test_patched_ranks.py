@@ -1,4 +1,6 @@
-"""patch_model where other libraries train on several ranks: DDP and FSDP2 by accelerate, tensors split by transformers."""
+"""patch_model where other libraries train on several ranks: DDP and FSDP2 by accelerate, tensors
+split by transformers.
+"""
 
 import sys
 from pathlib import Path
@@ -14,14 +16,20 @@ pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parent))
 import patched_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"
+)
 
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
     """Where the first of two ranks put what it found in every case that is tested."""
     place, test = tmp_path_factory.mktemp("ranks"), request.node.nodeid
-    cases = [item.callspec.params["case"] for item in request.session.items if item.nodeid.startswith(f"{test}::")]
+    cases = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.nodeid.startswith(f"{test}::")
+    ]
     codes, words = two_processes.run(patched_ranks.__file__, place, *cases)
     assert codes == [0, 0], words
     return place

@@ -1,4 +1,6 @@
-"""Checkpoints whose experts were pruned, or made of a dense model: they load, and train patched as their class does."""
+"""Checkpoints whose experts were pruned, or made of a dense model: they load, and train patched
+as their class does.
+"""
 
 import json
 import re
@@ -24,14 +26,20 @@ ROUTERS = re.compile(r".*\.(?:gate|router)\.(?:weight|bias|e_score_correction_bi
 
 
 def prune(folder):
-    """The files of a checkpoint: matrices of the others are left out, stacked ones and the router's rows are cut."""
+    """The files of a checkpoint: matrices of the others are left out, stacked ones and the
+    router's rows are cut.
+    """
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if one := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
             if int(one[2]) in KEPT:
                 tensors[f"{one[1]}{KEPT.index(int(one[2]))}{one[3]}"] = tensor
         else:
-            tensors[name] = tensor[KEPT].contiguous() if ROUTERS.fullmatch(name) or ".experts." in name else tensor
+            tensors[name] = (
+                tensor[KEPT].contiguous()
+                if ROUTERS.fullmatch(name) or ".experts." in name
+                else tensor
+            )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     described = json.loads((folder / "config.json").read_text())
     number = next(name for name in EXPERTS if name in described)
@@ -51,7 +59,9 @@ def assert_as_its_class(load):
     inputs = batch()
     plain, patched = load().double(), load().double()
     assert patch_model(patched).counts()[BY] == len(layers_of(plain)) > 0
-    for expected, got in zip(trained_once(plain, inputs), trained_once(patched, inputs), strict=True):
+    for expected, got in zip(
+        trained_once(plain, inputs), trained_once(patched, inputs), strict=True
+    ):
         assert_same(expected, got)
 
 
@@ -69,25 +79,43 @@ def test_pruned_alike_in_all_layers(name, tmp_path):
 
     layers = layers_of(load())
     assert all(len(layer.down_proj) == layer.num_experts == FEW for layer in layers)
-    assert all(torch.equal(a.down_proj, b.down_proj[KEPT]) for a, b in zip(layers, layers_of(whole), strict=True))
+    assert all(
+        torch.equal(a.down_proj, b.down_proj[KEPT])
+        for a, b in zip(layers, layers_of(whole), strict=True)
+    )
     assert_as_its_class(load)
 
 
 def upcycled(folder):
-    """A Llama, and the folder of a Mixtral all of whose experts are its MLPs, whose router has only zeros: all are tied."""
+    """A Llama, and the folder of a Mixtral all of whose experts are its MLPs, whose router has
+    only zeros: all are tied.
+    """
     dense = families.build("llama")
     config = transformers.MixtralConfig(
-        **{name: getattr(dense.config, name) for name in families.SIZES if hasattr(dense.config, name)},
-        num_local_experts=FEW, num_experts_per_tok=2, rope_parameters=dense.config.rope_parameters,
-        rms_norm_eps=dense.config.rms_norm_eps, tie_word_embeddings=dense.config.tie_word_embeddings, sliding_window=None,
-    )  # fmt: skip
+        **{
+            name: getattr(dense.config, name)
+            for name in families.SIZES
+            if hasattr(dense.config, name)
+        },
+        num_local_experts=FEW,
+        num_experts_per_tok=2,
+        rope_parameters=dense.config.rope_parameters,
+        rms_norm_eps=dense.config.rms_norm_eps,
+        tie_word_embeddings=dense.config.tie_word_embeddings,
+        sliding_window=None,
+    )
     model, weights = transformers.MixtralForCausalLM(config), dict(dense.state_dict())
     for number, layer in enumerate(dense.model.layers):
-        own = {name: weights.pop(f"model.layers.{number}.mlp.{name}_proj.weight") for name in ("gate", "up", "down")}
+        own = {
+            name: weights.pop(f"model.layers.{number}.mlp.{name}_proj.weight")
+            for name in ("gate", "up", "down")
+        }
         experts = f"model.layers.{number}.mlp.experts"
         weights[f"{experts}.gate_up_proj"] = torch.cat((own["gate"], own["up"])).repeat(FEW, 1, 1)
         weights[f"{experts}.down_proj"] = own["down"].repeat(FEW, 1, 1)
-        weights[f"model.layers.{number}.mlp.gate.weight"] = torch.zeros(FEW, layer.mlp.gate_proj.in_features)
+        weights[f"model.layers.{number}.mlp.gate.weight"] = torch.zeros(
+            FEW, layer.mlp.gate_proj.in_features
+        )
     model.load_state_dict(weights)
     model.save_pretrained(folder)
     return dense
@@ -109,18 +137,26 @@ def test_made_of_a_dense_model(tmp_path):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapters"])
 def test_pruned_in_one_layer_alone(adapted):
-    """No configuration says so: it is done in memory. All layers are replaced, each with its own number of experts."""
+    """No configuration says so: it is done in memory. All layers are replaced, each with its own
+    number of experts.
+    """
 
     def load():
         torch.manual_seed(5)
         model = build("Qwen3Moe", num_experts=8)
         mlp = model.model.layers[1].mlp
-        for module, names in ((mlp.experts, ("gate_up_proj", "down_proj")), (mlp.gate, ("weight",))):
+        for module, names in (
+            (mlp.experts, ("gate_up_proj", "down_proj")),
+            (mlp.gate, ("weight",)),
+        ):
             for name in names:
                 setattr(module, name, nn.Parameter(getattr(module, name).detach()[KEPT]))
             module.num_experts = FEW
         if adapted:
-            apply_lora(model, LoRAConfig(2, 2, 0.0, ["q_proj"], target_parameters=["gate_up_proj", "down_proj"]))
+            apply_lora(
+                model,
+                LoRAConfig(2, 2, 0.0, ["q_proj"], target_parameters=["gate_up_proj", "down_proj"]),
+            )
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     nn.init.normal_(parameter, std=0.3)

@@ -30,7 +30,9 @@ def test_without_a_twin(family, no_twins):
     patched = copy.deepcopy(plain)
     report = patch_model(patched)
     assert sum(report.counts().values()) >= 3
-    assert {"loss", "attention"} <= {entry.part for entry in report.left if "no twin in this test" in entry.reason}
+    assert {"loss", "attention"} <= {
+        entry.part for entry in report.left if "no twin in this test" in entry.reason
+    }
     rows = batch()
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
 
@@ -39,7 +41,10 @@ def test_the_shell_of_a_part_is_small_and_shares_nothing():
     with torch.device("meta"):
         model = families.build("llama", random=False, hidden_size=4096, intermediate_size=14336)
     layer = model.model.layers[0]
-    for module, recognise in ((layer.mlp, recognise_gated_mlp), (layer.input_layernorm, recognise_norm)):
+    for module, recognise in (
+        (layer.mlp, recognise_gated_mlp),
+        (layer.input_layernorm, recognise_norm),
+    ):
         shell = shell_of(module)
         assert all(p.device.type == "cpu" and p.dtype == torch.float32 for p in shell.parameters())
         assert sum(p.numel() for p in shell.parameters()) < 10_000
@@ -58,9 +63,16 @@ def llava():
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=8, patch_size=4
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
     )
-    config = LlavaConfig(text_config=families.configuration("llama"), vision_config=vision, image_token_index=3)
+    config = LlavaConfig(
+        text_config=families.configuration("llama"), vision_config=vision, image_token_index=3
+    )
     return families.randomise(LlavaForConditionalGeneration(config).double())
 
 
@@ -68,18 +80,28 @@ def test_with_an_image():
     plain = llava()
     patched = copy.deepcopy(plain)
     report = patch_model(patched)
-    assert {"fused_rmsnorm", "fused_swiglu", "fused_layernorm", "linear_cross_entropy"} <= report.counts().keys()
+    assert {
+        "fused_rmsnorm",
+        "fused_swiglu",
+        "fused_layernorm",
+        "linear_cross_entropy",
+    } <= report.counts().keys()
     ids = torch.randint(4, families.VOCABULARY, (2, 11))
     ids[:, 1:5] = 3
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
     rows = {
-        "input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(2, 3, 8, 8).double(),
+        "input_ids": ids,
+        "attention_mask": mask,
+        "pixel_values": torch.randn(2, 3, 8, 8).double(),
         "labels": ids.masked_fill((mask == 0) | (ids == 3), -100),
-    }  # fmt: skip
+    }
     before = attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     assert attention.runs[0] > before
     assert not patched.config.vision_config._attn_implementation.startswith(attention.PREFIX)
     unpatch_model(patched)
-    assert patched.config.text_config._attn_implementation == plain.config.text_config._attn_implementation
+    assert (
+        patched.config.text_config._attn_implementation
+        == plain.config.text_config._attn_implementation
+    )

@@ -1,4 +1,6 @@
-"""patch_model where models are used: autocast, inference mode, transformers' Trainer, hooks of accelerate, PEFT's head."""
+"""patch_model where models are used: autocast, inference mode, transformers' Trainer, hooks of
+accelerate, PEFT's head.
+"""
 
 import copy
 
@@ -34,7 +36,9 @@ def test_logits_looked_at_after_autocast_has_ended(family):
         found.append((out.loss, out.logits))
     assert found[0][1].dtype == found[1][1].dtype
     torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-2, atol=2e-2)
-    assert (found[1][1] * 1 - found[0][1]).norm() <= 3e-2 * found[0][1].norm()  # single logits round either way
+    assert (found[1][1] * 1 - found[0][1]).norm() <= 3e-2 * found[0][
+        1
+    ].norm()  # single logits round either way
 
 
 def test_in_inference_mode():
@@ -59,15 +63,28 @@ def trained(model, rows, folder):
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
-        learning_rate=1e-3, report_to=[], use_cpu=True, save_strategy="no", seed=1, disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        logging_steps=1,
+        learning_rate=1e-3,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        seed=1,
+        disable_tqdm=True,
+    )
     seen = []
     trainer = Trainer(
-        model, arguments, train_dataset=rows, eval_dataset=rows[:3], data_collator=padded,
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows[:3],
+        data_collator=padded,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         compute_metrics=lambda found: seen.append(found.predictions) or {"accuracy": 0.0},
-    )  # fmt: skip
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, trainer.evaluate()["eval_loss"], seen[-1]
@@ -76,20 +93,29 @@ def trained(model, rows, folder):
 def padded(rows):
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": ids.masked_fill(ids == 0, -100),
+    }
 
 
 def test_under_transformers_trainer(tmp_path):
     """The same losses step by step, the same evaluation."""
     plain, patched, _ = pair()
-    rows = [{"input_ids": torch.randint(1, families.VOCABULARY, (n,)).tolist()} for n in (5, 9, 3, 12, 7, 8, 4, 10)]
+    rows = [
+        {"input_ids": torch.randint(1, families.VOCABULARY, (n,)).tolist()}
+        for n in (5, 9, 3, 12, 7, 8, 4, 10)
+    ]
     (losses, evaluation, tokens), (ours, our_evaluation, our_tokens) = (
         trained(model, rows, tmp_path / str(n)) for n, model in enumerate((plain, patched))
     )
     assert len(losses) == 4 and ours == pytest.approx(losses, rel=1e-5)
     assert our_evaluation == pytest.approx(evaluation, rel=1e-5)
     real = [len(row["input_ids"]) for row in rows[:3]]
-    assert all((tokens[n, :length] == our_tokens[n, :length]).all() for n, length in enumerate(real))
+    assert all(
+        (tokens[n, :length] == our_tokens[n, :length]).all() for n, length in enumerate(real)
+    )
 
 
 def test_modules_with_hooks_are_left_alone():
@@ -132,13 +158,17 @@ def keeps_documents_apart(presented):
     ids = torch.randint(1, families.VOCABULARY, (12,))
     other = torch.cat([ids[:5] % 7 + 20, ids[5:]])
     with torch.no_grad():
-        here, there = (presented.hidden_states(families.hand_made_batch([x[:5], x[5:]])) for x in (ids, other))
+        here, there = (
+            presented.hidden_states(families.hand_made_batch([x[:5], x[5:]])) for x in (ids, other)
+        )
     return (here[5:] - there[5:]).abs().max() < 1e-6 < (here[:5] - there[:5]).abs().max()
 
 
 def documents_keep_apart(model):
     """Within ``attending_documents``."""
-    with PresentedModel(model.eval(), packed=True, head_is_read=False).attending_documents() as presented:
+    with PresentedModel(
+        model.eval(), packed=True, head_is_read=False
+    ).attending_documents() as presented:
         return keeps_documents_apart(presented)
 
 
@@ -179,7 +209,9 @@ def test_hooks_that_come_while_patched():
     assert hook.runs == 3 * layers
     unpatch_model(patched)
     rows = inputs()
-    assert torch.equal(patched(**rows).logits, plain.eval()(**rows).logits) and hook.runs == 4 * layers
+    assert (
+        torch.equal(patched(**rows).logits, plain.eval()(**rows).logits) and hook.runs == 4 * layers
+    )
     assert documents_keep_apart(patched) and hook.runs == 6 * layers
     for layer in patched.model.layers:
         remove_hook_from_module(layer.self_attn)
@@ -199,16 +231,22 @@ def test_a_forward_that_was_replaced_while_patched_is_left_and_named(caplog):
     assert documents_keep_apart(patched) and not caplog.text
     unpatch_model(patched)
     assert patched.model.layers[0].self_attn.forward is wrapping
-    assert "LlamaAttention.forward was replaced by something else, and is left as it is" in caplog.text
+    assert (
+        "LlamaAttention.forward was replaced by something else, and is left as it is" in caplog.text
+    )
 
 
 def test_seams_within_each_other_where_a_forward_is_somebody_elses():
     model = families.build("llama")
     wrapped(model.model.layers[1].self_attn)
-    with PresentedModel(model.eval(), packed=True, head_is_read=False).attending_documents() as presented:
+    with PresentedModel(
+        model.eval(), packed=True, head_is_read=False
+    ).attending_documents() as presented:
         assert documents_keep_apart(model)
         assert keeps_documents_apart(presented)
-    assert {type(module.config).__name__ for module in model.modules() if hasattr(module, "config")} == {"LlamaConfig"}
+    assert {
+        type(module.config).__name__ for module in model.modules() if hasattr(module, "config")
+    } == {"LlamaConfig"}
 
 
 def test_attention_that_would_take_no_documents_is_refused(monkeypatch):
@@ -219,14 +257,18 @@ def test_attention_that_would_take_no_documents_is_refused(monkeypatch):
         del vars(given.model.layers[1].self_attn)["forward"]
 
     monkeypatch.setattr(attention_seam, "install", all_but_one)
-    with pytest.raises(RuntimeError, match="attention of LlamaAttention cannot take document bounds"):
+    with pytest.raises(
+        RuntimeError, match="attention of LlamaAttention cannot take document bounds"
+    ):
         documents_keep_apart(model)
 
 
 @pytest.fixture
 def alone():
     """A process group of one."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
@@ -235,7 +277,9 @@ def shard(model, mesh, apart=()):
     """Layers, those modules together and the rest."""
     from torch.distributed.fsdp import fully_shard
 
-    for unit in filter(None, [*model.model.layers, [model.get_submodule(path) for path in apart], model]):
+    for unit in filter(
+        None, [*model.model.layers, [model.get_submodule(path) for path in apart], model]
+    ):
         fully_shard(unit, mesh=mesh)
 
 
@@ -254,7 +298,9 @@ def test_logits_looked_at_after_the_head_is_sharded_again(alone):
 @pytest.mark.parametrize("fused_before", [False, True], ids=["", "fused before"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
-    """Moved from where FSDP gathers them, they would stay those of the first step. A product of one layer needs no move."""
+    """Moved from where FSDP gathers them, they would stay those of the first step. A product of
+    one layer needs no move.
+    """
     from torch.distributed.fsdp import fully_shard
 
     plain = families.build(family)
@@ -268,13 +314,17 @@ def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
     for model in (plain, sharded):
         optimizer = torch.optim.SGD(model.get_decoder().parameters(), lr=0.05)
         for _ in range(3):
-            with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+            with PresentedModel(
+                model, packed=True, head_is_read=False
+            ).attending_documents() as presented:
                 loss = presented.hidden_states(batch).sin().sum() / 100
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    assert losses[3:] == pytest.approx(losses[:3], rel=1e-4) and losses[0] != pytest.approx(losses[2], rel=1e-2)
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-4) and losses[0] != pytest.approx(
+        losses[2], rel=1e-2
+    )
     assert decoder_layer.runs[decoder_layer.BY] - before == (6 if family == "phi3" else 0)
 
 
@@ -291,7 +341,10 @@ def test_what_fsdp_casts_is_not_made(implementation, monkeypatch):
     rows = inputs() | {"attention_mask": (torch.arange(9) < torch.tensor([[9], [6]])).long()}
     for model in (plain, patched):
         hook = model.model.layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: masks.append(_cast_fp_tensor(torch.bfloat16, kwargs["attention_mask"])), with_kwargs=True
+            lambda _, args, kwargs: masks.append(
+                _cast_fp_tensor(torch.bfloat16, kwargs["attention_mask"])
+            ),
+            with_kwargs=True,
         )
         out = model(**rows)
         hook.remove()
@@ -304,7 +357,9 @@ def test_what_fsdp_casts_is_not_made(implementation, monkeypatch):
 
 @pytest.mark.parametrize("apart", [[], ["lm_head"], ["model.norm", "lm_head"]], ids=str)
 def test_sharded_after_patching(apart, alone):
-    """A head that is sharded by itself has its weight while it is called, and not when the loss is computed."""
+    """A head that is sharded by itself has its weight while it is called, and not when the loss
+    is computed.
+    """
     plain, patched, _ = pair()
     shard(patched, alone, apart)
     rows = inputs()
@@ -363,20 +418,32 @@ def saved(tmp_path):
 def test_with_a_device_map_of_one_device(saved):
     """What ``device_map="auto"`` makes where one device is enough: nothing stands in the way."""
     one = "auto" if torch.cuda.device_count() < 2 else {"": 0}
-    plain, mapped = (AutoModelForCausalLM.from_pretrained(saved, device_map=chosen) for chosen in (None, one))
+    plain, mapped = (
+        AutoModelForCausalLM.from_pretrained(saved, device_map=chosen) for chosen in (None, one)
+    )
     report = patch_model(mapped)
     assert report.counts().keys() >= {"fused_rmsnorm", "fused_swiglu"} and not report.left
     rows = inputs()
-    theirs, ours = plain(**rows).loss, mapped(**{name: x.to(mapped.device) for name, x in rows.items()}).loss
+    theirs, ours = (
+        plain(**rows).loss,
+        mapped(**{name: x.to(mapped.device) for name, x in rows.items()}).loss,
+    )
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
 
 
 def test_with_layers_that_are_fetched_from_disk(saved, tmp_path):
-    """Hooks move the weights of such layers: these are left alone, named, and compute what they did."""
+    """Hooks move the weights of such layers: these are left alone, named, and compute what they
+    did.
+    """
     spread = {name: "disk" if device else "cpu" for name, device in SPREAD.items()}
-    mapped = AutoModelForCausalLM.from_pretrained(saved, device_map=spread, offload_folder=tmp_path / "offload")
+    mapped = AutoModelForCausalLM.from_pretrained(
+        saved, device_map=spread, offload_folder=tmp_path / "offload"
+    )
     report = patch_model(mapped)
-    assert any(entry.path == "model.layers.1.input_layernorm" and "offload" in entry.reason for entry in report.left)
+    assert any(
+        entry.path == "model.layers.1.input_layernorm" and "offload" in entry.reason
+        for entry in report.left
+    )
     rows = inputs()
     with torch.no_grad():
         theirs, ours = AutoModelForCausalLM.from_pretrained(saved)(**rows).loss, mapped(**rows).loss
@@ -386,11 +453,17 @@ def test_with_layers_that_are_fetched_from_disk(saved, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_layers_on_two_cards_train(saved):
-    plain, mapped = (AutoModelForCausalLM.from_pretrained(saved, device_map=chosen).train() for chosen in (None, SPREAD))
+    plain, mapped = (
+        AutoModelForCausalLM.from_pretrained(saved, device_map=chosen).train()
+        for chosen in (None, SPREAD)
+    )
     report = patch_model(mapped)
     assert any("several devices" in entry.reason for entry in report.left)
     rows = inputs()
-    theirs, ours = plain(**rows).loss, mapped(**{name: x.to("cuda:0") for name, x in rows.items()}).loss
+    theirs, ours = (
+        plain(**rows).loss,
+        mapped(**{name: x.to("cuda:0") for name, x in rows.items()}).loss,
+    )
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-4)
     for loss in (theirs, ours):
         loss.backward()

@@ -9,7 +9,13 @@ from torch import nn
 import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing, tiling
-from chronicals.patching import patch_parts, recompute_norms_and_units, tile_mlps, unpatch_model, untile_mlps
+from chronicals.patching import (
+    patch_parts,
+    recompute_norms_and_units,
+    tile_mlps,
+    unpatch_model,
+    untile_mlps,
+)
 
 TILES = [1, 7, 24, 25]
 """Of 25 rows."""
@@ -25,7 +31,9 @@ def adapted(model):
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
-@pytest.mark.parametrize("runs", ["as it was", "parts", "layers", "layers, in part again", "layers, again"])
+@pytest.mark.parametrize(
+    "runs", ["as it was", "parts", "layers", "layers, in part again", "layers, again"]
+)
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
 def test_equals_the_class(family, runs, lora, tile, monkeypatch):
     monkeypatch.setattr(tiling, "TILE", tile)
@@ -103,6 +111,8 @@ def test_copied_and_undone(monkeypatch):
     unpatch_model(other)
     assert not any("forward" in vars(module) for module in other.modules())
     rows = []
-    other.get_decoder().layers[0].mlp.register_forward_hook(lambda _, args, out: rows.append(out.shape[-2]))
+    other.get_decoder().layers[0].mlp.register_forward_hook(
+        lambda _, args, out: rows.append(out.shape[-2])
+    )
     families.states_and_gradients(other, batch)
     assert rows == [25]

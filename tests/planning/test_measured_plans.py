@@ -1,4 +1,6 @@
-"""Plans of the runs that were measured on two cards: what sharing costs a step, and what a card holds at most."""
+"""Plans of the runs that were measured on two cards: what sharing costs a step, and what a card
+holds at most.
+"""
 
 import json
 import statistics
@@ -16,12 +18,16 @@ from chronicals.training.adapters import attach_adapters
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 MEASURED = [
-    ("h200-4", "16-layers-full", "weights"), ("h200-4", "16-layers-full-4k", "weights"), ("h200-2", "8b-lora", "weights"),
-    ("h100-2", "8b-qlora", "weights"), ("h100", "8b-lora", "optimizer"), ("h100", "8b-qlora", "optimizer"),
+    ("h200-4", "16-layers-full", "weights"),
+    ("h200-4", "16-layers-full-4k", "weights"),
+    ("h200-2", "8b-lora", "weights"),
+    ("h100-2", "8b-qlora", "weights"),
+    ("h100", "8b-lora", "optimizer"),
+    ("h100", "8b-qlora", "optimizer"),
     ("h100", "0.5b-full", "optimizer"),
-]  # fmt: skip
-"""Results, rows and ways of code that shares as today's does. Left out: 16 layers whose states alone are shared, 0.81 of two
-cards where the plan has 0.87."""
+]
+"""Results, rows and ways of code that shares as today's does. Left out: 16 layers whose states
+alone are shared, 0.81 of two cards where the plan has 0.87."""
 
 
 @pytest.mark.parametrize(("results", "name", "way"), MEASURED)
@@ -38,12 +44,20 @@ def test_what_sharing_costs(results, name, way, monkeypatch):
 
 
 def planned(row, way):
-    config = ChronicalsConfig(**{
-        "use_lora": False, "gradient_accumulation_steps": 1, **row.fields, "batch_size": row.packs,
-        "max_seq_length": row.width, "sharding": way,
-    })  # fmt: skip
+    config = ChronicalsConfig(
+        **{
+            "use_lora": False,
+            "gradient_accumulation_steps": 1,
+            **row.fields,
+            "batch_size": row.packs,
+            "max_seq_length": row.width,
+            "sharding": way,
+        }
+    )
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, row.config_class)(**row.sizes))
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, row.config_class)(**row.sizes)
+        )
     if row.base == "nf4":
         quantise_layers(model)
     attach_adapters(model, config, None)

@@ -1,4 +1,6 @@
-"""Plans for cards that are not there: bytes as the formulas say, memory as the trainer expects it."""
+"""Plans for cards that are not there: bytes as the formulas say, memory as the trainer expects
+it.
+"""
 
 import json
 
@@ -22,8 +24,14 @@ from chronicals.planning.traffic import Traffic, gathered_in_passes
 from chronicals.training import decisions, needed_memory
 
 GB = 10**9
-SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "num_attention_heads": 16,
-         "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
 ALL = {"mixed_precision": "bf16", "use_lora": False, "gradient_accumulation_steps": 1}
 
 
@@ -71,30 +79,45 @@ def test_without_shares_gradients_are_reduced_everywhere(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "among"), [(8, None), (16, 4)])
 def test_bytes_of_divided_weights(ranks, among, tmp_path):
-    """Layers gathered in bf16 for both passes, the rest once, gradients sent in bf16; copies add up what they hold."""
+    """Layers gathered in bf16 for both passes, the rest once, gradients sent in bf16; copies add
+    up what they hold.
+    """
     model = large()
     config = runs.config(tmp_path, **ALL, sharding="weights", sharding_ranks=among)
-    sent, share = traffic(model, config, ranks, in_backward=False), ((among or ranks) - 1) / (among or ranks)
+    sent, share = (
+        traffic(model, config, ranks, in_backward=False),
+        ((among or ranks) - 1) / (among or ranks),
+    )
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     assert sent.all_gather == pytest.approx(2 * (trained(model) + layers) * share, rel=0.01)
     assert sent.reduce_scatter == pytest.approx(2 * trained(model) * share, rel=0.01)
     copies = ranks // (among or ranks)
-    assert sent.all_reduce == pytest.approx(8 * trained(model) / (among or ranks) * (copies - 1) / copies, rel=0.01)
+    assert sent.all_reduce == pytest.approx(
+        8 * trained(model) / (among or ranks) * (copies - 1) / copies, rel=0.01
+    )
 
 
 def test_bytes_of_divided_codes(tmp_path):
-    """About half a byte a weight of the layers, in each pass of each micro-batch, but for the backward pass of the last two
-    layers, which are there still; beside the sums of adapters."""
+    """About half a byte a weight of the layers, in each pass of each micro-batch, but for the
+    backward pass of the last two layers, which are there still; beside the sums of adapters."""
     model = large(num_hidden_layers=6)
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     quantise_layers(model)
     model = apply_lora(model, LoRAConfig(rank=64))
-    fields = {"use_lora": True, "lora_rank": 64, "mixed_precision": "bf16", "gradient_accumulation_steps": 3}
+    fields = {
+        "use_lora": True,
+        "lora_rank": 64,
+        "mixed_precision": "bf16",
+        "gradient_accumulation_steps": 3,
+    }
     whole, divided = (
-        traffic(model, runs.config(tmp_path, **fields, sharding=way), 4, in_backward=False) for way in ("optimizer", "weights")
+        traffic(model, runs.config(tmp_path, **fields, sharding=way), 4, in_backward=False)
+        for way in ("optimizer", "weights")
     )
     assert divided.reduce_scatter == whole.reduce_scatter and divided.all_reduce == whole.all_reduce
-    assert divided.all_gather - whole.all_gather == pytest.approx(3 * (6 + 4) / 6 * 0.516 * layers * 3 / 4, rel=0.01)
+    assert divided.all_gather - whole.all_gather == pytest.approx(
+        3 * (6 + 4) / 6 * 0.516 * layers * 3 / 4, rel=0.01
+    )
 
 
 def test_what_stays_whole_is_not_gathered(tmp_path):
@@ -111,11 +134,22 @@ def test_a_mixture_in_4_bits(tmp_path):
     """Its experts stay whole, however small the card; a token meets some of them."""
     import transformers
 
-    sizes = {**SIZES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 128}
+    sizes = {
+        **SIZES,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "head_dim": 128,
+    }
     with torch.device("meta"):
-        model, plain = (transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)) for _ in range(2))
+        model, plain = (
+            transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)) for _ in range(2)
+        )
     experts = 4 * 8 * 3 * 2048 * 512
-    others = sum(p.numel() for p in plain.parameters() if p.ndim == 2) - plain.model.embed_tokens.weight.numel()
+    others = (
+        sum(p.numel() for p in plain.parameters() if p.ndim == 2)
+        - plain.model.embed_tokens.weight.numel()
+    )
     quantise_layers(model)
     fields = {"mixed_precision": "bf16", "lora_rank": 8, "batch_size": 1, "max_seq_length": 512}
     config = runs.config(tmp_path, quantization="nf4", **fields)
@@ -123,7 +157,9 @@ def test_a_mixture_in_4_bits(tmp_path):
     attention = 3.5 * 2 * 4 * 16 * 128 * 512
     for each, tolerance in ((plain, 1e-6), (model, 1e-2)):
         products = 4 * (others + experts * 2 / 8)
-        assert _flops_a_token(each, config, 0.0) == pytest.approx(products + attention, rel=tolerance)
+        assert _flops_a_token(each, config, 0.0) == pytest.approx(
+            products + attention, rel=tolerance
+        )
     small = plan(model, config, 4, Machines(memory=GB // 10))
     assert not small.fits and small.sharding == "optimizer"
     sixteen = runs.config(tmp_path, use_lora=True, **fields)
@@ -133,12 +169,29 @@ def test_a_mixture_in_4_bits(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "among"), [(4, None), (8, 2)])
 def test_bytes_of_a_divided_embedding(ranks, among, tmp_path):
-    """Of each micro-batch: ids of 8 bytes to all, and rows in 16 bit in as many parts as there are ranks."""
-    fields = {"use_lora": True, "lora_rank": 64, "mixed_precision": "bf16", "gradient_accumulation_steps": 3}
-    config = runs.config(tmp_path, **fields, batch_size=2, max_seq_length=512, sharding="weights", sharding_ranks=among)
+    """Of each micro-batch: ids of 8 bytes to all, and rows in 16 bit in as many parts as there
+    are ranks.
+    """
+    fields = {
+        "use_lora": True,
+        "lora_rank": 64,
+        "mixed_precision": "bf16",
+        "gradient_accumulation_steps": 3,
+    }
+    config = runs.config(
+        tmp_path,
+        **fields,
+        batch_size=2,
+        max_seq_length=512,
+        sharding="weights",
+        sharding_ranks=among,
+    )
     sent = traffic(apply_lora(large(), LoRAConfig(rank=64)), config, ranks, in_backward=False)
     tokens, share = 2 * 512, among or ranks
-    assert sent.embedding == 3 * (share - 1) * (8 * tokens + 2 * tokens * 2048 / share) and sent.total > sent.embedding
+    assert (
+        sent.embedding == 3 * (share - 1) * (8 * tokens + 2 * tokens * 2048 / share)
+        and sent.total > sent.embedding
+    )
     tied = apply_lora(large(tie_word_embeddings=True), LoRAConfig(rank=64))
     assert traffic(tied, config, ranks, in_backward=False).embedding == 0
 
@@ -148,20 +201,37 @@ def test_gradients_of_one_micro_batch_come_as_activations_go(sharding, tmp_path)
     """They stay for the next micro-batch, and where CUDA graphs write them."""
 
     def expected(count, graphs):
-        fields = {**ALL, "gradient_accumulation_steps": count, "sharding": sharding, "use_cuda_graphs": graphs}
-        return needed_memory.expected_memory(runs.config(tmp_path, **fields), large(), 2, 1, True, total=100 * GB)[1]
+        fields = {
+            **ALL,
+            "gradient_accumulation_steps": count,
+            "sharding": sharding,
+            "use_cuda_graphs": graphs,
+        }
+        return needed_memory.expected_memory(
+            runs.config(tmp_path, **fields), large(), 2, 1, True, total=100 * GB
+        )[1]
 
     once, often = expected(1, False), expected(2, False)
     assert often.gradients == 0 and often.fixed - once.fixed == once.gradients
-    assert expected(1, True) == (once if sharding == "weights" else often)  # no graphs run where trained weights are divided
+    assert expected(1, True) == (
+        once if sharding == "weights" else often
+    )  # no graphs run where trained weights are divided
     assert once.gradients >= 4 * trained(large()) / (2 if sharding == "weights" else 1)
 
 
 def test_gradients_of_adapters_over_divided_weights_stay_where_graphs_write_them(tmp_path):
     def expected(graphs):
-        fields = {**ALL, "use_lora": True, "gradient_accumulation_steps": 1, "sharding": "weights", "use_cuda_graphs": graphs}
+        fields = {
+            **ALL,
+            "use_lora": True,
+            "gradient_accumulation_steps": 1,
+            "sharding": "weights",
+            "use_cuda_graphs": graphs,
+        }
         model = apply_lora(large(), LoRAConfig(rank=64))
-        return needed_memory.expected_memory(runs.config(tmp_path, **fields), model, 2, 1, True, total=100 * GB)[1]
+        return needed_memory.expected_memory(
+            runs.config(tmp_path, **fields), model, 2, 1, True, total=100 * GB
+        )[1]
 
     usual, graphed = expected(False), expected(True)
     assert graphed.gradients == 0 and graphed.fixed - usual.fixed == usual.gradients > 0
@@ -170,8 +240,12 @@ def test_gradients_of_adapters_over_divided_weights_stay_where_graphs_write_them
 @pytest.mark.parametrize("kind", ["LoRA", "LoRA over NF4"])
 @pytest.mark.parametrize("among", [2, 4])
 def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
-    """The same before they are divided and afterwards; less by a share of the embedding where that is divided, too."""
-    config = runs.config(tmp_path, use_lora=True, mixed_precision="bf16", sharding="weights", memory=[])
+    """The same before they are divided and afterwards; less by a share of the embedding where
+    that is divided, too.
+    """
+    config = runs.config(
+        tmp_path, use_lora=True, mixed_precision="bf16", sharding="weights", memory=[]
+    )
     table = SIZES["vocab_size"] * SIZES["hidden_size"]
 
     def held(tied, divided=False):
@@ -180,7 +254,9 @@ def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
             quantise_layers(model)
         apply_lora(model, LoRAConfig(rank=8))
         if divided:
-            shard_frozen(decoder_layers(model), Mesh(0, among), among, torch.device("meta"), torch.bfloat16)
+            shard_frozen(
+                decoder_layers(model), Mesh(0, among), among, torch.device("meta"), torch.bfloat16
+            )
             shard_embedding(model, 0, among, torch.device("meta"))
         return needed_memory.expected_memory(config, model, among, 1, True, total=GB)[1].fixed
 
@@ -193,18 +269,28 @@ def test_weights_are_divided_where_they_would_not_fit(tmp_path):
     model = large(num_hidden_layers=16)
     config = runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=64)
     small = Machines(memory=GB, cards=64)  # where both do what they can
-    whole, divided = (plan(model, config.replace(sharding=way), 64, small) for way in ("optimizer", "weights"))
+    whole, divided = (
+        plan(model, config.replace(sharding=way), 64, small) for way in ("optimizer", "weights")
+    )
     assert divided.held < 0.95 * whole.held
     between = Machines(memory=int((whole.held + divided.held) / 2 / RESERVE), cards=64)
     chosen = plan(model, config, 64, between)
     assert chosen.sharding == "weights" and chosen.fits
-    assert plan(model, config, 64, Machines()).sharding == plan(model, config, 1, between).sharding == "optimizer"
+    assert (
+        plan(model, config, 64, Machines()).sharding
+        == plan(model, config, 1, between).sharding
+        == "optimizer"
+    )
 
 
 @pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (4, 3)])
 def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
-    """(2 H + 2 K) · D values a token of each rank, (c − 1) / c of them sent, forward, backward and forward again."""
-    config = runs.config(tmp_path, **ALL, batch_size=2, max_seq_length=1024, context_parallel=context)
+    """(2 H + 2 K) · D values a token of each rank, (c − 1) / c of them sent, forward, backward
+    and forward again.
+    """
+    config = runs.config(
+        tmp_path, **ALL, batch_size=2, max_seq_length=1024, context_parallel=context
+    )
     sent = traffic(large(), config, 8, False, recomputed)
     tokens, values = 2 * 1024 // context, (2 * 16 + 2 * 4) * 128
     assert sent.attention == 2 * tokens * values * (context - 1) / context * (2 * 4 + recomputed)
@@ -212,10 +298,12 @@ def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
 
 @pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (3, 3)])
 def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
-    """2 K · D values a token of the others, forward and forward again, and their gradients in fp32."""
+    """2 K · D values a token of the others, forward and forward again, and their gradients in
+    fp32.
+    """
     config = runs.config(
         tmp_path, **ALL, batch_size=1, max_seq_length=768, context_parallel=context, context_heads=1
-    )  # fmt: skip
+    )
     sent = traffic(large(), config, 6, False, recomputed)
     others, values = 768 * (context - 1) / context, 2 * 4 * 128
     assert sent.attention == others * values * (2 * (4 + recomputed) + 4 * 4)
@@ -244,13 +332,19 @@ def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
     fields = {**ALL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
     config, own, found = runs.config(tmp_path, **fields), needed_memory.estimate, []
     models = [tiny.llama(**SIZES) if kind == "all weights" else tiny.llama(), None]
-    models[1] = large() if kind == "all weights" else large(**{name: getattr(models[0].config, name) for name in SIZES})
+    models[1] = (
+        large()
+        if kind == "all weights"
+        else large(**{name: getattr(models[0].config, name) for name in SIZES})
+    )
     for model in models:
         if "NF4" in kind:
             quantise_layers(model)
         if kind != "all weights":
             apply_lora(model, LoRAConfig(rank=8))
-    monkeypatch.setattr(needed_memory, "estimate", lambda *given: (found.append(own(*given)), found[-1])[1])
+    monkeypatch.setattr(
+        needed_memory, "estimate", lambda *given: (found.append(own(*given)), found[-1])[1]
+    )
     decisions.decide(config, present(models[0], True, True, pack_width=512), ranks=ranks)
     made = plan(models[1], config, ranks, Machines(memory=10**15))
     assert made.fits and made.recomputed == 0 and found[1].fixed == found[0].fixed > 0
@@ -259,7 +353,11 @@ def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("memory", "again", "kept"),
-    [([], 0, "nothing"), (["recompute_layers"], 4, "layers"), (["recompute_elementwise"], 0, "norms and gated units")],
+    [
+        ([], 0, "nothing"),
+        (["recompute_layers"], 4, "layers"),
+        (["recompute_elementwise"], 0, "norms and gated units"),
+    ],
 )
 def test_what_is_asked_for_is_recomputed(memory, again, kept, tmp_path):
     """Whether it fits or not."""
@@ -278,40 +376,70 @@ def test_what_does_not_fit_is_said(tmp_path):
 
 
 def test_time_is_computation_and_what_nothing_hides(tmp_path):
-    model, config = large(), runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=["reduce_in_backward"])
+    model, config = (
+        large(),
+        runs.config(
+            tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=["reduce_in_backward"]
+        ),
+    )
     machines = Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12)
     near, far = (plan(model, config, gpus, machines) for gpus in (4, 8))
     products = trained(model) - model.model.embed_tokens.weight.numel()
     attention = 3.5 * 2 * 4 * 16 * 128 * 512
     assert _flops_a_token(model, config, 0.0) == pytest.approx(6 * products + attention, rel=1e-3)
-    assert near.computing == far.computing == pytest.approx(512 * (6 * products + attention) / 1e12, rel=1e-3)
+    assert (
+        near.computing
+        == far.computing
+        == pytest.approx(512 * (6 * products + attention) / 1e12, rel=1e-3)
+    )
     assert near.exposed == pytest.approx((near.sent.all_gather + near.sent.all_reduce) / 1e11)
-    after = plan(model, runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=[]), 4, machines)
+    after = plan(
+        model,
+        runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=[]),
+        4,
+        machines,
+    )
     assert after.exposed == pytest.approx(after.sent.total / 1e11) and not after.in_backward
     assert far.exposed > 10 * near.exposed and far.efficiency < near.efficiency < 1
-    assert near.tokens_per_second == pytest.approx(4 * 512 / (near.computing + near.exposed + near.slowed))
+    assert near.tokens_per_second == pytest.approx(
+        4 * 512 / (near.computing + near.exposed + near.slowed)
+    )
 
 
 @pytest.mark.parametrize(("context", "rate"), [(2, 1e11), (8, 1e10)])
 def test_ranks_that_share_packs_exchange_over_the_link_between_them(context, rate, tmp_path):
-    """Within a machine of four cards over its link, whatever the others are connected by; beyond it over the network."""
+    """Within a machine of four cards over its link, whatever the others are connected by; beyond
+    it over the network.
+    """
     fields = {**ALL, "batch_size": 1, "max_seq_length": 1024, "memory": [], "sharding": "optimizer"}
     config = runs.config(tmp_path, **fields, context_parallel=context)
-    found = plan(large(), config, 16, Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12))
+    found = plan(
+        large(), config, 16, Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12)
+    )
     others = found.sent.total - found.sent.attention
     assert found.sent.attention > 0 and not found.in_backward
     assert found.exposed == pytest.approx(others / 1e10 + found.sent.attention / rate)
     assert found.tokens == 16 // context * 1024
-    assert found.computing == pytest.approx(1024 / context * _flops_a_token(large(), config, 0.0) / 1e12)
+    assert found.computing == pytest.approx(
+        1024 / context * _flops_a_token(large(), config, 0.0) / 1e12
+    )
 
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_ids_of_a_divided_embedding_are_those_of_a_rank(context, tmp_path):
     """Ranks that share packs ask for the rows of their own tokens."""
     model = apply_lora(large(), LoRAConfig(rank=8))
-    fields = {**ALL, "use_lora": True, "batch_size": 2, "max_seq_length": 1024, "sharding": "weights"}
+    fields = {
+        **ALL,
+        "use_lora": True,
+        "batch_size": 2,
+        "max_seq_length": 1024,
+        "sharding": "weights",
+    }
     sent = traffic(model, runs.config(tmp_path, **fields, context_parallel=context), 4, False)
-    one = traffic(model, runs.config(tmp_path, **{**fields, "max_seq_length": 1024 // context}), 4, False)
+    one = traffic(
+        model, runs.config(tmp_path, **{**fields, "max_seq_length": 1024 // context}), 4, False
+    )
     assert sent.embedding == one.embedding > 0
 
 
@@ -320,7 +448,9 @@ def test_all_that_is_sent_is_in_the_total():
 
 
 def test_layers_that_are_computed_twice_attend_twice(tmp_path):
-    """2 FLOPs a token and weight that is multiplied by, and 2 heads x width x length of attention, of each layer again."""
+    """2 FLOPs a token and weight that is multiplied by, and 2 heads x width x length of
+    attention, of each layer again.
+    """
     model, config = large(), runs.config(tmp_path, **ALL, max_seq_length=512)
     products = trained(model) - model.model.embed_tokens.weight.numel()
     more = _flops_a_token(model, config, 1.0) - _flops_a_token(model, config, 0.0)
@@ -329,36 +459,60 @@ def test_layers_that_are_computed_twice_attend_twice(tmp_path):
 
 @pytest.mark.parametrize("permitted", [True, False])
 def test_nothing_is_recomputed_where_that_is_not_permitted(permitted, tmp_path):
-    config = runs.config(tmp_path, **ALL, batch_size=8, max_seq_length=1024, use_gradient_checkpointing=permitted)
+    config = runs.config(
+        tmp_path, **ALL, batch_size=8, max_seq_length=1024, use_gradient_checkpointing=permitted
+    )
     assert bool(plan(large(), config, 1, Machines(memory=9 * GB)).recomputed) == permitted
 
 
 def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_path):
-    fields = {**ALL, "batch_size": 1, "max_seq_length": 512, "sharding": "weights", "sharding_ranks": 4, "memory": []}
+    fields = {
+        **ALL,
+        "batch_size": 1,
+        "max_seq_length": 512,
+        "sharding": "weights",
+        "sharding_ranks": 4,
+        "memory": [],
+    }
     slow = Machines(memory=100 * GB, cards=4, link=1e15, network=1e10, flops=1e13)
     one, four = (
-        plan(large(), runs.config(tmp_path, **{**fields, "gradient_accumulation_steps": count}), 8, slow) for count in (1, 4)
+        plan(
+            large(),
+            runs.config(tmp_path, **{**fields, "gradient_accumulation_steps": count}),
+            8,
+            slow,
+        )
+        for count in (1, 4)
     )
     for found, micro_batches in ((one, 1), (four, 4)):
         hidden = min(found.sent.all_reduce / 1e10, found.computing * 2 / 3 / micro_batches)
-        assert hidden > 0 and found.exposed == pytest.approx(found.sent.all_reduce / 1e10 - hidden, abs=1e-4)
+        assert hidden > 0 and found.exposed == pytest.approx(
+            found.sent.all_reduce / 1e10 - hidden, abs=1e-4
+        )
 
 
 DIVIDED = {**ALL, "batch_size": 1, "max_seq_length": 512, "sharding": "weights", "memory": []}
 
 
 def room_for(stay, config, model, gpus):
-    """Bytes of a card on which so many layers and a half may stay gathered, and of what it holds beside them."""
+    """Bytes of a card on which so many layers and a half may stay gathered, and of what it holds
+    beside them.
+    """
     held = needed_memory.expected_memory(config, model, gpus, 1, True, total=1)[1].needed("nothing")
     return int((held + (stay + 0.5) * needed_memory.gathered_bytes(config, model)) / RESERVE), held
 
 
-@pytest.mark.parametrize(("stay", "busy"), [(0, 0.0), (0, 0.75), (3, 0.75), (4, 0.75), (3, 1.5), (4, 100.0)])
+@pytest.mark.parametrize(
+    ("stay", "busy"), [(0, 0.0), (0, 0.75), (3, 0.75), (4, 0.75), (3, 1.5), (4, 100.0)]
+)
 def test_what_is_gathered_for_a_pass_is_hidden_beside_it(stay, busy, tmp_path):
-    """Of the forward pass all layers and the rest, of the backward pass the layers that do not stay. ``busy``: how long the
-    forward pass computes, beside what is gathered for it."""
+    """Of the forward pass all layers and the rest, of the backward pass the layers that do not
+    stay. ``busy``: how long the forward pass computes, beside what is gathered for it."""
     model, config = large(), runs.config(tmp_path, **DIVIDED)
-    layer, (memory, held) = sum(p.numel() for p in decoder_layers(model)[0].parameters()), room_for(stay, config, model, 8)
+    layer, (memory, held) = (
+        sum(p.numel() for p in decoder_layers(model)[0].parameters()),
+        room_for(stay, config, model, 8),
+    )
     forward, backward = (2 * count * 7 / 8 / 1e10 for count in (trained(model), (4 - stay) * layer))
     flops = 512 * _flops_a_token(model, config, 0.0) / (3 * busy * forward) if busy else 1e30
     made = plan(model, config, 8, Machines(memory=memory, link=1e10, flops=flops))
@@ -372,10 +526,16 @@ def test_what_is_gathered_for_a_pass_is_hidden_beside_it(stay, busy, tmp_path):
 
 def test_fp16_gathers_fp32_that_autocast_reads(tmp_path):
     """Where layers are trained; frozen ones are gathered as products read them."""
-    narrow, wide = (runs.config(tmp_path, **{**DIVIDED, "mixed_precision": name}) for name in ("bf16", "fp16"))
+    narrow, wide = (
+        runs.config(tmp_path, **{**DIVIDED, "mixed_precision": name}) for name in ("bf16", "fp16")
+    )
     model = large()
-    assert needed_memory.gathered_bytes(wide, model) == 2 * needed_memory.gathered_bytes(narrow, model)
-    assert traffic(model, wide, 8, False).all_gather == 2 * traffic(model, narrow, 8, False).all_gather
+    assert needed_memory.gathered_bytes(wide, model) == 2 * needed_memory.gathered_bytes(
+        narrow, model
+    )
+    assert (
+        traffic(model, wide, 8, False).all_gather == 2 * traffic(model, narrow, 8, False).all_gather
+    )
     apply_lora(model, LoRAConfig(rank=8))
     (first, _), (second, _) = (gathered_in_passes(model, config, 8) for config in (narrow, wide))
     assert first == second > 0
@@ -388,12 +548,16 @@ def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     quantise_layers(model)
     model = apply_lora(model, LoRAConfig(rank=64))
-    config = runs.config(tmp_path, **{**DIVIDED, "use_lora": True, "lora_rank": 64, "sharding_ranks": 4})
+    config = runs.config(
+        tmp_path, **{**DIVIDED, "use_lora": True, "lora_rank": 64, "sharding_ranks": 4}
+    )
     forward = 0.516 * layers * 3 / 4 / 1e8
     flops = 512 * _flops_a_token(model, config, 0.0) / (3 * busy * forward) if busy else 1e30
     made = plan(model, config, 16, Machines(cards=4, link=1e8, network=1e7, flops=flops))
     assert made.stay == 0
-    afterwards = made.sent.embedding / 1e8 + (2 * made.sent.reduce_scatter + made.sent.all_reduce) / 1e7
+    afterwards = (
+        made.sent.embedding / 1e8 + (2 * made.sent.reduce_scatter + made.sent.all_reduce) / 1e7
+    )
     passes = max(0, forward - busy * forward) + max(0, forward * 4 / 6 - 2 * busy * forward)
     assert made.exposed == pytest.approx(passes + afterwards, rel=0.01)
 
@@ -420,20 +584,35 @@ def test_as_many_layers_stay_as_the_trainer_lets_stay(spare, fields, tmp_path, m
 
 
 def test_cards_that_cannot_share_packs_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="context_parallel=4: 6 cards cannot share packs 4 by 4"):
+    with pytest.raises(
+        ConfigurationError, match="context_parallel=4: 6 cards cannot share packs 4 by 4"
+    ):
         plan(large(), runs.config(tmp_path, **ALL, context_parallel=4), 6, Machines())
 
 
 @pytest.mark.parametrize(
     ("flags", "beside"),
     [
-        (["--objective", "distill", "--teacher", "big"], "the teacher big: its weights (bf16) on every card, and its forward"),
-        (["--objective", "distill", "--teacher", "big", "--distill.stored-tokens", "8"], "the teacher big, which reads all"),
-        (["--objective", "dpo", "--dpo.reference-model", "a[x]"], "the reference model a[x]: its weights on every card, and"),
-        (["--objective", "ipo", "--use-lora"], "the reference policy: a forward pass more of each micro-batch, with"),
+        (
+            ["--objective", "distill", "--teacher", "big"],
+            "the teacher big: its weights (bf16) on every card, and its forward",
+        ),
+        (
+            ["--objective", "distill", "--teacher", "big", "--distill.stored-tokens", "8"],
+            "the teacher big, which reads all",
+        ),
+        (
+            ["--objective", "dpo", "--dpo.reference-model", "a[x]"],
+            "the reference model a[x]: its weights on every card, and",
+        ),
+        (
+            ["--objective", "ipo", "--use-lora"],
+            "the reference policy: a forward pass more of each micro-batch, with",
+        ),
         (
             ["--objective", "kto", "--no-use-lora"],
-            "the reference policy: a forward pass over all data before the first step; for its divergence",
+            "the reference policy: a forward pass over all data before the first step; for its "
+            "divergence",
         ),
         (["--objective", "simpo"], None),
         ([], None),
@@ -444,8 +623,14 @@ def test_what_an_objective_has_beside_the_model_is_not_counted_and_named(flags, 
     tiny.llama().save_pretrained(tmp_path)
     shown = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpus", "1", *flags])
     assert shown.exit_code == 0, shown.output
-    said = [line.removeprefix("Not counted: ") for line in shown.output.splitlines() if line.startswith("Not counted")]
-    assert len(said) == (beside is not None) and all(line.startswith(beside) for line in said), shown.output
+    said = [
+        line.removeprefix("Not counted: ")
+        for line in shown.output.splitlines()
+        if line.startswith("Not counted")
+    ]
+    assert len(said) == (beside is not None) and all(line.startswith(beside) for line in said), (
+        shown.output
+    )
 
 
 def test_the_command(tmp_path):
@@ -463,6 +648,10 @@ def test_the_command(tmp_path):
     assert "stay" not in shown.output and one["stay"] == two["stay"] == 0
     divided = [*given, "--sharding", "weights"]
     assert "Layers that stay are gathered once" in CliRunner().invoke(app, divided).output
-    assert [made["stay"] for made in json.loads(CliRunner().invoke(app, [*divided, "--json"]).stdout)] == [0, 2]
+    assert [
+        made["stay"] for made in json.loads(CliRunner().invoke(app, [*divided, "--json"]).stdout)
+    ] == [0, 2]
     wrong = CliRunner().invoke(app, [*given[:3], "--gpus", "two"])
-    assert isinstance(wrong.exception, ConfigurationError) and "gpus='two': give numbers" in str(wrong.exception)
+    assert isinstance(wrong.exception, ConfigurationError) and "gpus='two': give numbers" in str(
+        wrong.exception
+    )

@@ -1,4 +1,6 @@
-"""A weight format of one's own, which nothing in the package knows, trains a step; and what the formats say of themselves."""
+"""A weight format of one's own, which nothing in the package knows, trains a step; and what the
+formats say of themselves.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ class Eighths(Base):
     def dense(self):
         version = [part._version for part in self.parts]
         if self.version != version:
-            self.version, self.values = version, (8 * self.weight.matrix).round().clamp(-128, 127).to(torch.int8)
+            self.version, self.values = (
+                version,
+                (8 * self.weight.matrix).round().clamp(-128, 127).to(torch.int8),
+            )
         return self.values.to(self.dtype) / 8
 
     def forward(self, x, bias=None):
@@ -56,17 +61,21 @@ def trained(model, batch):
     with torch.no_grad():
         for name in first.keys() - {"states"}:
             model.get_parameter(name).sub_(0.125 * first[name])
-    return first | {f"then {name}": x for name, x in families.states_and_gradients(model, batch).items()}
+    return first | {
+        f"then {name}": x for name, x in families.states_and_gradients(model, batch).items()
+    }
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_a_format_of_ones_own_trains(adapted):
-    """With adapters, two steps are those of the class whose weights are what the format makes of them; without, the first
-    gradients are, and the weights themselves are updated."""
+    """With adapters, two steps are those of the class whose weights are what the format makes of
+    them; without, the first gradients are, and the weights themselves are updated."""
     model, batch = model_of(adapted), families.documents_batch()
     rounded = {
-        name: p.detach().clone() for name, p in model.named_parameters() if "_proj" in name and "weight" in name and p.ndim == 2
-    }  # fmt: skip
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if "_proj" in name and "weight" in name and p.ndim == 2
+    }
     for p in rounded.values():
         p.copy_((8 * p).round().clamp(-128, 127) / 8)
     patch_parts(model, whole_layers=True)
@@ -86,12 +95,15 @@ def test_a_format_of_ones_own_trains(adapted):
 
 
 def test_bytes_are_those_on_the_device_of_the_products():
-    """As a frozen weight is held: 2 in 16 bit, with both layouts in FP8 2 more, in host memory but one of them."""
+    """As a frozen weight is held: 2 in 16 bit, with both layouts in FP8 2 more, in host memory
+    but one of them.
+    """
     weights = [torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(16, 48, dtype=torch.bfloat16)]
     device = torch.device("cpu")
-    held = [Merged.fused(weights, [None, None], (4, 4), stands, at).base for stands, at in (
-        (None, None), (FP8, None), (FP8InHost, device), (Eighths, None)
-    )]  # fmt: skip
+    held = [
+        Merged.fused(weights, [None, None], (4, 4), stands, at).base
+        for stands, at in ((None, None), (FP8, None), (FP8InHost, device), (Eighths, None))
+    ]
     assert [base.bytes / (48 * 48) for base in held] == [2, 4, 1, 1]
     assert isinstance(held[0], Dense) and all(base.dense().shape == (48, 48) for base in held)
     weights[0].requires_grad_()

@@ -1,4 +1,6 @@
-"""Stacked experts in 4 bits: the same as their class over the values that the codes stand for, with adapters or without."""
+"""Stacked experts in 4 bits: the same as their class over the values that the codes stand for,
+with adapters or without.
+"""
 
 import copy
 
@@ -16,14 +18,24 @@ from chronicals.models import count_values, quantise_experts
 from chronicals.patching.experts import BY
 from chronicals.quantization import Experts4bit
 
-SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "num_experts_per_tok": 2}
+SIZES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 64,
+    "num_experts_per_tok": 2,
+}
 SIZES |= {"experts_implementation": "eager", "head_dim": 16}
-FAMILIES = {"Qwen3Moe": {"num_experts": 4}, "GptOss": {"num_local_experts": 4, "sliding_window": 4, "swiglu_limit": 0.7}}
+FAMILIES = {
+    "Qwen3Moe": {"num_experts": 4},
+    "GptOss": {"num_local_experts": 4, "sliding_window": 4, "swiglu_limit": 0.7},
+}
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def build(name, **changes):
-    config = getattr(transformers, f"{name}Config")(**{**families.SIZES, **SIZES, **FAMILIES[name], **changes})
+    config = getattr(transformers, f"{name}Config")(
+        **{**families.SIZES, **SIZES, **FAMILIES[name], **changes}
+    )
     return families.randomise(getattr(transformers, f"{name}ForCausalLM")(config).train())
 
 
@@ -35,12 +47,19 @@ def quantised(name, parameters=None, **changes):
     """
     model = build(name, **changes)
     assert quantise_experts(model) == 2
-    apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "o_proj"], target_parameters=parameters))
+    apply_lora(
+        model,
+        LoRAConfig(
+            rank=3, dropout=0.0, target_modules=["q_proj", "o_proj"], target_parameters=parameters
+        ),
+    )
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.3)
     plain = copy.deepcopy(model)
-    for path, module in [(path, module) for path, module in plain.named_modules() if isinstance(module, Experts4bit)]:
+    for path, module in [
+        (path, module) for path, module in plain.named_modules() if isinstance(module, Experts4bit)
+    ]:
         plain.set_submodule(path, module.plain())
     return model, plain
 
@@ -53,34 +72,48 @@ def loss_and_gradients(model):
 
 
 def assert_same(got, expected, tolerance=2e-4):
-    assert got[0] == pytest.approx(expected[0], rel=tolerance) and got[1].keys() == expected[1].keys()
+    assert (
+        got[0] == pytest.approx(expected[0], rel=tolerance) and got[1].keys() == expected[1].keys()
+    )
     for name, gradient in expected[1].items():
         assert (got[1][name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
 
 
-@pytest.mark.parametrize("parameters", [None, ON_EXPERTS, ON_EXPERTS[1:]], ids=["frozen", "adapted", "down adapted"])
+@pytest.mark.parametrize(
+    "parameters", [None, ON_EXPERTS, ON_EXPERTS[1:]], ids=["frozen", "adapted", "down adapted"]
+)
 @pytest.mark.parametrize("patched", [False, True], ids=["class", "patched"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_as_its_class_over_dequantised_weights(name, patched, parameters):
     model, plain = quantised(name, parameters)
-    assert len([layer for _, layer in adapters(model) if isinstance(layer, LoRAParameter)]) == 2 * len(parameters or ())
+    assert len(
+        [layer for _, layer in adapters(model) if isinstance(layer, LoRAParameter)]
+    ) == 2 * len(parameters or ())
     if patched:
         report = patch_model(model)
         assert report.counts()[BY] == 2
-        assert all("forward" in vars(module.inner) for module in model.modules() if isinstance(module, Experts4bit))
+        assert all(
+            "forward" in vars(module.inner)
+            for module in model.modules()
+            if isinstance(module, Experts4bit)
+        )
     expected = loss_and_gradients(plain)
     assert all(gradient.any() for gradient in expected[1].values())
     assert_same(loss_and_gradients(model), expected)
     if patched:
         unpatch_model(model)
-        assert not any("forward" in vars(module.inner) for module in model.modules() if isinstance(module, Experts4bit))
+        assert not any(
+            "forward" in vars(module.inner)
+            for module in model.modules()
+            if isinstance(module, Experts4bit)
+        )
         assert_same(loss_and_gradients(model), expected)
 
 
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 def test_under_autocast(parameters):
-    """Where patched experts run as their class does. What is around them is patched in both: kernels round elsewhere, and a
-    router chooses by what is rounded."""
+    """Where patched experts run as their class does. What is around them is patched in both:
+    kernels round elsewhere, and a router chooses by what is rounded."""
     model, plain = quantised("Qwen3Moe", parameters)
     patch_model(model)
     patch_model(plain)
@@ -91,7 +124,9 @@ def test_under_autocast(parameters):
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 def test_sizes_that_are_no_multiple_of_a_block(parameters):
     """As linear layers: blocks go on over the ends of rows and experts."""
-    model, plain = quantised("Qwen3Moe", parameters, hidden_size=36, moe_intermediate_size=11, num_experts=3)
+    model, plain = quantised(
+        "Qwen3Moe", parameters, hidden_size=36, moe_intermediate_size=11, num_experts=3
+    )
     assert_same(loss_and_gradients(model), loss_and_gradients(plain))
 
 
@@ -107,10 +142,16 @@ def test_a_hook_on_experts_with_adapters_sees_them(monkeypatch):
 
 
 def test_another_layer_may_use_the_buffer_before_the_backward_pass():
-    """All layers of a shape share one; the second layer's weights are in it when the first one's gradient is computed."""
+    """All layers of a shape share one; the second layer's weights are in it when the first one's
+    gradient is computed.
+    """
     model, plain = quantised("Qwen3Moe")
     patch_model(model)
-    both = [module.stacks()["down_proj"].base for module in model.modules() if isinstance(module, Experts4bit)]
+    both = [
+        module.stacks()["down_proj"].base
+        for module in model.modules()
+        if isinstance(module, Experts4bit)
+    ]
     assert both[0].buffer is both[1].buffer
     assert_same(loss_and_gradients(model), loss_and_gradients(plain))
 
@@ -119,18 +160,29 @@ def test_sizes_and_casts():
     model = build("Qwen3Moe")
     values, bytes_before = count_values(model), sum(p.nbytes for p in model.parameters())
     quantise_experts(model)
-    assert count_values(model) == values and sum(p.nbytes for p in model.parameters()) < 0.5 * bytes_before
+    assert (
+        count_values(model) == values
+        and sum(p.nbytes for p in model.parameters()) < 0.5 * bytes_before
+    )
     experts = next(module for module in model.modules() if isinstance(module, Experts4bit))
-    scales = {name: buffer.clone() for name, buffer in experts.named_buffers(remove_duplicate=False)}
+    scales = {
+        name: buffer.clone() for name, buffer in experts.named_buffers(remove_duplicate=False)
+    }
     assert len(scales) == 8
     model.to(torch.bfloat16)
     assert experts.dtype == torch.bfloat16
     for name, buffer in experts.named_buffers(remove_duplicate=False):
         assert buffer.dtype == scales[name].dtype and torch.equal(buffer, scales[name]), name
-    assert experts.stacks()["down_proj"]().dtype == torch.bfloat16 and experts.down_proj.dtype == torch.uint8
+    assert (
+        experts.stacks()["down_proj"]().dtype == torch.bfloat16
+        and experts.down_proj.dtype == torch.uint8
+    )
     weight = experts.plain().down_proj
     exact = build("Qwen3Moe")
-    assert weight.shape == exact.model.layers[0].mlp.experts.down_proj.shape and not weight.requires_grad
+    assert (
+        weight.shape == exact.model.layers[0].mlp.experts.down_proj.shape
+        and not weight.requires_grad
+    )
 
 
 def test_values_are_those_of_four_bits():
@@ -151,7 +203,9 @@ def test_merged_they_are_plain(name, parameters):
         merge_adapters(each)
     assert not any(isinstance(module, Experts4bit) for module in model.modules())
     assert model.state_dict().keys() == plain.state_dict().keys()
-    assert all(torch.equal(tensor, plain.state_dict()[key]) for key, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, plain.state_dict()[key]) for key, tensor in model.state_dict().items()
+    )
     got = model(torch.arange(2, 26).view(2, 12), use_cache=False).logits
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
@@ -161,5 +215,10 @@ def test_what_cannot_be_quantised_is_refused():
         quantise_experts(families.build("llama"))
     with pytest.raises(ValueError, match="has adapters"):
         model = build("Qwen3Moe")
-        apply_lora(model, LoRAConfig(rank=2, dropout=0.0, target_modules=["q_proj"], target_parameters=["down_proj"]))
+        apply_lora(
+            model,
+            LoRAConfig(
+                rank=2, dropout=0.0, target_modules=["q_proj"], target_parameters=["down_proj"]
+            ),
+        )
         quantise_experts(model)

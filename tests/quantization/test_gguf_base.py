@@ -1,4 +1,6 @@
-"""Weights in blocks of GGUF multiply as the dense weights that they stand for, alone, with adapters, and as a layer."""
+"""Weights in blocks of GGUF multiply as the dense weights that they stand for, alone, with
+adapters, and as a layer.
+"""
 
 import copy
 from dataclasses import replace
@@ -37,16 +39,23 @@ def drawn(rows, kind, dtype, device, width=WIDTH, seed=0):
 def mixed(dtype, device):
     """Three layers of different kinds."""
     kinds = ("Q4_K", "Q8_0", "Q6_K")
-    return [drawn(rows, kind, dtype, device, seed=n) for n, (rows, kind) in enumerate(zip(SIZES, kinds))]
+    return [
+        drawn(rows, kind, dtype, device, seed=n) for n, (rows, kind) in enumerate(zip(SIZES, kinds))
+    ]
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_products_are_those_of_the_dequantised_weight(dtype, device):
-    """Bit by bit, also of layers of different kinds side by side, and of rows that reach into the padding."""
+    """Bit by bit, also of layers of different kinds side by side, and of rows that reach into
+    the padding.
+    """
     for packed in (mixed(dtype, device), *([drawn(37, kind, dtype, device)] for kind in KINDS)):
         for columns in (0, 64):
-            base, dense = GGUF(packed, columns, (4,) * len(packed)), Dense.fused([part.dense() for part in packed], columns)
+            base, dense = (
+                GGUF(packed, columns, (4,) * len(packed)),
+                Dense.fused([part.dense() for part in packed], columns),
+            )
             assert torch.equal(base.dense(), dense.dense()) and base.padded == dense.padded
             assert not base.trained and base.weight_gradient(Operand(None), Operand(None)) is None
             for reach in {0, columns}:
@@ -58,7 +67,9 @@ def test_products_are_those_of_the_dequantised_weight(dtype, device):
                 assert torch.equal(base.input_gradient(dy), dense.input_gradient(dy))
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_K", 4.5), ("Q6_K", 6.5625)])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_K", 4.5), ("Q6_K", 6.5625)]
+)
 def test_a_weight_takes_the_bytes_of_the_file(kind, bits):
     base = GGUF([drawn(64, kind, torch.bfloat16, "cpu")])
     assert base.bytes == 64 * WIDTH * bits / 8 <= GGUF.bytes_a_value(2) * 64 * WIDTH
@@ -67,7 +78,10 @@ def test_a_weight_takes_the_bytes_of_the_file(kind, bits):
 def test_what_is_no_blocks_is_refused():
     with pytest.raises(ValueError, match="kind='Q5_K': give one of Q8_0"):
         Blocks.of(torch.zeros(2, 176, dtype=torch.uint8), "Q5_K", torch.float32)
-    with pytest.raises(ValueError, match="rows of 35 elements of torch.uint8 are no blocks of Q8_0: give uint8, 34 a block"):
+    with pytest.raises(
+        ValueError,
+        match="rows of 35 elements of torch.uint8 are no blocks of Q8_0: give uint8, 34 a block",
+    ):
         Blocks.of(torch.zeros(2, 35, dtype=torch.uint8), "Q8_0", torch.float32)
 
 
@@ -83,22 +97,35 @@ def test_with_adapters_they_are_as_exact_as_the_plain_formula(dtype, device):
         return merged_linear(x * 1, Merged.packed(weights, [None] * 3, ranks), adapters(given)) * 1
 
     def plain(x, *given):
-        return merged_linear_reference(x, [part.dense().to(x) for part in weights], [None] * 3, adapters(given))
+        return merged_linear_reference(
+            x, [part.dense().to(x) for part in weights], [None] * 3, adapters(given)
+        )
 
     def draw():
-        parts = (by_gguf(torch.randn(rows, 32), kind).to(dtype) for rows, kind in zip(SIZES, ("Q4_0", "Q8_0", "Q4_0")))
+        parts = (
+            by_gguf(torch.randn(rows, 32), kind).to(dtype)
+            for rows, kind in zip(SIZES, ("Q4_0", "Q8_0", "Q4_0"))
+        )
         weights[:] = (replace(part, codes=part.codes.to(device)) for part in parts)
-        pairs = [torch.randn(shape, device=device) for rank, rows in ((3, 24), (5, 13)) for shape in ((rank, 32), (rows, rank))]
+        pairs = [
+            torch.randn(shape, device=device)
+            for rank, rows in ((3, 24), (5, 13))
+            for shape in ((rank, 32), (rows, rank))
+        ]
         return [torch.randn(13, 32, device=device).to(dtype), *pairs]
 
     assert_as_exact_as_plain(ours, plain, draw)
 
 
-# --- the layer ---------------------------------------------------------------------------------------------------------
+# --- the layer
+# ---------------------------------------------------------------------------------------------------------
 
 
 def layer(kind="Q4_K", dtype=torch.float32, device="cpu", bias=True):
-    return LinearGGUF(drawn(29, kind, dtype, device), torch.randn(29, device=device, dtype=dtype) if bias else None)
+    return LinearGGUF(
+        drawn(29, kind, dtype, device),
+        torch.randn(29, device=device, dtype=dtype) if bias else None,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,10 +135,13 @@ def test_a_layer_is_the_plain_layer_of_its_dequantised_weight(shape, kind, devic
         ours = layer(kind, torch.float32, device, bias)
         x, dy = torch.randn(shape, device=device), torch.randn(*shape[:-1], 29, device=device)
         found, expected = (
-            [y := of(z := x.clone().requires_grad_()), *torch.autograd.grad(y, z, dy)] for of in (ours, ours.plain())
+            [y := of(z := x.clone().requires_grad_()), *torch.autograd.grad(y, z, dy)]
+            for of in (ours, ours.plain())
         )
         for one, other in zip(found, expected):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.detach().abs().max()))
+            torch.testing.assert_close(
+                one, other, rtol=1e-5, atol=1e-5 * float(other.detach().abs().max())
+            )
     torch.testing.assert_close(squared_norms_of(ours, WIDTH), ours.plain().weight.square().sum(1))
 
 
@@ -120,14 +150,21 @@ def test_casts_of_a_model_change_what_it_is_dequantised_to_alone(device):
     model, blocks = nn.Sequential(ours), ours.weight.detach().clone()
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         model.to(dtype)
-        assert ours.dtype == ours(torch.randn(3, WIDTH, device=device).to(dtype)).dtype == ours.bias.dtype == dtype
+        assert (
+            ours.dtype
+            == ours(torch.randn(3, WIDTH, device=device).to(dtype)).dtype
+            == ours.bias.dtype
+            == dtype
+        )
         assert torch.equal(ours.weight, blocks)
 
 
 def test_a_layer_is_saved_and_copied(device):
     ours, other = (
         layer(device=device),
-        LinearGGUF(drawn(29, "Q4_K", torch.float32, device, seed=9), torch.zeros(29, device=device)),
+        LinearGGUF(
+            drawn(29, "Q4_K", torch.float32, device, seed=9), torch.zeros(29, device=device)
+        ),
     )
     x = torch.randn(3, WIDTH, device=device)
     assert not torch.equal(ours(x), other(x))
@@ -137,8 +174,13 @@ def test_a_layer_is_saved_and_copied(device):
 
 def test_the_operator_is_whole_for_a_compiler(device):
     ours = layer(device=device)
-    x, dy = torch.randn(3, WIDTH, device=device, requires_grad=True), torch.randn(3, 29, device=device)
-    torch.library.opcheck(torch.ops.chronicals.linear_gguf.default, (x, ours.weight, 29, "Q4_K", torch.float32))
+    x, dy = (
+        torch.randn(3, WIDTH, device=device, requires_grad=True),
+        torch.randn(3, 29, device=device),
+    )
+    torch.library.opcheck(
+        torch.ops.chronicals.linear_gguf.default, (x, ours.weight, 29, "Q4_K", torch.float32)
+    )
     whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
     eager, compiled = ([y := of(x), *torch.autograd.grad(y, x, dy)] for of in (ours, whole))
     assert all(torch.equal(one, other) for one, other in zip(eager, compiled))

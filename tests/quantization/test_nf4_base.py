@@ -1,4 +1,6 @@
-"""Weights in 4 bits multiply as the dense weights that they stand for, alone, with adapters, and in one buffer with others."""
+"""Weights in 4 bits multiply as the dense weights that they stand for, alone, with adapters, and
+in one buffer with others.
+"""
 
 import copy
 import sys
@@ -36,7 +38,10 @@ def kernels(request):
 def packed_weights(sizes, width, dtype, device, nested=True):
     """Of rows that differ much in size."""
     slopes = [10.0 ** torch.empty(size, 1, device=device).uniform_(-1, 1) for size in sizes]
-    return [Packed.of((torch.randn(len(s), width, device=device) * s).to(dtype), nested=nested) for s in slopes]
+    return [
+        Packed.of((torch.randn(len(s), width, device=device) * s).to(dtype), nested=nested)
+        for s in slopes
+    ]
 
 
 def dense_of(packed, columns=0):
@@ -64,7 +69,10 @@ def test_products_are_those_of_the_dequantised_weight(sizes, width, dtype, neste
                 getattr(buffer, side).copy_(inside)
         bias = torch.randn(sum(sizes), device=device).to(dtype)
         for reach in {0, columns}:
-            x, dy = rows(13, width + reach, dtype, device), rows(13, sum(sizes) + reach, dtype, device)
+            x, dy = (
+                rows(13, width + reach, dtype, device),
+                rows(13, sum(sizes) + reach, dtype, device),
+            )
             assert torch.equal(base.forward(x), dense.forward(x))
             assert torch.equal(base.forward(x, bias), dense.forward(x, bias))
             assert torch.equal(base.input_gradient(dy), dense.input_gradient(dy))
@@ -85,17 +93,36 @@ def in_turn(of, device):
     kind = type("NF4", (of.PackedBase,), {"bytes_a_value": NF4.bytes_a_value})
     first, second = (kind(part) for part in packed)
     x, dy = rows(5, WIDTH, torch.float32, device), rows(5, sum(SIZES), torch.float32, device)
-    found = [first.forward(x), second.forward(x), second.input_gradient(dy), first.input_gradient(dy), first.forward(x)]
+    found = [
+        first.forward(x),
+        second.forward(x),
+        second.input_gradient(dy),
+        first.input_gradient(dy),
+        first.forward(x),
+    ]
     one, two = (dense_of(part) for part in packed)
-    expected = [one.forward(x), two.forward(x), two.input_gradient(dy), one.input_gradient(dy), one.forward(x)]
+    expected = [
+        one.forward(x),
+        two.forward(x),
+        two.input_gradient(dy),
+        one.input_gradient(dy),
+        one.forward(x),
+    ]
     return [float((ours - exact).norm() / exact.norm()) for ours, exact in zip(found, expected)]
 
 
 def test_weights_of_one_shape_share_a_buffer(device):
     packed = packed_weights(SIZES, WIDTH, torch.bfloat16, device)
-    first, second = NF4(packed, 64, (1, 2, 3)), NF4(packed_weights(SIZES, WIDTH, torch.bfloat16, device), 64, (1, 2, 3))
+    first, second = (
+        NF4(packed, 64, (1, 2, 3)),
+        NF4(packed_weights(SIZES, WIDTH, torch.bfloat16, device), 64, (1, 2, 3)),
+    )
     assert first.buffer is second.buffer
-    others = [NF4(packed, 64, (3, 2, 1)), NF4(packed, 128, (1, 2, 3)), NF4([part.to(torch.float32) for part in packed], 64)]
+    others = [
+        NF4(packed, 64, (3, 2, 1)),
+        NF4(packed, 128, (1, 2, 3)),
+        NF4([part.to(torch.float32) for part in packed], 64),
+    ]
     assert all(other.buffer is not first.buffer for other in others)
     assert not any(in_turn(FORMAT, device))
     left = len(FORMAT._Buffer._known)
@@ -104,7 +131,9 @@ def test_weights_of_one_shape_share_a_buffer(device):
 
 
 def test_a_stale_buffer_is_seen(device):
-    assert max(in_turn(mutant(FORMAT, "if not self._shared.holds(self):", "if False:"), device)) > 0.1
+    assert (
+        max(in_turn(mutant(FORMAT, "if not self._shared.holds(self):", "if False:"), device)) > 0.1
+    )
 
 
 def test_forward_and_backward_of_a_recomputed_layer_dequantise_once(device):
@@ -117,8 +146,9 @@ def test_forward_and_backward_of_a_recomputed_layer_dequantise_once(device):
 
 
 def functions(ranks, biased, dtype, device, of=module):
-    """Ours over packed weights, twice in a row with two weights of one shape, and the plain formula of what they stand for; of
-    x, the biases, and the A and B of the layers that have them. The third draws these, and other weights."""
+    """Ours over packed weights, twice in a row with two weights of one shape, and the plain
+    formula of what they stand for; of x, the biases, and the A and B of the layers that have
+    them. The third draws these, and other weights."""
     adapted, scales, drawn = [n for n, rank in enumerate(ranks) if rank], (0.5, 1.5, 2.5), []
 
     def draw():
@@ -148,7 +178,9 @@ def functions(ranks, biased, dtype, device, of=module):
 
     def plain(x, given):
         weights, biases, adapters = given
-        return merged_linear_reference(x, [part.dense().to(x) for part in weights], biases, adapters)
+        return merged_linear_reference(
+            x, [part.dense().to(x) for part in weights], biases, adapters
+        )
 
     return both(ours), both(plain), draw
 
@@ -165,7 +197,10 @@ def test_with_adapters_they_are_as_exact_as_the_plain_formula(ranks, biased, dty
     "old, new",
     [
         ("if padding is not None and not padding.holds(ctx.written):", "if False:"),
-        ("base(weights, columns_for(ranks), ranks)", "base(weights[::-1], columns_for(ranks), ranks)"),
+        (
+            "base(weights, columns_for(ranks), ranks)",
+            "base(weights[::-1], columns_for(ranks), ranks)",
+        ),
     ],
     ids=["adapters of the other layer", "weights in another order"],
 )
@@ -175,7 +210,8 @@ def test_a_planted_fault_is_seen(old, new, device):
         assert_as_exact_as_plain(*given)
 
 
-# --- the layer ---------------------------------------------------------------------------------------------------------
+# --- the layer
+# ---------------------------------------------------------------------------------------------------------
 
 
 def layers(bias=True, dtype=torch.float32, device="cpu"):
@@ -194,27 +230,43 @@ def test_a_layer_is_the_plain_layer_of_its_dequantised_weight(shape, dtype, devi
         x = torch.randn(shape, device=device).to(dtype)
         dy = torch.randn(*shape[:-1], 29, device=device).to(dtype)
         found, expected = (
-            [y := layer(z := x.clone().requires_grad_()), *torch.autograd.grad(y, z, dy)] for layer in (ours, plain)
+            [y := layer(z := x.clone().requires_grad_()), *torch.autograd.grad(y, z, dy)]
+            for layer in (ours, plain)
         )
         rounding = torch.finfo(dtype).eps
         for one, other in zip(found, expected):
             assert one.shape == other.shape and one.dtype == other.dtype
-            assert torch.allclose(one, other, rtol=4 * rounding, atol=4 * rounding * float(other.detach().abs().max()))
+            assert torch.allclose(
+                one, other, rtol=4 * rounding, atol=4 * rounding * float(other.detach().abs().max())
+            )
 
 
 def test_a_layer_is_what_bitsandbytes_computes(device):
     bnb = pytest.importorskip("bitsandbytes")
     for nested in (False, True):
-        weight, x = torch.randn(32, 64, device=device), torch.randn(5, 64, device=device, requires_grad=True)
+        weight, x = (
+            torch.randn(32, 64, device=device),
+            torch.randn(5, 64, device=device, requires_grad=True),
+        )
         theirs = bnb.nn.Linear4bit(
-            64, 32, bias=False, compute_dtype=torch.float32, compress_statistics=nested, quant_type="nf4", device=device
+            64,
+            32,
+            bias=False,
+            compute_dtype=torch.float32,
+            compress_statistics=nested,
+            quant_type="nf4",
+            device=device,
         )
-        theirs.weight = bnb.nn.Params4bit(weight.clone(), requires_grad=False, compress_statistics=nested, quant_type="nf4").to(
-            device
-        )
-        ours = Linear4bit(weight_of_layer(theirs))  # their scales: on CPUs they take a neighbour for one in a thousand
+        theirs.weight = bnb.nn.Params4bit(
+            weight.clone(), requires_grad=False, compress_statistics=nested, quant_type="nf4"
+        ).to(device)
+        ours = Linear4bit(
+            weight_of_layer(theirs)
+        )  # their scales: on CPUs they take a neighbour for one in a thousand
         dy = torch.randn(5, 32, device=device)
-        for one, other in zip(*([y := of(x), *torch.autograd.grad(y, x, dy)] for of in (ours, theirs))):
+        for one, other in zip(
+            *([y := of(x), *torch.autograd.grad(y, x, dy)] for of in (ours, theirs))
+        ):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -225,7 +277,10 @@ def test_casts_of_a_model_change_what_it_is_dequantised_to_alone(device):
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         model.to(dtype)
         assert ours.dtype == ours(torch.randn(3, 37, device=device).to(dtype)).dtype == dtype
-        assert all(torch.equal(x, scales[name]) and x.dtype == scales[name].dtype for name, x in ours.named_buffers())
+        assert all(
+            torch.equal(x, scales[name]) and x.dtype == scales[name].dtype
+            for name, x in ours.named_buffers()
+        )
         assert ours.bias.dtype == dtype and ours.weight.dtype == torch.uint8
     assert torch.equal(ours.plain().weight, plain.weight)
 
@@ -238,13 +293,21 @@ def test_a_layer_is_saved_and_copied(device):
     other.load_state_dict(ours.state_dict())
     assert torch.equal(ours(x), other(x)) and torch.equal(ours(x), copy.deepcopy(ours)(x))
     names = [name.removeprefix("weight.") for name in ours.state_dict()]
-    entries = ["absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4"]
+    entries = [
+        "absmax",
+        "quant_map",
+        "nested_absmax",
+        "nested_quant_map",
+        "quant_state.bitsandbytes__nf4",
+    ]
     assert names == ["weight", *entries, "bias"]
     plain = Linear4bit(Packed.of(torch.randn(24, 37, device=device), nested=False), None)
     with pytest.raises(RuntimeError, match="shape, block, format, nested"):
         ours.load_state_dict(plain.state_dict())
     with pytest.raises(RuntimeError, match=r"weight\.absmax: not in the checkpoint"):
-        ours.load_state_dict({name: x for name, x in ours.state_dict().items() if name != "weight.absmax"})
+        ours.load_state_dict(
+            {name: x for name, x in ours.state_dict().items() if name != "weight.absmax"}
+        )
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "weight.SCB"'):
         ours.load_state_dict(ours.state_dict() | {"weight.SCB": torch.zeros(3)})
     with pytest.raises(RuntimeError, match='Missing key.*"bias"'):
@@ -256,7 +319,9 @@ def test_under_autocast_it_multiplies_in_the_type_of_autocast(device):
     x = torch.randn(3, 37, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         found, expected = ours(x), plain(x)
-    assert found.dtype == expected.dtype == torch.bfloat16 and torch.allclose(found, expected, rtol=2e-2, atol=2e-2)
+    assert found.dtype == expected.dtype == torch.bfloat16 and torch.allclose(
+        found, expected, rtol=2e-2, atol=2e-2
+    )
 
 
 def test_the_operator_is_whole_for_a_compiler(device):

@@ -21,7 +21,12 @@ def test_failure_while_writing_leaves_nothing(tmp_path):
 def test_only_what_was_left_aside_is_removed(tmp_path):
     """Whatever process has its number now: a container's restart has the same."""
     gone = max(int(name) for name in os.listdir("/proc") if name.isdigit()) + 1_000_000
-    left = [f".model.{gone}", f".replaced-model.{gone}", f".model.{os.getppid()}", f".model.{os.getpid()}"]
+    left = [
+        f".model.{gone}",
+        f".replaced-model.{gone}",
+        f".model.{os.getppid()}",
+        f".model.{os.getpid()}",
+    ]
     others = [".venv3.12", f".venv-3.{gone}", f".step-00000002.{gone}"]
     for name in (*left, *others):
         (tmp_path / name).mkdir()
@@ -48,9 +53,16 @@ def test_what_was_to_be_replaced_stays_where_the_new_cannot_take_its_place(tmp_p
 
 
 def test_what_a_killed_process_had_put_aside_has_its_name_back(tmp_path):
-    for name in (".replaced-step-00000002.77", ".replaced-step-00000004.77", ".step-00000004.77", "step-00000004"):
+    for name in (
+        ".replaced-step-00000002.77",
+        ".replaced-step-00000004.77",
+        ".step-00000004.77",
+        "step-00000004",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "from").write_text(name)
     write_folder(tmp_path / "step-00000006", lambda aside: (aside / "new").write_text("new"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 6)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-0000000{step}" for step in (2, 4, 6)
+    ]
     assert (tmp_path / "step-00000004" / "from").read_text() == "step-00000004"

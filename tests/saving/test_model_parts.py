@@ -1,4 +1,6 @@
-"""Files of a model by several processes: what transformers itself would write, in any number of files."""
+"""Files of a model by several processes: what transformers itself would write, in any number of
+files.
+"""
 
 import json
 
@@ -10,7 +12,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import families
 import tiny
 from chronicals.models import attach_score
-from chronicals.saving import ModelParts, model_parts, save_model, save_without_weights, stored_weights
+from chronicals.saving import (
+    ModelParts,
+    model_parts,
+    save_model,
+    save_without_weights,
+    stored_weights,
+)
 from chronicals.saving.model_parts import INDEX, WHOLE
 from comparison import equal
 
@@ -53,9 +61,16 @@ def test_the_files_hold_what_transformers_writes(tmp_path, monkeypatch, make, si
     save_model(tmp_path / "whole", model, {"beside.txt": b"x"}, {"about": 1})
     parts = written(model, tmp_path / "parts")
     expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
-    assert expected.keys() == found.keys() and all(equal(x, found[name]) for name, x in expected.items())
-    own = [{file.name for file in folder.iterdir() if file.suffix != ".safetensors"} for folder in tmp_path.iterdir()]
-    assert own[0] - {INDEX} == own[1] - {INDEX} and (INDEX in {*own[0], *own[1]}) == (len(parts.files) > 1)
+    assert expected.keys() == found.keys() and all(
+        equal(x, found[name]) for name, x in expected.items()
+    )
+    own = [
+        {file.name for file in folder.iterdir() if file.suffix != ".safetensors"}
+        for folder in tmp_path.iterdir()
+    ]
+    assert own[0] - {INDEX} == own[1] - {INDEX} and (INDEX in {*own[0], *own[1]}) == (
+        len(parts.files) > 1
+    )
     kind = AutoModelForSequenceClassification if make is scored else AutoModelForCausalLM
     one, other = (kind.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts"))
     assert all(equal(x, other[name]) for name, x in one.items())
@@ -67,7 +82,10 @@ def test_files_are_of_bounded_size_and_have_an_index(tmp_path, monkeypatch):
     rest = sum(p.numel() for p in model.parameters()) * 4 - 4 * layer
     monkeypatch.setattr(model_parts, "FILE_BYTES", max(rest, 2 * layer))
     parts = written(model, tmp_path / "parts")
-    assert len(parts.files) == (3 if rest + layer > max(rest, 2 * layer) else 2) and not (tmp_path / "parts" / WHOLE).exists()
+    assert (
+        len(parts.files) == (3 if rest + layer > max(rest, 2 * layer) else 2)
+        and not (tmp_path / "parts" / WHOLE).exists()
+    )
     index = json.loads((tmp_path / "parts" / INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
     places = index["weight_map"]
@@ -90,9 +108,13 @@ def test_weights_are_read_when_they_are_asked_for(tmp_path, monkeypatch):
     model = tiny.llama(tie_word_embeddings=True)
     written(model, tmp_path / "parts")
     found = stored_weights(tmp_path / "parts", model)
-    assert not isinstance(found, dict) and {*found} == {name for name, _ in model.named_parameters()}
+    assert not isinstance(found, dict) and {*found} == {
+        name for name, _ in model.named_parameters()
+    }
     assert all(equal(found[name], p) for name, p in model.named_parameters())
     mixture = families.mixture("qwen3_moe")
     written(mixture, tmp_path / "mixture")
     found = stored_weights(tmp_path / "mixture", mixture)
-    assert isinstance(found, dict) and all(equal(found[name], p) for name, p in mixture.named_parameters())
+    assert isinstance(found, dict) and all(
+        equal(found[name], p) for name, p in mixture.named_parameters()
+    )

@@ -1,4 +1,6 @@
-"""Optimizer states in several files: read as they were written, and no file of them can be missing unnoticed."""
+"""Optimizer states in several files: read as they were written, and no file of them can be
+missing unnoticed.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ def test_states_are_read_as_they_were_written(tmp_path, small_files):
     states["transposed:low"] = torch.arange(12, dtype=torch.int16).view(3, 4).T
     optimizer_states.write_optimizer(states, tmp_path)
     files = optimizer_states.optimizer_files(tmp_path)
-    expected = [f"optimizer-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    expected = [
+        f"optimizer-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
     assert [file.name for file in files] == expected
     assert len(files) == 7
     read = optimizer_states.read_optimizer(tmp_path)
@@ -29,7 +33,13 @@ def test_states_are_read_as_they_were_written(tmp_path, small_files):
 
 def test_states_are_staged_piece_by_piece():
     stage = torch.empty(64, dtype=torch.uint8)
-    for state in (torch.randn(37), torch.randn(5, 7).T, torch.tensor(3.0), torch.arange(33, dtype=torch.int16), torch.empty(0)):
+    for state in (
+        torch.randn(37),
+        torch.randn(5, 7).T,
+        torch.tensor(3.0),
+        torch.arange(33, dtype=torch.int16),
+        torch.empty(0),
+    ):
         copy = optimizer_states._in_host_memory(state, stage)
         assert equal(copy, state) and copy.is_contiguous() and copy.dtype == state.dtype
 

@@ -19,7 +19,9 @@ def in_four_bits(kept=("model.layers.1.mlp.up_proj",), dtype=torch.bfloat16, **o
     model = tiny.llama(attention_bias=True).to(dtype).train()
     for path, layer in list(model.model.named_modules(prefix="model")):
         if type(layer) is nn.Linear and path not in kept:
-            model.set_submodule(path, Linear4bit(Packed.of(layer.weight.detach(), **options), layer.bias))
+            model.set_submodule(
+                path, Linear4bit(Packed.of(layer.weight.detach(), **options), layer.bias)
+            )
     return model
 
 
@@ -52,7 +54,10 @@ def test_bf16(tmp_path):
 def test_a_model_that_is_dense_again_does_not_say_otherwise(tmp_path):
     model = in_four_bits(dtype=torch.float32)
     describe_packed(model)
-    assert model.config.quantization_config["llm_int8_skip_modules"] == ["model.layers.1.mlp.up_proj", "lm_head"]
+    assert model.config.quantization_config["llm_int8_skip_modules"] == [
+        "model.layers.1.mlp.up_proj",
+        "lm_head",
+    ]
     for path, layer in list(model.named_modules()):
         if isinstance(layer, Linear4bit):
             model.set_submodule(path, layer.plain())
@@ -63,7 +68,9 @@ def test_a_model_that_is_dense_again_does_not_say_otherwise(tmp_path):
 
 def test_an_adapter_names_the_base_in_four_bits(tmp_path):
     save_model(tmp_path / "base", in_four_bits(dtype=torch.float32), {}, {})
-    model = apply_lora(load_model(tmp_path / "base", torch.float32), LoRAConfig(rank=2, dropout=0.0))
+    model = apply_lora(
+        load_model(tmp_path / "base", torch.float32), LoRAConfig(rank=2, dropout=0.0)
+    )
     nn.init.normal_(model.model.layers[0].mlp.down_proj.lora_B)
     model.save_pretrained(tmp_path / "adapter")
     peft = pytest.importorskip("peft")

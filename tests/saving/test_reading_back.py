@@ -1,4 +1,6 @@
-"""A folder is read back before a run says that it ended: what it states otherwise than the model that was trained is named."""
+"""A folder is read back before a run says that it ended: what it states otherwise than the model
+that was trained is named.
+"""
 
 import json
 import shutil
@@ -20,7 +22,11 @@ KINDS = {
     "adapters": {"use_lora": True},
     "over 4 bits": {"quantization": "nf4"},
     "starting values": {"use_lora": True, "lora_init": "pissa", "lora_rank": 2},
-    "tokens and head": {"use_lora": True, "lora_trainable_tokens": [3, 5], "lora_modules_to_save": ["lm_head"]},
+    "tokens and head": {
+        "use_lora": True,
+        "lora_trainable_tokens": [3, 5],
+        "lora_modules_to_save": ["lm_head"],
+    },
     "tied": {},
 }
 
@@ -38,7 +44,9 @@ def made(tmp_path_factory):
             if kind == "PEFT":
                 peft = pytest.importorskip("peft")
                 model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-            place = runs.train(folder, rows=tiny.chat_rows(8), model=model, **QUICK, **KINDS.get(kind, {})).model_dir
+            place = runs.train(
+                folder, rows=tiny.chat_rows(8), model=model, **QUICK, **KINDS.get(kind, {})
+            ).model_dir
             done[kind] = place, model, json.loads((place / "chronicals.json").read_text())
         return done[kind]
 
@@ -90,40 +98,112 @@ def cast(stored):
 
 ADAPTER, WHOLE = "adapter_model.safetensors", "model.safetensors"
 FAULTS = {
-    "another base": ("over 4 bits", edit("chronicals.json", set_base), "says that the base is in NF4 in blocks of 128"),
-    "no base": ("over 4 bits", edit("chronicals.json", lambda c: c.update(base={})), "the base is not quantised, it is in NF4"),
-    "another run": ("whole", edit("chronicals.json", lambda c: c.update(kinds=["text"])), "what was noted of the run"),
-    "another scale": ("adapters", edit("adapter_config.json", lambda c: c.update(lora_alpha=1)), "scales the adapter of"),
+    "another base": (
+        "over 4 bits",
+        edit("chronicals.json", set_base),
+        "says that the base is in NF4 in blocks of 128",
+    ),
+    "no base": (
+        "over 4 bits",
+        edit("chronicals.json", lambda c: c.update(base={})),
+        "the base is not quantised, it is in NF4",
+    ),
+    "another run": (
+        "whole",
+        edit("chronicals.json", lambda c: c.update(kinds=["text"])),
+        "what was noted of the run",
+    ),
+    "another scale": (
+        "adapters",
+        edit("adapter_config.json", lambda c: c.update(lora_alpha=1)),
+        "scales the adapter of",
+    ),
     "other adapters": ("adapters", tensors(ADAPTER, move), "has other values than were trained"),
     "fewer adapters": ("adapters", tensors(ADAPTER, drop), "is missing"),
-    "adapters of another type": ("adapters", tensors(ADAPTER, cast), "is torch.bfloat16, torch.float32 was trained"),
-    "other starting values": ("starting values", tensors(ADAPTER, move), "has other values than were trained"),
-    "no head": ("tokens and head", tensors(ADAPTER, drop_head), "lacks lm_head.weight, which was trained"),
-    "other tokens": ("tokens and head", tensors(ADAPTER, move), "has other values than were trained"),
-    "PEFT's other rank": ("PEFT", edit("adapter_config.json", lambda c: c.update(r=4)), "has r=4, 2 was trained"),
+    "adapters of another type": (
+        "adapters",
+        tensors(ADAPTER, cast),
+        "is torch.bfloat16, torch.float32 was trained",
+    ),
+    "other starting values": (
+        "starting values",
+        tensors(ADAPTER, move),
+        "has other values than were trained",
+    ),
+    "no head": (
+        "tokens and head",
+        tensors(ADAPTER, drop_head),
+        "lacks lm_head.weight, which was trained",
+    ),
+    "other tokens": (
+        "tokens and head",
+        tensors(ADAPTER, move),
+        "has other values than were trained",
+    ),
+    "PEFT's other rank": (
+        "PEFT",
+        edit("adapter_config.json", lambda c: c.update(r=4)),
+        "has r=4, 2 was trained",
+    ),
     "PEFT's other values": ("PEFT", tensors(ADAPTER, move), "has other values than were trained"),
     "PEFT's other adapter": (
-        "PEFT", edit("chronicals.json", lambda c: c.update(active_adapters=["mine"])), "names the adapters ['mine']"
+        "PEFT",
+        edit("chronicals.json", lambda c: c.update(active_adapters=["mine"])),
+        "names the adapters ['mine']",
     ),
-    "another class": ("whole", edit("config.json", lambda c: c.update(architectures=["X"])), "the class ['X'], it is Llama"),
-    "another type": ("whole", edit("config.json", lambda c: c.update(dtype="bfloat16")), "weights are bfloat16, they are"),
-    "a format": ("whole", edit("config.json", lambda c: c.update(quantization_config={"x": 1})), "has a quantization_config"),
+    "another class": (
+        "whole",
+        edit("config.json", lambda c: c.update(architectures=["X"])),
+        "the class ['X'], it is Llama",
+    ),
+    "another type": (
+        "whole",
+        edit("config.json", lambda c: c.update(dtype="bfloat16")),
+        "weights are bfloat16, they are",
+    ),
+    "a format": (
+        "whole",
+        edit("config.json", lambda c: c.update(quantization_config={"x": 1})),
+        "has a quantization_config",
+    ),
     "other weights": ("whole", tensors(WHOLE, move), "has other values than were trained"),
     "fewer weights": ("whole", tensors(WHOLE, drop), "is missing"),
-    "weights of another type": ("whole", tensors(WHOLE, cast), "is torch.bfloat16, torch.float32 was trained"),
-    "a stop token": ("adapters", edit("generation_config.json", lambda c: c.update(eos_token_id=0)), "has eos_token_id=0"),
-    "no settings": ("whole", lambda folder: (folder / "generation_config.json").unlink(), "is missing"),
+    "weights of another type": (
+        "whole",
+        tensors(WHOLE, cast),
+        "is torch.bfloat16, torch.float32 was trained",
+    ),
+    "a stop token": (
+        "adapters",
+        edit("generation_config.json", lambda c: c.update(eos_token_id=0)),
+        "has eos_token_id=0",
+    ),
+    "no settings": (
+        "whole",
+        lambda folder: (folder / "generation_config.json").unlink(),
+        "is missing",
+    ),
     "a template": (
-        "adapters", lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"), "another chat template"
+        "adapters",
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+        "another chat template",
     ),
     "a tokenizer": (
-        "whole", edit("tokenizer.json", lambda c: c.update(normalizer={"type": "Lowercase"})), "gives other ids than"
+        "whole",
+        edit("tokenizer.json", lambda c: c.update(normalizer={"type": "Lowercase"})),
+        "gives other ids than",
     ),
-    "a vocabulary": ("whole", edit("tokenizer.json", lambda c: c["model"]["merges"].pop()), "has other merges than"),
+    "a vocabulary": (
+        "whole",
+        edit("tokenizer.json", lambda c: c["model"]["merges"].pop()),
+        "has other merges than",
+    ),
     "an end of text": (
-        "adapters", edit("tokenizer_config.json", lambda c: c.update(eos_token="<|im_end|>")), "the tokenizer has eos_token_id="
+        "adapters",
+        edit("tokenizer_config.json", lambda c: c.update(eos_token="<|im_end|>")),
+        "the tokenizer has eos_token_id=",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "PEFT"])
@@ -152,7 +232,10 @@ def test_a_run_that_wrote_something_else_does_not_say_that_it_ended(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(run_checkpoints, "save_model", wrong)
-        with pytest.raises(CheckpointError, match="is not what was trained, so it was not kept: .* stays: .*step-0+1"):
+        with pytest.raises(
+            CheckpointError,
+            match="is not what was trained, so it was not kept: .* stays: .*step-0+1",
+        ):
             runs.train(tmp_path, use_lora=True, **QUICK)
     assert not (tmp_path / "run" / "model").exists() and newest_valid(tmp_path / "run") is not None
     result = runs.train(tmp_path, use_lora=True, resume=True, **QUICK)

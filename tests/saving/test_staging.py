@@ -41,9 +41,15 @@ def driver(monkeypatch):
 def states():
     tied = torch.randn(50)
     return {
-        "a": torch.randn(37), "transposed": torch.randn(5, 7).T, "scalar": torch.tensor(3.0), "empty": torch.empty(0, 3),
-        "bf16": torch.randn(3, 11).bfloat16(), "low": torch.arange(33, dtype=torch.int16), "tied": tied, "head": tied,
-    }  # fmt: skip
+        "a": torch.randn(37),
+        "transposed": torch.randn(5, 7).T,
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "bf16": torch.randn(3, 11).bfloat16(),
+        "low": torch.arange(33, dtype=torch.int16),
+        "tied": tied,
+        "head": tied,
+    }
 
 
 def test_copies_are_dense_and_do_not_change_afterwards():
@@ -53,13 +59,19 @@ def test_copies_are_dense_and_do_not_change_afterwards():
     for tensor in given.values():
         tensor.zero_()
     for name, tensor in copies.items():
-        assert equal(tensor, before[name]) and tensor.is_contiguous() and tensor.dtype == before[name].dtype
+        assert (
+            equal(tensor, before[name])
+            and tensor.is_contiguous()
+            and tensor.dtype == before[name].dtype
+        )
     assert copies["tied"] is copies["head"]
 
 
 @pytest.mark.parametrize("piece", [64, 192, 1 << 26])
 def test_pinned_copies_lie_apart_and_are_made_in_pieces(driver, monkeypatch, piece):
-    """As on a card, but for the stream. Each has a storage of its own, or safetensors would take all for one tensor."""
+    """As on a card, but for the stream. Each has a storage of its own, or safetensors would take
+    all for one tensor.
+    """
     monkeypatch.setattr(staging, "PIECE", piece)
     given, memory = states(), PinnedMemory()
     memory.allocate(staging._size(given.values()))
@@ -104,7 +116,9 @@ def test_copies_take_half_of_what_is_available_at_most(monkeypatch):
         assert Staging(CPU).fits(tensors, 1 << 60) is (available is None)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("max", 8192 * 1024), ("5000", 5000 - 3000 + 1000), (None, 8192 * 1024)])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max", 8192 * 1024), ("5000", 5000 - 3000 + 1000), (None, 8192 * 1024)]
+)
 def test_available_memory_of_machine_and_container(tmp_path, limit, expected):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8192 kB\n")

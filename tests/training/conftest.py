@@ -10,8 +10,12 @@ from chronicals.cli import main
 
 @pytest.fixture
 def chronicals(tmp_path, monkeypatch, capsys, caplog):
-    """Runs the command in ``tmp_path``, where ``data.jsonl`` has chats, and returns all that was logged so far."""
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(20)))
+    """Runs the command in ``tmp_path``, where ``data.jsonl`` has chats, and returns all that was
+    logged so far.
+    """
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in tiny.chat_rows(20))
+    )
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "chronicals")
 

@@ -1,6 +1,8 @@
-"""One of several processes that share packs, or train alone what they train together: the program of ``test_context.py``.
+"""One of several processes that share packs, or train alone what they train together: the program
+of ``test_context.py``.
 
-``python context_ranks.py FOLDER CASE …``: the first rank writes what each case returns to ``CASE.pt``.
+``python context_ranks.py FOLDER CASE …``: the first rank writes what each case returns to
+``CASE.pt``.
 """
 
 import dataclasses
@@ -32,12 +34,23 @@ from chronicals.patching import patch_parts
 from chronicals.training import ChronicalsTrainer
 
 FIELDS = {
-    "batch_size": 1, "gradient_accumulation_steps": 2, "max_seq_length": 96, "max_steps": 3, "validation_split": 0.2,
-    "eval_steps": 3, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [], "pack_parts": 2,
-}  # fmt: skip
+    "batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "max_seq_length": 96,
+    "max_steps": 3,
+    "validation_split": 0.2,
+    "eval_steps": 3,
+    "save_steps": None,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+    "trackers": [],
+    "pack_parts": 2,
+}
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 PAIRS = {"max_seq_length": 256, "adam_epsilon": 1e-5}
-"""Of objectives over whole documents, whose gradients nearly cancel at many weights, which Adam would make large."""
+"""Of objectives over whole documents, whose gradients nearly cancel at many weights, which Adam
+would make large.
+"""
 
 RUNS: dict[str, tuple[Any, dict]] = {
     "all weights": (tiny.llama, {}),
@@ -49,7 +62,10 @@ RUNS: dict[str, tuple[Any, dict]] = {
     "windows": (lambda: families.build("gemma2", vocab_size=300), {}),
     "distill": (tiny.llama, {"objective": "distill"}),
     "in order": (tiny.llama, {"packing_strategy": "in-order"}),
-    "two packs": (tiny.llama, {"batch_size": 2, "gradient_accumulation_steps": 2, "max_documents": 6}),
+    "two packs": (
+        tiny.llama,
+        {"batch_size": 2, "gradient_accumulation_steps": 2, "max_documents": 6},
+    ),
     "all documents whole": (tiny.llama, {"max_seq_length": 256}),
     "keys": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {}),
     "keys, as asked": (tiny.llama, {"context_heads": 1}),
@@ -66,9 +82,15 @@ ROWS = {"dpo": preferences.rows, "reward": preferences.rows, "kto": preferences.
 
 REFUSED: dict[str, tuple[Any, dict]] = {
     "dpo": (tiny.llama, {"objective": "dpo"}),
-    "heads": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {"context_heads": 2}),
+    "heads": (
+        lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48),
+        {"context_heads": 2},
+    ),
     "padded rows": (lambda: families.build("mamba", vocab_size=300), {}),
-    "router loss": (lambda: families.mixture("mixtral", vocab_size=300, output_router_logits=True).train(), {}),
+    "router loss": (
+        lambda: families.mixture("mixtral", vocab_size=300, output_router_logits=True).train(),
+        {},
+    ),
     "odd tokens": (tiny.llama, {"max_seq_length": 98}),
     "parts": (tiny.llama, {"pack_parts": 3}),
     "layers skipped": (lambda: opt(), {}),
@@ -80,7 +102,13 @@ REFUSED: dict[str, tuple[Any, dict]] = {
 def opt() -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    }
     return OPTForCausalLM(OPTConfig(vocab_size=300, dropout=0.0, layerdrop=0.5, **sizes))
 
 
@@ -92,12 +120,21 @@ def mixing() -> Any:
     return model
 
 
-def train(made: Any, fields: dict, folder: Path, ranks: Mesh, resume: Path | bool = False) -> dict[str, Any]:
-    """Losses, norms, the held-out loss and the weights of a run of as many packs as two data ranks take."""
+def train(
+    made: Any, fields: dict, folder: Path, ranks: Mesh, resume: Path | bool = False
+) -> dict[str, Any]:
+    """Losses, norms, the held-out loss and the weights of a run of as many packs as two data
+    ranks take.
+    """
     torch.manual_seed(0)
     shares = dist.get_world_size() if ranks.count > 1 else 1
     data_ranks = max(shares // 2, 1)
-    fields = {**FIELDS, "gradient_accumulation_steps": 4 // data_ranks, **fields, "context_parallel": min(shares, 2)}
+    fields = {
+        **FIELDS,
+        "gradient_accumulation_steps": 4 // data_ranks,
+        **fields,
+        "context_parallel": min(shares, 2),
+    }
     if shares == 1:
         fields.pop("context_heads", None)
     if fields.get("objective") == "distill":
@@ -118,7 +155,9 @@ def train(made: Any, fields: dict, folder: Path, ranks: Mesh, resume: Path | boo
 
 
 def resumed(folder: Path, ranks: Mesh) -> dict[str, Any]:
-    """A run of which two processes that share packs make the first steps, and one the last; and one that one makes."""
+    """A run of which two processes that share packs make the first steps, and one the last; and
+    one that one makes.
+    """
     train(tiny.llama, {"max_steps": 2, "eval_steps": 2, "save_steps": 2}, folder, ranks)
     if not ranks.writer:
         return {}
@@ -136,17 +175,25 @@ def refusal(made: Any, fields: dict, folder: Path, ranks: Mesh) -> str:
 
 
 OPTIONS: dict[str, tuple[tuple[int, int], dict]] = {
-    "plain": ((4, 2), {}), "all heads": ((4, 4), {}), "one key head": ((4, 1), {}), "window": ((4, 2), {"window": 5}),
-    "softcap": ((8, 4), {"softcap": 3.0}), "sinks": ((4, 2), {"sinks": True}), "narrow values": ((4, 4), {"narrow": 8}),
-    "keys": ((6, 3), {"inner": 1}), "keys, window": ((4, 2), {"inner": 1, "window": 5}),
-    "keys, softcap": ((4, 4), {"inner": 1, "softcap": 3.0}), "keys, sinks": ((6, 2), {"inner": 1, "sinks": True}),
+    "plain": ((4, 2), {}),
+    "all heads": ((4, 4), {}),
+    "one key head": ((4, 1), {}),
+    "window": ((4, 2), {"window": 5}),
+    "softcap": ((8, 4), {"softcap": 3.0}),
+    "sinks": ((4, 2), {"sinks": True}),
+    "narrow values": ((4, 4), {"narrow": 8}),
+    "keys": ((6, 3), {"inner": 1}),
+    "keys, window": ((4, 2), {"inner": 1, "window": 5}),
+    "keys, softcap": ((4, 4), {"inner": 1, "softcap": 3.0}),
+    "keys, sinks": ((6, 2), {"inner": 1, "sinks": True}),
     "keys, narrow values": ((3, 3), {"inner": 1, "narrow": 8}),
     "keys, two heads at a time": ((9, 3), {"inner": 1, "at_once": 2}),
     "keys, kept": ((4, 2), {"inner": 1, "kept": True}),
     "keys, kept, sinks": ((6, 2), {"inner": 1, "kept": True, "sinks": True, "at_once": 1}),
-    "both": ((4, 2), {"inner": 2}), "both, window": ((4, 1), {"inner": 2, "window": 5}),
+    "both": ((4, 2), {"inner": 2}),
+    "both, window": ((4, 1), {"inner": 2, "window": 5}),
     "both, sinks": ((6, 2), {"inner": 2, "sinks": True}),
-}  # fmt: skip
+}
 """Query and key heads, and what attention is asked for."""
 
 
@@ -183,14 +230,19 @@ REST = 36
 
 
 def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, list[torch.Tensor]]:
-    """This rank's share of outputs and gradients in fp64, and what they are of the whole; sinks' gradients are summed."""
+    """This rank's share of outputs and gradients in fp64, and what they are of the whole; sinks'
+    gradients are summed.
+    """
     torch.manual_seed(3)
     options, width = dict(options), 16
     context = ranks.sharing_packs(ranks.count, options.pop("inner", None)).context
     sinks = [torch.randn(heads[0], dtype=torch.float64)] if options.pop("sinks", False) else []
     widths = width, width, options.pop("narrow", width)
     tokens = sum(LENGTHS) + REST
-    inputs = [torch.randn(tokens, n, w, dtype=torch.float64) for n, w in zip((heads[0], heads[1], heads[1]), widths)]
+    inputs = [
+        torch.randn(tokens, n, w, dtype=torch.float64)
+        for n, w in zip((heads[0], heads[1], heads[1]), widths)
+    ]
     dy = torch.randn(tokens, heads[0], widths[2], dtype=torch.float64)
     bounds = torch.tensor([0, *itertools.accumulate((*LENGTHS, REST))], dtype=torch.int32)
     share = share_of(bounds.numpy(), np.array([*RANKS, NOBODY]), context)
@@ -198,11 +250,17 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
 
     def attend(q, k, v, *given):
         sinks = given[4] if len(given) > 4 else None
-        return document_attention(q, k, v, *given[:4], sinks=sinks, backend="per-document", **options)
+        return document_attention(
+            q, k, v, *given[:4], sinks=sinks, backend="per-document", **options
+        )
 
     if options.pop("kept", False):
         attend = partial(Kept.attend, attend)
-    a_head = (1 if share.split.keys is None else len(share.split.keys.index)) * (widths[0] + widths[2]) * 8
+    a_head = (
+        (1 if share.split.keys is None else len(share.split.keys.index))
+        * (widths[0] + widths[2])
+        * 8
+    )
     context_module.AT_ONCE = options.pop("at_once", 10) * a_head
     whole = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
     expected = attend(*whole[:3], bounds, 40, None, None, *whole[3:])
@@ -229,9 +287,16 @@ def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
     batch = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens[:-1])
     share = share_of(batch.cu_seqlens.numpy(), shared, ranks.context)
     assert patch_parts(model, whole_layers=True).counts()
-    for given, counts in ((batch, np.arange(40) < 31), (part_of(batch, shared, ranks.context), share.rows >= 0)):
-        with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
-            (presented.hidden_states(given).sin() * torch.as_tensor(counts)[:, None]).sum().backward()
+    for given, counts in (
+        (batch, np.arange(40) < 31),
+        (part_of(batch, shared, ranks.context), share.rows >= 0),
+    ):
+        with PresentedModel(
+            model, packed=True, head_is_read=False
+        ).attending_documents() as presented:
+            (
+                presented.hidden_states(given).sin() * torch.as_tensor(counts)[:, None]
+            ).sum().backward()
         sums.append([p.grad.clone() for p in model.get_decoder().parameters()])
         model.zero_grad()
     for gradient in sums[1]:
@@ -249,7 +314,10 @@ def main(folder: Path, cases: list[str]) -> None:
         if kind == "run":
             found = train(*RUNS[name], place if name != "distill" else folder, ranks)
             if ranks.writer:
-                found = {"together": found, "alone": train(*RUNS[name], place if name != "distill" else folder, Mesh())}
+                found = {
+                    "together": found,
+                    "alone": train(*RUNS[name], place if name != "distill" else folder, Mesh()),
+                }
         elif kind == "refused":
             found = refusal(*REFUSED[name], place, ranks)
         elif kind == "resumed":

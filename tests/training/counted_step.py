@@ -18,11 +18,30 @@ import chronicals
 from chronicals.training.session import Session
 
 COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
-    "batch_isend_irecv", "all_gather_object", "broadcast_object_list", "gather_object", "monitored_barrier",
-    "all_gather_single", "reduce_scatter_single",
-)  # fmt: skip
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "barrier",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "monitored_barrier",
+    "all_gather_single",
+    "reduce_scatter_single",
+)
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor for which a host waits for its card."""
 
@@ -33,7 +52,8 @@ class Counted:
     """Of the steps of one run.
 
     Attributes:
-        collectives: of each step, from where it begins to where the next does: names, and how many values each sends.
+        collectives: of each step, from where it begins to where the next does: names, and how many
+            values each sends.
         reads: where in the package tensors were read within steps, each as "package/file method".
     """
 
@@ -58,10 +78,14 @@ class Counted:
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(Session, "train_once", counted))
-            for name in filter(partial(hasattr, dist), COLLECTIVES):  # some are of later versions of torch
+            for name in filter(
+                partial(hasattr, dist), COLLECTIVES
+            ):  # some are of later versions of torch
                 stack.enter_context(patch.object(dist, name, self._told(name, getattr(dist, name))))
             for name in READS:
-                stack.enter_context(patch.object(torch.Tensor, name, self._read(name, getattr(torch.Tensor, name))))
+                stack.enter_context(
+                    patch.object(torch.Tensor, name, self._read(name, getattr(torch.Tensor, name)))
+                )
             yield self
 
     def _told(self, name: str, function: Any) -> Any:

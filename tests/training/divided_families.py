@@ -1,7 +1,8 @@
-"""One of two processes that divide the weights of models of many families: the program of ``test_divided_families.py``.
+"""One of two processes that divide the weights of models of many families: the program of
+``test_divided_families.py``.
 
-``python divided_families.py FOLDER FAMILY …``: losses and norms of both together and of the first alone are in ``FAMILY.json``.
-All weights are trained, or of ``FAMILY+LoRA`` adapters.
+``python divided_families.py FOLDER FAMILY …``: losses and norms of both together and of the first
+alone are in ``FAMILY.json``. All weights are trained, or of ``FAMILY+LoRA`` adapters.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ def step_of(number: int, ranks: Mesh) -> Step:
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
         batches.append(Batch(ids, targets, positions, bounds.to(torch.int32), max(LENGTHS)))
     targets_in_all = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-    return Step(batches[ranks.rank :: ranks.count], {"targets": targets_in_all, "tokens": 2 * sum(LENGTHS)}, None, None)
+    return Step(
+        batches[ranks.rank :: ranks.count],
+        {"targets": targets_in_all, "tokens": 2 * sum(LENGTHS)},
+        None,
+        None,
+    )
 
 
 def train(family: str, ranks: Mesh, folder: Path) -> list[list[float]]:
@@ -50,7 +56,11 @@ def train(family: str, ranks: Mesh, folder: Path) -> list[list[float]]:
     own = {"sharding": "weights"} if ranks.count > 1 else {}
     own |= LORA if adapters else {}
     config = runs.config(
-        folder, gradient_accumulation_steps=2 // ranks.count, learning_rate=1e-3, objective="pretraining", **own
+        folder,
+        gradient_accumulation_steps=2 // ranks.count,
+        learning_rate=1e-3,
+        objective="pretraining",
+        **own,
     )
     with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
         session.model.train()

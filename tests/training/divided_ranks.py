@@ -1,7 +1,9 @@
-"""One of several processes that divide a model's weights among them: the program of ``test_divided_weights.py``.
+"""One of several processes that divide a model's weights among them: the program of
+``test_divided_weights.py``.
 
-``python divided_ranks.py FOLDER CASE …``: what each case returns is in ``CASE.pt``, from the first rank. A case is a trajectory
-of all ranks together and of the first one alone, in sessions over layers that run fused.
+``python divided_ranks.py FOLDER CASE …``: what each case returns is in ``CASE.pt``, from the first
+rank. A case is a trajectory of all ranks together and of the first one alone, in sessions over
+layers that run fused.
 """
 
 from __future__ import annotations
@@ -28,13 +30,23 @@ from chronicals.training.alike import fingerprint_over
 from chronicals.training.session import prepared
 
 EPSILON = 1e-5
-"""Of AdamW: a gradient of almost zero takes a step of almost zero, whatever its sign, which the order of sums may change."""
+"""Of AdamW: a gradient of almost zero takes a step of almost zero, whatever its sign, which the
+order of sums may change.
+"""
 
 STEPS, LENGTHS, OTHERS = 4, (7, 1, 12, 4), (6, 7, 3, 8)
-LORA = {"learning_rate": 1e-3, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+LORA = {
+    "learning_rate": 1e-3,
+    "use_lora": True,
+    "lora_rank": 4,
+    "lora_dropout": 0.0,
+    "lora_target_modules": "all-linear",
+}
 RECOMPUTED = {"memory": ["recompute_layers"]}
 ROWS_OF_SCALES = {"hidden_size": 256, "intermediate_size": 512}
-"""Of a model whose weights in NF4 can be divided by two at whole blocks of scales, and not all by four."""
+"""Of a model whose weights in NF4 can be divided by two at whole blocks of scales, and not all
+by four.
+"""
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
@@ -46,11 +58,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full clipped": ({}, {"max_grad_norm": 0.01}),
     "full, rows that do not divide": ({"intermediate_size": 97, "vocab_size": 301}, {}),
     "full in 8 bits": ({"hidden_size": 256}, {"use_8bit_optimizer": True}),
-    "full, states in host memory": ({"hidden_size": 256, "intermediate_size": 1024}, {"memory": ["offload_optimizer_states"]}),
+    "full, states in host memory": (
+        {"hidden_size": 256, "intermediate_size": 1024},
+        {"memory": ["offload_optimizer_states"]},
+    ),
     "full in bf16": ({}, {"mixed_precision": "bf16"}),
     "full in bf16, in copies": ({}, {"mixed_precision": "bf16", "sharding_ranks": 2}),
     "full in copies": ({}, {"sharding_ranks": 2}),
-    "full tied in copies recomputed": ({"tie_word_embeddings": True}, {"sharding_ranks": 2, **RECOMPUTED}),
+    "full tied in copies recomputed": (
+        {"tie_word_embeddings": True},
+        {"sharding_ranks": 2, **RECOMPUTED},
+    ),
     "LoRA": ({}, LORA),
     "LoRA tied": ({"tie_word_embeddings": True}, LORA),
     "LoRA on the embedding": ({}, {**LORA, "lora_target_modules": ["q_proj", "embed_tokens"]}),
@@ -77,21 +95,32 @@ CASES[DIFFER] = {}, LORA
 def batch_of(number: int, vocabulary: int) -> Batch:
     """Packed documents, drawn by their number; every other batch has other lengths."""
     lengths = OTHERS if number % 2 else LENGTHS
-    ids = torch.randint(0, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(number))
+    ids = torch.randint(
+        0, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(number)
+    )
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     targets = ids.roll(-1)
     targets[bounds[1:] - 1] = IGNORED
     return Batch(
-        ids, targets, torch.cat([torch.arange(length) for length in lengths]), bounds.to(torch.int32), max(LENGTHS),
+        ids,
+        targets,
+        torch.cat([torch.arange(length) for length in lengths]),
+        bounds.to(torch.int32),
+        max(LENGTHS),
         trained=int((targets != IGNORED).sum()),
-    )  # fmt: skip
+    )
 
 
 def step_of(number: int, ranks: Mesh, together: int, vocabulary: int) -> Step:
     """This rank's micro-batches of a step that has ``together``, however many ranks there are."""
     batches = [batch_of(number * together + n, vocabulary) for n in range(together)]
     targets = sum(batch.trained for batch in batches)
-    return Step(batches[ranks.rank :: ranks.count], {"targets": targets, "tokens": sum(map(len, batches))}, None, None)
+    return Step(
+        batches[ranks.rank :: ranks.count],
+        {"targets": targets, "tokens": sum(map(len, batches))},
+        None,
+        None,
+    )
 
 
 def built(case: str, ranks: Mesh) -> Any:
@@ -104,10 +133,21 @@ def built(case: str, ranks: Mesh) -> Any:
 
 
 def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]:
-    """Losses, norms and the trained weights after some steps; how many layers ran fused, and what a rank holds."""
+    """Losses, norms and the trained weights after some steps; how many layers ran fused, and
+    what a rank holds.
+    """
     model, (sizes, fields) = built(case, ranks), CASES[case]
-    own = {**fields, "sharding": "weights"} if ranks.count > 1 else {k: v for k, v in fields.items() if k != "sharding_ranks"}
-    own = {"learning_rate": 1e-2, "adam_epsilon": EPSILON, "gradient_accumulation_steps": together // ranks.count, **own}
+    own = (
+        {**fields, "sharding": "weights"}
+        if ranks.count > 1
+        else {k: v for k, v in fields.items() if k != "sharding_ranks"}
+    )
+    own = {
+        "learning_rate": 1e-2,
+        "adam_epsilon": EPSILON,
+        "gradient_accumulation_steps": together // ranks.count,
+        **own,
+    }
     config = runs.config(folder, objective="pretraining", **own)
     before, seen = decoder_layer.runs.total(), []
     counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
@@ -119,16 +159,24 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
         with session.stepping():
             session.model.train()
             for number in range(STEPS):
-                scalars = session.train_once(step_of(number, ranks, together, sizes.get("vocab_size", 300)))
+                scalars = session.train_once(
+                    step_of(number, ranks, together, sizes.get("vocab_size", 300))
+                )
                 seen.append([float(scalars["loss"]), float(scalars["grad_norm"])])
     weights = {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
     held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     return {
-        "seen": torch.tensor(seen, dtype=torch.float64), "weights": weights, "fused": decoder_layer.runs.total() - before,
-        "parts": sum(isinstance(module, LinearInShards) for module in model.modules()), "held": held,
-        "columns": embedding_table(model).shape[1], "exchanges": exchanges.call_count,
-        "frozen": fingerprint_over((p for p in model.parameters() if not p.requires_grad), ranks).values,
-    }  # fmt: skip
+        "seen": torch.tensor(seen, dtype=torch.float64),
+        "weights": weights,
+        "fused": decoder_layer.runs.total() - before,
+        "parts": sum(isinstance(module, LinearInShards) for module in model.modules()),
+        "held": held,
+        "columns": embedding_table(model).shape[1],
+        "exchanges": exchanges.call_count,
+        "frozen": fingerprint_over(
+            (p for p in model.parameters() if not p.requires_grad), ranks
+        ).values,
+    }
 
 
 def refusal(ranks: Mesh, folder: Path) -> str:

@@ -1,7 +1,9 @@
-"""One of several processes that make a run with divided weights: the program of ``test_divided_checkpoints.py``.
+"""One of several processes that make a run with divided weights: the program of
+``test_divided_checkpoints.py``.
 
-``python divided_runs.py FOLDER FIELDS``: fields of the configuration in JSON; ``resume``, ``tied``, ``source`` (a folder
-whose weights are divided while they are read) and ``file_bytes`` (of the model's files) beside them.
+``python divided_runs.py FOLDER FIELDS``: fields of the configuration in JSON; ``resume``, ``tied``,
+``source`` (a folder whose weights are divided while they are read) and ``file_bytes`` (of the
+model's files) beside them.
 """
 
 import json
@@ -20,13 +22,28 @@ from chronicals.saving import SavedModel, model_parts
 from chronicals.training.loading import load_to_train
 
 SETTINGS = {
-    "batch_size": 1, "num_epochs": None, "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 2,
-    "validation_split": 0.1, "eval_steps": 3, "max_steps": 6, "keep": "last", "trackers": [],
-}  # fmt: skip
+    "batch_size": 1,
+    "num_epochs": None,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+    "save_steps": 2,
+    "validation_split": 0.1,
+    "eval_steps": 3,
+    "max_steps": 6,
+    "keep": "last",
+    "trackers": [],
+}
 MICRO_BATCHES = 4
 
 
-def train(folder: Path, count: int, resume: bool = False, tied: bool = False, source: str | None = None, **changes: Any):
+def train(
+    folder: Path,
+    count: int,
+    resume: bool = False,
+    tied: bool = False,
+    source: str | None = None,
+    **changes: Any,
+):
     fields = {**SETTINGS, "gradient_accumulation_steps": MICRO_BATCHES // count, **changes}
     if source is None:
         model = tiny.llama(tie_word_embeddings=tied)
@@ -46,14 +63,18 @@ def main() -> None:
 
     def told(parts, at, turn, turns, read):
         write(parts, at, turn, turns, read)
-        (folder / f"wrote-{dist.get_rank()}.json").write_text(json.dumps(list(range(turn, len(parts.files), turns))))
+        (folder / f"wrote-{dist.get_rank()}.json").write_text(
+            json.dumps(list(range(turn, len(parts.files), turns)))
+        )
 
     model_parts.ModelParts.write = told
     torch.set_num_threads(1)
     count = int(os.environ["WORLD_SIZE"])
     result = train(folder, count, **{"sharding": "weights", **fields})
     if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps({"step": result.model_step, "loss": result.evaluation.loss}))
+        (folder / "result.json").write_text(
+            json.dumps({"step": result.model_step, "loss": result.evaluation.loss})
+        )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,6 @@
-"""CUDA graphs without a card: what was captured runs again, and writes where it wrote when it was captured."""
+"""CUDA graphs without a card: what was captured runs again, and writes where it wrote when it
+was captured.
+"""
 
 from contextlib import nullcontext
 
@@ -20,7 +22,11 @@ class _Emulated:
         self.recorder.set_gradients(self.begun)
         result = self.run()
         pairs = list(zip(self.written, self.recorder.gradients()))
-        pairs += zip(self.result.values(), result.values()) if isinstance(result, dict) else [(self.result, result)]
+        pairs += (
+            zip(self.result.values(), result.values())
+            if isinstance(result, dict)
+            else [(self.result, result)]
+        )
         for kept, new in pairs:
             if kept is not None and kept is not new:
                 kept.copy_(new)
@@ -52,7 +58,11 @@ class Recorder:
 
     def values(self):
         states = [x for state in self.optimizer.state.values() for x in state.values()]
-        held = [*(p.data for p in self.parameters), *states, *(g for g in self.gradients() if g is not None)]
+        held = [
+            *(p.data for p in self.parameters),
+            *states,
+            *(g for g in self.gradients() if g is not None),
+        ]
         return [(tensor, tensor.clone()) for tensor in held]
 
     def restore(self, values):
@@ -66,5 +76,13 @@ class EmulatedStep(GraphedStep):
     last = None
 
     def __init__(self, parts, weights, parameters, optimizer, with_update=True, exchange=None):
-        super().__init__(parts, weights, parameters, optimizer, Recorder(parameters, optimizer), with_update, exchange)
+        super().__init__(
+            parts,
+            weights,
+            parameters,
+            optimizer,
+            Recorder(parameters, optimizer),
+            with_update,
+            exchange,
+        )
         EmulatedStep.last = self

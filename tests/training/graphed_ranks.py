@@ -1,9 +1,9 @@
-"""One of several processes whose micro-steps over divided frozen weights are CUDA graphs: the program of
-``test_graphs_over_shards.py``.
+"""One of several processes whose micro-steps over divided frozen weights are CUDA graphs: the
+program of ``test_graphs_over_shards.py``.
 
-``python graphed_ranks.py FOLDER BASE``: makes the runs of ``ARMS``, one after the other, on cards, or without them on the CPU
-with emulated graphs. A process that is alone divides weights among itself. What each rank saw is in ``ARM-RANK.json``; each run
-is in ``FOLDER/ARM``.
+``python graphed_ranks.py FOLDER BASE``: makes the runs of ``ARMS``, one after the other, on cards,
+or without them on the CPU with emulated graphs. A process that is alone divides weights among
+itself. What each rank saw is in ``ARM-RANK.json``; each run is in ``FOLDER/ARM``.
 """
 
 import json
@@ -29,10 +29,21 @@ from chronicals.training import decisions, graphs, session, weight_sharding
 STEPS, EVALUATED = 9, 4
 ON_CARD = torch.cuda.is_available()
 FIELDS = {
-    "max_steps": STEPS, "eval_steps": EVALUATED, "validation_split": 0.1, "batch_size": 1, "gradient_accumulation_steps": 2,
-    "num_epochs": None, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
-    "sharding": "weights", "save_steps": None, "trackers": [], "mixed_precision": "bf16" if ON_CARD else "fp32",
-}  # fmt: skip
+    "max_steps": STEPS,
+    "eval_steps": EVALUATED,
+    "validation_split": 0.1,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "num_epochs": None,
+    "use_lora": True,
+    "lora_rank": 4,
+    "lora_dropout": 0.0,
+    "lora_target_modules": "all-linear",
+    "sharding": "weights",
+    "save_steps": None,
+    "trackers": [],
+    "mixed_precision": "bf16" if ON_CARD else "fp32",
+}
 ROWS_OF_SCALES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 """Of a model whose weights in NF4 can be divided by two at whole blocks of scales."""
 
@@ -42,7 +53,9 @@ def is_last() -> bool:
 
 
 def fails_on_one() -> Any:
-    """The last rank cannot capture its second graph. An emulated capture has run the step, a real one has not."""
+    """The last rank cannot capture its second graph. An emulated capture has run the step, a
+    real one has not.
+    """
     recorder = EmulatedRecorder if not ON_CARD else graphs.Recorder
     usual, calls = recorder.capture, []
 
@@ -58,7 +71,9 @@ def fails_on_one() -> Any:
 
 
 def gives_up_on_one() -> Any:
-    """The last rank finds gradients that graphs do not write, in a micro-step that runs as usual."""
+    """The last rank finds gradients that graphs do not write, in a micro-step that runs as
+    usual.
+    """
     usual = graphs.GraphedStep._gradients_differ
 
     def differ(self: Any) -> bool:
@@ -80,9 +95,12 @@ def poisoned() -> Any:
 
 
 ARMS: dict[str, Callable[[], Any] | None] = {
-    "usual": None, "graphs": None, "poisoned": poisoned, "one cannot capture": fails_on_one,
+    "usual": None,
+    "graphs": None,
+    "poisoned": poisoned,
+    "one cannot capture": fails_on_one,
     "one gives up": gives_up_on_one,
-}  # fmt: skip
+}
 
 
 def watched(seen: dict[str, Any]) -> list[Any]:
@@ -111,9 +129,11 @@ def watched(seen: dict[str, Any]) -> list[Any]:
         release(self)
 
     return [
-        patch.object(HostExchange, "__call__", told), patch.object(Gathers, "_begin", begun),
-        patch.object(graphs.Graph, "replay", replayed), patch.object(graphs.GraphedStep, "release", released),
-    ]  # fmt: skip
+        patch.object(HostExchange, "__call__", told),
+        patch.object(Gathers, "_begin", begun),
+        patch.object(graphs.Graph, "replay", replayed),
+        patch.object(graphs.GraphedStep, "release", released),
+    ]
 
 
 def train(arm: str, base: str, folder: Path) -> dict[str, Any]:
@@ -138,7 +158,9 @@ def train(arm: str, base: str, folder: Path) -> dict[str, Any]:
         if (change := ARMS[arm]) is not None:
             around.enter_context(change())
         if dist.get_world_size() == 1:
-            among_one = decisions.Decision("sharding", True, "among one", decisions.WEIGHTS, among=1)
+            among_one = decisions.Decision(
+                "sharding", True, "among one", decisions.WEIGHTS, among=1
+            )
             around.enter_context(patch.object(decisions, "_sharding", lambda *_: among_one))
         fields = {**FIELDS, "use_cuda_graphs": arm != "usual"}
         result = runs.train(folder / arm, tiny.chat_rows(), model=model, **fields)

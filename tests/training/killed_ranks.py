@@ -1,8 +1,9 @@
-"""One of two processes that train together with sharded states or weights; one kills itself with SIGKILL at its k-th event.
+"""One of two processes that train together with sharded states or weights; one kills itself with
+SIGKILL at its k-th event.
 
-The program of ``test_sharded_checkpoints.py``: ``python killed_ranks.py FOLDER RESUME RANK K SHARDING``. With K 0 nobody
-is killed, and each writes how many events it had: micro-batches, what is written, synced, renamed, and what the ranks tell each
-other.
+The program of ``test_sharded_checkpoints.py``: ``python killed_ranks.py FOLDER RESUME RANK K
+SHARDING``. With K 0 nobody is killed, and each writes how many events it had: micro-batches, what
+is written, synced, renamed, and what the ranks tell each other.
 """
 
 import os
@@ -19,9 +20,17 @@ from chronicals.objectives import NextToken
 from chronicals.training import checkpoint
 
 SETTINGS = {
-    "batch_size": 1, "gradient_accumulation_steps": 1, "max_seq_length": 96, "max_steps": 6, "save_steps": 2,
-    "save_total_limit": 2, "validation_split": 0.1, "eval_steps": 3, "trackers": [], "mixed_precision": "bf16",
-}  # fmt: skip
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_seq_length": 96,
+    "max_steps": 6,
+    "save_steps": 2,
+    "save_total_limit": 2,
+    "validation_split": 0.1,
+    "eval_steps": 3,
+    "trackers": [],
+    "mixed_precision": "bf16",
+}
 
 
 def main(folder: Path, resume: bool, killed: int, kill_at: int, sharding: str) -> None:
@@ -42,7 +51,10 @@ def main(folder: Path, resume: bool, killed: int, kill_at: int, sharding: str) -
     NextToken.__call__ = counted(NextToken.__call__)
     os.fsync, os.rename = counted(os.fsync), counted(os.rename)
     checkpoint.write_pieces = counted(checkpoint.write_pieces)
-    RankFiles.collecting, RankFiles.deliver = counted(RankFiles.collecting), counted(RankFiles.deliver)
+    RankFiles.collecting, RankFiles.deliver = (
+        counted(RankFiles.collecting),
+        counted(RankFiles.deliver),
+    )
     RankFiles._say = counted(RankFiles._say)
     runs.train(folder, rows=tiny.chat_rows(40), resume=resume, sharding=sharding, **SETTINGS)
     (folder / f"events.{rank}").write_text(str(events))

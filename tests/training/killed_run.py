@@ -1,8 +1,9 @@
 """A training run that kills itself with SIGKILL at its k-th event; run in a process of its own.
 
-Events are what a kill could come between: micro-batches, syncs of files, renames, removals, lines of metrics. So a kill
-falls in the middle of an accumulation, while a checkpoint is written, between manifest and rename, at an epoch's end. Only what
-befalls the run's folder counts: a compiler that fills its cache renames files in the first run alone.
+Events are what a kill could come between: micro-batches, syncs of files, renames, removals, lines
+of metrics. So a kill falls in the middle of an accumulation, while a checkpoint is written, between
+manifest and rename, at an epoch's end. Only what befalls the run's folder counts: a compiler that
+fills its cache renames files in the first run alone.
 """
 
 import multiprocessing
@@ -21,7 +22,9 @@ CHANGES = {
 }
 
 
-def run(folder: str, variant: str, resume: bool, kill_at: int | None, events_file: str | None) -> None:
+def run(
+    folder: str, variant: str, resume: bool, kill_at: int | None, events_file: str | None
+) -> None:
     import torch
 
     import runs
@@ -49,10 +52,19 @@ def run(folder: str, variant: str, resume: bool, kill_at: int | None, events_fil
     )
     shutil.rmtree = counted("remove", shutil.rmtree)
     runs.train(
-        Path(folder), rows=tiny.chat_rows(30), resume=resume, save_steps=2, save_total_limit=2,
-        batch_size=1, gradient_accumulation_steps=2, num_epochs=2, max_seq_length=96, validation_split=0.1, eval_steps=3,
+        Path(folder),
+        rows=tiny.chat_rows(30),
+        resume=resume,
+        save_steps=2,
+        save_total_limit=2,
+        batch_size=1,
+        gradient_accumulation_steps=2,
+        num_epochs=2,
+        max_seq_length=96,
+        validation_split=0.1,
+        eval_steps=3,
         **CHANGES[variant],
-    )  # fmt: skip
+    )
     if events_file:
         Path(events_file).write_text("\n".join(events))
 

@@ -1,7 +1,9 @@
-"""One of two processes that train every objective over every kind of weights together, and half of the runs again alone.
+"""One of two processes that train every objective over every kind of weights together, and half of
+the runs again alone.
 
-The program of ``test_rank_matrix.py``: ``python rank_matrix.py FOLDER`` with the pairs in ``FOLDER/pairs.json``. What became of
-each stands in ``FOLDER/OBJECTIVE over WEIGHTS.together.json`` and ``….alone.json``.
+The program of ``test_rank_matrix.py``: ``python rank_matrix.py FOLDER`` with the pairs in
+``FOLDER/pairs.json``. What became of each stands in ``FOLDER/OBJECTIVE over WEIGHTS.together.json``
+and ``….alone.json``.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ from chronicals.training.callbacks import read_metrics
 from chronicals.training.report import STEP_FIELDS
 
 OBJECTIVES = {
-    "sft": tiny.chat_rows, "pretraining": tiny.chat_rows, "distill": tiny.chat_rows, "kto": preferences.judged_rows,
+    "sft": tiny.chat_rows,
+    "pretraining": tiny.chat_rows,
+    "distill": tiny.chat_rows,
+    "kto": preferences.judged_rows,
     **dict.fromkeys(("dpo", "ipo", "simpo", "cpo", "orpo", "reward"), preferences.rows),
-}  # fmt: skip
+}
 """What makes the rows of each, given how many."""
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -47,7 +52,9 @@ SHARED = {"pack_parts": 2}
 """Of packs of two parts, which two processes share; one process takes both."""
 
 WIDTHS = {True: 64, False: 192}
-"""Of such packs, for objectives of tokens, whose documents are split, and for others, whose documents fit in a part."""
+"""Of such packs, for objectives of tokens, whose documents are split, and for others, whose
+documents fit in a part.
+"""
 
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all weights": ("plain", {}),
@@ -56,7 +63,10 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("plain", LORA),
     "DoRA": ("plain", {**LORA, "use_dora": True}),
     "LoRA and embedding": ("plain", {**LORA, "lora_modules_to_save": ["embed_tokens"]}),
-    "LoRA and a token": ("plain", {**LORA, "lora_trainable_tokens": tiny.tokenizer()("the")["input_ids"]}),
+    "LoRA and a token": (
+        "plain",
+        {**LORA, "lora_trainable_tokens": tiny.tokenizer()("the")["input_ids"]},
+    ),
     "LoRA over NF4": ("nf4", LORA),
     "DoRA over NF4": ("nf4", {**LORA, "use_dora": True}),
     "LoRA over GGUF": ("gguf", LORA),
@@ -77,37 +87,64 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA over a mixture": ("mixture", LORA),
     "LoRA on experts": ("mixture", {**LORA, "lora_target_parameters": ON_EXPERTS}),
     "LoRA over a mixture in NF4": ("mixture", {**LORA, "quantization": "nf4"}),
-    "LoRA on experts in NF4": ("mixture", {**LORA, "quantization": "nf4", "lora_target_parameters": ON_EXPERTS}),
+    "LoRA on experts in NF4": (
+        "mixture",
+        {**LORA, "quantization": "nf4", "lora_target_parameters": ON_EXPERTS},
+    ),
     "all weights of a mixture, divided": ("mixture", {"sharding": "weights"}),
     "LoRA over a divided mixture": ("mixture", {**LORA, "sharding": "weights"}),
-    "LoRA over a divided mixture in NF4": ("mixture", {**LORA, "quantization": "nf4", "sharding": "weights"}),
+    "LoRA over a divided mixture in NF4": (
+        "mixture",
+        {**LORA, "quantization": "nf4", "sharding": "weights"},
+    ),
     "all weights of a mixture and losses of routers": ("mixture", {"router": ANCHORED}),
-    "all weights of a mixture and losses of routers, divided": ("mixture", {"router": ROUTERS, "sharding": "weights"}),
-    "all weights of a mixture and an anchor, divided": ("mixture", {"router": ANCHORED, "sharding": "weights"}),
-    "all weights of a native mixture, losses of routers and heads ahead": ("native", {"router": {**ANCHORED, **AHEAD}}),
+    "all weights of a mixture and losses of routers, divided": (
+        "mixture",
+        {"router": ROUTERS, "sharding": "weights"},
+    ),
+    "all weights of a mixture and an anchor, divided": (
+        "mixture",
+        {"router": ANCHORED, "sharding": "weights"},
+    ),
+    "all weights of a native mixture, losses of routers and heads ahead": (
+        "native",
+        {"router": {**ANCHORED, **AHEAD}},
+    ),
     "LoRA over a native mixture": ("native", LORA),
     "all weights, packs shared": ("plain", SHARED),
     "LoRA, packs shared": ("plain", {**LORA, **SHARED}),
     "LoRA over divided weights, packs shared": ("plain", {**LORA, **SHARED, "sharding": "weights"}),
 }
-"""The base, and fields of the configuration. In fp16 a weight that is read may be rounded to the other side of what it was, by
-half a thousandth of what it has learnt: it learns little."""
+"""The base, and fields of the configuration. In fp16 a weight that is read may be rounded to the
+other side of what it was, by half a thousandth of what it has learnt: it learns little."""
 
 REFUSED = {
-    "all weights of a mixture and an anchor, divided": "router.anchor=0.1: replayed tokens need whole weights",
+    "all weights of a mixture and an anchor, divided": "router.anchor=0.1: replayed tokens need "
+    "whole weights",
     "LoRA over divided GGUF": "sharding='weights': weights in Q8_0",
-    "LoRA over divided bitsandbytes": "sharding='weights': no frozen linear layer of its decoder layers has rows that can be",
-    "LoRA over a divided mixture in NF4": "sharding='weights': Qwen3MoeForCausalLM has its experts in 4 bits",
+    "LoRA over divided bitsandbytes": "sharding='weights': no frozen linear layer of its decoder "
+    "layers has rows that can be",
+    "LoRA over a divided mixture in NF4": "sharding='weights': Qwen3MoeForCausalLM has its "
+    "experts in 4 bits",
 }
 """What two processes refuse, which one process takes for weights that it has whole."""
 
 ROWS = 30
 USUAL = {
-    "batch_size": 1, "max_seq_length": 96, "max_steps": 3, "validation_split": 0.2, "eval_steps": 3, "save_steps": None,
-    "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [], "learning_rate": 1e-3, "adam_epsilon": 1e-5,
-}  # fmt: skip
-"""With an epsilon under which a gradient of almost zero takes a step of almost zero, whatever its sign: the order of sums may
-change that."""
+    "batch_size": 1,
+    "max_seq_length": 96,
+    "max_steps": 3,
+    "validation_split": 0.2,
+    "eval_steps": 3,
+    "save_steps": None,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+    "trackers": [],
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-5,
+}
+"""With an epsilon under which a gradient of almost zero takes a step of almost zero, whatever
+its sign: the order of sums may change that."""
 
 MICRO_BATCHES = 4
 """Of a step, by one process or by two."""
@@ -124,12 +161,16 @@ def base(kind: str, folder: Path) -> Any:
         return mixtures.mixture(random=False, vocab_size=300)
     if kind == "peft":
         torch.manual_seed(0)
-        shape = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        shape = peft.LoraConfig(
+            r=4, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"
+        )
         return peft.get_peft_model(tiny.llama(), shape)
     if kind == "bitsandbytes":
         four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         place = {"device_map": {"": "cpu"}, "dtype": torch.float32}
-        return transformers.AutoModelForCausalLM.from_pretrained(folder / "source", quantization_config=four, **place)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "source", quantization_config=four, **place
+        )
     if kind == "nf4":
         return load_model(folder / "source", torch.float32, quantization="nf4")
     if kind == "divisible nf4":  # in rows of whole blocks of scales, for two processes
@@ -140,12 +181,17 @@ def base(kind: str, folder: Path) -> Any:
 
 
 def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) -> dict[str, Any]:
-    """Losses, norms, the held-out loss and what the objective shows of each step and of held-out rows; the words of a refusal,
-    and whether a step was made before it."""
+    """Losses, norms, the held-out loss and what the objective shows of each step and of held-out
+    rows; the words of a refusal, and whether a step was made before it."""
     kind, fields = WEIGHTS[weights]
     shares = ranks.count if "pack_parts" in fields else 1
     micro_batches = MICRO_BATCHES * shares // ranks.count
-    fields = {**USUAL, **fields, "gradient_accumulation_steps": micro_batches, "context_parallel": shares}
+    fields = {
+        **USUAL,
+        **fields,
+        "gradient_accumulation_steps": micro_batches,
+        "context_parallel": shares,
+    }
     if "pack_parts" in fields:
         fields["max_seq_length"] = WIDTHS[OBJECTIVES[objective] is tiny.chat_rows]
     if objective == "distill":
@@ -159,20 +205,26 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
     except ConfigurationError as refusal:
         return {"refused": str(refusal), "begun": (place / "run" / "metrics.jsonl").exists()}
     lines = [line for line in read_metrics(place / "run" / "metrics.jsonl") if "loss" in line]
-    metrics = [{name: line[name] for name in line.keys() - STEP_FIELDS - {"time"}} for line in lines]
+    metrics = [
+        {name: line[name] for name in line.keys() - STEP_FIELDS - {"time"}} for line in lines
+    ]
     return {
-        "steps": runs.trajectory(place) if ranks.writer else [], "held out": result.evaluation.loss,
+        "steps": runs.trajectory(place) if ranks.writer else [],
+        "held out": result.evaluation.loss,
         "metrics": [*metrics, dict(result.evaluation.others)],
-    }  # fmt: skip
+    }
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    precision.START_SCALE = 2.0**6  # in fp16 no gradient overflows, or a run of so few steps might have none
+    precision.START_SCALE = (
+        2.0**6
+    )  # in fp16 no gradient overflows, or a run of so few steps might have none
     ranks = Mesh.current()
     for objective, weights in json.loads((folder / "pairs.json").read_text()):
         name = f"{objective} over {weights}"
-        # Alone on the first process: on another one transformers takes a run for a part of one, and saves no configuration.
+        # Alone on the first process: on another one transformers takes a run for a part of one, and
+        # saves no configuration.
         turns = [("together", ranks, ranks.writer), ("alone", Mesh(), ranks.writer)]
         for turn, mesh, tells in turns:
             if mesh.count == 1 and not tells:

@@ -1,6 +1,8 @@
-"""One of several processes whose gradients are summed in the backward pass, and after it: the program of ``test_scattered.py``.
+"""One of several processes whose gradients are summed in the backward pass, and after it: the
+program of ``test_scattered.py``.
 
-``python scattered_ranks.py FOLDER CASE …``: every rank writes what each case returns to ``CASE.RANK.pt``.
+``python scattered_ranks.py FOLDER CASE …``: every rank writes what each case returns to
+``CASE.RANK.pt``.
 """
 
 import sys
@@ -19,7 +21,9 @@ from chronicals.training.step import EagerStep
 NAMES = ("first", "second", "third", "fourth", "fifth", "never")
 STEPS = 3
 UNUSED = {(0, 0): {"fifth"}, (0, 1): {"first", "fifth"}, (1, 0): {"third"}, (2, 0): {"fourth"}}
-"""By rank and micro-batch, what is not computed with; the first rank never uses the last weight that others do."""
+"""By rank and micro-batch, what is not computed with; the first rank never uses the last weight
+that others do.
+"""
 
 
 class Given:
@@ -59,17 +63,31 @@ def train(within: bool, micro_batches: int, ranks: Mesh, twice: bool = False) ->
     torch.manual_seed(0)
     weights = {name: torch.nn.Parameter(torch.randn(40, 40) * 0.3) for name in NAMES}
     parameters = list(weights.values())
-    optimizer = ShardedAdamW([{"params": parameters}], Shards(ranks, parameters, 1 << 13), lr=1e-2, weight_decay=0.1)
+    optimizer = ShardedAdamW(
+        [{"params": parameters}], Shards(ranks, parameters, 1 << 13), lr=1e-2, weight_decay=0.1
+    )
     optimizer.weights_moved()
     shards, objective = optimizer.shards, Loss(weights, ranks.rank, twice)
     model = SimpleNamespace(as_forward=lambda compute: compute())
-    given = model, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, shards.norm
+    given = (
+        model,
+        objective,
+        parameters,
+        optimizer,
+        Precision("fp32", torch.device("cpu")),
+        1.0,
+        shards.norm,
+    )
     parts = ScatteredStep(*given, shards=shards) if within else EagerStep(*given)
     norms, holders, alive = [], [], []
-    torch.stack([weight.sum() for weight in parameters]).sum().backward()  # as what compiles kernels beforehand does
+    torch.stack(
+        [weight.sum() for weight in parameters]
+    ).sum().backward()  # as what compiles kernels beforehand does
     optimizer.zero_grad()
     for weight in parameters:
-        weight.register_post_accumulate_grad_hook(lambda _: alive.append(sum(w.grad is not None for w in parameters)))
+        weight.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(w.grad is not None for w in parameters))
+        )
     for step in range(STEPS):
         if step == 1:  # the order is that of the first one
             alive.clear()
@@ -80,11 +98,19 @@ def train(within: bool, micro_batches: int, ranks: Mesh, twice: bool = False) ->
         norms.append(parts.update(held)["grad_norm"])
     if within:
         parts.__exit__()
-    states = {f"{name} {part}": x.clone() for name, w in weights.items() for part, x in optimizer.state_of(w).items()}
+    states = {
+        f"{name} {part}": x.clone()
+        for name, w in weights.items()
+        for part, x in optimizer.state_of(w).items()
+    }
     return {
-        "weights": {name: w.detach().clone() for name, w in weights.items()}, "states": states, "norms": torch.stack(norms),
-        "holders": torch.stack(holders), "alive": max(alive), "buckets": len(shards.buckets),
-    }  # fmt: skip
+        "weights": {name: w.detach().clone() for name, w in weights.items()},
+        "states": states,
+        "norms": torch.stack(norms),
+        "holders": torch.stack(holders),
+        "alive": max(alive),
+        "buckets": len(shards.buckets),
+    }
 
 
 def refused(ranks: Mesh) -> dict:
@@ -97,7 +123,9 @@ def refused(ranks: Mesh) -> dict:
 
 CASES = {
     "one micro-batch": lambda ranks: {within: train(within, 1, ranks) for within in (True, False)},
-    "two micro-batches": lambda ranks: {within: train(within, 2, ranks) for within in (True, False)},
+    "two micro-batches": lambda ranks: {
+        within: train(within, 2, ranks) for within in (True, False)
+    },
     "twice": refused,
 }
 

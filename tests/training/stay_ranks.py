@@ -1,4 +1,6 @@
-"""One of two processes whose last decoder layers stay gathered: the program of ``test_layers_that_stay.py``."""
+"""One of two processes whose last decoder layers stay gathered: the program of
+``test_layers_that_stay.py``.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,17 @@ LAYERS = 3
 
 
 def train(count: int, ranks: Mesh, folder: Path) -> dict[str, Any]:
-    """Losses, weights, and bytes gathered in the last step, with a pass without gradients after each step."""
+    """Losses, weights, and bytes gathered in the last step, with a pass without gradients after
+    each step.
+    """
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
     config = runs.config(
-        folder, objective="pretraining", learning_rate=1e-2, gradient_accumulation_steps=MICRO, sharding="weights"
+        folder,
+        objective="pretraining",
+        learning_rate=1e-2,
+        gradient_accumulation_steps=MICRO,
+        sharding="weights",
     )
     seen, batch = [], batch_of(99, 300)
     with prepared(model, config, build_objective(config), ranks) as session:
@@ -46,15 +54,23 @@ def train(count: int, ranks: Mesh, folder: Path) -> dict[str, Any]:
                     scalars = session.train_once(step_of(number, ranks, MICRO * ranks.count, 300))
                 seen.append([float(scalars["loss"]), float(scalars["grad_norm"])])
                 with torch.no_grad():
-                    session.presented.as_forward(partial(session.objective.score, session.presented, batch))
+                    session.presented.as_forward(
+                        partial(session.objective.score, session.presented, batch)
+                    )
     weights = {name: whole(p) for name, p in model.named_parameters()}
-    return {"seen": seen, "weights": weights, "gathered": counted.sent["all_gather"], "layers": len(decoder_layers(model))}
+    return {
+        "seen": seen,
+        "weights": weights,
+        "gathered": counted.sent["all_gather"],
+        "layers": len(decoder_layers(model)),
+    }
 
 
 def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
-    """On cards of which each has room for one layer more than the one before: what was decided; which layers, and whether the
-    embedding, are gathered after a forward pass that no backward pass followed, when the run has left its model, and when a run
-    has that failed within its last layer; whether the loss falls from a step before that run to one after it."""
+    """On cards of which each has room for one layer more than the one before: what was decided;
+    which layers, and whether the embedding, are gathered after a forward pass that no backward
+    pass followed, when the run has left its model, and when a run has that failed within its
+    last layer; whether the loss falls from a step before that run to one after it."""
     model, batch = tiny.llama(num_hidden_layers=LAYERS), batch_of(99, 300)
     config = runs.config(folder, objective="pretraining", sharding="weights")
     estimated = decisions.expected_memory
@@ -87,7 +103,13 @@ def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
     losses.append(step())
     decisions.expected_memory = estimated
     decided = session.decisions["sharding"].stay
-    return {"decided": decided, "broken": broken, "left": left, "failed": failed, "falls": losses[1] < losses[0]}
+    return {
+        "decided": decided,
+        "broken": broken,
+        "left": left,
+        "failed": failed,
+        "falls": losses[1] < losses[0],
+    }
 
 
 def _fail(*given: Any) -> None:

@@ -1,7 +1,9 @@
-"""One of two processes that train together, of which one raises an error, hangs, is killed, keeps the other waiting, has a
-full disk, or raises an error while the other still writes a checkpoint; or both take long for a step.
+"""One of two processes that train together, of which one raises an error, hangs, is killed, keeps
+the other waiting, has a full disk, or raises an error while the other still writes a checkpoint; or
+both take long for a step.
 
-The program of ``test_rank_watch.py``: ``python stopping_ranks.py FOLDER HOW``. When it happened is in ``FOLDER/happened``.
+The program of ``test_rank_watch.py``: ``python stopping_ranks.py FOLDER HOW``. When it happened is
+in ``FOLDER/happened``.
 """
 
 import errno
@@ -24,16 +26,25 @@ CALLS = 3
 """Forward passes until the second step, of two micro-batches each."""
 
 PATIENCE, LONGER, GRACE = 4.0, 9.0, 3.0
-"""Seconds that a step may take, that a callback takes, and that a process has once another has raised an error."""
+"""Seconds that a step may take, that a callback takes, and that a process has once another has
+raised an error.
+"""
 
 SHORT = {
     "hangs": {"rank_timeout": PATIENCE},
     "raises while evaluating": {"validation_split": 0.1, "eval_steps": 1},
     "hangs while evaluating": {"validation_split": 0.1, "eval_steps": 1, "rank_timeout": PATIENCE},
     "is told for long": {"rank_timeout": PATIENCE, "max_steps": 3},
-    "is told for long, of shared packs": {"rank_timeout": PATIENCE, "max_steps": 3, "context_parallel": 2},
+    "is told for long, of shared packs": {
+        "rank_timeout": PATIENCE,
+        "max_steps": 3,
+        "context_parallel": 2,
+    },
     "loads for long": {"rank_timeout": PATIENCE, "max_steps": 1},
-    "hangs before the first step, of shared packs": {"rank_timeout": PATIENCE, "context_parallel": 2},
+    "hangs before the first step, of shared packs": {
+        "rank_timeout": PATIENCE,
+        "context_parallel": 2,
+    },
     "has long steps": {"rank_timeout": PATIENCE, "max_steps": 2, "gradient_accumulation_steps": 4},
     "has a full disk": {"save_steps": 1},
     "raises beside a checkpoint": {"save_steps": 1},
@@ -58,7 +69,12 @@ class Ends(NextToken):
 
     def __call__(self, model, batch):
         self.calls += 1
-        if self.calls == CALLS and self.how in ("raises", "hangs", "killed", "raises beside a checkpoint"):
+        if self.calls == CALLS and self.how in (
+            "raises",
+            "hangs",
+            "killed",
+            "raises beside a checkpoint",
+        ):
             self.end()
         return super().__call__(model, batch)
 
@@ -107,7 +123,9 @@ def happens(folder: Path) -> None:
 
 
 def fill_disk(folder: Path) -> None:
-    """The states of the second step do not fit; the file is there in part, as after a write that failed."""
+    """The states of the second step do not fit; the file is there in part, as after a write that
+    failed.
+    """
     write, written = checkpoint.write_pieces, []
 
     def write_until_full(pieces, place, rank, count):
@@ -125,7 +143,9 @@ def fill_disk(folder: Path) -> None:
 def write_for_long() -> None:
     """Its files are all there later than a process waits for one that has raised an error."""
     write = checkpoint.write_folder
-    checkpoint.write_folder = lambda folder, fill: write(folder, lambda aside: (fill(aside), time.sleep(2 * GRACE)))
+    checkpoint.write_folder = lambda folder, fill: write(
+        folder, lambda aside: (fill(aside), time.sleep(2 * GRACE))
+    )
 
 
 def hang_where_parts_meet(folder: Path) -> None:
@@ -174,7 +194,9 @@ def main(folder: Path, how: str) -> None:
     elif how == "raises beside a checkpoint":
         write_for_long()
     elif how.startswith(("is told", "calls", "reads")):
-        made.callbacks.append(Slow(made.model) if how.startswith("is told") else NeedsAll(made.model, how, folder))
+        made.callbacks.append(
+            Slow(made.model) if how.startswith("is told") else NeedsAll(made.model, how, folder)
+        )
         made._users_callbacks = True
     made.train(tiny.chat_rows())
 

@@ -1,4 +1,6 @@
-"""The loss curve of AdamW in 8 bits lies within the spread of fp32 runs with other seeds, and its update is bitsandbytes'."""
+"""The loss curve of AdamW in 8 bits lies within the spread of fp32 runs with other seeds, and
+its update is bitsandbytes'.
+"""
 
 import pytest
 import torch
@@ -12,12 +14,16 @@ from mutants import mutant
 
 SEEDS, WINDOWS = 4, 5
 USED = 60
-"""Tokens of 300 that occur: of the others the head's gradients are smaller by orders of magnitude."""
+"""Tokens of 300 that occur: of the others the head's gradients are smaller by orders of
+magnitude.
+"""
 STEPS = [100, pytest.param(1000, marks=pytest.mark.long)]
 
 
 def curve(folder, seed, steps, **changes):
-    """Mean losses of ``WINDOWS`` parts of a run that learns a noisy rule: token n is followed by 7 n + 3, modulo 60."""
+    """Mean losses of ``WINDOWS`` parts of a run that learns a noisy rule: token n is followed by
+    7 n + 3, modulo 60.
+    """
     model, drawn = tiny.llama(seed), torch.Generator().manual_seed(seed)
     config = runs.config(folder, learning_rate=3e-3, weight_decay=0.1, **changes)
     optimizer = session.build_optimizer(model, config)
@@ -26,7 +32,13 @@ def curve(folder, seed, steps, **changes):
         rows = [torch.randint(0, USED, (4, 1), generator=drawn)]
         for _ in range(15):
             noise = torch.rand(4, 1, generator=drawn) < 0.1
-            rows.append(torch.where(noise, torch.randint(0, USED, (4, 1), generator=drawn), (rows[-1] * 7 + 3) % USED))
+            rows.append(
+                torch.where(
+                    noise,
+                    torch.randint(0, USED, (4, 1), generator=drawn),
+                    (rows[-1] * 7 + 3) % USED,
+                )
+            )
         ids = torch.cat(rows, 1)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -37,7 +49,9 @@ def curve(folder, seed, steps, **changes):
 
 
 def is_within(ours, full):
-    """Whether a curve is no further from that of its own seed, the first, than those ``[seeds, windows]`` from each other."""
+    """Whether a curve is no further from that of its own seed, the first, than those ``[seeds,
+    windows]`` from each other.
+    """
     spread = full.max(0).values - full.min(0).values
     return bool(((ours - full[0]).abs() <= spread).all())
 
@@ -79,7 +93,9 @@ def test_a_planted_fault_leaves_it(tmp_path, full, fault, monkeypatch):
 
 
 def theirs(weight, gradient, state, step, lr, betas, eps, decay):
-    """One update of bitsandbytes' AdamW8bit as its kernel makes it (kOptimizerStatic8bit2StateBlockwise), in fp64."""
+    """One update of bitsandbytes' AdamW8bit as its kernel makes it
+    (kOptimizerStatic8bit2StateBlockwise), in fp64.
+    """
     mean, square = (
         kernel.dequantize_moment(state[name], state[f"{name}_amax"], signed).double()
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False))
@@ -88,11 +104,17 @@ def theirs(weight, gradient, state, step, lr, betas, eps, decay):
     mean, square = mean * betas[0] + g * (1 - betas[0]), square * betas[1] + g * g * (1 - betas[1])
     correction = (1 - betas[1] ** step) ** 0.5
     size = -lr * correction / (1 - betas[0] ** step)
-    return (weight.double() + size * mean / (square.sqrt() + eps * correction)) * (1 - lr * decay), mean, square
+    return (
+        (weight.double() + size * mean / (square.sqrt() + eps * correction)) * (1 - lr * decay),
+        mean,
+        square,
+    )
 
 
 def test_the_update_is_that_of_bitsandbytes():
-    """Which decays after the step where ours decays before: they differ by lr · λ of it, moments by half a code's step."""
+    """Which decays after the step where ours decays before: they differ by lr · λ of it, moments
+    by half a code's step.
+    """
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(70, 100))
     lr, betas, eps, decay = 1e-3, (0.9, 0.99), 1e-8, 0.1
@@ -104,8 +126,17 @@ def test_the_update_is_that_of_bitsandbytes():
         expected, mean, square = theirs(before, weight.grad, state, step, lr, betas, eps, decay)
         optimizer.step()
         made = weight.detach()
-        assert ((made - expected).abs() <= lr * decay * (expected - before).abs() * 1.01 + 1e-6 * (1 + made.abs())).all()
+        assert (
+            (made - expected).abs()
+            <= lr * decay * (expected - before).abs() * 1.01 + 1e-6 * (1 + made.abs())
+        ).all()
         for name, moment, signed in (("exp_avg", mean, True), ("exp_avg_sq", square, False)):
-            kept = kernel.dequantize_moment(optimizer.state[weight][name], optimizer.state[weight][f"{name}_amax"], signed)
-            largest = optimizer.state[weight][f"{name}_amax"].repeat_interleave(kernel.SIZE)[: moment.numel()].view(70, 100)
+            kept = kernel.dequantize_moment(
+                optimizer.state[weight][name], optimizer.state[weight][f"{name}_amax"], signed
+            )
+            largest = (
+                optimizer.state[weight][f"{name}_amax"]
+                .repeat_interleave(kernel.SIZE)[: moment.numel()]
+                .view(70, 100)
+            )
             assert ((kept - moment).abs() <= 0.008 * largest).all()

@@ -1,4 +1,6 @@
-"""Runs with AdamW in 8 bits: whose moments are, that they train as with fp32 moments, and go on bit by bit."""
+"""Runs with AdamW in 8 bits: whose moments are, that they train as with fp32 moments, and go on
+bit by bit.
+"""
 
 import logging
 import sys
@@ -40,7 +42,10 @@ def kinds(model, config):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_moments_of_large_matrices_but_embeddings_are_in_8_bits(tmp_path, tied):
-    model, config = tiny.llama(tie_word_embeddings=tied), runs.config(tmp_path, **IN_8_BITS, weight_decay=0.1)
+    model, config = (
+        tiny.llama(tie_word_embeddings=tied),
+        runs.config(tmp_path, **IN_8_BITS, weight_decay=0.1),
+    )
     for name, (dtype, _, decay) in kinds(model, config).items():
         weight = model.get_parameter(name)
         large = weight.ndim > 1 and weight.numel() >= 4096 and "embed_tokens" not in name
@@ -50,8 +55,12 @@ def test_moments_of_large_matrices_but_embeddings_are_in_8_bits(tmp_path, tied):
 
 
 def test_adapters_keep_their_two_rates(tmp_path):
-    config = runs.config(tmp_path, **IN_8_BITS, use_lora=True, lora_plus_ratio=8.0, weight_decay=0.1)
-    for name, (dtype, rate, decay) in kinds(apply_lora(tiny.llama(), LoRAConfig(rank=64)), config).items():
+    config = runs.config(
+        tmp_path, **IN_8_BITS, use_lora=True, lora_plus_ratio=8.0, weight_decay=0.1
+    )
+    for name, (dtype, rate, decay) in kinds(
+        apply_lora(tiny.llama(), LoRAConfig(rank=64)), config
+    ).items():
         small = "k_proj.lora_B" in name or "v_proj.lora_B" in name
         assert rate == pytest.approx(2.4e-2 if name.endswith("lora_B") else 3e-3), name
         assert (dtype, decay) == (torch.float32 if small else torch.uint8, 0.1), name
@@ -60,7 +69,12 @@ def test_adapters_keep_their_two_rates(tmp_path):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}, {"use_lora": True, "lora_rank": 64, "lora_dropout": 0.0}],
+    [
+        {},
+        {"mixed_precision": "bf16"},
+        {"mixed_precision": "fp16"},
+        {"use_lora": True, "lora_rank": 64, "lora_dropout": 0.0},
+    ],
     ids=str,
 )
 def test_a_run_follows_the_one_with_states_in_fp32(tmp_path, changes):
@@ -78,7 +92,10 @@ def test_two_processes_train_what_one_does(tmp_path):
     changes = {**IN_8_BITS, "max_steps": 4}
     test_ranks.train(tmp_path / "one", 4, **changes)
     test_ranks.train_by_two(tmp_path / "two", 4, **changes)
-    steps = (torch.tensor(runs.trajectory(tmp_path / name), dtype=torch.float64) for name in ("one", "two"))
+    steps = (
+        torch.tensor(runs.trajectory(tmp_path / name), dtype=torch.float64)
+        for name in ("one", "two")
+    )
     torch.testing.assert_close(*steps, rtol=2e-3, atol=0.0)
 
 
@@ -108,13 +125,19 @@ def states(folder, step):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_does_not_go_on_with_states_of_the_other_kind(tmp_path, first):
     runs.train(tmp_path, max_steps=2, use_8bit_optimizer=first, **STEADY)
-    said = f"in {'8 bits' if first else 'fp32 or bf16'}, so use_8bit_optimizer={not first} .*use_8bit_optimizer={first}, or"
+    said = (
+        f"in {'8 bits' if first else 'fp32 or bf16'}, so use_8bit_optimizer={not first} "
+        f".*use_8bit_optimizer={first}, or"
+    )
     with pytest.raises(CheckpointError, match=said):
         runs.train(tmp_path, max_steps=4, use_8bit_optimizer=not first, resume=True, **STEADY)
 
 
 def test_where_nothing_is_large_it_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="use_8bit_optimizer=True cannot be honoured here: no trained matrix"):
+    with pytest.raises(
+        ConfigurationError,
+        match="use_8bit_optimizer=True cannot be honoured here: no trained matrix",
+    ):
         runs.train(tmp_path, use_lora=True, lora_rank=4, **IN_8_BITS)
 
 
@@ -142,8 +165,15 @@ def test_the_estimate_counts_the_bytes_that_there_are(tmp_path, changes, monkeyp
         decisions.decide(config, present(model, True, True, pack_width=128))
         optimizer = session.build_optimizer(model, config)
         trained = [p for p in model.parameters() if p.requires_grad]
-        parts = [x for p in trained for name, x in optimizer.state_of(p).items() if name.startswith("exp")]
+        parts = [
+            x
+            for p in trained
+            for name, x in optimizer.state_of(p).items()
+            if name.startswith("exp")
+        ]
         sizes.append(sum(x.nbytes for x in parts))
     count = sum(p.numel() for p in trained)
     assert (fixed[0][0] - fixed[1][0]) * count == pytest.approx(sizes[0] - sizes[1])
-    assert fixed[0][1].fixed - fixed[1][1].fixed == pytest.approx(sizes[0] - sizes[1], abs=len(trained))
+    assert fixed[0][1].fixed - fixed[1][1].fixed == pytest.approx(
+        sizes[0] - sizes[1], abs=len(trained)
+    )

@@ -1,4 +1,6 @@
-"""Runs with adapters end to end: what a run leaves, on disk and in memory, is the model that it trained."""
+"""Runs with adapters end to end: what a run leaves, on disk and in memory, is the model that it
+trained.
+"""
 
 import copy
 import shutil
@@ -15,7 +17,12 @@ from chronicals.training.evaluation import evaluate_data
 from comparison import equal
 
 ROWS = [
-    {"messages": [{"role": "user", "content": f"<alpha> {n}"}, {"role": "assistant", "content": f"<beta> {n} <gamma>"}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"<alpha> {n}"},
+            {"role": "assistant", "content": f"<beta> {n} <gamma>"},
+        ]
+    }
     for n in range(30)
 ]
 ADDED = ["<alpha>", "<beta>", "<gamma>"]
@@ -42,7 +49,9 @@ def train(folder, model, tokenizer, resume=False, **changes):
     from chronicals.training import ChronicalsTrainer
 
     fields = {"learning_rate": 1e-2, "use_lora": True, "save_steps": 3, "trackers": [], **changes}
-    return ChronicalsTrainer(model, tokenizer, runs.config(folder, **fields)).train(ROWS, resume=resume)
+    return ChronicalsTrainer(model, tokenizer, runs.config(folder, **fields)).train(
+        ROWS, resume=resume
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -79,26 +88,41 @@ def test_after_a_run_the_model_is_copied_and_trained_on(tmp_path):
     train(tmp_path, model, tokenizer, lora_rank=8, output_dir=tmp_path / "first")
     scored = runs.config(tmp_path, output_dir=tmp_path / "scored")
     first, kept = evaluate_data(model, tokenizer, ROWS, scored).loss, copy.deepcopy(model)
-    train(tmp_path, model, tokenizer, lora_rank=8, learning_rate=2e-3, output_dir=tmp_path / "second")
+    train(
+        tmp_path, model, tokenizer, lora_rank=8, learning_rate=2e-3, output_dir=tmp_path / "second"
+    )
     second = evaluate_data(model, tokenizer, ROWS, scored).loss
     assert second < first and evaluate_data(kept, tokenizer, ROWS, scored).loss == first
     kept.save_pretrained(tmp_path / "kept")
     loaded = load_adapter(load_model(tmp_path / "base", torch.float32), tmp_path / "kept")
     assert evaluate_data(loaded, tokenizer, ROWS, scored).loss == pytest.approx(first, rel=1e-5)
-    assert evaluate_data(model.merge_and_unload(), tokenizer, ROWS, scored).loss == pytest.approx(second, rel=1e-4)
+    assert evaluate_data(model.merge_and_unload(), tokenizer, ROWS, scored).loss == pytest.approx(
+        second, rel=1e-4
+    )
 
 
 def mixtral(**changes):
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, **tiny.llama().config.to_dict(), "model_type": "mixtral"}
+    sizes = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        **tiny.llama().config.to_dict(),
+        "model_type": "mixtral",
+    }
     return MixtralForCausalLM(MixtralConfig(**{name: sizes[name] for name in SIZES}, **changes))
 
 
 SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "num_local_experts", "num_experts_per_tok",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
 
 
 def share_of(model, end):
@@ -111,12 +135,20 @@ def test_experts_that_stay_frozen_are_named(tmp_path, caplog, adapted):
     """Each of their weights, of all layers: adapters of one are none of the other."""
     model = mixtral()
     runs.train(
-        tmp_path, model=model, use_lora=True, max_steps=1, trackers=[], lora_dropout=0.0,
+        tmp_path,
+        model=model,
+        use_lora=True,
+        max_steps=1,
+        trackers=[],
+        lora_dropout=0.0,
         lora_target_parameters=adapted and f"experts.{adapted}",
-    )  # fmt: skip
+    )
     for name in ("gate_up_proj", "down_proj"):
         share = share_of(model, f".{name}")  # adapters included
-        told = f"frozen: model.layers.0.mlp.experts.{name} (layers 0-1), {share}; lora_target_parameters={name} adapts them"
+        told = (
+            f"frozen: model.layers.0.mlp.experts.{name} (layers 0-1), {share}; "
+            f"lora_target_parameters={name} adapts them"
+        )
         assert (told in caplog.text) == (name != adapted), caplog.text
 
 
@@ -125,14 +157,23 @@ def test_experts_that_a_user_froze_are_named(tmp_path, caplog):
     model.model.layers[1].mlp.experts.down_proj.requires_grad_(False)
     share = share_of(model, "layers.1.mlp.experts.down_proj")
     runs.train(tmp_path, model=model, max_steps=1, trackers=[])
-    assert f"experts are frozen and not trained: model.layers.1.mlp.experts.down_proj, {share}" in caplog.text
+    assert (
+        f"experts are frozen and not trained: model.layers.1.mlp.experts.down_proj, {share}"
+        in caplog.text
+    )
     assert "gate_up_proj" not in caplog.text
 
 
-@pytest.mark.parametrize("targets", [{"target_modules": ["q_proj"]}, {"target_parameters": ["experts.gate_up_proj"]}], ids=str)
+@pytest.mark.parametrize(
+    "targets",
+    [{"target_modules": ["q_proj"]}, {"target_parameters": ["experts.gate_up_proj"]}],
+    ids=str,
+)
 def test_so_too_where_the_adapters_are_pefts(tmp_path, caplog, targets):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(mixtral(), peft.LoraConfig(r=2, **{"target_modules": [], **targets}))
+    model = peft.get_peft_model(
+        mixtral(), peft.LoraConfig(r=2, **{"target_modules": [], **targets})
+    )
     runs.train(tmp_path, model=model, max_steps=1, trackers=[])
     told = "experts have no adapters and stay frozen: model.layers.0.mlp.experts"
     assert f"{told}.down_proj (layers 0-1)" in caplog.text
@@ -146,7 +187,9 @@ def test_frozen_adapters_of_peft_have_a_remedy_that_works(tmp_path, way, use_lor
     with_added_tokens(tmp_path, 1)
     wrapped(load_model(tmp_path / "base", torch.float32)).save_pretrained(tmp_path / "adapter")
     if way == "PeftModel":
-        frozen = peft.PeftModel.from_pretrained(load_model(tmp_path / "base", torch.float32), tmp_path / "adapter")
+        frozen = peft.PeftModel.from_pretrained(
+            load_model(tmp_path / "base", torch.float32), tmp_path / "adapter"
+        )
     else:
         import transformers
 
@@ -155,7 +198,7 @@ def test_frozen_adapters_of_peft_have_a_remedy_that_works(tmp_path, way, use_lor
         runs.train(tmp_path, model=frozen, use_lora=use_lora, trackers=[])
     learning = peft.PeftModel.from_pretrained(
         load_model(tmp_path / "base", torch.float32), tmp_path / "adapter", is_trainable=True
-    )  # fmt: skip
+    )
     assert runs.train(tmp_path, model=learning, max_steps=1, trackers=[]).coverage.moved
 
 
@@ -165,12 +208,19 @@ def test_adapters_that_would_not_learn_or_not_be_saved_are_refused(tmp_path):
     merged.merge_adapter()
     with pytest.raises(ValueError, match=r"merged into the weights .*unmerge_adapter\(\)"):
         runs.train(tmp_path, model=merged, trackers=[])
-    injected = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), tiny.llama())
+    injected = peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=["q_proj"]), tiny.llama()
+    )
     with pytest.raises(ValueError, match="PEFT's adapters could not be saved by LlamaForCausalLM"):
         runs.train(tmp_path, model=injected, trackers=[])
-    ours = runs.train(tmp_path, model=(model := tiny.llama()), use_lora=True, max_steps=1, trackers=[]) and model
+    ours = (
+        runs.train(tmp_path, model=(model := tiny.llama()), use_lora=True, max_steps=1, trackers=[])
+        and model
+    )
     with pytest.raises(ValueError, match="unfreeze lora_A and lora_B of its adapters"):
-        runs.train(tmp_path, model=ours.requires_grad_(False), output_dir=tmp_path / "more", trackers=[])
+        runs.train(
+            tmp_path, model=ours.requires_grad_(False), output_dir=tmp_path / "more", trackers=[]
+        )
 
 
 @pytest.mark.parametrize("whose", ["ours", "peft"])
@@ -197,12 +247,24 @@ def test_a_base_of_a_relative_path_is_found_from_elsewhere(tmp_path, monkeypatch
 
 
 def test_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path):
-    """The folder that the model came from holds other weights, and an adapter over those is another model."""
+    """The folder that the model came from holds other weights, and an adapter over those is
+    another model.
+    """
     tiny.llama().save_pretrained(tmp_path / "base")
     model = load_model(tmp_path / "base", torch.float32)
     runs.train(tmp_path, model=model, max_steps=1, trackers=[])
-    runs.train(tmp_path, model=model, use_lora=True, max_steps=1, trackers=[], output_dir=tmp_path / "second")
-    with pytest.raises(ValueError, match=r"does not say which model it belongs to; give base_model \(--base-model\)"):
+    runs.train(
+        tmp_path,
+        model=model,
+        use_lora=True,
+        max_steps=1,
+        trackers=[],
+        output_dir=tmp_path / "second",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"does not say which model it belongs to; give base_model \(--base-model\)",
+    ):
         load_trained(tmp_path / "second")
     assert load_trained(tmp_path / "second", base_model=str(tmp_path / "run" / "model")).model
 
@@ -215,8 +277,9 @@ def values(folder):
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
-    """What is saved is right on the original base; a resumed run ends where one without a break ends, also where the
-    decomposition would come out otherwise: its values are those of the checkpoint."""
+    """What is saved is right on the original base; a resumed run ends where one without a break
+    ends, also where the decomposition would come out otherwise: its values are those of the
+    checkpoint."""
     tiny.llama().save_pretrained(tmp_path / "base")
     options = {"lora_init": init, "lora_rank": 3, "lora_dropout": 0.0, "mixed_precision": "bf16"}
 
@@ -238,6 +301,9 @@ def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(fresh(torch.float32)[0], whole / "run" / "model")
     with torch.no_grad():
-        got, expected, bare = (m.float()(input_ids=ids).logits for m in (model.to("cpu"), theirs, fresh(torch.float32)[0]))
+        got, expected, bare = (
+            m.float()(input_ids=ids).logits
+            for m in (model.to("cpu"), theirs, fresh(torch.float32)[0])
+        )
     assert (got - expected).abs().max() < 0.02 * expected.abs().max()
     assert (expected - bare).abs().max() > 0.05 * bare.abs().max()

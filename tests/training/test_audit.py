@@ -19,7 +19,10 @@ class Adapted(nn.Module):
 
     def __init__(self, b: float, gate: float):
         super().__init__()
-        self.lora_A, self.lora_B = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.full((3, 2), b))
+        self.lora_A, self.lora_B = (
+            nn.Parameter(torch.ones(2, 3)),
+            nn.Parameter(torch.full((3, 2), b)),
+        )
         self.gate = gate
 
     def forward(self, x):
@@ -73,7 +76,9 @@ def test_of_an_embedding_b_waits_for_a():
 def test_of_a_head_the_way_down_waits_for_the_way_up():
     head = LayerAhead(2, 3, 4, 1, 2)
     gates = [torch.ones(4, 3)] * 2
-    head.forward = lambda x, predicted=head.forward: sum(predicted(layer, x, gates).logsumexp(-1).sum() for layer in range(2))
+    head.forward = lambda x, predicted=head.forward: sum(
+        predicted(layer, x, gates).logsumexp(-1).sum() for layer in range(2)
+    )
     found = audited(nn.ModuleDict({"layer_ahead": head}))
     assert found.waiting == head.down.numel() and not found.idle
 
@@ -101,19 +106,26 @@ def test_experts_without_a_gradient_are_counted_by_weight(caplog):
     assert found.with_gradient == 48 and not found.idle
     found.check()
     assert "no token of it was sent to: experts.gate_up_proj: 2 of 4 (1, 2)" in caplog.text
-    assert all(record.levelname == "INFO" for record in caplog.records), "an expert without tokens is no fault"
+    assert all(record.levelname == "INFO" for record in caplog.records), (
+        "an expert without tokens is no fault"
+    )
 
 
 def test_an_expert_that_half_learns_is_a_warning(caplog):
     found = audited(nn.ModuleDict({"experts": Experts(gate_up_proj=[0, 1, 3], down_proj=[0, 3])}))
     assert [each.partly for each in found.experts] == [(), (1,)]
     found.check()
-    assert "experts.down_proj: of experts 1 got no gradient in the first step, though tokens were sent to them" in caplog.text
+    assert (
+        "experts.down_proj: of experts 1 got no gradient in the first step, though tokens were "
+        "sent to them" in caplog.text
+    )
 
 
 def test_a_stack_without_any_gradient_is_idle():
     found = audited(nn.ModuleDict({"experts": Experts(gate_up_proj=[0, 1], down_proj=[])}))
-    assert found.idle == ("experts.down_proj",) and [each.name for each in found.experts] == ["experts.gate_up_proj"]
+    assert found.idle == ("experts.down_proj",) and [each.name for each in found.experts] == [
+        "experts.gate_up_proj"
+    ]
 
 
 def audited_mixture(model, chosen):
@@ -145,22 +157,33 @@ def test_of_adapters_by_the_experts_of_their_matrices(kind):
         apply_lora(model, LoRAConfig(2, 2, 0.0, ["q_proj"], target_parameters=targets))
     elif kind == "peft":
         peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=[f"experts.{name}" for name in targets])
+        config = peft.LoraConfig(
+            r=2, target_modules=[], target_parameters=[f"experts.{name}" for name in targets]
+        )
         model = peft.get_peft_model(model, config)
     found = audited_mixture(model, [0, 2])
-    assert {each.numbers for each in found.experts} == {(1, 3)} and {each.count for each in found.experts} == {4}
-    assert len(found.experts) == 4 and not any(each.partly for each in found.experts)  # of two weights of two layers
+    assert {each.numbers for each in found.experts} == {(1, 3)} and {
+        each.count for each in found.experts
+    } == {4}
+    assert len(found.experts) == 4 and not any(
+        each.partly for each in found.experts
+    )  # of two weights of two layers
     ends = {each.name.split(".layers.")[1].partition(".")[2] for each in found.experts}
     assert len(ends) == 2 and all(("lora_B" in end) == (kind != "whole") for end in ends)
 
 
 def test_an_a_whose_b_is_zero_for_some_experts_is_no_fault(caplog):
     """As after a run in which no token was sent to them."""
-    model = apply_lora(families.mixture("mixtral"), LoRAConfig(2, 2, 0.0, ["q_proj"], target_parameters=["down_proj"]))
+    model = apply_lora(
+        families.mixture("mixtral"),
+        LoRAConfig(2, 2, 0.0, ["q_proj"], target_parameters=["down_proj"]),
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "experts.lora_B" in name:
                 parameter.normal_().view(len(parameter), 2, 4)[..., 2] = 0
     found = audited_mixture(model, [0, 2])
     of_a = [each for each in found.experts if "lora_A" in each.name]
-    assert [each.numbers for each in of_a] == [(1, 2, 3)] * 2 and not any(each.partly for each in found.experts)
+    assert [each.numbers for each in of_a] == [(1, 2, 3)] * 2 and not any(
+        each.partly for each in found.experts
+    )

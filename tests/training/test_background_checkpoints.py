@@ -1,4 +1,6 @@
-"""Checkpoints are written beside the training: what they hold, what waits for them, and how their errors end a run."""
+"""Checkpoints are written beside the training: what they hold, what waits for them, and how
+their errors end a run.
+"""
 
 import threading
 import time
@@ -74,10 +76,16 @@ def test_one_at_a_time_and_the_end_waits(tmp_path, monkeypatch):
 
     writing(monkeypatch, watched)
     runs.train(tmp_path, **OPTIONS)
-    assert most == [1, 1, 1] and [path.name[-1] for path in checkpoints(tmp_path / "run")] == ["3", "2", "1"]
+    assert most == [1, 1, 1] and [path.name[-1] for path in checkpoints(tmp_path / "run")] == [
+        "3",
+        "2",
+        "1",
+    ]
 
 
-@pytest.mark.parametrize("error", [CheckpointError("the disk went away"), ValueError("no such thing")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [CheckpointError("the disk went away"), ValueError("no such thing")], ids=repr
+)
 def test_an_error_ends_the_run_with_its_own_words(tmp_path, monkeypatch, error):
     failed = threading.Event()
 
@@ -113,7 +121,11 @@ def test_a_checkpoint_that_was_begun_is_finished_where_training_fails(tmp_path, 
     assert checkpoint.check_checkpoint(checkpoints(tmp_path / "run")[0]) is None
 
 
-IN_BACKWARD = {"memory": ["optimizer_in_backward"], "gradient_accumulation_steps": 1, "max_grad_norm": None}
+IN_BACKWARD = {
+    "memory": ["optimizer_in_backward"],
+    "gradient_accumulation_steps": 1,
+    "max_grad_norm": None,
+}
 
 
 def noted(events, name, inner):
@@ -126,7 +138,9 @@ def noted(events, name, inner):
 
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after", "in backward"])
 def test_weights_change_only_after_the_copies(tmp_path, monkeypatch, options):
-    """The wait stands between the backward pass and the update; before the backward pass, where that updates."""
+    """The wait stands between the backward pass and the update; before the backward pass, where
+    that updates.
+    """
     events = []
     monkeypatch.setattr(staging.Staging, "hold_update", lambda self: events.append("hold"))
     for name in ("step", "step_of"):
@@ -167,13 +181,24 @@ def test_frozen_weights_are_not_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(staging.Staging, "copy", copy)
     runs.train(tmp_path, use_lora=True, lora_rank=4, save_steps=1, max_steps=2)
     (tensors,) = copied
-    weights = [name for place, name in tensors if place == "weights" and isinstance(tensors[place, name], torch.nn.Parameter)]
+    weights = [
+        name
+        for place, name in tensors
+        if place == "weights" and isinstance(tensors[place, name], torch.nn.Parameter)
+    ]
     assert weights and all("lora_" in name for name in weights)
 
 
 def test_that_of_the_last_step_is_written_without_a_copy(tmp_path, monkeypatch):
     """A copy would cost its memory and time, and nothing goes on beside it."""
     copied, inner = [], staging.Staging.copy
-    monkeypatch.setattr(staging.Staging, "copy", lambda self, tensors: copied.append(len(tensors)) or inner(self, tensors))
+    monkeypatch.setattr(
+        staging.Staging,
+        "copy",
+        lambda self, tensors: copied.append(len(tensors)) or inner(self, tensors),
+    )
     runs.train(tmp_path, **OPTIONS)
-    assert len(copied) == OPTIONS["max_steps"] - 1 and len(checkpoints(tmp_path / "run")) == OPTIONS["max_steps"]
+    assert (
+        len(copied) == OPTIONS["max_steps"] - 1
+        and len(checkpoints(tmp_path / "run")) == OPTIONS["max_steps"]
+    )

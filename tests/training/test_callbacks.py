@@ -1,4 +1,6 @@
-"""Every event of a run is told, ``stop`` ends it, and progress is seen by everybody, whatever logging they configured."""
+"""Every event of a run is told, ``stop`` ends it, and progress is seen by everybody, whatever
+logging they configured.
+"""
 
 import io
 import logging
@@ -23,7 +25,9 @@ LINE = r"^step {}/40 · loss 2\.5000{} · grad norm 1\.250 · lr 2\.00e-04 · 1,
 
 
 def unconfigure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a program that never touched logging; pytest puts a handler of its own on the root when a test begins."""
+    """As in a program that never touched logging; pytest puts a handler of its own on the root
+    when a test begins.
+    """
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", logging.WARNING)
@@ -56,7 +60,9 @@ def test_the_last_step_is_told(monkeypatch, capsys):
 
 
 def test_what_a_user_configured_stays_as_it_is(monkeypatch, capsys):
-    """At INFO they get the lines through their handler; at WARNING the progress alone is printed."""
+    """At INFO they get the lines through their handler; at WARNING the progress alone is
+    printed.
+    """
     unconfigure(monkeypatch)
     told = io.StringIO()
     root = logging.getLogger()
@@ -77,7 +83,9 @@ def test_afterwards_logging_is_as_before(monkeypatch, capsys):
         OURS.info("within")
         OURS.debug("details")
     OURS.info("after")
-    assert capsys.readouterr().err == "within\n" and not OURS.handlers and OURS.level == logging.NOTSET
+    assert (
+        capsys.readouterr().err == "within\n" and not OURS.handlers and OURS.level == logging.NOTSET
+    )
 
 
 def test_other_ranks_tell_warnings_alone(monkeypatch, capsys):
@@ -89,8 +97,13 @@ def test_other_ranks_tell_warnings_alone(monkeypatch, capsys):
 
 
 def test_a_script_that_configures_nothing_sees_its_run(tmp_path):
-    program = f"import sys; sys.path[:0] = [{str(TESTS)!r}]; import runs, pathlib; runs.train(pathlib.Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    program = (
+        f"import sys; sys.path[:0] = [{str(TESTS)!r}]; import runs, pathlib; "
+        f"runs.train(pathlib.Path({str(tmp_path)!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert [line for line in lines if line.startswith("training: 6 steps")]
@@ -123,11 +136,19 @@ class Told(Callback):
 
 def test_every_event_is_told_in_order(tmp_path):
     told = Told()
-    runs.train(tmp_path, callbacks=[told], max_steps=3, validation_split=0.2, eval_steps=2, save_steps=2)
+    runs.train(
+        tmp_path, callbacks=[told], max_steps=3, validation_split=0.2, eval_steps=2, save_steps=2
+    )
     written = told.events.index(("saved", 2))  # by a thread
     assert told.events[:written].count(("evaluated", 2)) == 1 and told.events.pop(written)
     steps = [("step_done", 1), ("step_done", 2), ("evaluated", 2), ("step_done", 3)]
-    assert told.events == [("run_began", 0), *steps, ("evaluated", 3), ("saved", 3), ("finished", None)]
+    assert told.events == [
+        ("run_began", 0),
+        *steps,
+        ("evaluated", 3),
+        ("saved", 3),
+        ("finished", None),
+    ]
 
 
 def test_what_ended_a_run_is_told(tmp_path):
@@ -152,16 +173,28 @@ def test_stop_ends_a_run_with_a_checkpoint(tmp_path, elsewhere):
                 trainer.stop()
 
     told = Told(stop)
-    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), callbacks=[told])
+    trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), callbacks=[told]
+    )
     with pytest.raises(Interrupted, match=r"stopped as asked after step 3; .*resume"):
         trainer.train(tiny.chat_rows())
-    assert told.events[-2:] == [("saved", 3), ("interrupted", told.events[-1][1])] and "stopped as asked" in told.events[-1][1]
+    assert (
+        told.events[-2:] == [("saved", 3), ("interrupted", told.events[-1][1])]
+        and "stopped as asked" in told.events[-1][1]
+    )
     assert trainer.train(tiny.chat_rows(), resume=True).steps == 6
 
 
 def test_stop_without_a_checkpoint_writes_none(tmp_path):
     told = Told(lambda step: trainer.stop(save=False))
-    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), callbacks=[told])
+    trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), callbacks=[told]
+    )
     with pytest.raises(Interrupted):
         trainer.train(tiny.chat_rows())
-    assert [event for event, _ in told.events] == ["run_began", "step_done", "step_done", "interrupted"]
+    assert [event for event, _ in told.events] == [
+        "run_began",
+        "step_done",
+        "step_done",
+        "interrupted",
+    ]

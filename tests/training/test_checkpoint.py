@@ -20,7 +20,12 @@ from chronicals.saving import check_folder, describe, folders, write_folder
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
 from chronicals.training.callbacks import Callback, read_metrics
-from chronicals.training.checkpoint import checkpoints, newest_valid, random_states, restore_random_states
+from chronicals.training.checkpoint import (
+    checkpoints,
+    newest_valid,
+    random_states,
+    restore_random_states,
+)
 from comparison import equal
 
 
@@ -44,7 +49,11 @@ def test_only_safetensors_and_json(finished):
 
 
 def test_keeps_the_newest(finished):
-    assert [path.name for path in checkpoints(finished / "run")] == ["step-00000006", "step-00000004", "step-00000002"]
+    assert [path.name for path in checkpoints(finished / "run")] == [
+        "step-00000006",
+        "step-00000004",
+        "step-00000002",
+    ]
 
 
 UNREADABLE = ("null", "[]", "{}", '{"state.json": 1}', '{"state.json": {"size": 1}}')
@@ -77,7 +86,9 @@ def test_what_cannot_be_read_is_damage(run_folder, caplog, monkeypatch):
 
 @pytest.mark.parametrize("dangling", [False, True])
 def test_checkpoints_that_are_links(run_folder, tmp_path_factory, dangling):
-    """The newest is read where it is whole, and replaced where it is not there; older ones are removed as links."""
+    """The newest is read where it is whole, and replaced where it is not there; older ones are
+    removed as links.
+    """
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     for folder in checkpoints(run_folder / "run")[: 1 if dangling else 2]:
         shutil.move(folder, elsewhere / folder.name)
@@ -87,8 +98,9 @@ def test_checkpoints_that_are_links(run_folder, tmp_path_factory, dangling):
     result = runs.train(run_folder, save_steps=2, save_total_limit=2, max_steps=8, resume=True)
     assert result.steps == 8
     assert [(path.name, path.is_symlink()) for path in checkpoints(run_folder / "run")] == [
-        ("step-00000008", False), ("step-00000006", not dangling),
-    ]  # fmt: skip
+        ("step-00000008", False),
+        ("step-00000006", not dangling),
+    ]
     assert dangling or check_folder(elsewhere / "step-00000004") is None
 
 
@@ -143,11 +155,14 @@ def test_full_disk_leaves_the_old_checkpoint(run_folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(28, "disk is full"), (122, "disk is full"), (27, "cannot be written.*File too large")]
+    ("number", "message"),
+    [(28, "disk is full"), (122, "disk is full"), (27, "cannot be written.*File too large")],
 )
 def test_what_safetensors_says_of_the_disk_is_told(tmp_path, monkeypatch, number, message):
     def broken(*_):
-        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+        raise SafetensorError(
+            f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+        )
 
     monkeypatch.setattr(module, "save_file", broken)
     with pytest.raises(CheckpointError, match=message):
@@ -158,7 +173,10 @@ def test_full_disk_for_real(tmp_path):
     """On a file system of half a megabyte."""
     small = tmp_path / "small"
     small.mkdir()
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=512k tmpfs {small} 2>/dev/null") != 0:
+    if (
+        os.geteuid() != 0
+        or os.system(f"mount -t tmpfs -o size=512k tmpfs {small} 2>/dev/null") != 0
+    ):
         pytest.skip("cannot mount a small file system here")
     try:
         write_folder(small / "first", lambda aside: (aside / "file").write_bytes(b"x" * 1000))
@@ -179,7 +197,10 @@ def test_damaged_checkpoints_take_no_place_of_whole_ones(run_folder):
     runs.train(run_folder, max_steps=3, save_steps=1, save_total_limit=2, resume=True)
     assert newest_valid(folder).name == "step-00000003"
     whole = [path.name for path in checkpoints(folder) if check_folder(path) is None]
-    assert whole == ["step-00000003", "step-00000002"] and (folder / "checkpoints" / "step-best").exists()
+    assert (
+        whole == ["step-00000003", "step-00000002"]
+        and (folder / "checkpoints" / "step-best").exists()
+    )
 
 
 def test_each_rank_has_its_random_numbers_back(tmp_path, caplog):
@@ -195,7 +216,9 @@ def test_each_rank_has_its_random_numbers_back(tmp_path, caplog):
     stored = load_file(tmp_path / "states")
     for rank in (0, 1):
         restore_random_states(stored, rank, tmp_path)
-        assert equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(rank))), rank
+        assert equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(rank))), (
+            rank
+        )
     restore_random_states(stored, 2, tmp_path)
     assert "written by fewer processes, that of rank 2 draws its random numbers anew" in caplog.text
 
@@ -205,7 +228,13 @@ def wrapped(seed=0, names=("default",), **changes):
     peft = pytest.importorskip("peft")
     made = tiny.llama()
     torch.manual_seed(seed)
-    options = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **changes}
+    options = {
+        "r": 4,
+        "target_modules": "all-linear",
+        "lora_dropout": 0.0,
+        "task_type": "CAUSAL_LM",
+        **changes,
+    }
     made = peft.get_peft_model(made, peft.LoraConfig(**options), adapter_name=names[0])
     for name in names[1:]:
         made.add_adapter(name, peft.LoraConfig(**options))
@@ -255,7 +284,9 @@ def rewrite_state(folder, **changes):
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | changes))
     described = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(described | {"state.json": describe(folder / "state.json")}))
+    (folder / "manifest.json").write_text(
+        json.dumps(described | {"state.json": describe(folder / "state.json")})
+    )
 
 
 def key_of_format_7(rows, folder):
@@ -263,7 +294,9 @@ def key_of_format_7(rows, folder):
     inner = tiny.tokenizer()
     vocabulary = inner.backend_tokenizer.to_str().partition('"added_tokens":')[2]
     described = [inner.chat_template, inner.special_tokens_map, False, "sft", ["assistant"], "all"]
-    tokenizer = hashlib.sha256(f"{vocabulary}{json.dumps(described, default=str, sort_keys=True)}".encode()).hexdigest()
+    tokenizer = hashlib.sha256(
+        f"{vocabulary}{json.dumps(described, default=str, sort_keys=True)}".encode()
+    ).hexdigest()
     made_of = [7, 128, None, tokenizer, source_fingerprint(rows, folder / "tokens", 42)]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
@@ -300,14 +333,19 @@ def test_other_data_is_refused_on_resume(run_folder):
 )
 def test_another_order_is_refused_on_resume(run_folder, changes, named):
     """What the run's position counts would be other documents."""
-    with pytest.raises(CheckpointError, match=f"another order than before.*{named}.*resume with what the run began with"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"another order than before.*{named}.*resume with what the run began with",
+    ):
         runs.train(run_folder, resume=True, **{"max_steps": 9, **changes})
 
 
 def test_other_rows_held_out_are_refused_on_resume(tmp_path):
     """The same rows, but what was held out of them is now given beside them."""
     runs.train(tmp_path, validation_split=0.2, max_steps=2)
-    with pytest.raises(CheckpointError, match=r"another order than before.*validation_split=0.0 \(before: 0.2\)"):
+    with pytest.raises(
+        CheckpointError, match=r"another order than before.*validation_split=0.0 \(before: 0.2\)"
+    ):
         runs.train(tmp_path, eval_rows=tiny.chat_rows(65)[60:], max_steps=4, resume=True)
 
 
@@ -323,8 +361,13 @@ def test_other_rows_held_out_are_refused_on_resume(tmp_path):
     ],
 )
 def test_every_epoch_is_whole_in_whatever_steps_it_goes_on(tmp_path, first, then):
-    """38 packs are no whole number of steps; all targets are three times those of one epoch, however steps are cut."""
-    rows, settings = tiny.chat_rows(38), {"num_epochs": 3, "use_sequence_packing": False, "save_steps": 2}
+    """38 packs are no whole number of steps; all targets are three times those of one epoch,
+    however steps are cut.
+    """
+    rows, settings = (
+        tiny.chat_rows(38),
+        {"num_epochs": 3, "use_sequence_packing": False, "save_steps": 2},
+    )
 
     class Stop(Callback):
         def step_done(self, metrics):
@@ -347,14 +390,22 @@ def test_resumed_at_its_end_a_run_has_the_same_result(tmp_path):
     first = runs.train(tmp_path, validation_split=0.2)
     page = first.report.read_text()
     second = runs.train(tmp_path, validation_split=0.2, resume=True)
-    assert (second.steps, second.loss, second.evaluation) == (first.steps, first.loss, first.evaluation)
-    assert f"{first.evaluation.loss:.4f}" in page and "held-out loss</th>" in second.report.read_text()
+    assert (second.steps, second.loss, second.evaluation) == (
+        first.steps,
+        first.loss,
+        first.evaluation,
+    )
+    assert (
+        f"{first.evaluation.loss:.4f}" in page and "held-out loss</th>" in second.report.read_text()
+    )
 
 
 def test_changed_settings_are_told_on_resume(run_folder, caplog):
     with caplog.at_level(logging.WARNING):
         runs.train(run_folder, max_steps=7, learning_rate=1e-3, save_steps=None, resume=True)
-    assert "learning_rate=0.001 (before: 0.003), max_steps=7 (before: 6), output_dir=" in caplog.text
+    assert (
+        "learning_rate=0.001 (before: 0.003), max_steps=7 (before: 6), output_dir=" in caplog.text
+    )
 
 
 def test_another_model_under_an_adapter_is_told_on_resume(tmp_path, caplog):
@@ -367,14 +418,18 @@ def test_another_model_under_an_adapter_is_told_on_resume(tmp_path, caplog):
 
     runs.train(tmp_path, model=model("one"), use_lora=True, lora_rank=4, max_steps=1)
     with caplog.at_level(logging.WARNING):
-        runs.train(tmp_path, model=model("other"), use_lora=True, lora_rank=4, max_steps=1, resume=True)
+        runs.train(
+            tmp_path, model=model("other"), use_lora=True, lora_rank=4, max_steps=1, resume=True
+        )
     assert "resuming with model='other' (before: 'one')" in caplog.text
 
 
 def test_adapters_are_not_whole_weights(tmp_path):
     """And nothing is asked of the network for them."""
     runs.train(tmp_path, use_lora=True, lora_rank=4, max_steps=1)
-    with pytest.raises(CheckpointError, match="holds adapters, and the model has none; set use_lora"):
+    with pytest.raises(
+        CheckpointError, match="holds adapters, and the model has none; set use_lora"
+    ):
         runs.train(tmp_path, max_steps=2, resume=True)
 
 
@@ -397,7 +452,9 @@ def test_other_adapters_of_peft_are_not_gone_on_with(tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"), [({"num_hidden_layers": 1}, "are not in both"), ({"hidden_size": 32}, "there and .* here")], ids=str
+    ("shape", "message"),
+    [({"num_hidden_layers": 1}, "are not in both"), ({"hidden_size": 32}, "there and .* here")],
+    ids=str,
 )
 def test_another_architecture_is_not_gone_on_with(tmp_path, shape, message):
     runs.train(tmp_path, max_steps=1)
@@ -410,13 +467,17 @@ def test_another_architecture_is_not_gone_on_with(tmp_path, shape, message):
 
 def test_how_to_resume_can_be_pasted(tmp_path):
     runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
-    with pytest.raises(CheckpointError, match=f"train\\(..., resume=True\\) and output_dir='{tmp_path}/my run'"):
+    with pytest.raises(
+        CheckpointError, match=f"train\\(..., resume=True\\) and output_dir='{tmp_path}/my run'"
+    ):
         runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
 
 
 def test_adapters_of_peft_are_as_they_were_where_others_do_not_fit(tmp_path):
     peft = pytest.importorskip("peft")
-    made = (peft.LoraConfig(r=4, target_modules=names) for names in (["q_proj"], ["q_proj", "k_proj"]))
+    made = (
+        peft.LoraConfig(r=4, target_modules=names) for names in (["q_proj"], ["q_proj", "k_proj"])
+    )
     model, other = (peft.get_peft_model(tiny.llama(), config) for config in made)
     other.save_pretrained(tmp_path / "model")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,6 @@
-"""Weights are divided unasked where they do not fit a card, if they can be; else the run stays as it is, and says why."""
+"""Weights are divided unasked where they do not fit a card, if they can be; else the run stays
+as it is, and says why.
+"""
 
 from dataclasses import replace
 
@@ -23,15 +25,26 @@ SMALL = 1 << 20
 
 
 def opt(layerdrop):
-    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return OPTForCausalLM(OPTConfig(vocab_size=300, max_position_embeddings=128, layerdrop=layerdrop, **sizes))
+    sizes = {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return OPTForCausalLM(
+        OPTConfig(vocab_size=300, max_position_embeddings=128, layerdrop=layerdrop, **sizes)
+    )
 
 
 REFUSING = [
     ({"memory": ["offload_activations"]}, "tells activations from weights"),
     ({"memory": ["reduce_in_backward"]}, "sums gradients by itself"),
     ({"use_fp8": True}, "quantises weights that are whole"),
-    ({**LORA, "use_fp8": True, "memory": ["offload_frozen_weights"]}, "quantises weights that are whole"),
+    (
+        {**LORA, "use_fp8": True, "memory": ["offload_frozen_weights"]},
+        "quantises weights that are whole",
+    ),
     ({"use_8bit_optimizer": True}, "would cut blocks of 8-bit states"),
     ({"use_cuda_graphs": True}, "weights are gathered for each layer"),
     ({"use_torch_compile": True}, "weights are gathered for each layer"),
@@ -41,7 +54,10 @@ REFUSING = [
 
 @pytest.mark.parametrize(("fields", "words"), REFUSING, ids=[words for _, words in REFUSING])
 def test_what_the_user_set_keeps_weights_whole(tmp_path, fields, words):
-    model, config = tiny.llama(hidden_size=72, intermediate_size=88), runs.config(tmp_path, **fields)
+    model, config = (
+        tiny.llama(hidden_size=72, intermediate_size=88),
+        runs.config(tmp_path, **fields),
+    )
     assert choose_sharding(config, model, 4, SMALL) == "optimizer"
     assert words in why_not_divided(config, model, 4, SMALL)
     assert choose_sharding(runs.config(tmp_path), model, 4, SMALL) == "weights"
@@ -49,7 +65,10 @@ def test_what_the_user_set_keeps_weights_whole(tmp_path, fields, words):
 
 def test_graphs_that_the_user_set_leave_adapters_their_divided_base(tmp_path):
     model = tiny.llama(hidden_size=72, intermediate_size=88)
-    assert choose_sharding(runs.config(tmp_path, use_cuda_graphs=True, **LORA), model, 4, SMALL) == "weights"
+    assert (
+        choose_sharding(runs.config(tmp_path, use_cuda_graphs=True, **LORA), model, 4, SMALL)
+        == "weights"
+    )
     assert all(p.requires_grad for p in model.parameters()), "a choice changes nothing of the model"
 
 
@@ -64,7 +83,9 @@ def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path,
         if fields:
             apply_lora(model, LoRAConfig(rank=2))
         presented = present(model)
-        return decisions._graphs(runs.config(tmp_path, **fields), presented, decisions.FLASH[0], 1, False, True)
+        return decisions._graphs(
+            runs.config(tmp_path, **fields), presented, decisions.FLASH[0], 1, False, True
+        )
 
     assert why_not(**LORA) == (True, "micro-step and update are replayed")
     assert why_not() == (False, "weights are gathered for each layer")
@@ -75,7 +96,10 @@ def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path,
 def test_weights_that_their_class_keeps_in_fp32_stay_whole(tmp_path):
     model = tiny.llama()
     model._keep_in_fp32_modules_strict = ["norm"]
-    assert choose_sharding(runs.config(tmp_path, mixed_precision="bf16"), model, 4, SMALL) == "optimizer"
+    assert (
+        choose_sharding(runs.config(tmp_path, mixed_precision="bf16"), model, 4, SMALL)
+        == "optimizer"
+    )
 
 
 def test_a_decision_says_why_weights_stay_whole(tmp_path, monkeypatch):
@@ -88,10 +112,17 @@ def test_a_decision_says_why_weights_stay_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "expected_memory", on_a_small_card)
     config = runs.config(tmp_path, memory=["reduce_in_backward"], check_memory=False)
     made = decisions.decide(config, present(tiny.llama()), ranks=4)["sharding"]
-    assert made.how != "weights" and "not divided though they do not fit a card whole: it sums gradients" in made.reason
-    asked = decisions.decide(config.replace(sharding="optimizer"), present(tiny.llama()), ranks=4)["sharding"]
+    assert (
+        made.how != "weights"
+        and "not divided though they do not fit a card whole: it sums gradients" in made.reason
+    )
+    asked = decisions.decide(config.replace(sharding="optimizer"), present(tiny.llama()), ranks=4)[
+        "sharding"
+    ]
     assert "not divided" not in asked.reason
-    free = decisions.decide(runs.config(tmp_path, check_memory=False), present(tiny.llama()), ranks=4)["sharding"]
+    free = decisions.decide(
+        runs.config(tmp_path, check_memory=False), present(tiny.llama()), ranks=4
+    )["sharding"]
     assert "not divided" not in free.reason
 
 
@@ -119,23 +150,38 @@ def test_weights_of_a_gguf_file_are_not_divided(tmp_path):
     model = load_model(gguf_files.write(tmp_path, tiny.llama(), "q8_0"), torch.float32)
     chosen, words = divisible(model, runs.config(tmp_path, **LORA), 2)
     assert chosen == "optimizer"
-    assert words.startswith("sharding='weights': weights in Q8_0 of GGUF stay") and "sharding='optimizer'" in words
+    assert (
+        words.startswith("sharding='weights': weights in Q8_0 of GGUF stay")
+        and "sharding='optimizer'" in words
+    )
 
 
 @pytest.mark.parametrize("nf4", [False, True], ids=["16 bit", "NF4"])
 def test_a_number_that_divides_no_layer_divides_nothing(tmp_path, nf4):
-    model, config = tiny.llama(hidden_size=256, intermediate_size=512), runs.config(tmp_path, **LORA)
+    model, config = (
+        tiny.llama(hidden_size=256, intermediate_size=512),
+        runs.config(tmp_path, **LORA),
+    )
     if nf4:
         quantise_layers(model)
     assert divisible(model, config, 2) == ("weights", None)
     chosen, words = divisible(model, config, 3)
-    assert chosen == "optimizer" and "no frozen linear layer of its decoder layers has rows that can be divided by 3" in words
+    assert (
+        chosen == "optimizer"
+        and "no frozen linear layer of its decoder layers has rows that can be divided by 3"
+        in words
+    )
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_a_share_of_weights_that_are_not_divided_is_refused(sharding, tmp_path):
     config = runs.config(tmp_path, sharding=sharding, sharding_ranks=2)
-    with pytest.raises(ConfigurationError, match=f"sharding_ranks=2: no weights are divided with sharding='{sharding}'; set"):
+    with pytest.raises(
+        ConfigurationError,
+        match=f"sharding_ranks=2: no weights are divided with sharding='{sharding}'; set",
+    ):
         decisions.decide(config, present(tiny.llama()), ranks=4)
-    free = decisions.decide(runs.config(tmp_path, sharding_ranks=2), present(tiny.llama()), ranks=4)["sharding"]
+    free = decisions.decide(
+        runs.config(tmp_path, sharding_ranks=2), present(tiny.llama()), ranks=4
+    )["sharding"]
     assert "in each process; sharding_ranks=2 is of weights that are divided" in free.reason

@@ -15,7 +15,13 @@ ARMS = {
     "dropout": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.3},
     "recomputed": {"use_gradient_checkpointing": True},
     "offloaded": {"activation_offload": True},
-    "DoRA over 4 bits": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "use_dora": True, "quantization": "nf4"},
+    "DoRA over 4 bits": {
+        "use_lora": True,
+        "lora_rank": 4,
+        "lora_dropout": 0.0,
+        "use_dora": True,
+        "quantization": "nf4",
+    },
     "not replayed": {"use_cuda_graphs": False, "gradient_accumulation_steps": 2},
 }
 
@@ -34,16 +40,25 @@ def test_the_run_is_the_same(arm, tmp_path, monkeypatch):
     def trained(name, compile_micro_step):
         monkeypatch.setattr(session, "compile_micro_step", compile_micro_step)
         torch.manual_seed(11)
-        options = {"mixed_precision": "bf16", "max_steps": 6, "gradient_accumulation_steps": 1, "save_steps": None}
+        options = {
+            "mixed_precision": "bf16",
+            "max_steps": 6,
+            "gradient_accumulation_steps": 1,
+            "save_steps": None,
+        }
         runs.train(tmp_path / name, **options | ARMS[arm])
         return runs.trajectory(tmp_path / name), runs.weights(tmp_path / name)
 
     with_it, without = trained("with", counted), trained("without", lambda *_: None)
     assert compiled == [arm]
     for (_, loss, norm), (_, our_loss, our_norm) in zip(without[0], with_it[0], strict=True):
-        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(
+            norm, rel=2e-2
+        )
     for name, weight in without[1].items():
-        assert (with_it[1][name].float() - weight.float()).norm() <= 2e-2 * weight.float().norm(), name
+        assert (with_it[1][name].float() - weight.float()).norm() <= 2e-2 * weight.float().norm(), (
+            name
+        )
 
 
 @pytest.mark.gpu

@@ -19,7 +19,9 @@ import context_ranks
 
 pytestmark = [
     pytest.mark.of_file(4),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"
+    ),
 ]
 
 CASES = [
@@ -43,16 +45,27 @@ def launched(folder, count, cases):
 @pytest.fixture(scope="module")
 def two(request, tmp_path_factory):
     """Where two processes put what they found in every case that is tested."""
-    tested = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    tested = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     left = [name for name in context_ranks.RUNS if {"name": name} not in tested]
-    return launched(tmp_path_factory.mktemp("two"), 2, [case for case in CASES if case.removeprefix("run: ") not in left])
+    return launched(
+        tmp_path_factory.mktemp("two"),
+        2,
+        [case for case in CASES if case.removeprefix("run: ") not in left],
+    )
 
 
 def agree(found, expected, tolerance=1e-5):
     torch.testing.assert_close(found["steps"], expected["steps"], rtol=tolerance, atol=0.0)
     assert found["held out"] == pytest.approx(expected["held out"], rel=tolerance)
     assert found["weights"].keys() == expected["weights"].keys()
-    distances = {name: families.distance(found["weights"][name], own) for name, own in expected["weights"].items()}
+    distances = {
+        name: families.distance(found["weights"][name], own)
+        for name, own in expected["weights"].items()
+    }
     assert max(distances.values()) < 1e-4, distances
 
 
@@ -72,7 +85,16 @@ def test_one_goes_on_where_two_that_shared_packs_ended(two):
 
 
 def test_four_of_which_two_share_each_pack(tmp_path):
-    names = "all heads", "one key head", "sinks", "keys, window", "keys, narrow values", "both", "both, window", "both, sinks"
+    names = (
+        "all heads",
+        "one key head",
+        "sinks",
+        "keys, window",
+        "keys, narrow values",
+        "both",
+        "both, window",
+        "both, sinks",
+    )
     launched(tmp_path, 4, ["run: all weights", *(f"attention: {name}" for name in names)])
     seen = torch.load(tmp_path / "run: all weights.pt")
     agree(seen["together"], seen["alone"])
@@ -96,13 +118,18 @@ def test_fused_layers_take_parts(two):
 
 WORDS = {
     "dpo": "pack_parts=2: objective='dpo' compares whole documents, which must lie on one process",
-    "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; context_heads=1 divides none",
+    "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; "
+    "context_heads=1 divides none",
     "padded rows": "context_parallel=2: MambaForCausalLM takes documents as padded rows",
-    "router loss": "context_parallel=2: the router loss of MixtralForCausalLM is one of whole packs",
+    "router loss": "context_parallel=2: the router loss of MixtralForCausalLM is one of whole "
+    "packs",
     "layers skipped": "context_parallel=2: OPTForCausalLM skips layers at random",
-    "in the backward pass": "memory=['reduce_in_backward']: sums wait for processes that wait for heads",
-    "tokens mixed": "context_parallel=2: LlamaForCausalLM computes something else of a part of a document than of the whole",
-    "odd tokens": "max_seq_length=98: packs in 2 parts (context_parallel, pack_parts) need a multiple of 4",
+    "in the backward pass": "memory=['reduce_in_backward']: sums wait for processes that wait for "
+    "heads",
+    "tokens mixed": "context_parallel=2: LlamaForCausalLM computes something else of a part of a "
+    "document than of the whole",
+    "odd tokens": "max_seq_length=98: packs in 2 parts (context_parallel, pack_parts) need a "
+    "multiple of 4",
     "parts": "pack_parts=3: so many parts cannot be divided among context_parallel=2 processes",
 }
 
@@ -115,21 +142,39 @@ def test_what_cannot_be_shared_is_refused(name, two):
 @pytest.mark.parametrize(
     ("machines", "number", "heads", "key_heads", "inner"),
     [
-        ("aaaa", 4, 8, 4, 4), ("aaaa", 2, 8, 4, 2), ("aaaa", 4, 8, 2, 2), ("aaaa", 2, 3, 3, 1), ("aaaabbbb", 8, 32, 8, 4),
-        ("aaaabbbb", 8, 32, 2, 2), ("aabb", 4, 6, 3, 1), ("abab", 2, 8, 8, 1), ("aaabbb", 6, 12, 6, 3), ("aabbbb", 6, 12, 6, 2),
+        ("aaaa", 4, 8, 4, 4),
+        ("aaaa", 2, 8, 4, 2),
+        ("aaaa", 4, 8, 2, 2),
+        ("aaaa", 2, 3, 3, 1),
+        ("aaaabbbb", 8, 32, 8, 4),
+        ("aaaabbbb", 8, 32, 2, 2),
+        ("aabb", 4, 6, 3, 1),
+        ("abab", 2, 8, 8, 1),
+        ("aaabbb", 6, 12, 6, 3),
+        ("aabbbb", 6, 12, 6, 2),
     ],
-)  # fmt: skip
-def test_heads_are_exchanged_within_machines_where_they_divide(machines, number, heads, key_heads, inner):
+)
+def test_heads_are_exchanged_within_machines_where_they_divide(
+    machines, number, heads, key_heads, inner
+):
     assert exchanging(machines, number, heads, key_heads) == inner
 
 
 def test_processes_that_are_no_multiple():
-    with pytest.raises(ConfigurationError, match=r"context_parallel=2: 1 processes cannot share packs 2 by 2; .*--nproc 2"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"context_parallel=2: 1 processes cannot share packs 2 by 2; .*--nproc 2",
+    ):
         Mesh().sharing_packs(2)
 
 
 def test_heads_that_no_processes_exchange(tmp_path):
-    with pytest.raises(ConfigurationError, match="context_heads=2: no pack is shared; set context_parallel too"):
+    with pytest.raises(
+        ConfigurationError, match="context_heads=2: no pack is shared; set context_parallel too"
+    ):
         sharing_packs(Mesh(), runs.config(tmp_path, context_heads=2), tiny.llama())
-    with pytest.raises(ConfigurationError, match="context_heads=3: 4 processes that share packs cannot exchange heads 3 by 3"):
+    with pytest.raises(
+        ConfigurationError,
+        match="context_heads=3: 4 processes that share packs cannot exchange heads 3 by 3",
+    ):
         Mesh(count=4).sharing_packs(4, 3)

@@ -48,9 +48,13 @@ def test_one_rate_is_not_said_twice(caplog):
 
 def test_a_run_says_them_before_its_first_step(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        runs.train(tmp_path, use_lora=True, lora_rank=4, max_steps=1, trackers=[], learning_rate=2e-4)
+        runs.train(
+            tmp_path, use_lora=True, lora_rank=4, max_steps=1, trackers=[], learning_rate=2e-4
+        )
     lines = [record.getMessage() for record in caplog.records]
-    assert lines.index(BOTH) < next(number for number, line in enumerate(lines) if line.startswith("step 1/1"))
+    assert lines.index(BOTH) < next(
+        number for number, line in enumerate(lines) if line.startswith("step 1/1")
+    )
 
 
 def test_a_rate_of_b_at_which_nothing_was_seen_to_train_is_warned_of(caplog):
@@ -59,29 +63,42 @@ def test_a_rate_of_b_at_which_nothing_was_seen_to_train_is_warned_of(caplog):
     assert level == "WARNING"
     assert "B learns at 4.8e-2, and above 1.6e-2" in words
     assert "set learning_rate=1.0e-3 or lower, or use_lora_plus=False" in words
-    assert "learning_rate=4.0e-3 or lower" in said(caplog, learning_rate=1e-2, lora_plus_ratio=4.0)[1][1]
+    assert (
+        "learning_rate=4.0e-3 or lower"
+        in said(caplog, learning_rate=1e-2, lora_plus_ratio=4.0)[1][1]
+    )
 
 
 def test_the_limit_is_that_of_the_measured_curves():
-    """The highest rate at which held-out loss is near its lowest, and beyond it is above where it was at the lowest rate."""
+    """The highest rate at which held-out loss is near its lowest, and beyond it is above where
+    it was at the lowest rate.
+    """
     search = json.loads(CURVES.read_text())["methods"]["LoRA+"]["search"]
     losses = {16 * run["rate"]: run["held_out"] for run in search}
     trained = [rate for rate, loss in losses.items() if loss <= losses[min(losses)]]
     assert max(trained) == pytest.approx(session.HIGHEST_RATE_OF_B)
 
 
-@pytest.mark.parametrize("rate, words", [(2e-4, "2.0e-4"), (1.25e-5, "1.25e-5"), (0.016, "1.6e-2"), (1.0, "1.0e0")])
+@pytest.mark.parametrize(
+    "rate, words", [(2e-4, "2.0e-4"), (1.25e-5, "1.25e-5"), (0.016, "1.6e-2"), (1.0, "1.0e0")]
+)
 def test_rates_are_written_as_people_do(rate, words):
     assert as_rate(rate) == words
 
 
 @pytest.mark.parametrize("name", ["loraplus_lr_ratio", "loraplus_ratio"])
 def test_another_tools_field_is_answered_with_both_rates(name):
-    with pytest.raises(ConfigurationError, match=r"use lora_plus_ratio=16.*A 2\.0e-4, B 3\.2e-3.*use_lora_plus=False"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"use lora_plus_ratio=16.*A 2\.0e-4, B 3\.2e-3.*use_lora_plus=False",
+    ):
         ChronicalsConfig(**{name: 16})
 
 
-@pytest.mark.parametrize("ratio, total, steps", [(0.1, 1000, 100), (0.1, 30, 3), (0.07, 100, 7), (0.03, 50, 2), (0.0, 50, 0)])
+@pytest.mark.parametrize(
+    "ratio, total, steps",
+    [(0.1, 1000, 100), (0.1, 30, 3), (0.07, 100, 7), (0.03, 50, 2), (0.0, 50, 0)],
+)
 def test_the_warmup_as_a_share(ratio, total, steps):
     """Rounded up, as in transformers; and the plain schedule of verification has the same."""
     config = ChronicalsConfig(warmup_ratio=ratio, max_steps=total, lr_scheduler="constant")
@@ -93,7 +110,9 @@ def test_the_warmup_as_a_share(ratio, total, steps):
 
 def test_the_warmup_is_said_in_one_way():
     for fields in ({"warmup_steps": 5}, {"warmup_steps": 0}):
-        with pytest.raises(ConfigurationError, match=r"warmup_steps=\d and warmup_ratio=0.1: .*give one of the two"):
+        with pytest.raises(
+            ConfigurationError, match=r"warmup_steps=\d and warmup_ratio=0.1: .*give one of the two"
+        ):
             ChronicalsConfig(warmup_ratio=0.1, **fields)
     with pytest.raises(ConfigurationError, match="warmup_ratio=1.5"):
         ChronicalsConfig(warmup_ratio=1.5)

@@ -1,4 +1,6 @@
-"""What a run will write is known before its first step, and compared with what the disk has left."""
+"""What a run will write is known before its first step, and compared with what the disk has
+left.
+"""
 
 import shutil
 
@@ -16,14 +18,20 @@ KINDS = {
     "states in bf16": {"optimizer_state_dtype": "bf16"},
     "8-bit states": {"use_8bit_optimizer": True},
     "lora": {"use_lora": True, "lora_rank": 8},
-    "lora and the embedding": {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": ["embed_tokens"]},
+    "lora and the embedding": {
+        "use_lora": True,
+        "lora_rank": 8,
+        "lora_modules_to_save": ["embed_tokens"],
+    },
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_takes_what_was_said(kind, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("chronicals.training.trainer.check_disk", lambda use, config: said.append(use))
+    monkeypatch.setattr(
+        "chronicals.training.trainer.check_disk", lambda use, config: said.append(use)
+    )
     model = tiny.llama(hidden_size=128, intermediate_size=256)
     runs.train(tmp_path, model=model, max_steps=1, trackers=[], **KINDS[kind])
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -35,12 +43,19 @@ def test_a_checkpoint_takes_what_was_said(kind, tmp_path, monkeypatch):
 
 
 def with_free(monkeypatch, free):
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(1 << 40, 0, free))
+    monkeypatch.setattr(
+        disk.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(1 << 40, 0, free)
+    )
 
 
-def test_a_first_checkpoint_that_does_not_fit_is_an_error_before_the_first_step(tmp_path, monkeypatch):
+def test_a_first_checkpoint_that_does_not_fit_is_an_error_before_the_first_step(
+    tmp_path, monkeypatch
+):
     with_free(monkeypatch, 1 << 20)
-    with pytest.raises(CheckpointError, match=r"output_dir='.*run': its disk is full.*takes 1\.15 MiB, and 1\.00 MiB are free"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"output_dir='.*run': its disk is full.*takes 1\.15 MiB, and 1\.00 MiB are free",
+    ):
         runs.train(tmp_path)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -51,7 +66,10 @@ def test_checkpoints_that_may_not_all_fit_are_warned_of(tmp_path, monkeypatch, c
     check_disk(DiskUse(model=1 << 30, checkpoint=7 << 30, at_a_time=4), config)
     assert not caplog.text
     check_disk(DiskUse(model=3 << 30, checkpoint=7 << 30, at_a_time=4), config)
-    assert "4 checkpoints at a time and the model take 31.00 GiB, and its disk has 30.00 GiB free" in caplog.text
+    assert (
+        "4 checkpoints at a time and the model take 31.00 GiB, and its disk has 30.00 GiB free"
+        in caplog.text
+    )
     assert "lower save_total_limit=3" in caplog.text
 
 
@@ -69,4 +87,7 @@ def test_checkpoints_that_may_not_all_fit_are_warned_of(tmp_path, monkeypatch, c
 def test_how_many_are_there_at_a_time(changes, done, at_a_time, tmp_path):
     config = runs.config(tmp_path, **changes)
     run = Run(config.max_steps, config.output_dir, step=done)
-    assert disk_use(tiny.llama(), config, run, keeps_best="eval_steps" in changes).at_a_time == at_a_time
+    assert (
+        disk_use(tiny.llama(), config, run, keeps_best="eval_steps" in changes).at_a_time
+        == at_a_time
+    )

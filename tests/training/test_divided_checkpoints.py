@@ -1,4 +1,6 @@
-"""Checkpoints of runs whose weights are divided: any number of processes goes on from any of them."""
+"""Checkpoints of runs whose weights are divided: any number of processes goes on from any of
+them.
+"""
 
 import json
 import sys
@@ -24,7 +26,9 @@ from comparison import equal
 
 pytestmark = [
     pytest.mark.of_file(4),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"
+    ),
 ]
 
 
@@ -36,7 +40,9 @@ def by(count, folder, **fields):
     """So many processes make the run, or go on with it; one alone has all weights."""
     folder.mkdir(exist_ok=True)
     if count == 1:
-        divided_runs.train(folder, 1, **{name: value for name, value in fields.items() if name != "sharding_ranks"})
+        divided_runs.train(
+            folder, 1, **{name: value for name, value in fields.items() if name != "sharding_ranks"}
+        )
         return
     codes, words = two_processes.run(divided_runs.__file__, folder, json.dumps(fields), count=count)
     assert codes == [0] * count, [said[-2500:] for said in words]
@@ -72,7 +78,13 @@ def test_another_number_goes_on(tmp_path, whole, way):
 def test_another_number_goes_on_where_each_has_all_weights(tmp_path, whole, way):
     """And a share of the optimizer states."""
     for number, count in enumerate(WAYS[way]):
-        by(count, tmp_path / "a", max_steps=2 * (number + 1), resume=number > 0, sharding="optimizer")
+        by(
+            count,
+            tmp_path / "a",
+            max_steps=2 * (number + 1),
+            resume=number > 0,
+            sharding="optimizer",
+        )
     torch.testing.assert_close(steps(tmp_path / "a"), steps(whole), rtol=1e-4, atol=0.0)
     ours, theirs = runs.weights(tmp_path / "a"), runs.weights(whole)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
@@ -87,20 +99,27 @@ def test_copies_go_on_from_divided_weights(tmp_path, whole):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("fields", [{}, {"tied": True, "mixed_precision": "bf16"}], ids=["fp32", "bf16, tied"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"tied": True, "mixed_precision": "bf16"}], ids=["fp32", "bf16, tied"]
+)
 def test_the_same_number_goes_on_to_the_bit(tmp_path, fields):
     by(2, tmp_path / "once", **fields)
     by(2, tmp_path / "twice", max_steps=4, **fields)
     by(2, tmp_path / "twice", resume=True, **fields)
     assert equal(steps(tmp_path / "once"), steps(tmp_path / "twice"))
-    once, twice = (StoredStates(folder / "run/checkpoints/step-00000006") for folder in (tmp_path / "once", tmp_path / "twice"))
+    once, twice = (
+        StoredStates(folder / "run/checkpoints/step-00000006")
+        for folder in (tmp_path / "once", tmp_path / "twice")
+    )
     assert once.names() == twice.names()
     assert all(equal(once.read(name), twice.read(name)) for name in once.names())
 
 
 @pytest.mark.long
 def test_masters_are_carried_over_exactly(tmp_path):
-    """One process splits a weight into bf16 and the rest, divided weights are fp32: what is read is what was written."""
+    """One process splits a weight into bf16 and the rest, divided weights are fp32: what is read
+    is what was written.
+    """
     by(2, tmp_path / "a", max_steps=2, mixed_precision="bf16")
     folder = tmp_path / "a/run/checkpoints/step-00000002"
     stored, model = StoredStates(folder), load_file(folder / "model/model.safetensors")
@@ -110,31 +129,50 @@ def test_masters_are_carried_over_exactly(tmp_path):
     assert equal(split_master(value)[0], model[name]) and not equal(model[name].float(), value)
     by(1, tmp_path / "a", max_steps=3, resume=True, mixed_precision="bf16", learning_rate=STILL)
     after = tmp_path / "a/run/checkpoints/step-00000003"
-    high, low = load_file(after / "model/model.safetensors")[name], StoredStates(after).read(f"{name}:low")
+    high, low = (
+        load_file(after / "model/model.safetensors")[name],
+        StoredStates(after).read(f"{name}:low"),
+    )
     assert equal(join_master(high, low), value)
     by(2, tmp_path / "a", max_steps=4, resume=True, mixed_precision="bf16", learning_rate=STILL)
-    assert equal(StoredStates(tmp_path / "a/run/checkpoints/step-00000004").read(f"{name}:weight"), value)
+    assert equal(
+        StoredStates(tmp_path / "a/run/checkpoints/step-00000004").read(f"{name}:weight"), value
+    )
 
 
 def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
-    by(2, tmp_path / "a", keep="best", learning_rate=3e-2, eval_steps=1, save_steps=None, file_bytes=1)
+    by(
+        2,
+        tmp_path / "a",
+        keep="best",
+        learning_rate=3e-2,
+        eval_steps=1,
+        save_steps=None,
+        file_bytes=1,
+    )
     result = json.loads((tmp_path / "a/result.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a/run/model")
     assert type(model).__name__ == "LlamaForCausalLM"
-    files = sorted((tmp_path / f"a/run/checkpoints/step-{result['step']:08d}/model").glob("*.safetensors"))
+    files = sorted(
+        (tmp_path / f"a/run/checkpoints/step-{result['step']:08d}/model").glob("*.safetensors")
+    )
     best = {name: value for file in files for name, value in load_file(file).items()}
     assert best.keys() == model.state_dict().keys()
     assert all(equal(value, model.state_dict()[name]) for name, value in best.items())
     wrote = [json.loads((tmp_path / f"a/wrote-{rank}.json").read_text()) for rank in range(2)]
     assert wrote == [[0, 2], [1]] and len(files) == 3  # what is in no layer, and two layers
-    assert all(file.samefile(tmp_path / "a/run/model" / file.name) for file in files)  # nobody copies them
+    assert all(
+        file.samefile(tmp_path / "a/run/model" / file.name) for file in files
+    )  # nobody copies them
 
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 READ = {
-    "full": {}, "LoRA": LORA, "NF4": {**LORA, "quantization": "nf4"},
+    "full": {},
+    "LoRA": LORA,
+    "NF4": {**LORA, "quantization": "nf4"},
     "DoRA over NF4": {**LORA, "quantization": "nf4", "use_dora": True},
-}  # fmt: skip
+}
 
 
 def test_adapters_beside_a_divided_base_go_on(tmp_path):
@@ -143,17 +181,29 @@ def test_adapters_beside_a_divided_base_go_on(tmp_path):
     for number, count in enumerate((2, 2, 1)):
         by(count, tmp_path / "a", max_steps=2 * (number + 1), resume=number > 0, **fields)
     by(1, tmp_path / "alone", **fields)
-    torch.testing.assert_close(steps(tmp_path / "a"), steps(tmp_path / "alone"), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(
+        steps(tmp_path / "a"), steps(tmp_path / "alone"), rtol=1e-4, atol=0.0
+    )
     names = runs.weights(tmp_path / "a").keys()
-    assert names == runs.weights(tmp_path / "alone").keys() and all("lora_" in name for name in names)
+    assert names == runs.weights(tmp_path / "alone").keys() and all(
+        "lora_" in name for name in names
+    )
 
 
 def read_by_two_and_by_one(folder, **fields):
-    """Both train the same, over a model in files; that, and the bytes of weights that each of the two held when it was read."""
+    """Both train the same, over a model in files; that, and the bytes of weights that each of
+    the two held when it was read.
+    """
     source, model = folder / "source", tiny.llama(hidden_size=256, intermediate_size=512)
     model.save_pretrained(source)
     tiny.tokenizer().save_pretrained(source)
-    fields = {**fields, "source": str(source), "max_steps": 2, "validation_split": 0.1, "learning_rate": 1e-3}
+    fields = {
+        **fields,
+        "source": str(source),
+        "max_steps": 2,
+        "validation_split": 0.1,
+        "learning_rate": 1e-3,
+    }
     by(2, folder / "two", **fields)
     (folder / "one").mkdir()
     with patch.object(divided_runs.Mesh, "current", return_value=divided_runs.Mesh()):
@@ -169,7 +219,9 @@ def test_weights_are_divided_while_they_are_read(tmp_path, kind):
     model, held = read_by_two_and_by_one(tmp_path, **READ[kind])
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     others = sum(p.numel() for p in model.parameters()) - layers
-    at_most = 0 if kind == "full" else others + 0.6 * layers * (4 if kind == "LoRA" else 0.52)  # bytes, of rows
+    at_most = (
+        0 if kind == "full" else others + 0.6 * layers * (4 if kind == "LoRA" else 0.52)
+    )  # bytes, of rows
     assert max(held) <= at_most
 
 
@@ -186,5 +238,7 @@ def test_weights_that_cannot_be_read_by_rows_are_named(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 weights .* the first is model\.norm\.weight.*sharding='optimizer'"):
+    with pytest.raises(
+        ValueError, match=r"1 weights .* the first is model\.norm\.weight.*sharding='optimizer'"
+    ):
         load_for_rows(tmp_path, torch.float32)

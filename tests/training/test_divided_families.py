@@ -1,4 +1,6 @@
-"""Models of many families, experts and recurrent ones among them, train with divided weights as with whole ones."""
+"""Models of many families, experts and recurrent ones among them, train with divided weights as
+with whole ones.
+"""
 
 import json
 import sys
@@ -13,7 +15,9 @@ import two_processes
 sys.path.insert(0, str(Path(__file__).parent))
 import divided_families
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"
+)
 
 UNADAPTED = ("gpt2", "mamba", "jamba")
 """Without linear layers that can be divided, or whose weights their class reads past adapters."""
@@ -21,7 +25,9 @@ UNADAPTED = ("gpt2", "mamba", "jamba")
 
 @pytest.mark.parametrize("adapters", ["", pytest.param("+LoRA", marks=pytest.mark.long)])
 def test_families(tmp_path, adapters):
-    names = [f"{name}{adapters}" for name in families.FAMILIES if not (adapters and name in UNADAPTED)]
+    names = [
+        f"{name}{adapters}" for name in families.FAMILIES if not (adapters and name in UNADAPTED)
+    ]
     codes, words = two_processes.run(divided_families.__file__, tmp_path, *names, seconds=500)
     assert codes == [0, 0], [said[-2500:] for said in words]
     for name in names:

@@ -24,14 +24,18 @@ import divided_ranks
 
 pytestmark = [
     pytest.mark.of_file(4),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"
+    ),
 ]
 
 ORDER = 2e-6, 2e-5
 """Relative deviations that the order of sums brings, of losses and norms and of weights."""
 
 CLOSE = {"full in 8 bits": (2e-3, 2e-2), **dict.fromkeys(divided_ranks.IN_BF16, (1e-2, 1e-1))}
-"""Those of rounded states, which may fall on the other side, and of gradients in bf16, which one process adds in fp32."""
+"""Those of rounded states, which may fall on the other side, and of gradients in bf16, which one
+process adds in fp32.
+"""
 
 
 def outcomes(folder, count, *cases):
@@ -50,13 +54,19 @@ def check(case, found):
         assert error < of_weights, f"{case}, {name}: {error}"
     if case.startswith("full"):  # of each layer and of the rest, in each of two micro-batches
         layers = together["fused"] // (2 * divided_ranks.STEPS)
-        assert together["exchanges"] == (2 * divided_ranks.STEPS * (layers + 1) if case in divided_ranks.IN_BF16 else 0)
+        assert together["exchanges"] == (
+            2 * divided_ranks.STEPS * (layers + 1) if case in divided_ranks.IN_BF16 else 0
+        )
     assert together["frozen"] == alone["frozen"], case
-    expected = together["fused"] == 0 if "padded" in case else together["fused"] >= divided_ranks.STEPS * 2
+    expected = (
+        together["fused"] == 0 if "padded" in case else together["fused"] >= divided_ranks.STEPS * 2
+    )
     assert expected, f"{case}: {together['fused']} layers ran fused"
 
 
-BY_TWO = [case for case in divided_ranks.CASES if "copies" not in case and case != divided_ranks.DIFFER]
+BY_TWO = [
+    case for case in divided_ranks.CASES if "copies" not in case and case != divided_ranks.DIFFER
+]
 
 
 def test_two_train_what_one_does(tmp_path):
@@ -92,7 +102,9 @@ def test_four_train_what_one_does(tmp_path):
     for case in cases:
         check(case, found[case])
     assert found["NF4 in copies"]["together"]["parts"] == 14
-    assert 0 < found["NF4"]["together"]["parts"] < 14, "what cannot be cut at whole blocks of scales stays whole"
+    assert 0 < found["NF4"]["together"]["parts"] < 14, (
+        "what cannot be cut at whole blocks of scales stays whole"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,13 +134,21 @@ def test_weights_that_a_run_before_divided_are_not_taken_for_whole_ones(tmp_path
     model = apply_lora(tiny.llama(), LoRAConfig(rank=2))
     shard_embedding(model, 0, 2, torch.device("cpu"))
     config = runs.config(tmp_path, use_lora=True, objective="pretraining")
-    with pytest.raises(ConfigurationError, match="sharding='optimizer': a run before divided.* set sharding='weights'"):
+    with pytest.raises(
+        ConfigurationError,
+        match="sharding='optimizer': a run before divided.* set sharding='weights'",
+    ):
         prepare(model, config, build_objective(config))
 
 
 def test_memory_chooses(tmp_path):
-    """What does not fit whole is divided, unless the user says otherwise; a base under adapters is counted as frozen."""
-    model, free = tiny.llama(num_hidden_layers=8, hidden_size=256, intermediate_size=1024), runs.config(tmp_path)
+    """What does not fit whole is divided, unless the user says otherwise; a base under adapters
+    is counted as frozen.
+    """
+    model, free = (
+        tiny.llama(num_hidden_layers=8, hidden_size=256, intermediate_size=1024),
+        runs.config(tmp_path),
+    )
     held = sum(p.numel() for p in model.parameters())
     assert choose_sharding(free, model, 4, total=40 * held) == "optimizer"
     assert choose_sharding(free, model, 4, total=6 * held) == "weights"

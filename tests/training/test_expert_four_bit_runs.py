@@ -1,5 +1,5 @@
-"""Runs over mixtures whose experts are in 4 bits, from reading to merging: they train what LoRA trains over the weights that
-the codes stand for."""
+"""Runs over mixtures whose experts are in 4 bits, from reading to merging: they train what LoRA
+trains over the weights that the codes stand for."""
 
 import json
 import logging
@@ -33,18 +33,40 @@ from comparison import equal
 
 FITTING = {"vocab_size": 300, "max_position_embeddings": 512}
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-FEW = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+FEW = {
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+}
 OTHERS = {
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
         "Qwen2Moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
     ),
-    "deepseek_v3": ("DeepseekV3", {"n_routed_experts": 4, "n_shared_experts": 1, "num_key_value_heads": 4, **LATENT, **FEW}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"n_routed_experts": 4, "n_shared_experts": 1, "num_key_value_heads": 4, **LATENT, **FEW},
+    ),
     "glm4_moe": ("Glm4Moe", {"n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 8, **FEW}),
 }
-"""Of families that store a matrix an expert: with shared experts, and with a first layer that has none."""
+"""Of families that store a matrix an expert: with shared experts, and with a first layer that
+has none.
+"""
 
 
 def mixture(name, **changes):
@@ -63,13 +85,17 @@ def mixture(name, **changes):
 
 def base(folder, name="qwen3_moe", dtype=torch.float32, **changes):
     """A saved model in several shards, which divide experts."""
-    mixture(name, **{**FITTING, **changes}).to(dtype).save_pretrained(folder / "base", max_shard_size="60KB")
+    mixture(name, **{**FITTING, **changes}).to(dtype).save_pretrained(
+        folder / "base", max_shard_size="60KB"
+    )
     tiny.tokenizer().save_pretrained(folder / "base")
     return folder / "base"
 
 
 def packed_experts(model):
-    return {path: module for path, module in model.named_modules() if isinstance(module, Experts4bit)}
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, Experts4bit)
+    }
 
 
 def dequantised(model):
@@ -80,33 +106,66 @@ def dequantised(model):
     return model
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*families.MIXTURES, *OTHERS, "native"])
-def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_path, name, dtype, caplog):
+def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(
+    tmp_path, name, dtype, caplog
+):
     caplog.set_level(logging.INFO)
     place = base(tmp_path, name, dtype)
-    read, after, plain = load_model(place, dtype, quantization="nf4"), load_model(place, dtype), load_model(place, dtype)
+    read, after, plain = (
+        load_model(place, dtype, quantization="nf4"),
+        load_model(place, dtype),
+        load_model(place, dtype),
+    )
     layers = len(packed_experts(read))
-    assert f"and the experts of {layers} layers in NF4" in caplog.text and "stay in 16 bit" not in caplog.text
+    assert (
+        f"and the experts of {layers} layers in NF4" in caplog.text
+        and "stay in 16 bit" not in caplog.text
+    )
     dense = sum(p.numel() for p in read.parameters() if p.is_floating_point())
-    assert f" {100 * (1 - dense / sum(p.numel() for p in plain.parameters())):.1f} % of the weights" in caplog.text
-    assert quantise_experts(after) == layers == sum(key.endswith(".experts.down_proj") for key, _ in plain.named_parameters())
+    assert (
+        f" {100 * (1 - dense / sum(p.numel() for p in plain.parameters())):.1f} % of the weights"
+        in caplog.text
+    )
+    assert (
+        quantise_experts(after)
+        == layers
+        == sum(key.endswith(".experts.down_proj") for key, _ in plain.named_parameters())
+    )
     quantise_layers(after)
-    if torch.cuda.is_available():  # the mean of the scales is summed in another order there, where both are quantised then
+    if (
+        torch.cuda.is_available()
+    ):  # the mean of the scales is summed in another order there, where both are quantised then
         read, after = read.cuda(), after.cuda()
     ours, theirs = read.state_dict(), after.state_dict()
     assert ours.keys() == theirs.keys() and all(equal(x, theirs[key]) for key, x in ours.items())
-    stacks = [p for key, p in read.named_parameters() if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    stacks = [
+        p
+        for key, p in read.named_parameters()
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]
     assert len(stacks) == 2 * layers and all(p.dtype == torch.uint8 for p in stacks)
-    routers = [key for key, p in plain.named_parameters() if key.rpartition(".")[0].endswith((".gate", ".router", "_gate"))]
-    assert len(routers) >= layers and all(equal(ours[key].cpu(), plain.state_dict()[key]) for key in routers)
-    shared = [m for path, m in read.named_modules() if "shared_expert" in path and path.endswith("_proj")]
+    routers = [
+        key
+        for key, p in plain.named_parameters()
+        if key.rpartition(".")[0].endswith((".gate", ".router", "_gate"))
+    ]
+    assert len(routers) >= layers and all(
+        equal(ours[key].cpu(), plain.state_dict()[key]) for key in routers
+    )
+    shared = [
+        m for path, m in read.named_modules() if "shared_expert" in path and path.endswith("_proj")
+    ]
     assert all(type(module) is Linear4bit for module in shared)
     assert bool(shared) == (name in ("native", "qwen2_moe", "deepseek_v3", "glm4_moe"))
-    assert read.config.to_dict() == plain.config.to_dict() and not getattr(read, "is_quantized", False)
+    assert read.config.to_dict() == plain.config.to_dict() and not getattr(
+        read, "is_quantized", False
+    )
     assert read(torch.arange(2, 14)[None].to(read.device)).logits.isfinite().all()
 
 
@@ -116,8 +175,19 @@ def test_no_stack_waits_for_another_while_they_are_read(tmp_path, name, monkeypa
     place, keep, waiting = base(tmp_path, name), four_bits._Stacks.take, []
 
     def counting(stacks, model, own, stack):
-        there = [m for m in model.modules() if len([p for p in m.parameters(recurse=False) if p.ndim == 3]) > 0]
-        waiting.append(sum(p.device.type != "meta" for m in there for p in m.parameters(recurse=False) if p.ndim == 3))
+        there = [
+            m
+            for m in model.modules()
+            if len([p for p in m.parameters(recurse=False) if p.ndim == 3]) > 0
+        ]
+        waiting.append(
+            sum(
+                p.device.type != "meta"
+                for m in there
+                for p in m.parameters(recurse=False)
+                if p.ndim == 3
+            )
+        )
         return keep(stacks, model, own, stack)
 
     monkeypatch.setattr(four_bits._Stacks, "take", counting)
@@ -131,8 +201,16 @@ def test_the_bytes_that_live_while_it_is_read(tmp_path):
 
     peaks, codes = [], []
     for layers in (2, 6):
-        place = base(tmp_path / str(layers), num_hidden_layers=layers, hidden_size=64, moe_intermediate_size=64, num_experts=16)
-        peak, model = most_bytes(lambda place=place: load_model(place, torch.float32, quantization="nf4"))
+        place = base(
+            tmp_path / str(layers),
+            num_hidden_layers=layers,
+            hidden_size=64,
+            moe_intermediate_size=64,
+            num_experts=16,
+        )
+        peak, model = most_bytes(
+            lambda place=place: load_model(place, torch.float32, quantization="nf4")
+        )
         peaks.append(peak)
         codes.append(sum(module.bytes for module in packed_experts(model).values()))
         stack = 4 * 16 * 128 * 64
@@ -155,38 +233,60 @@ def test_experts_of_another_kind_stay_and_are_named(tmp_path, caplog):
     model = load_model(tmp_path, torch.float32, quantization="nf4")
     assert "these experts stay in 16 bit" in caplog.text and "JetMoeParallelExperts" in caplog.text
     assert not packed_experts(model)
-    assert type(model.model.layers[0].mlp.router.layer) is nn.Linear, "a router, though it is a linear layer of another name"
+    assert type(model.model.layers[0].mlp.router.layer) is nn.Linear, (
+        "a router, though it is a linear layer of another name"
+    )
 
 
-# --- training ----------------------------------------------------------------------------------------------------------
+# --- training
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, name, parameters, caplog):
-    """And that over experts that were quantised in memory: bit by bit, on a card up to the order of sums."""
+    """And that over experts that were quantised in memory: bit by bit, on a card up to the order
+    of sums.
+    """
     place = base(tmp_path, name)
-    given = {"lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj,o_proj", "max_steps": 4}
+    given = {
+        "lora_rank": 4,
+        "lora_dropout": 0.0,
+        "lora_target_modules": "q_proj,o_proj",
+        "max_steps": 4,
+    }
     given |= {"lora_target_parameters": parameters, "trackers": [], "save_steps": None}
     caplog.set_level(logging.INFO)
-    runs.train(tmp_path / "ours", model=load_model(place, torch.float32, quantization="nf4"), quantization="nf4", **given)
-    assert ("experts have no adapters and stay frozen: model.layers.0.mlp.experts" in caplog.text) == (parameters is None)
+    runs.train(
+        tmp_path / "ours",
+        model=load_model(place, torch.float32, quantization="nf4"),
+        quantization="nf4",
+        **given,
+    )
+    assert (
+        "experts have no adapters and stay frozen: model.layers.0.mlp.experts" in caplog.text
+    ) == (parameters is None)
     later = load_model(place, torch.float32)
     quantise_experts(later)
     runs.train(tmp_path / "later", model=later, quantization="nf4", **given)
     plain = dequantised(load_model(place, torch.float32, quantization="nf4"))
     runs.train(tmp_path / "plain", model=plain, use_lora=True, **given)
     runs.train(tmp_path / "sixteen", model=load_model(place, torch.float32), use_lora=True, **given)
-    ours, later, expected, other = (runs.trajectory(tmp_path / kind) for kind in ("ours", "later", "plain", "sixteen"))
+    ours, later, expected, other = (
+        runs.trajectory(tmp_path / kind) for kind in ("ours", "later", "plain", "sixteen")
+    )
     if torch.cuda.is_available():
-        # The grouped products of a card add up in another order for tensors that lie otherwise in memory.
+        # The grouped products of a card add up in another order for tensors that lie otherwise in
+        # memory.
         for (_, *one), (_, *two) in zip(ours, later, strict=True):
             assert one == pytest.approx(two, rel=1e-5)
     else:
         assert ours == later
     for (step, *one), (_, *two) in zip(ours, expected, strict=True):
         assert one == pytest.approx(two, rel=1e-5 if step == 1 else 2e-4), step
-    assert abs(ours[0][1] - other[0][1]) > 20 * abs(ours[0][1] - expected[0][1]), "4 bits make a difference"
+    assert abs(ours[0][1] - other[0][1]) > 20 * abs(ours[0][1] - expected[0][1]), (
+        "4 bits make a difference"
+    )
 
 
 @pytest.mark.parametrize("policy", ["recompute_layers"])
@@ -195,9 +295,19 @@ def test_what_saves_memory_changes_no_step(tmp_path, policy):
     for kind, changes in (("plain", {}), ("saving", {"memory": [policy]})):
         model = load_model(place, torch.float32, quantization="nf4")
         given = {"lora_target_parameters": ON_EXPERTS, "lora_target_modules": "q_proj"}
-        runs.train(tmp_path / kind, model=model, quantization="nf4", max_steps=3, lora_dropout=0.0, **given, **changes)
+        runs.train(
+            tmp_path / kind,
+            model=model,
+            quantization="nf4",
+            max_steps=3,
+            lora_dropout=0.0,
+            **given,
+            **changes,
+        )
     plain, ours = (runs.trajectory(tmp_path / kind) for kind in ("plain", "saving"))
-    assert [x for step in ours for x in step] == pytest.approx([x for step in plain for x in step], rel=1e-4)
+    assert [x for step in ours for x in step] == pytest.approx(
+        [x for step in plain for x in step], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
@@ -206,8 +316,15 @@ def test_it_resumes_bit_by_bit(tmp_path, parameters):
 
     def train(name, steps, **changes):
         model = load_model(place, torch.float32, quantization="nf4")
-        given = {"save_steps": 2, "lr_scheduler": "constant", "warmup_steps": 0, "lora_target_parameters": parameters}
-        return runs.train(tmp_path / name, model=model, quantization="nf4", max_steps=steps, **given, **changes)
+        given = {
+            "save_steps": 2,
+            "lr_scheduler": "constant",
+            "warmup_steps": 0,
+            "lora_target_parameters": parameters,
+        }
+        return runs.train(
+            tmp_path / name, model=model, quantization="nf4", max_steps=steps, **given, **changes
+        )
 
     train("whole", 4), train("parts", 2), train("parts", 4, resume=True)
     assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
@@ -215,15 +332,25 @@ def test_it_resumes_bit_by_bit(tmp_path, parameters):
     assert whole.keys() == parts.keys() and all(equal(x, parts[name]) for name, x in whole.items())
 
 
-# --- afterwards --------------------------------------------------------------------------------------------------------
+# --- afterwards
+# --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parameters", [None, ON_EXPERTS, ON_EXPERTS[:1]], ids=["frozen", "adapted", "first adapted"])
+@pytest.mark.parametrize(
+    "parameters", [None, ON_EXPERTS, ON_EXPERTS[:1]], ids=["frozen", "adapted", "first adapted"]
+)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "native"])
 def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name, parameters):
-    """Also where the run was in bf16, of weights that are stored in fp32; experts without an adapter are those of the base."""
+    """Also where the run was in bf16, of weights that are stored in fp32; experts without an
+    adapter are those of the base.
+    """
     place = base(tmp_path, name)
-    given = {"quantization": "nf4", "mixed_precision": "bf16", "lora_target_modules": "o_proj", "lora_dropout": 0.0}
+    given = {
+        "quantization": "nf4",
+        "mixed_precision": "bf16",
+        "lora_target_modules": "o_proj",
+        "lora_dropout": 0.0,
+    }
     model = load_model(place, torch.bfloat16, quantization="nf4")
     given |= {"lora_target_parameters": parameters, "max_steps": 3, "learning_rate": 1e-2}
     result = runs.train(tmp_path, model=model, use_lora_plus=False, **given)
@@ -249,8 +376,13 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
                 update = scale * (up @ down)
                 expected = expected + (update.mT if name == "gpt_oss" else update)
             got = merged.get_parameter(f"{path}.{own}")
-            on_card = torch.cuda.is_available()  # which quantises what is read, and sums the mean of scales in another order
-            assert torch.allclose(got, expected, *((1e-2, 1e-3) if on_card else (1e-6, 1e-7))), (path, own)
+            on_card = (
+                torch.cuda.is_available()
+            )  # which quantises what is read, and sums the mean of scales in another order
+            assert torch.allclose(got, expected, *((1e-2, 1e-3) if on_card else (1e-6, 1e-7))), (
+                path,
+                own,
+            )
             assert layer is not None or on_card or equal(got, expected)
     assert packed_experts(load_trained(result.model_dir).model)
     unloaded, ids = saved.model(torch.float32).merge_and_unload(), torch.arange(2, 20)[None]
@@ -260,13 +392,23 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
 
 
 def test_peft_loads_the_adapter_over_the_dequantised_base(tmp_path):
-    peft = pytest.importorskip("peft", minversion="0.20", reason="PEFT 0.19 loads no adapter over experts")
+    peft = pytest.importorskip(
+        "peft", minversion="0.20", reason="PEFT 0.19 loads no adapter over experts"
+    )
     place = base(tmp_path)
-    given = {"quantization": "nf4", "lora_target_modules": "q_proj", "lora_target_parameters": ON_EXPERTS, "max_steps": 3}
+    given = {
+        "quantization": "nf4",
+        "lora_target_modules": "q_proj",
+        "lora_target_parameters": ON_EXPERTS,
+        "max_steps": 3,
+    }
     model = load_model(place, torch.float32, quantization="nf4")
     result = runs.train(tmp_path, model=model, learning_rate=1e-2, **given)
     plain = dequantised(load_model(place, torch.float32, quantization="nf4"))
-    other, ids = peft.PeftModel.from_pretrained(plain, result.model_dir).eval(), torch.arange(2, 20)[None]
+    other, ids = (
+        peft.PeftModel.from_pretrained(plain, result.model_dir).eval(),
+        torch.arange(2, 20)[None],
+    )
     got = model.cpu().eval()(ids).logits
     assert torch.allclose(other(ids).logits, got, rtol=1e-4, atol=1e-5)
 
@@ -275,7 +417,9 @@ def test_a_model_with_experts_in_4_bits_is_not_written_whole(tmp_path):
     from chronicals.saving import save_model
 
     model = load_model(base(tmp_path), torch.float32, quantization="nf4")
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts: its experts are in 4 bits.*save its adapters"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.experts: its experts are in 4 bits.*save its adapters"
+    ):
         save_model(tmp_path / "whole", model, {}, {})
 
 
@@ -291,12 +435,17 @@ def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch, param
     wrong = lambda *of: {key: x * 1.05 for key, x in right(*of).items()}  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(reference, "weights_of_experts", wrong)
-        assert not verify(load_model(place, torch.float32, quantization="nf4"), tiny.tokenizer(), *given).passed
+        assert not verify(
+            load_model(place, torch.float32, quantization="nf4"), tiny.tokenizer(), *given
+        ).passed
     if found.bitsandbytes is not None:
         model = load_model(place, torch.float32, quantization="nf4")
         next(iter(packed_experts(model).values())).down_proj.data.random_(0, 255)
         found = verify(model, tiny.tokenizer(), *given)
-        assert any("experts.down_proj: the weight of transformers + bitsandbytes" in failure for failure in found.failures)
+        assert any(
+            "experts.down_proj: the weight of transformers + bitsandbytes" in failure
+            for failure in found.failures
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "gpt_oss"])
@@ -306,31 +455,48 @@ def test_the_command_takes_nothing_else(tmp_path, chronicals, caplog, name):
     model = ["--model", "base", "--load-in-4bit", "--lora-target-modules", "q_proj,k_proj"]
     model += ["--lora-target-parameters", "mlp.experts.down_proj"]
     said = chronicals("train", *model, "--data", "data.jsonl", "--output-dir", "out", *runs.SHORT)
-    assert "8 linear layers in nf4 in blocks of 64 and the experts of 2 layers in nf4 in blocks of 64, dequantised" in said
+    assert (
+        "8 linear layers in nf4 in blocks of 64 and the experts of 2 layers in nf4 in blocks of "
+        "64, dequantised" in said
+    )
     caplog.clear()
-    chronicals("evaluate", "out", "--data", "data.jsonl"), chronicals("generate", "out", "--prompt", "what is 3?")
+    (
+        chronicals("evaluate", "out", "--data", "data.jsonl"),
+        chronicals("generate", "out", "--prompt", "what is 3?"),
+    )
     chronicals("merge", "out", "--output", "merged")
-    said = chronicals("train", "--model", "out", "--data", "data.jsonl", "--output-dir", "on", *runs.SHORT)
+    said = chronicals(
+        "train", "--model", "out", "--data", "data.jsonl", "--output-dir", "on", *runs.SHORT
+    )
     assert "the experts of 2 layers in nf4" in said
     first = load_model("merged", torch.float32).get_decoder().layers[0].mlp.experts
-    seen = packed_experts(SavedModel.find("out").model(torch.bfloat16))["model.layers.0.mlp.experts.base_layer"]
-    assert torch.allclose(first.gate_up_proj, seen.stack("gate_up_proj").dense().float(), rtol=1e-2, atol=1e-3)
+    seen = packed_experts(SavedModel.find("out").model(torch.bfloat16))[
+        "model.layers.0.mlp.experts.base_layer"
+    ]
+    assert torch.allclose(
+        first.gate_up_proj, seen.stack("gate_up_proj").dense().float(), rtol=1e-2, atol=1e-3
+    )
 
 
-# --- what is asked -----------------------------------------------------------------------------------------------------
+# --- what is asked
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_model_with_experts_in_4_bits_is_not_trained_whole(tmp_path):
     model = load_model(base(tmp_path), torch.float32)
     quantise_experts(model)
-    with pytest.raises(ConfigurationError, match="quantised and cannot be trained; set use_lora=True"):
+    with pytest.raises(
+        ConfigurationError, match="quantised and cannot be trained; set use_lora=True"
+    ):
         runs.train(tmp_path, model=model)
 
 
 def test_experts_with_adapters_are_not_quantised_beneath_them(tmp_path):
     model = load_model(base(tmp_path), torch.float32)
     apply_lora(model, LoRAConfig(2, 4, 0.0, ["q_proj"], target_parameters=ON_EXPERTS))
-    with pytest.raises(ConfigurationError, match="has adapters; quantise experts before they are attached"):
+    with pytest.raises(
+        ConfigurationError, match="has adapters; quantise experts before they are attached"
+    ):
         runs.train(tmp_path, model=model, quantization="nf4")
 
 
@@ -343,7 +509,9 @@ def test_divided_weights_are_refused_before_anything_is_read(tmp_path, monkeypat
     monkeypatch.setattr(Mesh, "gather_values", lambda self, value: [value] * self.count)
     said = r"sharding='weights': .*experts in 4 bits.*quantization.*sharding='optimizer'"
     with pytest.raises(ConfigurationError, match=said):
-        load_to_train(saved, runs.config(tmp_path, quantization="nf4", sharding="weights"), Mesh(count=2))
+        load_to_train(
+            saved, runs.config(tmp_path, quantization="nf4", sharding="weights"), Mesh(count=2)
+        )
 
 
 def test_the_log_says_it_and_the_estimate_counts_4_bits(tmp_path):
@@ -363,5 +531,9 @@ def test_the_log_says_it_and_the_estimate_counts_4_bits(tmp_path):
     packed = sum(m.packed.bytes if isinstance(m, Linear4bit) else m.bytes for m in layers)
     others = 2 * sum(p.numel() for p in model.parameters() if p.is_floating_point())
     codes = 1100 * (8 + 4)  # what the codes of scales stand for, of each weight
-    assert packed + others + values + 16 * 300 * 2 <= four.fixed <= packed + others + values + 16 * 300 * 2 + codes
+    assert (
+        packed + others + values + 16 * 300 * 2
+        <= four.fixed
+        <= packed + others + values + 16 * 300 * 2 + codes
+    )
     assert four.fixed < sixteen.fixed and isinstance(model.lm_head, nn.Linear)

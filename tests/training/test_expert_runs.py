@@ -1,4 +1,6 @@
-"""Runs of mixtures whose experts are grouped products, beside runs in which the class computes them."""
+"""Runs of mixtures whose experts are grouped products, beside runs in which the class computes
+them.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -16,8 +18,8 @@ from comparison import equal
 
 
 def trained(folder, name, monkeypatch, patched, **fields):
-    """Losses and gradient norms of a run, of a model patched as on a card or not, and how often experts were computed by
-    their products."""
+    """Losses and gradient norms of a run, of a model patched as on a card or not, and how often
+    experts were computed by their products."""
     calls = []
     keep = experts._compute
     with monkeypatch.context() as patch:
@@ -37,16 +39,21 @@ def test_the_same_run(name, lora, tmp_path, monkeypatch):
     fields = {}
     if lora:
         fields = {
-            "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj",
+            "use_lora": True,
+            "lora_rank": 4,
+            "lora_dropout": 0.0,
+            "lora_target_modules": "q_proj",
             "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
-        }  # fmt: skip
+        }
     own, calls = trained(tmp_path / "own", name, monkeypatch, False, **fields)
     assert calls == 0
     fused, calls = trained(tmp_path / "fused", name, monkeypatch, True, **fields)
     assert calls >= 3 * 2 * 2  # steps, micro-steps, layers
     for (step, loss, norm), (other_step, other_loss, other_norm) in zip(own, fused, strict=True):
         assert step == other_step
-        assert loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
+        assert loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(
+            other_norm, rel=2e-4
+        )
 
 
 @pytest.fixture
@@ -62,32 +69,49 @@ SIZES = {"vocab_size": 300, "max_position_embeddings": 512}
 
 
 def mixture(name, **sizes):
-    model = families.mixture(name, **SIZES, **({"moe_intermediate_size": 32} if name == "qwen3_moe" else {}), **sizes)
+    model = families.mixture(
+        name, **SIZES, **({"moe_intermediate_size": 32} if name == "qwen3_moe" else {}), **sizes
+    )
     patch_parts(model, whole_layers=True)
     return model
 
 
 IN_EXPERTS = {
-    "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj", "use_lora_plus": False,
+    "use_lora": True,
+    "lora_rank": 4,
+    "lora_dropout": 0.0,
+    "lora_target_modules": "q_proj",
+    "use_lora_plus": False,
     "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.usefixtures("anywhere")
 def test_in_fp8_it_trains_as_without(name, lora, tmp_path, caplog):
-    fields = {"mixed_precision": "bf16", "max_steps": 12, "learning_rate": 3e-3, "trackers": [], "save_steps": None}
+    fields = {
+        "mixed_precision": "bf16",
+        "max_steps": 12,
+        "learning_rate": 3e-3,
+        "trackers": [],
+        "save_steps": None,
+    }
     fields |= IN_EXPERTS if lora else {}
     runs.train(tmp_path / "without", model=mixture(name), **fields)
     with caplog.at_level(logging.INFO):
         model = mixture(name)
         runs.train(tmp_path / "with", model=model, use_fp8=True, **fields)
-    assert "use_fp8: both products of the experts of 2 layers; gradients of their weights in 16 bit" in caplog.text
+    assert (
+        "use_fp8: both products of the experts of 2 layers; gradients of their weights in 16 bit"
+        in caplog.text
+    )
     without, ours = (runs.trajectory(tmp_path / arm) for arm in ("without", "with"))
     assert ours != without and ours[-1][1] < ours[0][1]
     for (_, loss, norm), (_, our_loss, our_norm) in zip(without, ours, strict=True):
-        assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(norm, rel=0.1)
+        assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(
+            norm, rel=0.1
+        )
     assert not experts_in_fp8(model)  # the run is over
 
 
@@ -95,7 +119,13 @@ def test_in_fp8_it_trains_as_without(name, lora, tmp_path, caplog):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 @pytest.mark.usefixtures("anywhere")
 def test_in_fp8_policies_of_memory_change_nothing(lora, tmp_path, caplog):
-    fields = {"mixed_precision": "bf16", "max_steps": 4, "use_fp8": True, "trackers": [], "save_steps": None}
+    fields = {
+        "mixed_precision": "bf16",
+        "max_steps": 4,
+        "use_fp8": True,
+        "trackers": [],
+        "save_steps": None,
+    }
     fields |= IN_EXPERTS if lora else {}
     arms = {"kept": [], "again": ["recompute_layers"]}
     arms |= {"away": ["offload_frozen_weights", "recompute_layers"]} if lora else {}
@@ -108,7 +138,11 @@ def test_in_fp8_policies_of_memory_change_nothing(lora, tmp_path, caplog):
     assert all(other == kept for other in others)
     if lora:
         assert len([line for line in caplog.messages if "GiB wait in host memory" in line]) == 1
-        after = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+        after = {
+            name.replace(".base_layer", ""): p
+            for name, p in model.named_parameters()
+            if "lora_" not in name
+        }
         assert all(equal(p, before[name].to(p)) for name, p in after.items())
 
 
@@ -117,9 +151,19 @@ def test_in_fp8_policies_of_memory_change_nothing(lora, tmp_path, caplog):
 @pytest.mark.usefixtures("anywhere")
 def test_in_fp8_replayed_and_offloaded_is_as_usual(lora, tmp_path, caplog):
     """CUDA graphs, and activations that wait in host memory."""
-    fields = {"mixed_precision": "bf16", "max_steps": 4, "use_fp8": True, "trackers": [], "save_steps": None}
+    fields = {
+        "mixed_precision": "bf16",
+        "max_steps": 4,
+        "use_fp8": True,
+        "trackers": [],
+        "save_steps": None,
+    }
     fields |= IN_EXPERTS if lora else {}
-    arms = {"usual": {"use_cuda_graphs": False}, "graphs": {}, "offloaded": {"activation_offload": True}}
+    arms = {
+        "usual": {"use_cuda_graphs": False},
+        "graphs": {},
+        "offloaded": {"activation_offload": True},
+    }
     with caplog.at_level(logging.WARNING):
         for arm, changes in arms.items():
             runs.train(tmp_path / arm, model=mixture("qwen3_moe").cuda(), **fields, **changes)
@@ -127,26 +171,47 @@ def test_in_fp8_replayed_and_offloaded_is_as_usual(lora, tmp_path, caplog):
     usual, *others = (runs.trajectory(tmp_path / arm) for arm in arms)
     for other in others:
         for (_, loss, norm), (_, other_loss, other_norm) in zip(usual, other, strict=True):
-            assert other_loss == pytest.approx(loss, rel=2e-3) and other_norm == pytest.approx(norm, rel=2e-2)
+            assert other_loss == pytest.approx(loss, rel=2e-3) and other_norm == pytest.approx(
+                norm, rel=2e-2
+            )
 
 
 @pytest.mark.usefixtures("anywhere")
 def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
-    fields = {"mixed_precision": "bf16", "max_steps": 1, "use_fp8": True, "trackers": [], "save_steps": None}
+    fields = {
+        "mixed_precision": "bf16",
+        "max_steps": 1,
+        "use_fp8": True,
+        "trackers": [],
+        "save_steps": None,
+    }
     monkeypatch.setattr(fp8_experts, "FEWEST", 4096)
     runs.train(tmp_path / "few", model=mixture("qwen3_moe"), **fields)
-    assert "use_fp8: some experts stay in 16 bit: Qwen3MoeExperts (" in caplog.text and "rows an expert" in caplog.text
+    assert (
+        "use_fp8: some experts stay in 16 bit: Qwen3MoeExperts (" in caplog.text
+        and "rows an expert" in caplog.text
+    )
     monkeypatch.setattr(fp8_layers, "LEAST", 4096)
-    with pytest.raises(ConfigurationError, match="use_fp8=True.*no product.*its experts stay in 16 bit: Qwen3MoeExperts"):
+    with pytest.raises(
+        ConfigurationError,
+        match="use_fp8=True.*no product.*its experts stay in 16 bit: Qwen3MoeExperts",
+    ):
         runs.train(tmp_path / "none", model=mixture("qwen3_moe"), **fields)
 
 
 def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
-    """As gpt-oss, whose layers are of no known form: its experts suffice, unless they do not run as products either."""
+    """As gpt-oss, whose layers are of no known form: its experts suffice, unless they do not run
+    as products either.
+    """
     config = runs.config(tmp_path, use_fp8=True, mixed_precision="bf16")
-    presented = SimpleNamespace(model=families.mixture("gpt_oss", **SIZES), one_by_one=False, records_routers=False)
-    with pytest.raises(ConfigurationError, match="only fused decoder layers and experts have FP8 products, and none run"):
+    presented = SimpleNamespace(
+        model=families.mixture("gpt_oss", **SIZES), one_by_one=False, records_routers=False
+    )
+    with pytest.raises(
+        ConfigurationError,
+        match="only fused decoder layers and experts have FP8 products, and none run",
+    ):
         decisions._fp8(config, presented, "GptOss has none that were proved", 1)
     monkeypatch.setattr(decisions, "input_device", lambda model: torch.device("cuda", 0))
     monkeypatch.setattr(decisions, "lacks_fp8", lambda device: "")
@@ -165,7 +230,12 @@ def test_adapters_beside_experts_in_4_bits(tmp_path, monkeypatch):
     quantise_experts(model)
     codes = {name: p.clone() for name, p in model.named_parameters() if p.dtype == torch.uint8}
     patch_parts(model, whole_layers=True)
-    fields = {"use_lora": True, "lora_rank": 4, "lora_target_modules": "q_proj,o_proj", "mixed_precision": "bf16"}
+    fields = {
+        "use_lora": True,
+        "lora_rank": 4,
+        "lora_target_modules": "q_proj,o_proj",
+        "mixed_precision": "bf16",
+    }
     runs.train(tmp_path, model=model, trackers=[], save_steps=None, learning_rate=1e-2, **fields)
     losses = [loss for _, loss, _ in runs.trajectory(tmp_path)]
     assert losses[-1] < losses[0]

@@ -10,7 +10,15 @@ from chronicals.training import alike
 from chronicals.training.alike import fingerprint, fingerprint_over
 from chronicals.training.stored_reference import digest_of
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +37,9 @@ def test_two_elements_that_change_places_are_another_tensor(dtype):
     flat = given.view(-1)
     for other in (1, 20, 44):
         changed = flat.clone()
-        changed[other] = ~flat[0] if dtype == torch.bool else 2 * flat[0].float() + 1  # by more than is rounded off
+        changed[other] = (
+            ~flat[0] if dtype == torch.bool else 2 * flat[0].float() + 1
+        )  # by more than is rounded off
         exchanged = changed.clone()
         exchanged[0], exchanged[other] = changed[other], changed[0]
         one, two = fingerprint_over([changed]), fingerprint_over([exchanged])
@@ -39,7 +49,9 @@ def test_two_elements_that_change_places_are_another_tensor(dtype):
 
 def test_rows_and_whole_tensors_that_change_places_are_others():
     a, b = drawn(torch.float32, 4, 6), drawn(torch.float32, 4, 6)
-    assert fingerprint([a]) != fingerprint([a.flip(0)]) and fingerprint([a]) != fingerprint([a.t().contiguous().view(4, 6)])
+    assert fingerprint([a]) != fingerprint([a.flip(0)]) and fingerprint([a]) != fingerprint(
+        [a.t().contiguous().view(4, 6)]
+    )
     assert fingerprint([a, b]) != fingerprint([b, a])
     assert fingerprint([a.t()]) == fingerprint([a.t().contiguous()])
 
@@ -88,7 +100,10 @@ def test_values_are_the_same_among_however_many_ranks(monkeypatch):
 
 def test_a_part_of_a_configuration_is_told_so_too():
     """As the language part of a model of images and text."""
-    parts = [{"_name_or_path": "here", "rms_norm_eps": 1e-6}, {"_name_or_path": "there", "rms_norm_eps": 1e-6}]
+    parts = [
+        {"_name_or_path": "here", "rms_norm_eps": 1e-6},
+        {"_name_or_path": "there", "rms_norm_eps": 1e-6},
+    ]
     parts.append({**parts[0], "rms_norm_eps": 1e-5})
     whole = [SimpleNamespace(to_dict=lambda part=part: {"text_config": part}) for part in parts]
     here, there, other = map(digest_of, whole)

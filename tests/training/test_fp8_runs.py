@@ -34,7 +34,9 @@ LEAN = ["offload_frozen_weights", "recompute_layers"]
 
 
 CALM = {"learning_rate": 1e-3}
-"""At three times this the gradient norm leaps in the fifth step, and any rounding moves it by a tenth and more."""
+"""At three times this the gradient norm leaps in the fifth step, and any rounding moves it by a
+tenth and more.
+"""
 
 
 @pytest.mark.sample(1)
@@ -48,14 +50,22 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
     without, ours = (runs.trajectory(tmp_path / name) for name in ("without", "with"))
     assert without[-1][1] < fall * without[0][1]
     for (_, loss, norm), (_, our_loss, our_norm) in zip(without, ours, strict=True):
-        assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(norm, rel=0.1)
+        assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(
+            norm, rel=0.1
+        )
     assert [row[1] for row in ours] != [row[1] for row in without]
-    assert not any(FORMATS in vars(module) for module in fused_anywhere.modules())  # the run is over
+    assert not any(
+        FORMATS in vars(module) for module in fused_anywhere.modules()
+    )  # the run is over
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("memory", [["recompute_layers"], ["recompute_elementwise"], ["tiled_mlp"]], ids=str)
-def test_policies_change_nothing_under_full_fine_tuning(memory, tmp_path, fused_anywhere, monkeypatch):
+@pytest.mark.parametrize(
+    "memory", [["recompute_layers"], ["recompute_elementwise"], ["tiled_mlp"]], ids=str
+)
+def test_policies_change_nothing_under_full_fine_tuning(
+    memory, tmp_path, fused_anywhere, monkeypatch
+):
     """Where what is kept is in 8 bits; a tile has a scale of its own."""
     monkeypatch.setattr(tiling, "TILE", 48)
     options = {"mixed_precision": "bf16", "max_steps": 6, "use_fp8": True, **CALM}
@@ -63,7 +73,9 @@ def test_policies_change_nothing_under_full_fine_tuning(memory, tmp_path, fused_
         runs.train(tmp_path / name, model=copy.deepcopy(fused_anywhere), memory=policies, **options)
     kept, lean = (runs.trajectory(tmp_path / name) for name in ("kept", "lean"))
     if memory == ["tiled_mlp"]:
-        assert [loss for _, loss, _ in lean] == pytest.approx([loss for _, loss, _ in kept], rel=0.01) and lean != kept
+        assert [loss for _, loss, _ in lean] == pytest.approx(
+            [loss for _, loss, _ in kept], rel=0.01
+        ) and lean != kept
     else:
         assert lean == kept
 
@@ -72,7 +84,9 @@ def test_weights_that_wait_change_nothing(tmp_path, fused_anywhere, caplog):
     options = {"mixed_precision": "bf16", "max_steps": 6, "use_fp8": True, **ADAPTERS}
     with caplog.at_level(logging.INFO):
         for name, memory in (("there", []), ("away", ["offload_frozen_weights"]), ("lean", LEAN)):
-            runs.train(tmp_path / name, model=copy.deepcopy(fused_anywhere), memory=memory, **options)
+            runs.train(
+                tmp_path / name, model=copy.deepcopy(fused_anywhere), memory=memory, **options
+            )
     there, *others = (runs.trajectory(tmp_path / name) for name in ("there", "away", "lean"))
     assert others == [there, there]
     assert len([line for line in caplog.messages if "GiB wait in host memory" in line]) == 2
@@ -80,10 +94,21 @@ def test_weights_that_wait_change_nothing(tmp_path, fused_anywhere, caplog):
 
 def test_weights_that_wait_come_back(tmp_path, fused_anywhere):
     before = {name: p.detach().clone() for name, p in fused_anywhere.named_parameters()}
-    options = {"mixed_precision": "bf16", "use_fp8": True, "memory": ["offload_frozen_weights"], **ADAPTERS}
+    options = {
+        "mixed_precision": "bf16",
+        "use_fp8": True,
+        "memory": ["offload_frozen_weights"],
+        **ADAPTERS,
+    }
     runs.train(tmp_path, model=fused_anywhere, max_steps=2, **options)
-    assert not any(DEVICES in vars(module) or MERGED in vars(module) for module in fused_anywhere.modules())
-    after = {name.replace(".base_layer", ""): p for name, p in fused_anywhere.named_parameters() if "lora_" not in name}
+    assert not any(
+        DEVICES in vars(module) or MERGED in vars(module) for module in fused_anywhere.modules()
+    )
+    after = {
+        name.replace(".base_layer", ""): p
+        for name, p in fused_anywhere.named_parameters()
+        if "lora_" not in name
+    }
     assert {p.device for p in after.values()} == {fused_anywhere.device}
     assert all(equal(p, before[name].to(p)) for name, p in after.items())
 
@@ -93,18 +118,31 @@ def test_weights_come_back_where_a_run_does_not_begin(tmp_path, fused_anywhere):
         def run_began(self, run):
             raise ConnectionError("the tracker is down")
 
-    options = {"mixed_precision": "bf16", "use_fp8": True, "memory": ["offload_frozen_weights"], **ADAPTERS}
+    options = {
+        "mixed_precision": "bf16",
+        "use_fp8": True,
+        "memory": ["offload_frozen_weights"],
+        **ADAPTERS,
+    }
     with pytest.raises(ConnectionError):
         runs.train(tmp_path, model=fused_anywhere, callbacks=[Down()], **options)
     assert not any(DEVICES in vars(module) for module in fused_anywhere.modules())
-    assert not any(isinstance(m, torch.nn.Linear) and "forward" in vars(m) for m in fused_anywhere.modules())
+    assert not any(
+        isinstance(m, torch.nn.Linear) and "forward" in vars(m) for m in fused_anywhere.modules()
+    )
 
 
 def test_with_nothing_frozen_there_is_nothing_to_move(tmp_path, fused_anywhere):
-    with pytest.raises(ConfigurationError, match="every weight that runs in FP8 is trained; leave it out"):
+    with pytest.raises(
+        ConfigurationError, match="every weight that runs in FP8 is trained; leave it out"
+    ):
         runs.train(
-            tmp_path, model=fused_anywhere, use_fp8=True, mixed_precision="bf16", memory=["offload_frozen_weights"]
-        )  # fmt: skip
+            tmp_path,
+            model=fused_anywhere,
+            use_fp8=True,
+            mixed_precision="bf16",
+            memory=["offload_frozen_weights"],
+        )
 
 
 def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog):
@@ -114,7 +152,10 @@ def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog)
     assert "some layers do not run fused and stay in 16 bit: up_proj has hooks" in caplog.text
     for linear in (layers[1].mlp.up_proj, *(layer.self_attn.q_proj for layer in layers)):
         linear.register_forward_hook(lambda *_: None)
-    with pytest.raises(ConfigurationError, match="use_fp8=True cannot be.*do not run fused: q_proj has hooks.*leave it out"):
+    with pytest.raises(
+        ConfigurationError,
+        match="use_fp8=True cannot be.*do not run fused: q_proj has hooks.*leave it out",
+    ):
         runs.train(tmp_path / "none", model=fused_anywhere, use_fp8=True, mixed_precision="bf16")
 
 
@@ -124,7 +165,9 @@ def test_what_cannot_run_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match=f"use_fp8=True.*{reason}.*leave it out"):
         runs.train(tmp_path, use_fp8=True, mixed_precision="bf16")
     monkeypatch.setattr(decisions, "why_not_fused", lambda *given: None)
-    with pytest.raises(ConfigurationError, match=r"batch_size \* max_seq_length=200 is no multiple of 16"):
+    with pytest.raises(
+        ConfigurationError, match=r"batch_size \* max_seq_length=200 is no multiple of 16"
+    ):
         runs.train(tmp_path / "rows", use_fp8=True, mixed_precision="bf16", max_seq_length=100)
     monkeypatch.setattr(decisions, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
     with pytest.raises(ConfigurationError, match=r"NVIDIA A100 \(8.0\) has no FP8; leave it out"):

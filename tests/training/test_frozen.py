@@ -1,4 +1,6 @@
-"""An objective's frozen models: brought once a run from the model as it was loaded, frozen, presented, and released."""
+"""An objective's frozen models: brought once a run from the model as it was loaded, frozen,
+presented, and released.
+"""
 
 import copy
 
@@ -16,7 +18,9 @@ from chronicals.training.frozen import bring_frozen, frozen_attending
 
 
 class Beside(Objective):
-    """The cross-entropy, and how far the hidden states are from those of a copy of what the run started from."""
+    """The cross-entropy, and how far the hidden states are from those of a copy of what the run
+    started from.
+    """
 
     def __init__(self):
         super().__init__()
@@ -31,7 +35,9 @@ class Beside(Objective):
 
     def __call__(self, model, batch):
         reference = self.frozen["reference"]
-        assert not reference.model.training and not any(p.requires_grad for p in reference.model.parameters())
+        assert not reference.model.training and not any(
+            p.requires_grad for p in reference.model.parameters()
+        )
         with torch.no_grad():
             there = reference.hidden_states(batch)
         with torch.no_grad():
@@ -40,20 +46,28 @@ class Beside(Objective):
         return {**NextToken()(model, batch), "distance": Term(distance, 0.0)}
 
 
-@pytest.mark.parametrize("adapters", [{}, {"use_lora": True, "lora_rank": 4}], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "adapters", [{}, {"use_lora": True, "lora_rank": 4}], ids=["full", "adapters"]
+)
 def test_it_is_what_the_run_started_from(adapters, tmp_path):
-    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, max_steps=3, **adapters))
+    trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, max_steps=3, **adapters)
+    )
     trainer.objective = objective = Beside()
     trainer.train(tiny.chat_rows())
     assert objective.calls == 1 and objective.tokenizers == [trainer.tokenizer]
-    rounding = 1e-10 if torch.cuda.is_available() else 1e-12  # 5e-12 on a card, where adapters take part in the product
+    rounding = (
+        1e-10 if torch.cuda.is_available() else 1e-12
+    )  # 5e-12 on a card, where adapters take part in the product
     assert objective.seen[0] < rounding < objective.seen[-1]
     assert objective.frozen == {}
 
 
 def test_held_out_data_see_it(tmp_path):
     trainer = ChronicalsTrainer(
-        tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, max_steps=2, validation_split=0.2, eval_steps=1)
+        tiny.llama(),
+        tiny.tokenizer(),
+        runs.config(tmp_path, max_steps=2, validation_split=0.2, eval_steps=1),
     )
     trainer.objective = Beside()
     assert trainer.train(tiny.chat_rows()).evaluation.others["distance"] > 0
@@ -70,7 +84,11 @@ def test_its_documents_do_not_see_each_other(tmp_path):
         states = frozen.hidden_states(batch)
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():
-        alone = [frozen.model.get_decoder()(batch.input_ids[None, a:b])[0][0] for a, b in zip(bounds, bounds[1:]) if b > a]
+        alone = [
+            frozen.model.get_decoder()(batch.input_ids[None, a:b])[0][0]
+            for a, b in zip(bounds, bounds[1:])
+            if b > a
+        ]
     torch.testing.assert_close(states, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 

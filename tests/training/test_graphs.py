@@ -13,7 +13,14 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.memory import offload, tiling
 from chronicals.patching import fp8_layers
-from chronicals.training import Callback, ChronicalsTrainer, decisions, enable_cuda_graphs, in_backward, session
+from chronicals.training import (
+    Callback,
+    ChronicalsTrainer,
+    decisions,
+    enable_cuda_graphs,
+    in_backward,
+    session,
+)
 from chronicals.training.graphs import SHARES, GraphedStep, _bounds, _other_sizes, _rounded, _shape
 from comparison import equal
 from preferences import rows
@@ -25,18 +32,37 @@ ARMS = {
     "accumulated": {"gradient_accumulation_steps": 3},
     "adapters": {**ADAPTERS, "lora_dropout": 0.0},
     "dropout": {**ADAPTERS, "lora_dropout": 0.3},
-    "dora": {**ADAPTERS, "use_dora": True, "gradient_accumulation_steps": 2, "validation_split": 0.2, "eval_steps": 3},
+    "dora": {
+        **ADAPTERS,
+        "use_dora": True,
+        "gradient_accumulation_steps": 2,
+        "validation_split": 0.2,
+        "eval_steps": 3,
+    },
     "dora recomputed": {**ADAPTERS, "use_dora": True, "use_gradient_checkpointing": True},
     "recomputed": {"use_gradient_checkpointing": True},
     "recomputed with dropout": {"use_gradient_checkpointing": True, **ADAPTERS},
     "recomputed in part": {"memory": ["recompute_elementwise"]},
     "offloaded": {"activation_offload": True},
-    "offloaded, nothing brought back": {"activation_offload": True, "use_gradient_checkpointing": True, **ADAPTERS},
-    "offloaded, recomputed, in tiles": {"memory": ["recompute_layers", "offload_activations", "tiled_mlp"], **ADAPTERS},
-    "offloaded, recomputed in part": {"memory": ["recompute_elementwise", "offload_activations"], **ADAPTERS},
+    "offloaded, nothing brought back": {
+        "activation_offload": True,
+        "use_gradient_checkpointing": True,
+        **ADAPTERS,
+    },
+    "offloaded, recomputed, in tiles": {
+        "memory": ["recompute_layers", "offload_activations", "tiled_mlp"],
+        **ADAPTERS,
+    },
+    "offloaded, recomputed in part": {
+        "memory": ["recompute_elementwise", "offload_activations"],
+        **ADAPTERS,
+    },
     "bf16 states": {"optimizer_state_dtype": "bf16"},
     "8-bit states": {"use_8bit_optimizer": True},
-    "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
+    "updated in the backward pass": {
+        "memory": ["optimizer_in_backward"],
+        "max_grad_norm": float("inf"),
+    },
     "in little memory": {
         "memory": ["recompute_layers", "offload_activations", "optimizer_in_backward"],
         "max_grad_norm": float("inf"),
@@ -46,16 +72,31 @@ ARMS = {
     "no masters": {"optimizer_state_dtype": "bf16", "master_weights": False},
     "fp8": {"use_fp8": True},
     "fp8 under adapters": {"use_fp8": True, **ADAPTERS, "gradient_accumulation_steps": 2},
-    "fp8 whose weights wait": {"use_fp8": True, **ADAPTERS, "memory": ["offload_frozen_weights", "recompute_layers"]},
+    "fp8 whose weights wait": {
+        "use_fp8": True,
+        **ADAPTERS,
+        "memory": ["offload_frozen_weights", "recompute_layers"],
+    },
     "evaluated": {"validation_split": 0.2, "eval_steps": 3},
-    "pairs and a reference": {"objective": "dpo", **ADAPTERS, "lora_dropout": 0.0, "rows": rows(60)},
+    "pairs and a reference": {
+        "objective": "dpo",
+        **ADAPTERS,
+        "lora_dropout": 0.0,
+        "rows": rows(60),
+    },
     "pairs and a stored reference": {"objective": "dpo", "rows": rows(60)},
 }
 
 
 def run(folder, graphed, **changes):
     torch.manual_seed(11)
-    options = {"mixed_precision": "bf16", "max_steps": STEPS, "gradient_accumulation_steps": 1, "save_steps": None, **changes}
+    options = {
+        "mixed_precision": "bf16",
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 1,
+        "save_steps": None,
+        **changes,
+    }
     result = runs.train(folder, use_cuda_graphs=graphed, **options)
     return runs.trajectory(folder), runs.weights(folder), result
 
@@ -70,11 +111,14 @@ def test_replayed_is_as_usual(arm, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(in_backward, "HELD", 1 << 12)
     with caplog.at_level(logging.WARNING):
         (usual, weights, first), (replayed, ours, second) = (
-            run(tmp_path / name, graphed, **ARMS[arm]) for name, graphed in (("usual", False), ("graphs", True))
+            run(tmp_path / name, graphed, **ARMS[arm])
+            for name, graphed in (("usual", False), ("graphs", True))
         )
     assert "could not be captured" not in caplog.text
     for (_, loss, norm), (_, our_loss, our_norm) in zip(usual, replayed, strict=True):
-        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(
+            norm, rel=2e-2
+        )
     for name, weight in weights.items():
         assert (ours[name].float() - weight.float()).norm() <= 2e-2 * weight.float().norm(), name
     if first.evaluation:
@@ -117,7 +161,9 @@ def test_what_cannot_be_captured_runs_as_usual_and_is_said(tmp_path, caplog, mon
     with caplog.at_level(logging.WARNING):
         got, ours, _ = run(tmp_path / "graphs", True)
     assert caplog.text.count("could not be captured") == 1
-    assert [loss for _, loss, _ in got] == pytest.approx([loss for _, loss, _ in expected], rel=2e-3)
+    assert [loss for _, loss, _ in got] == pytest.approx(
+        [loss for _, loss, _ in expected], rel=2e-3
+    )
     assert weights.keys() == ours.keys()
 
 
@@ -138,7 +184,9 @@ def test_a_capture_that_fails_midway_loses_no_gradient(tmp_path, monkeypatch):
     got, _, _ = run(tmp_path / "graphs", True, **changes)
     assert calls and usual is not fails
     for (_, loss, norm), (_, our_loss, our_norm) in zip(expected, got, strict=True):
-        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(
+            norm, rel=2e-2
+        )
 
 
 @pytest.mark.gpu
@@ -150,7 +198,15 @@ def test_graphs_are_really_replayed(arm, tmp_path, monkeypatch):
 
     def spy(self):
         looked_up = [len(captured.graph.looked_up) for captured in self.of_micro.values()]
-        seen.append((len(self.of_micro), self.of_update is not None, bool(self.gradients), looked_up, self.failed))
+        seen.append(
+            (
+                len(self.of_micro),
+                self.of_update is not None,
+                bool(self.gradients),
+                looked_up,
+                self.failed,
+            )
+        )
         release(self)
 
     monkeypatch.setattr(GraphedStep, "release", spy)
@@ -161,7 +217,9 @@ def test_graphs_are_really_replayed(arm, tmp_path, monkeypatch):
 
 
 class Releasing(Callback):
-    """Asks for the graphs' memory after the fourth step, whose successor has been launched by then."""
+    """Asks for the graphs' memory after the fourth step, whose successor has been launched by
+    then.
+    """
 
     def step_done(self, metrics):
         if metrics.step == 4:
@@ -176,14 +234,25 @@ class Releasing(Callback):
 def test_released_they_are_captured_anew(arm, tmp_path):
     usual, weights, _ = run(tmp_path / "usual", False, **ARMS[arm])
     torch.manual_seed(11)
-    options = {"mixed_precision": "bf16", "max_steps": STEPS, "gradient_accumulation_steps": 1, "save_steps": None}
+    options = {
+        "mixed_precision": "bf16",
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 1,
+        "save_steps": None,
+    }
     releasing = Releasing()
     config = runs.config(tmp_path / "graphs", use_cuda_graphs=True, **{**options, **ARMS[arm]})
-    trainer = releasing.trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config, callbacks=[releasing])
+    trainer = releasing.trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), config, callbacks=[releasing]
+    )
     trainer.train(tiny.chat_rows())
     assert releasing.freed > 0
-    for (_, loss, norm), (_, our_loss, our_norm) in zip(usual, runs.trajectory(tmp_path / "graphs"), strict=True):
-        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(
+        usual, runs.trajectory(tmp_path / "graphs"), strict=True
+    ):
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(
+            norm, rel=2e-2
+        )
     for name, weight in runs.weights(tmp_path / "graphs").items():
         assert (weights[name].float() - weight.float()).norm() <= 2e-2 * weight.float().norm(), name
 
@@ -206,12 +275,26 @@ def test_weights_that_moved_are_followed(tmp_path):
     model = tiny.llama()
     usual, _, _ = run(tmp_path / "usual", True, **ARMS["adapters"])
     torch.manual_seed(11)
-    run_options = {"mixed_precision": "bf16", "max_steps": STEPS, "gradient_accumulation_steps": 1, "save_steps": None}
+    run_options = {
+        "mixed_precision": "bf16",
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 1,
+        "save_steps": None,
+    }
     runs.train(
-        tmp_path / "moved", model=model, callbacks=[Moving(model)], use_cuda_graphs=True, **run_options, **ARMS["adapters"]
+        tmp_path / "moved",
+        model=model,
+        callbacks=[Moving(model)],
+        use_cuda_graphs=True,
+        **run_options,
+        **ARMS["adapters"],
     )
-    for (_, loss, norm), (_, our_loss, our_norm) in zip(usual, runs.trajectory(tmp_path / "moved"), strict=True):
-        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(
+        usual, runs.trajectory(tmp_path / "moved"), strict=True
+    ):
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(
+            norm, rel=2e-2
+        )
 
 
 EVEN = [
@@ -228,7 +311,10 @@ EMULATED = {
     "full": {},
     "accumulated": {"gradient_accumulation_steps": 3},
     "8-bit states": {"use_8bit_optimizer": True},
-    "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
+    "updated in the backward pass": {
+        "memory": ["optimizer_in_backward"],
+        "max_grad_norm": float("inf"),
+    },
     "pairs and a reference": {"objective": "dpo", **ADAPTERS, "lora_dropout": 0.0, "rows": EVEN},
 }
 
@@ -236,13 +322,22 @@ EMULATED = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
 @pytest.mark.parametrize("arm", EMULATED)
 def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch):
-    """Emulated: which micro-steps and updates are replayed, and that gradients are begun, added and dropped as usual."""
-    usual, weights, _ = run(tmp_path / "usual", False, **{"mixed_precision": "fp32"} | EMULATED[arm])
+    """Emulated: which micro-steps and updates are replayed, and that gradients are begun, added
+    and dropped as usual.
+    """
+    usual, weights, _ = run(
+        tmp_path / "usual", False, **{"mixed_precision": "fp32"} | EMULATED[arm]
+    )
     monkeypatch.setattr(decisions, "_graphs", lambda *_: (True, "emulated"))
     monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
-    replayed, ours, _ = run(tmp_path / "graphs", True, **{"mixed_precision": "fp32"} | EMULATED[arm])
+    replayed, ours, _ = run(
+        tmp_path / "graphs", True, **{"mixed_precision": "fp32"} | EMULATED[arm]
+    )
     graphed = EmulatedStep.last
-    assert graphed.recorder.replays > len(graphed.met) and not graphed.failed, (graphed.recorder.replays, len(graphed.met))
+    assert graphed.recorder.replays > len(graphed.met) and not graphed.failed, (
+        graphed.recorder.replays,
+        len(graphed.met),
+    )
     for step, ours_of_step in zip(usual, replayed, strict=True):
         assert ours_of_step == pytest.approx(step, rel=1e-5)
     assert all(torch.allclose(ours[name], weights[name], rtol=1e-4, atol=1e-6) for name in weights)
@@ -264,11 +359,24 @@ def batch_of(lengths, trained, **more):
 
 
 class Rank(GraphedStep):
-    """Of which only what it agrees on with another is asked; the other says the same of ``other``."""
+    """Of which only what it agrees on with another is asked; the other says the same of
+    ``other``.
+    """
 
     def __init__(self, other):
-        self.given_up, self.failed, self.releases, self.of_micro, self.parameters = False, False, 0, {}, []
-        self.other, self.exchange, self.others_state, self.released = other, self.tell, [False, 0], 0
+        self.given_up, self.failed, self.releases, self.of_micro, self.parameters = (
+            False,
+            False,
+            0,
+            {},
+            [],
+        )
+        self.other, self.exchange, self.others_state, self.released = (
+            other,
+            self.tell,
+            [False, 0],
+            0,
+        )
 
     def tell(self, numbers):
         return [numbers, [*self.others_state, *_bounds(self.other), _other_sizes(self.other)]]
@@ -283,17 +391,22 @@ def test_ranks_take_the_largest_bounds_of_all():
     again, also = Rank(one)._agreed(other, False)
     assert alike and also
     assert [(b.max_seqlen, b.trained, b.cu_seqlens.tolist()) for b in (found, again)] == [
-        (6, 4, [0, 3, 8, 8]), (6, 4, [0, 6, 7, 8])
-    ]  # fmt: skip
+        (6, 4, [0, 3, 8, 8]),
+        (6, 4, [0, 6, 7, 8]),
+    ]
     assert _shape(found, True) == _shape(again, True)
 
 
 @pytest.mark.parametrize(
     "other",
-    [batch_of([3, 6], 4), batch_of([3, 5], None), batch_of([3, 5], 4, weights=torch.ones(8)),
-     batch_of([3, 5], 4, segments={"pairs": torch.zeros(2)})],
+    [
+        batch_of([3, 6], 4),
+        batch_of([3, 5], None),
+        batch_of([3, 5], 4, weights=torch.ones(8)),
+        batch_of([3, 5], 4, segments={"pairs": torch.zeros(2)}),
+    ],
     ids=["tokens", "trained", "weights", "segments"],
-)  # fmt: skip
+)
 def test_shapes_that_cannot_be_made_alike_run_as_usual_on_all_ranks(other):
     batch = batch_of([3, 5], 4)
     assert Rank(other)._agreed(batch, False) == (batch, False)
@@ -301,7 +414,9 @@ def test_shapes_that_cannot_be_made_alike_run_as_usual_on_all_ranks(other):
 
 
 def test_documents_that_segments_count_are_not_made_more():
-    one, other = (batch_of(lengths, 4, segments={"pairs": torch.zeros(2)}) for lengths in ([3, 5], [3, 4, 1]))
+    one, other = (
+        batch_of(lengths, 4, segments={"pairs": torch.zeros(2)}) for lengths in ([3, 5], [3, 4, 1])
+    )
     assert Rank(other)._agreed(one, False) == (one, False)
 
 
@@ -322,7 +437,10 @@ def test_graphs_that_another_rank_released_or_gave_up_are_so_here(caplog):
 
 def test_what_another_rank_could_not_capture_is_not_replayed(caplog):
     rank = Rank(batch_of([3, 5], 4))
-    rank.optimizer, rank._captured = SimpleNamespace(weights_moved=lambda: None), lambda run: ("graph", run())
+    rank.optimizer, rank._captured = (
+        SimpleNamespace(weights_moved=lambda: None),
+        lambda run: ("graph", run()),
+    )
     told = []
     rank.exchange = lambda numbers: told.append(numbers) or [numbers, [1]]
     assert rank._captured_by_all(dict) == ("graph", {}) and not rank.failed
@@ -335,7 +453,9 @@ def test_off_without_a_card_and_refused_where_asked_for(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     runs.train(tmp_path / "permitted", max_steps=2)
-    with pytest.raises(ValueError, match="use_cuda_graphs=True cannot be honoured here: not on a card"):
+    with pytest.raises(
+        ValueError, match="use_cuda_graphs=True cannot be honoured here: not on a card"
+    ):
         runs.train(tmp_path / "asked", max_steps=2, use_cuda_graphs=True, model=tiny.llama())
 
 

@@ -1,6 +1,8 @@
-"""Micro-steps over divided frozen weights as CUDA graphs: all ranks capture and replay alike, and train what they do without.
+"""Micro-steps over divided frozen weights as CUDA graphs: all ranks capture and replay alike, and
+train what they do without.
 
-On cards the graphs are real: one among one process, and with two cards those among two. On the CPU they are emulated.
+On cards the graphs are real: one among one process, and with two cards those among two. On the CPU
+they are emulated.
 """
 
 import json
@@ -38,7 +40,8 @@ def made(request, tmp_path_factory):
     codes, words = two_processes.run(graphed_ranks.__file__, folder, base, seconds=550, count=count)
     assert codes == [0] * count, [said[-3500:] for said in words]
     found = {
-        arm: [json.loads((folder / f"{arm}-{rank}.json").read_text()) for rank in range(count)] for arm in graphed_ranks.ARMS
+        arm: [json.loads((folder / f"{arm}-{rank}.json").read_text()) for rank in range(count)]
+        for arm in graphed_ranks.ARMS
     }
     return folder, found
 
@@ -48,11 +51,17 @@ def check_same_run(folder, ranks, arm):
     within = 2e-3 if ON_CARD else 1e-5
     usual, found = (runs.trajectory(folder / name) for name in ("usual", arm))
     for (_, loss, norm), (_, ours, our_norm) in zip(usual, found, strict=True):
-        assert ours == pytest.approx(loss, rel=within) and our_norm == pytest.approx(norm, rel=10 * within)
-    assert [rank["loss"] for rank in ranks[arm]] == pytest.approx([rank["loss"] for rank in ranks["usual"]], rel=within)
+        assert ours == pytest.approx(loss, rel=within) and our_norm == pytest.approx(
+            norm, rel=10 * within
+        )
+    assert [rank["loss"] for rank in ranks[arm]] == pytest.approx(
+        [rank["loss"] for rank in ranks["usual"]], rel=within
+    )
     weights, ours = (runs.weights(folder / name) for name in ("usual", arm))
     for name, weight in weights.items():
-        error = (ours[name].float() - weight.float()).norm() / weight.float().norm().clamp(min=1e-12)
+        error = (ours[name].float() - weight.float()).norm() / weight.float().norm().clamp(
+            min=1e-12
+        )
         assert error <= (2e-2 if ON_CARD else 1e-4), f"{name}: {error}"
 
 
@@ -82,6 +91,14 @@ def test_where_one_rank_cannot_go_on_none_does(made, arm):
     check_same_run(folder, ranks, arm)
     first, *others = ranks[arm]
     (_, failed, given_up) = first["graphs"][-1]
-    assert failed and given_up == (arm == "one gives up") and 0 < first["replays"] < ranks["graphs"][0]["replays"]
+    assert (
+        failed
+        and given_up == (arm == "one gives up")
+        and 0 < first["replays"] < ranks["graphs"][0]["replays"]
+    )
     for other in others:
-        assert (first["replays"], first["graphs"], first["gathered"]) == (other["replays"], other["graphs"], other["gathered"])
+        assert (first["replays"], first["graphs"], first["gathered"]) == (
+            other["replays"],
+            other["graphs"],
+            other["gathered"],
+        )

@@ -16,7 +16,12 @@ from chronicals.training import Callback, ChronicalsTrainer, TrainingError, guar
 from chronicals.training.callbacks import read_metrics
 from preferences import judged_rows, rows
 
-ONE_PAIR = {"batch_size": 1, "gradient_accumulation_steps": 1, "use_sequence_packing": False, "learning_rate": 1e-4}
+ONE_PAIR = {
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "use_sequence_packing": False,
+    "learning_rate": 1e-4,
+}
 """A step has one pair."""
 
 HINGE = {"objective": "dpo", "max_steps": 8, **ONE_PAIR}
@@ -24,7 +29,9 @@ HINGE = {"objective": "dpo", "max_steps": 8, **ONE_PAIR}
 
 @pytest.fixture
 def reference(tmp_path):
-    """Another model than the runs begin with, so that some pairs are beyond the margin from the first step on."""
+    """Another model than the runs begin with, so that some pairs are beyond the margin from the
+    first step on.
+    """
     folder = tmp_path / "reference"
     tiny.llama(seed=5).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
@@ -39,7 +46,11 @@ def test_steps_beyond_the_margin_are_steps(reference, tmp_path, caplog):
     """The first step among them: it is the next one whose gradients tell what is trained."""
     with caplog.at_level(logging.INFO):
         result = runs.train(tmp_path, rows(8), dpo=hinge(reference), **HINGE)
-    flat = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["grad_norm"] == 0.0]
+    flat = [
+        line["step"]
+        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if line["grad_norm"] == 0.0
+    ]
     assert 1 in flat and 1 < len(flat) < 8, "the data no longer hold both kinds of step"
     assert result.steps == 8 and result.model_dir.exists()
     assert result.coverage.moved == result.coverage.asked
@@ -52,12 +63,17 @@ def test_a_run_of_a_few_flat_steps_is_finished_and_says_so(reference, tmp_path, 
     with caplog.at_level(logging.WARNING):
         runs.train(tmp_path, rows(1), dpo=hinge(reference, 50.0), **{**HINGE, "max_steps": 3})
     assert (tmp_path / "run" / "model").exists()
-    assert "3 of 3 steps had no gradient, as the loss was flat there; no step had one" in caplog.text
+    assert (
+        "3 of 3 steps had no gradient, as the loss was flat there; no step had one" in caplog.text
+    )
 
 
 def test_a_run_that_is_flat_from_the_beginning_cannot_learn(reference, tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "MOST_FLAT", 4)
-    with pytest.raises(TrainingError, match=r"none of the first 4 steps had a gradient.*at its lowest value.*loss 0\.0"):
+    with pytest.raises(
+        TrainingError,
+        match=r"none of the first 4 steps had a gradient.*at its lowest value.*loss 0\.0",
+    ):
         runs.train(tmp_path, rows(1), dpo=hinge(reference, 50.0), **HINGE)
     assert not (tmp_path / "run" / "model").exists()
 
@@ -68,24 +84,34 @@ class HingeTimes(DPO):
     factor = 0.0
 
     def terms(self, pairs):
-        return {name: Term(term.sum * self.factor, term.coefficient, term.per) for name, term in super().terms(pairs).items()}
+        return {
+            name: Term(term.sum * self.factor, term.coefficient, term.per)
+            for name, term in super().terms(pairs).items()
+        }
 
 
 class DetachedHinge(DPO):
     def terms(self, pairs):
-        return {name: Term(term.sum.detach(), term.coefficient, term.per) for name, term in super().terms(pairs).items()}
+        return {
+            name: Term(term.sum.detach(), term.coefficient, term.per)
+            for name, term in super().terms(pairs).items()
+        }
 
 
 def faulty(tmp_path, objective, reference, model=None, **changes):
     """A trainer of a hinge that has a fault."""
     changes = {**HINGE, "dpo": hinge(reference), **changes}
-    trainer = ChronicalsTrainer(model or tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, **changes))
+    trainer = ChronicalsTrainer(
+        model or tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, **changes)
+    )
     trainer.objective = objective(trainer.objective.settings)
     return trainer
 
 
 def test_a_detached_loss_ends_the_run(reference, tmp_path):
-    with pytest.raises(TrainingError, match="the loss does not depend on any weight that is trained"):
+    with pytest.raises(
+        TrainingError, match="the loss does not depend on any weight that is trained"
+    ):
         faulty(tmp_path, DetachedHinge, reference).train(rows(8))
 
 
@@ -97,7 +123,9 @@ def test_a_loss_times_zero_ends_the_run(reference, tmp_path, monkeypatch):
 
 
 def test_gradients_that_do_not_arrive_end_a_hinge_run(reference, tmp_path):
-    """Some pairs are within the margin, so that the loss is not what the hinge has where it is flat."""
+    """Some pairs are within the margin, so that the loss is not what the hinge has where it is
+    flat.
+    """
     model = tiny.llama()
     for weight in model.parameters():
         weight.register_hook(torch.zeros_like)
@@ -125,7 +153,9 @@ def test_flat_steps_are_counted_on_after_a_resume(reference, tmp_path, monkeypat
 
 def why(objective, section, values):
     """What the objective says of a step with these values and no gradient."""
-    return build_objective(runs.config(Path("."), objective=objective, **section)).why_no_gradient(values)
+    return build_objective(runs.config(Path("."), objective=objective, **section)).why_no_gradient(
+        values
+    )
 
 
 ENTROPY = -0.1 * math.log(0.1) - 0.9 * math.log(0.9)
@@ -202,9 +232,19 @@ class Overflows(Callback):
 
 def test_weights_that_are_not_finite_take_no_checkpoints_place(tmp_path):
     model = tiny.llama()
-    with pytest.raises(TrainingError, match=r"step 4: it left weights that are not finite.*not saved.*learning_rate"):
+    with pytest.raises(
+        TrainingError,
+        match=r"step 4: it left weights that are not finite.*not saved.*learning_rate",
+    ):
         runs.train(
-            tmp_path, model=model, callbacks=[Overflows(model, 4)], max_steps=4, save_steps=2, save_total_limit=1
-        )  # fmt: skip
-    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+            tmp_path,
+            model=model,
+            callbacks=[Overflows(model, 4)],
+            max_steps=4,
+            save_steps=2,
+            save_total_limit=1,
+        )
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "step-00000002"
+    ]
     assert not (tmp_path / "run" / "model").exists()

@@ -1,4 +1,6 @@
-"""Runs whose optimizer states are in host memory: those of the run without, and what they go together with."""
+"""Runs whose optimizer states are in host memory: those of the run without, and what they go
+together with.
+"""
 
 import logging
 
@@ -24,7 +26,11 @@ RUNS = {
     "bf16": {"mixed_precision": "bf16"},
     "fp16": {"mixed_precision": "fp16"},
     "bf16 states": {"mixed_precision": "bf16", "optimizer_state_dtype": "bf16"},
-    "bf16 states, no masters": {"mixed_precision": "bf16", "optimizer_state_dtype": "bf16", "master_weights": False},
+    "bf16 states, no masters": {
+        "mixed_precision": "bf16",
+        "optimizer_state_dtype": "bf16",
+        "master_weights": False,
+    },
     "8 bits": {"mixed_precision": "bf16", "use_8bit_optimizer": True},
     "8 bits in fp32": {"use_8bit_optimizer": True, "weight_decay": 0.1},
     "adapters": {"use_lora": True, "lora_rank": 32, "lora_dropout": 0.0, "weight_decay": 0.1},
@@ -78,7 +84,12 @@ def test_a_run_goes_on_in_the_other_place_bit_by_bit(kind, first, tmp_path):
 
 @pytest.mark.parametrize("kind", ["fp32", "8 bits"])
 def test_updates_in_the_backward_pass_go_with_it(kind, tmp_path):
-    changes = {**STEADY, **RUNS[kind], "max_grad_norm": float("inf"), "gradient_accumulation_steps": 1}
+    changes = {
+        **STEADY,
+        **RUNS[kind],
+        "max_grad_norm": float("inf"),
+        "gradient_accumulation_steps": 1,
+    }
     for name, memory in (("away", AWAY), ("here", [])):
         runs.train(tmp_path / name, **changes, memory=[*memory, "optimizer_in_backward"])
     assert runs.trajectory(tmp_path / "away") == runs.trajectory(tmp_path / "here")
@@ -88,37 +99,57 @@ def test_updates_in_the_backward_pass_go_with_it(kind, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
 @pytest.mark.parametrize("policies", [AWAY, [*AWAY, "optimizer_in_backward"]], ids=str)
 def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch):
-    given = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "max_steps": 8, "save_steps": None}
+    given = {
+        "max_grad_norm": float("inf"),
+        "gradient_accumulation_steps": 1,
+        "max_steps": 8,
+        "save_steps": None,
+    }
     runs.train(tmp_path / "usual", **given, memory=[])
     monkeypatch.setattr(decisions, "_graphs", lambda *_: (True, "emulated"))
     monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
     usual, captured = EmulatedStep.release, []
-    monkeypatch.setattr(EmulatedStep, "release", lambda own: captured.append(own.of_update is not None) or usual(own))
+    monkeypatch.setattr(
+        EmulatedStep,
+        "release",
+        lambda own: captured.append(own.of_update is not None) or usual(own),
+    )
     runs.train(tmp_path / "graphs", **given, memory=policies, use_cuda_graphs=True)
     graphed = EmulatedStep.last
     assert graphed.recorder.replays and not graphed.failed
     assert captured[-1] == (policies == AWAY)
-    for left, right in zip(runs.trajectory(tmp_path / "usual"), runs.trajectory(tmp_path / "graphs"), strict=True):
+    for left, right in zip(
+        runs.trajectory(tmp_path / "usual"), runs.trajectory(tmp_path / "graphs"), strict=True
+    ):
         assert right == pytest.approx(left, rel=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{"use_lora": True, "lora_rank": 4}, {}], ids=str)
 def test_where_no_weight_is_large_it_is_refused(changes, tmp_path, monkeypatch):
     monkeypatch.setattr(host_states, "SMALLEST", 1 << 16)
-    with pytest.raises(ConfigurationError, match=r"memory=\['offload_optimizer_states'\]: no trained weight has 65536.*leave"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"memory=\['offload_optimizer_states'\]: no trained weight has 65536.*leave",
+    ):
         runs.train(tmp_path, memory=AWAY, **changes)
 
 
 def test_where_host_memory_is_too_small_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "available_memory", lambda: 100_000)
-    with pytest.raises(ConfigurationError, match=r"memory=.*: states of 0.00 GiB, and 0.00 GiB .* set use_8bit_optimizer=True"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"memory=.*: states of 0.00 GiB, and 0.00 GiB .* set use_8bit_optimizer=True",
+    ):
         runs.train(tmp_path, memory=AWAY)
 
 
 def test_the_log_says_it(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         runs.train(tmp_path, max_steps=1, memory=AWAY)
-    assert "optimizer states in host memory (as asked, of 99" in caplog.text and "GiB come and go" in caplog.text
+    assert (
+        "optimizer states in host memory (as asked, of 99" in caplog.text
+        and "GiB come and go" in caplog.text
+    )
     runs.train(tmp_path / "here", max_steps=1)
     assert caplog.text.count("optimizer states in host memory") == 1
 
@@ -128,7 +159,9 @@ def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch)
     monkeypatch.setattr(host_states, "SMALLEST", 5000)
     monkeypatch.setattr(host_states, "BUFFER", host_states.LEAST)
     found, usual = [], needed_memory.estimate
-    monkeypatch.setattr(needed_memory, "estimate", lambda *given: found.append(usual(*given)) or found[-1])
+    monkeypatch.setattr(
+        needed_memory, "estimate", lambda *given: found.append(usual(*given)) or found[-1]
+    )
     for memory in ([], AWAY):
         model, config = tiny.llama(), runs.config(tmp_path, **RUNS[kind], memory=memory)
         if "use_lora" in RUNS[kind]:
@@ -137,17 +170,25 @@ def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch)
     optimizer = session.build_optimizer(model, config)
     session.Precision(config.mixed_precision, torch.device("cpu")).prepare(model, optimizer)
     large = [p for p in model.parameters() if p.requires_grad and p.numel() >= 5000]
-    moved = sum(x.nbytes for p in large for name, x in optimizer.state_of(p).items() if name != "step")
+    moved = sum(
+        x.nbytes for p in large for name, x in optimizer.state_of(p).items() if name != "step"
+    )
     (lane,) = optimizer.host._lanes.values()
     assert lane.held == moved > buffer_bytes(moved)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert found[0].needed(NOTHING) - found[1].needed(NOTHING) == pytest.approx(moved - buffer_bytes(moved), abs=count / 100)
+    assert found[0].needed(NOTHING) - found[1].needed(NOTHING) == pytest.approx(
+        moved - buffer_bytes(moved), abs=count / 100
+    )
 
 
-@pytest.mark.parametrize("asked", [{}, {"memory": AWAY}, {"use_lora": True}, {"activation_offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{}, {"memory": AWAY}, {"use_lora": True}, {"activation_offload": True}], ids=str
+)
 def test_a_run_that_does_not_fit_is_told_of_it(asked):
     config = ChronicalsConfig(**asked)
-    named = [fields["memory"] for fields, price in what_helps(config) if "memory" in fields and not price]
+    named = [
+        fields["memory"] for fields, price in what_helps(config) if "memory" in fields and not price
+    ]
     told = [policies for policies in named if "offload_optimizer_states" in policies]
     assert len(told) == (0 if "use_lora" in asked else 1)
     assert all(config.replace(**fields) for fields, _ in what_helps(config))
@@ -158,10 +199,21 @@ def test_a_run_that_does_not_fit_is_told_of_it(asked):
 @pytest.mark.parametrize("kind", ["bf16", "bf16 states", "8 bits"])
 def test_on_a_card_a_run_is_the_one_with_states_beside_the_weights(kind, graphs, tmp_path):
     """Captured, too; and checkpoints are written while it goes on."""
-    model = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     for name, memory in (("away", AWAY), ("here", [])):
         torch.manual_seed(11)
-        given = {**STEADY, **RUNS[kind], "max_steps": 8, "use_cuda_graphs": graphs, "memory": memory}
+        given = {
+            **STEADY,
+            **RUNS[kind],
+            "max_steps": 8,
+            "use_cuda_graphs": graphs,
+            "memory": memory,
+        }
         runs.train(tmp_path / name, model=tiny.llama(**model), **given)
     assert runs.trajectory(tmp_path / "away") == runs.trajectory(tmp_path / "here")
     for step in (2, 4, 6, 8):

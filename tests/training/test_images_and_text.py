@@ -1,4 +1,6 @@
-"""Models of images and text, family by family: text trains as in transformers, what reads images stays bit by bit."""
+"""Models of images and text, family by family: text trains as in transformers, what reads images
+stays bit by bit.
+"""
 
 import dataclasses
 import json
@@ -35,8 +37,9 @@ ways = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @every_family
 def test_loss_and_gradients_are_those_of_transformers(name, packed):
-    """Documents of a pack, through fused layers, beside each document alone through the whole class: positions of several
-    dimensions, windows and masks of images change nothing. What reads images has no gradient."""
+    """Documents of a pack, through fused layers, beside each document alone through the whole
+    class: positions of several dimensions, windows and masks of images change nothing. What
+    reads images has no gradient."""
     model = vision_models.build(name).double()
     batch = families.documents_batch((40, 3, 1, 25))
     presented = present(model)
@@ -59,7 +62,11 @@ def test_loss_and_gradients_are_those_of_transformers(name, packed):
     losses, gradients = [], []
     for call in (alone, together):
         found = []
-        gradients.append(families.gradients(model, lambda call=call, found=found: found.append(call()) or found[0]))
+        gradients.append(
+            families.gradients(
+                model, lambda call=call, found=found: found.append(call()) or found[0]
+            )
+        )
         losses.append(float(found[0]))
         if call is alone:
             patch_parts(model, whole_layers=packed)
@@ -90,7 +97,11 @@ def test_a_run_leaves_what_reads_images_bit_by_bit(name, lora, tmp_path, caplog)
     model = type(made).from_pretrained(tmp_path / "base")
     config = runs.config(tmp_path, use_lora=lora, weight_decay=0.1, trackers=[])
     ChronicalsTrainer(model, tiny.tokenizer(), config).train(tiny.chat_rows())
-    assert "padded rows" not in caplog.text and "its own logits" not in caplog.text and "experts" not in caplog.text
+    assert (
+        "padded rows" not in caplog.text
+        and "its own logits" not in caplog.text
+        and "experts" not in caplog.text
+    )
     trained = {path for path, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and not any(is_within(path, towers) for path in trained)
     if not lora:
@@ -106,7 +117,10 @@ def test_a_run_leaves_what_reads_images_bit_by_bit(name, lora, tmp_path, caplog)
     for path, tensor in made.state_dict().items():
         assert not is_within(path, towers) or equal(kept[path], tensor), path
     scored = runs.config(tmp_path, output_dir=tmp_path / "scored")
-    losses = [evaluate_data(m, tiny.tokenizer(), tiny.chat_rows(), scored).loss for m in (model, loaded.model, made)]
+    losses = [
+        evaluate_data(m, tiny.tokenizer(), tiny.chat_rows(), scored).loss
+        for m in (model, loaded.model, made)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < losses[2]
 
 
@@ -128,11 +142,23 @@ def test_the_command_line_reads_what_it_trained(name, tmp_path, monkeypatch, cap
     (tmp_path / "rows.jsonl").write_text(rows)
     monkeypatch.chdir(tmp_path)
     common = ["--max-seq-length", "128", "--cache-dir", "tokens"]
-    training = ["--model", "base", "--data", "rows.jsonl", *common, "--mixed-precision", "fp32", "--max-steps", "2"]
+    training = [
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        *common,
+        "--mixed-precision",
+        "fp32",
+        "--max-steps",
+        "2",
+    ]
     for command in (
-        ["train", *training, "--output-dir", "run", "--trackers", "none"], ["evaluate", "run", "--data", "rows.jsonl", *common],
-        ["generate", "run", "--prompt", "hi", "--max-new-tokens", "3"], ["verify", *training[:-2], "--batch-size", "2"],
-    ):  # fmt: skip
+        ["train", *training, "--output-dir", "run", "--trackers", "none"],
+        ["evaluate", "run", "--data", "rows.jsonl", *common],
+        ["generate", "run", "--prompt", "hi", "--max-new-tokens", "3"],
+        ["verify", *training[:-2], "--batch-size", "2"],
+    ):
         monkeypatch.setattr(sys, "argv", ["chronicals", *command])
         with pytest.raises(SystemExit) as exit:
             main()
@@ -140,26 +166,51 @@ def test_the_command_line_reads_what_it_trained(name, tmp_path, monkeypatch, cap
 
 
 PICTURES = [
-    {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "what?"}]}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:…"}}]}]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": "cat.png"},
+                    {"type": "text", "text": "what?"},
+                ],
+            }
+        ]
+    },
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:…"}}]}
+        ]
+    },
     {"messages": [{"role": "user", "content": [{"type": "video", "video": "cat.mp4"}]}]},
     {"messages": [{"role": "user", "content": "<image> what is it?"}], "images": ["cat.png"]},
     {"image": "cat.png", "conversations": [{"from": "human", "value": "<image>\nwhat is it?"}]},
 ]
 
 
-@pytest.mark.parametrize("row", PICTURES, ids=["image", "image_url", "video", "images", "image column"])
+@pytest.mark.parametrize(
+    "row", PICTURES, ids=["image", "image_url", "video", "images", "image column"]
+)
 def test_rows_with_pictures_are_refused_before_anything_is_trained(row, tmp_path):
     """By name, with a remedy; and with that remedy the rows of text are trained."""
     answer = {"role": "assistant", "content": "a cat"}
     said = {"from": "gpt", "value": "a cat"}
-    row = {name: [*value, answer if name == "messages" else said] if name in ("messages", "conversations") else value
-           for name, value in row.items()}  # fmt: skip
+    row = {
+        name: [*value, answer if name == "messages" else said]
+        if name in ("messages", "conversations")
+        else value
+        for name, value in row.items()
+    }
     rows = [*tiny.chat_rows(), row]
     model = vision_models.build("llava")
     before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
-    with pytest.raises(DataError, match=r"pictures_or_sound: 1 rows with pictures, video or sound.*row.* 61.*leave them out"):
+    with pytest.raises(
+        DataError,
+        match=r"pictures_or_sound: 1 rows with pictures, video or sound.*row.* 61.*leave them out",
+    ):
         runs.train(tmp_path, rows, model, max_steps=1, trackers=[])
     assert all(equal(tensor, before[path]) for path, tensor in model.state_dict().items())
-    result = runs.train(tmp_path, rows, model, max_steps=1, trackers=[], gate={"pictures_or_sound": 0.1})
+    result = runs.train(
+        tmp_path, rows, model, max_steps=1, trackers=[], gate={"pictures_or_sound": 0.1}
+    )
     assert result.steps == 1

@@ -25,11 +25,18 @@ from comparison import equal
 pytestmark = pytest.mark.of_file(4)
 
 
-@pytest.mark.parametrize("spare, count", [(-1, 0), (0, 0), (95, 0), (105, 1), (350, 3), (10_000, 8)])
+@pytest.mark.parametrize(
+    "spare, count", [(-1, 0), (0, 0), (95, 0), (105, 1), (350, 3), (10_000, 8)]
+)
 def test_as_many_stay_as_there_is_room_for(spare, count):
     estimate = Estimate(1000, 8, {NOTHING: 50, CHEAP: 30, LAYERS: 10}, 1)
     total = round((estimate.needed(CHEAP) + spare) / 0.9) + 1
-    assert layers_that_stay(Estimate(1000, 8, {NOTHING: 50, CHEAP: 30, LAYERS: 10}, total), CHEAP, 0, 100) == count
+    assert (
+        layers_that_stay(
+            Estimate(1000, 8, {NOTHING: 50, CHEAP: 30, LAYERS: 10}, total), CHEAP, 0, 100
+        )
+        == count
+    )
 
 
 def test_none_stays_without_a_card_or_beside_layers_recomputed_whole():
@@ -40,7 +47,9 @@ def test_none_stays_without_a_card_or_beside_layers_recomputed_whole():
 
 
 class Cards(Mesh):
-    """Two, of which the second has room for as many layers as ``other`` makes of those of the first."""
+    """Two, of which the second has room for as many layers as ``other`` makes of those of the
+    first.
+    """
 
     def __init__(self, other):
         super().__init__(0, 2)
@@ -57,7 +66,12 @@ def decided(folder, monkeypatch, cards, room, **fields):
     """What is decided on a card with room for so many layers and a half."""
     with torch.device("meta"):
         model = tiny.llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4)
-    usual = {"mixed_precision": "bf16", "batch_size": 1, "max_seq_length": 16, "sharding": "weights"}
+    usual = {
+        "mixed_precision": "bf16",
+        "batch_size": 1,
+        "max_seq_length": 16,
+        "sharding": "weights",
+    }
     config = runs.config(folder, **usual, **fields)
     needed = needed_memory.expected_memory(config, model, 2, 1, False, total=1)[1].needed(NOTHING)
     total = int((needed + (room + 0.5) * needed_memory.gathered_bytes(config, model)) / 0.9)
@@ -71,15 +85,23 @@ def test_as_many_stay_as_the_smallest_card_has_room_for(other, stay, tmp_path, m
     size = stay * 2 * (2 * 2048**2 + 2 * 2048 * 1024 + 3 * 2048 * 8192 + 2 * 2048)
     said = f"; the last {stay} layers stay gathered between their passes, {size / 2**30:.1f} GiB"
     assert made["sharding"].stay == stay and made["sharding"].reason.endswith(said) == (stay > 0)
-    estimated = f"estimated {(needed + size) / 2**30:.1f} of {total / 2**30:.1f} GiB, nothing recomputed"
-    assert made["use_gradient_checkpointing"].reason == estimated and not made["use_gradient_checkpointing"].runs
+    estimated = (
+        f"estimated {(needed + size) / 2**30:.1f} of {total / 2**30:.1f} GiB, nothing recomputed"
+    )
+    assert (
+        made["use_gradient_checkpointing"].reason == estimated
+        and not made["use_gradient_checkpointing"].runs
+    )
 
 
 def test_cards_on_which_other_layers_would_stay_are_refused(tmp_path, monkeypatch):
     """They would gather other weights, and wait for each other for ever."""
     cards = Cards(lambda own: own)
     decided(tmp_path, monkeypatch, cards, 3)
-    with pytest.raises(ConfigurationError, match=r"do not train the same: sharding is .* 3\] on rank 0 and .* 1\] on rank 1"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"do not train the same: sharding is .* 3\] on rank 0 and .* 1\] on rank 1",
+    ):
         decided(tmp_path, monkeypatch, cards, 1)
 
 
@@ -89,7 +111,10 @@ def test_layers_that_stay_train_bit_equal_and_are_gathered_once(tmp_path):
     assert codes == [0, 0], [said[-2500:] for said in words]
     divided, *others = torch.load(tmp_path / "found.pt")
     config = runs.config(
-        tmp_path, objective="pretraining", gradient_accumulation_steps=stay_ranks.MICRO, sharding="weights"
+        tmp_path,
+        objective="pretraining",
+        gradient_accumulation_steps=stay_ranks.MICRO,
+        sharding="weights",
     )
     for stay, found in enumerate([divided, *others]):
         assert found["seen"] == divided["seen"]
@@ -100,4 +125,10 @@ def test_layers_that_stay_train_bit_equal_and_are_gathered_once(tmp_path):
     assert others[1]["gathered"] < others[0]["gathered"] < divided["gathered"]
     last, none = [False] * (stay_ranks.LAYERS - 1) + [True, True], [False] * (stay_ranks.LAYERS + 1)
     for rank, found in enumerate(torch.load(tmp_path / "broken.pt")):
-        assert found == {"decided": 1, "broken": last, "left": none, "failed": none, "falls": True}, rank
+        assert found == {
+            "decided": 1,
+            "broken": last,
+            "left": none,
+            "failed": none,
+            "falls": True,
+        }, rank

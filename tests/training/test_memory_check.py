@@ -25,15 +25,26 @@ def test_it_says_what_is_short_and_the_longest_length_that_fits():
     with pytest.raises(ConfigurationError) as raised:
         refuse_what_cannot_fit(config, estimated(8192), NOTHING, estimated)
     words = str(raised.value)
-    assert "max_seq_length=8192: a step would hold about 42.0 GiB" in words and "23.0 GiB are short" in words
-    assert "the longest max_seq_length that fits as the run is set is 2,304" in words  # 9 GiB for four layers' MiB a token
-    assert "recompute_layers" in words and "max_seq_length=4096" not in words and "check_memory=False" in words
+    assert (
+        "max_seq_length=8192: a step would hold about 42.0 GiB" in words
+        and "23.0 GiB are short" in words
+    )
+    assert (
+        "the longest max_seq_length that fits as the run is set is 2,304" in words
+    )  # 9 GiB for four layers' MiB a token
+    assert (
+        "recompute_layers" in words
+        and "max_seq_length=4096" not in words
+        and "check_memory=False" in words
+    )
     refuse_what_cannot_fit(config, estimated(2304), NOTHING, estimated)
 
 
 def test_what_the_memory_decides_is_refused_where_the_leanest_does_not_fit():
     config = ChronicalsConfig(max_seq_length=65536, batch_size=1)
-    with pytest.raises(ConfigurationError, match="the longest max_seq_length that fits as the run is set") as raised:
+    with pytest.raises(
+        ConfigurationError, match="the longest max_seq_length that fits as the run is set"
+    ) as raised:
         refuse_what_cannot_fit(config, estimated(65536), None, estimated)
     longest = int(re.search(r"set is ([\d,]+)", str(raised.value))[1].replace(",", ""))
     refuse_what_cannot_fit(config, estimated(longest), None, estimated)
@@ -42,8 +53,13 @@ def test_what_the_memory_decides_is_refused_where_the_leanest_does_not_fit():
 
 def test_weights_alone_that_do_not_fit():
     config = ChronicalsConfig(max_seq_length=512, batch_size=1)
-    with pytest.raises(ConfigurationError, match="weights and states alone take 10.0 GiB, so no shorter max_seq_length helps"):
-        refuse_what_cannot_fit(config, estimated(512, total=8), None, lambda length: estimated(length, total=8))
+    with pytest.raises(
+        ConfigurationError,
+        match="weights and states alone take 10.0 GiB, so no shorter max_seq_length helps",
+    ):
+        refuse_what_cannot_fit(
+            config, estimated(512, total=8), None, lambda length: estimated(length, total=8)
+        )
 
 
 @pytest.mark.parametrize("config", [{"check_memory": False}, {}], ids=["turned off", "no card"])
@@ -58,13 +74,28 @@ def test_the_longest_is_the_last_multiple_that_fits(most):
 
 
 def test_a_run_is_refused_before_its_first_step(tmp_path, monkeypatch):
-    """On a card of which so little is left that a few hundred tokens fit; with that length the same run trains."""
+    """On a card of which so little is left that a few hundred tokens fit; with that length the
+    same run trains.
+    """
     held = (64 << 20) + sum(p.numel() * 16 for p in tiny.llama().parameters())
     monkeypatch.setattr(peak, "card_memory", lambda device: held)
-    fields = {"memory": [], "batch_size": 1, "logits_chunk_size": 64, "trackers": [], "max_steps": 1}
-    with pytest.raises(ConfigurationError, match=r"max_seq_length=65536: a step would hold") as raised:
+    fields = {
+        "memory": [],
+        "batch_size": 1,
+        "logits_chunk_size": 64,
+        "trackers": [],
+        "max_steps": 1,
+    }
+    with pytest.raises(
+        ConfigurationError, match=r"max_seq_length=65536: a step would hold"
+    ) as raised:
         runs.train(tmp_path, max_seq_length=65536, gate={}, **fields)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "model").exists()
-    longest = int(re.search(r"as the run is set is ([\d,]+)", str(raised.value))[1].replace(",", ""))
+    assert (
+        not (tmp_path / "run" / "metrics.jsonl").exists()
+        and not (tmp_path / "run" / "model").exists()
+    )
+    longest = int(
+        re.search(r"as the run is set is ([\d,]+)", str(raised.value))[1].replace(",", "")
+    )
     assert longest >= 256
     assert runs.train(tmp_path / "fits", max_seq_length=longest, **fields).steps == 1

@@ -35,8 +35,13 @@ def read(path):
 
 @pytest.mark.parametrize("when", [{}, {"eval_steps": 2}], ids=["at the end", "midway"])
 def test_a_held_out_loss_that_is_not_a_number_stops_the_run(tmp_path, when):
-    with pytest.raises(TrainingError, match=f"held-out loss after step {when.get('eval_steps', 6)}: nan, not a number"):
-        runs.train(tmp_path, SEEN, damaged(), eval_rows=[{"input_ids": [5, 6, UNSEEN, 7, 8]}], **when)
+    with pytest.raises(
+        TrainingError,
+        match=f"held-out loss after step {when.get('eval_steps', 6)}: nan, not a number",
+    ):
+        runs.train(
+            tmp_path, SEEN, damaged(), eval_rows=[{"input_ids": [5, 6, UNSEEN, 7, 8]}], **when
+        )
     assert not (tmp_path / "run" / "model").exists()
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == when.get("eval_steps", 6)
 
@@ -60,7 +65,10 @@ def overflowing(folder, monkeypatch, **changes):
 def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, monkeypatch):
     model = tiny.llama()
     before = [weight.clone() for weight in model.parameters()]
-    with pytest.raises(TrainingError, match=r"none of the 6 steps was applied.*fallen to 1.80144e\+16.*mixed_precision='bf16'"):
+    with pytest.raises(
+        TrainingError,
+        match=r"none of the 6 steps was applied.*fallen to 1.80144e\+16.*mixed_precision='bf16'",
+    ):
         overflowing(tmp_path, monkeypatch, model=model)
     assert all(equal(a, b) for a, b in zip(before, model.parameters()))
     assert not (tmp_path / "run" / "model").exists()
@@ -71,10 +79,14 @@ def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, monkeypatc
 
 
 def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, monkeypatch):
-    """The scale goes on falling from where it was; and a run that then trains is audited and finishes."""
+    """The scale goes on falling from where it was; and a run that then trains is audited and
+    finishes.
+    """
     for steps in (6, 12):
         scale = re.escape(f"{2.0 ** (60 - steps):g}")
-        with pytest.raises(TrainingError, match=f"none of the {steps} steps was applied.*fallen to {scale}"):
+        with pytest.raises(
+            TrainingError, match=f"none of the {steps} steps was applied.*fallen to {scale}"
+        ):
             overflowing(tmp_path, monkeypatch, resume=steps > 6, max_steps=steps)
     with pytest.raises(TrainingError, match="step 21: gradient norm"):
         overflowing(tmp_path, monkeypatch, resume=True, max_steps=40)
@@ -85,16 +97,23 @@ def test_a_step_applied_after_a_resume_is_audited(tmp_path, monkeypatch):
     with pytest.raises(TrainingError):
         runs.train(tmp_path, mixed_precision="fp16", max_steps=2)
     state = next((tmp_path / "run" / "checkpoints").glob("*/state.json"))
-    monkeypatch.setattr(precision.Precision, "load_state", lambda self, state: self.scale.fill_(2.0**16))
+    monkeypatch.setattr(
+        precision.Precision, "load_state", lambda self, state: self.scale.fill_(2.0**16)
+    )
     result = runs.train(tmp_path, mixed_precision="fp16", max_steps=4, resume=True)
     assert result.coverage is not None and result.steps == 4
     assert json.loads(state.read_text())["applied"] == 0
 
 
 def test_a_loss_that_overflows_stops_the_run_though_its_gradient_is_a_number(tmp_path):
-    class Loss(type(ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path)).objective)):
+    class Loss(
+        type(ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path)).objective)
+    ):
         def __call__(self, model, batch):
-            return {name: type(term)(term.sum + math.inf) for name, term in super().__call__(model, batch).items()}
+            return {
+                name: type(term)(term.sum + math.inf)
+                for name, term in super().__call__(model, batch).items()
+            }
 
     trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path))
     trainer.objective = Loss()
@@ -105,7 +124,8 @@ def test_a_loss_that_overflows_stops_the_run_though_its_gradient_is_a_number(tmp
 def test_a_state_of_before_is_read(tmp_path):
     """Written with Infinity and NaN, and without what is counted since."""
     old = (
-        '{"step": 3, "position": 12, "best_loss": Infinity, "evaluations_without_gain": 0, "last_loss": NaN, '
+        '{"step": 3, "position": 12, "best_loss": Infinity, "evaluations_without_gain": 0, '
+        '"last_loss": NaN, '
         '"evaluation": null}'
     )
     run = Run(6, tmp_path)
@@ -126,6 +146,13 @@ def test_metrics_of_before_are_read_and_lines_are_dated(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 2]
     times = [line["time"] for line in lines]
     assert began - 1 <= times[0] <= times[1] <= times[2] <= time.time() + 1
-    path.write_text('{"step": 1, "grad_norm": Infinity, "loss": NaN}\n{"step": 2, "grad_norm": null, "loss": 2.0}\n')
+    path.write_text(
+        '{"step": 1, "grad_norm": Infinity, "loss": NaN}\n{"step": 2, "grad_norm": null, "loss": '
+        "2.0}\n"
+    )
     first, second = read_metrics(path)
-    assert first["grad_norm"] == math.inf and math.isnan(first["loss"]) and math.isnan(second["grad_norm"])
+    assert (
+        first["grad_norm"] == math.inf
+        and math.isnan(first["loss"])
+        and math.isnan(second["grad_norm"])
+    )

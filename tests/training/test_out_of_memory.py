@@ -13,8 +13,15 @@ CONFIGURATIONS = {
     "default": {},
     "one row": {"batch_size": 1, "max_seq_length": 1},
     "switched off": {"use_gradient_checkpointing": False, "activation_offload": False},
-    "in part": {"memory": ["recompute_elementwise", "tiled_mlp"], "use_gradient_checkpointing": True},
-    "without masters": {"master_weights": False, "optimizer_state_dtype": "bf16", "logits_chunk_size": 64},
+    "in part": {
+        "memory": ["recompute_elementwise", "tiled_mlp"],
+        "use_gradient_checkpointing": True,
+    },
+    "without masters": {
+        "master_weights": False,
+        "optimizer_state_dtype": "bf16",
+        "logits_chunk_size": 64,
+    },
     "in the backward pass": {
         "memory": ["optimizer_in_backward"],
         "max_grad_norm": float("inf"),
@@ -61,7 +68,8 @@ def test_a_run_that_runs_out_of_memory_says_what_helps(tmp_path, monkeypatch):
 
     monkeypatch.setattr(session, "train_step", step)
     with pytest.raises(
-        TrainingError, match=r"out of memory.*batch_size=1 with gradient_accum.*memory=\['off.*use_lora=True"
+        TrainingError,
+        match=r"out of memory.*batch_size=1 with gradient_accum.*memory=\['off.*use_lora=True",
     ) as told:
         runs.train(tmp_path, model=tiny.llama(), batch_size=2)
     assert isinstance(told.value.__cause__, torch.OutOfMemoryError)
@@ -77,7 +85,10 @@ def test_a_card_that_is_full_says_what_helps_and_goes_on_afterwards(tmp_path, gr
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**20) / whole)
     try:
-        with pytest.raises(TrainingError, match=r"out of memory on cuda.* GiB; this run held up to .*Less is taken by"):
+        with pytest.raises(
+            TrainingError,
+            match=r"out of memory on cuda.* GiB; this run held up to .*Less is taken by",
+        ):
             runs.train(tmp_path / "full", model=model, batch_size=64, **options)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,4 +1,6 @@
-"""A run that takes the place of an earlier one in its folder: what is kept until when, and what is refused."""
+"""A run that takes the place of an earlier one in its folder: what is kept until when, and what
+is refused.
+"""
 
 import hashlib
 import json
@@ -39,7 +41,10 @@ def run_folder(finished, tmp_path):
 def contents(folder: Path) -> dict[str, str]:
     """Of every file the hash, by its path."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def steps_in(folder: Path) -> list[str]:
@@ -47,7 +52,9 @@ def steps_in(folder: Path) -> list[str]:
 
 
 class Watching(Callback):
-    """Records what the folder holds after the first step, and when the first checkpoint is there (a thread writes it)."""
+    """Records what the folder holds after the first step, and when the first checkpoint is there
+    (a thread writes it).
+    """
 
     def __init__(self, folder, fails_after=None):
         self.folder = folder
@@ -70,7 +77,9 @@ class Watching(Callback):
 def test_the_earlier_run_is_replaced_at_the_first_checkpoint(run_folder, caplog):
     before = contents(run_folder / "run" / "model")
     watching = Watching(run_folder)
-    runs.train(run_folder, tiny.chat_rows(40), max_steps=3, callbacks=[watching], overwrite=True, **SAVES)
+    runs.train(
+        run_folder, tiny.chat_rows(40), max_steps=3, callbacks=[watching], overwrite=True, **SAVES
+    )
     assert watching.after_a_step == (before, ["step-00000002", "step-00000004"])
     model, steps = watching.after_a_checkpoint
     assert model == {} and "step-00000002" in steps and "step-00000004" not in steps
@@ -83,7 +92,13 @@ def test_the_earlier_run_is_replaced_at_the_first_checkpoint(run_folder, caplog)
 def test_a_run_that_ends_before_its_first_checkpoint_leaves_the_earlier_one(run_folder, caplog):
     before = contents(run_folder / "run")
     with pytest.raises(RuntimeError, match="as planned"):
-        runs.train(run_folder, max_steps=3, callbacks=[Watching(run_folder, fails_after=1)], overwrite=True, **SAVES)
+        runs.train(
+            run_folder,
+            max_steps=3,
+            callbacks=[Watching(run_folder, fails_after=1)],
+            overwrite=True,
+            **SAVES,
+        )
     assert contents(run_folder / "run") == before
     assert "holds the earlier run again" in caplog.text
 
@@ -99,7 +114,11 @@ def replace(folder: Path) -> None:
     for name in ("metrics.jsonl", "samples.json"):
         (folder / name).write_text("new")
     target = folder / "checkpoints" / "step-00000002"
-    write_folder(target, lambda aside: (aside / "new").write_text("new"), lambda: earlier.give_way_to(target.name))
+    write_folder(
+        target,
+        lambda aside: (aside / "new").write_text("new"),
+        lambda: earlier.give_way_to(target.name),
+    )
     earlier.discard()
 
 
@@ -145,7 +164,9 @@ def test_killed_anywhere_nothing_is_lost(finished, tmp_path, monkeypatch):
         outcomes.add(replaced)
         there = {name: value for name, value in contents(folder).items() if "/.step" not in name}
         assert replaced or there == before, f"killed at rename {number}"
-        assert not replaced or (check_folder(new) is None and steps_in_folder(folder) == ["step-00000002"])
+        assert not replaced or (
+            check_folder(new) is None and steps_in_folder(folder) == ["step-00000002"]
+        )
         assert not [path for path in folder.glob(".*")]
         number += 1
     assert number > 8 and outcomes == {False, True}
@@ -170,13 +191,22 @@ runs.train(Path(sys.argv[1]), max_steps=3, callbacks=[Kill()], overwrite=True, s
 
 
 def test_a_killed_run_loses_nothing(run_folder):
-    """Its model and checkpoints are in their places at once, all else as soon as anybody claims the folder."""
+    """Its model and checkpoints are in their places at once, all else as soon as anybody claims
+    the folder.
+    """
     before = contents(run_folder / "run")
     path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
     command = [sys.executable, "-c", KILLED, str(run_folder)]
-    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=200).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=200).returncode
+        == -signal.SIGKILL
+    )
     now = contents(run_folder / "run")
-    assert all(now[name] == value for name, value in before.items() if name.startswith(("model/", "checkpoints/")))
+    assert all(
+        now[name] == value
+        for name, value in before.items()
+        if name.startswith(("model/", "checkpoints/"))
+    )
     assert (run_folder / "run" / EARLIER).exists()
     assert runs.train(run_folder, max_steps=6, resume=True, **SAVES).steps == 6
     assert [step for step, _, _ in runs.trajectory(run_folder)] == [1, 2, 3, 4, 5, 6]
@@ -184,7 +214,14 @@ def test_a_killed_run_loses_nothing(run_folder):
 
 
 @pytest.mark.parametrize(
-    "place", ["notes.txt", "model/notes.txt", "checkpoints/step-00000002/notes.txt", "checkpoints/mine/x", "exported/m.gguf"]
+    "place",
+    [
+        "notes.txt",
+        "model/notes.txt",
+        "checkpoints/step-00000002/notes.txt",
+        "checkpoints/mine/x",
+        "exported/m.gguf",
+    ],
 )
 def test_files_that_no_run_wrote_are_never_replaced(place, run_folder):
     file = run_folder / "run" / place
@@ -217,7 +254,10 @@ def test_what_the_new_run_reads_is_not_replaced(run_folder):
 def test_a_folder_that_a_live_process_holds_is_refused(run_folder):
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run_folder / "run")], stdout=subprocess.PIPE, text=True, env=path
+        [sys.executable, "-c", HOLDER, str(run_folder / "run")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=path,
     )
     try:
         assert holder.stdout.readline() == "held\n"
@@ -233,18 +273,30 @@ def test_a_folder_that_a_live_process_holds_is_refused(run_folder):
 def test_to_resume_is_not_to_replace(run_folder, tmp_path_factory):
     checkpoint = run_folder / "run" / "checkpoints" / "step-00000004"
     for resume in (True, checkpoint):
-        with pytest.raises(ConfigurationError, match=r"overwrite=True replaces the run in output_dir=.*leave out one"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"overwrite=True replaces the run in output_dir=.*leave out one",
+        ):
             runs.train(run_folder, max_steps=6, resume=resume, overwrite=True, **SAVES)
     branch = tmp_path_factory.mktemp("branch")
     runs.train(branch, max_steps=1, **SAVES)
-    runs.train(branch, max_steps=5, resume=checkpoint, overwrite=True, cache_dir=run_folder / "tokens", **SAVES)
+    runs.train(
+        branch,
+        max_steps=5,
+        resume=checkpoint,
+        overwrite=True,
+        cache_dir=run_folder / "tokens",
+        **SAVES,
+    )
     assert steps_in(branch) == ["step-00000005"]
 
 
 def test_the_refusal_names_the_flag(run_folder):
     with pytest.raises(CheckpointError, match="replace it with overwrite=True") as refused:
         runs.train(run_folder, max_steps=1, **SAVES)
-    assert "replace it with --overwrite, or" in Wording({"overwrite": True, "output_dir": False})(str(refused.value))
+    assert "replace it with --overwrite, or" in Wording({"overwrite": True, "output_dir": False})(
+        str(refused.value)
+    )
     shutil.rmtree(run_folder / "run" / "checkpoints")
     with pytest.raises(CheckpointError, match=r"holds model/.*overwrite=True"):
         runs.train(run_folder, max_steps=1, **SAVES)
@@ -264,8 +316,27 @@ def test_the_command_replaces_a_run_with_its_recipe(tmp_path):
     rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
     tiny.llama().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
-    options = ["--max-seq-length", 128, "--mixed-precision", "fp32", "--trackers", "none", "--report-samples", 0]
-    given = ["--model", tmp_path / "base", "--data", rows, "--output-dir", tmp_path / "run", "--batch-size", 2, *options]
+    options = [
+        "--max-seq-length",
+        128,
+        "--mixed-precision",
+        "fp32",
+        "--trackers",
+        "none",
+        "--report-samples",
+        0,
+    ]
+    given = [
+        "--model",
+        tmp_path / "base",
+        "--data",
+        rows,
+        "--output-dir",
+        tmp_path / "run",
+        "--batch-size",
+        2,
+        *options,
+    ]
 
     def train(*arguments):
         result = CliRunner().invoke(app, ["train", *map(str, arguments)])

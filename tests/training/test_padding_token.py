@@ -1,4 +1,6 @@
-"""A padding token that the embedding lacks and no document holds changes nothing; data with such ids is refused in words."""
+"""A padding token that the embedding lacks and no document holds changes nothing; data with such
+ids is refused in words.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ from chronicals.verification import verify
 
 @pytest.fixture
 def padded():
-    """A tokenizer whose padding token has the id behind the last row of the tiny model's embedding."""
+    """A tokenizer whose padding token has the id behind the last row of the tiny model's
+    embedding.
+    """
     tokenizer, rows = tiny.tokenizer(), tiny.llama().get_input_embeddings().weight.shape[0]
     while len(tokenizer) < rows:
         tokenizer.add_tokens(f"<unused {len(tokenizer)}>")
@@ -33,9 +37,14 @@ def test_train_evaluate_and_verify_go_on_without_it(tmp_path, padded):
     ChronicalsTrainer(tiny.llama(), padded, settings).train(tiny.chat_rows())
     runs.train(tmp_path / "usual", max_steps=2)
     assert runs.trajectory(tmp_path) == runs.trajectory(tmp_path / "usual")
-    scores = [evaluate_data(tiny.llama(), tokenizer, tiny.chat_rows(5), settings) for tokenizer in (padded, tiny.tokenizer())]
+    scores = [
+        evaluate_data(tiny.llama(), tokenizer, tiny.chat_rows(5), settings)
+        for tokenizer in (padded, tiny.tokenizer())
+    ]
     assert scores[0] == scores[1]
-    assert verify(tiny.llama(), padded, settings.replace(max_steps=5), tiny.chat_rows(), steps=5).passed
+    assert verify(
+        tiny.llama(), padded, settings.replace(max_steps=5), tiny.chat_rows(), steps=5
+    ).passed
 
 
 def test_data_with_ids_that_the_embedding_lacks_is_not_evaluated(tmp_path, padded):

@@ -1,4 +1,6 @@
-"""Runs that adapt stacked experts and the embedding: resumed bit-equal, continued, and the model that PEFT loads."""
+"""Runs that adapt stacked experts and the embedding: resumed bit-equal, continued, and the model
+that PEFT loads.
+"""
 
 import logging
 import shutil
@@ -16,14 +18,22 @@ from comparison import equal
 
 EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
 FIELDS = {
-    "use_lora": True, "lora_rank": 4, "save_steps": 3, "trackers": [], "learning_rate": 1e-2, "mixed_precision": "bf16",
-    "lora_target_modules": "q_proj,embed_tokens", "lora_target_parameters": EXPERTS,
-}  # fmt: skip
+    "use_lora": True,
+    "lora_rank": 4,
+    "save_steps": 3,
+    "trackers": [],
+    "learning_rate": 1e-2,
+    "mixed_precision": "bf16",
+    "lora_target_modules": "q_proj,embed_tokens",
+    "lora_target_parameters": EXPERTS,
+}
 
 
 def base(folder, name="qwen3_moe"):
     if not (folder / "base").exists():
-        families.mixture(name, vocab_size=300, max_position_embeddings=512).save_pretrained(folder / "base")
+        families.mixture(name, vocab_size=300, max_position_embeddings=512).save_pretrained(
+            folder / "base"
+        )
     return load_model(folder / "base", torch.bfloat16)
 
 
@@ -49,15 +59,21 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, name, caplog):
     assert losses[-1] < 0.9 * losses[0] and result is not None
     plain = base(tmp_path, name)
     for key, weight in plain.state_dict().items():
-        inside = key.replace("experts.", "experts.base_layer.base_layer.").replace("embed_tokens.", "embed_tokens.base_layer.")
-        assert equal(model.state_dict()[inside.replace("q_proj.", "q_proj.base_layer.")].cpu(), weight), key
+        inside = key.replace("experts.", "experts.base_layer.base_layer.").replace(
+            "embed_tokens.", "embed_tokens.base_layer."
+        )
+        assert equal(
+            model.state_dict()[inside.replace("q_proj.", "q_proj.base_layer.")].cpu(), weight
+        ), key
 
 
 def test_peft_loads_what_a_run_leaves(tmp_path):
     peft = pytest.importorskip("peft")
     model = base(tmp_path)
     runs.train(tmp_path, model=model, **FIELDS)
-    other = peft.PeftModel.from_pretrained(base(tmp_path).float(), tmp_path / "run" / "model").eval()
+    other = peft.PeftModel.from_pretrained(
+        base(tmp_path).float(), tmp_path / "run" / "model"
+    ).eval()
     ids = torch.randint(1, 300, (2, 13))
     with torch.no_grad():
         expected, got = other(ids).logits, model.float().cpu().eval()(ids).logits
@@ -74,13 +90,17 @@ def test_a_run_continues_the_adapters_of_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked", [{"lora_target_parameters": "mlp.experts.down_proj"}, {"lora_target_modules": "q_proj"}], ids=str
+    "asked",
+    [{"lora_target_parameters": "mlp.experts.down_proj"}, {"lora_target_modules": "q_proj"}],
+    ids=str,
 )
 def test_adapters_that_are_there_are_not_others(tmp_path, asked):
     first = tmp_path / "first"
     runs.train(first, model=base(tmp_path), **FIELDS)
     model = load_adapter(base(tmp_path), first / "run" / "model")
-    with pytest.raises(ConfigurationError, match=f"{next(iter(asked))}=.*the model has adapters already"):
+    with pytest.raises(
+        ConfigurationError, match=f"{next(iter(asked))}=.*the model has adapters already"
+    ):
         runs.train(tmp_path / "second", model=model, **{**FIELDS, **asked})
 
 
@@ -90,7 +110,10 @@ def test_the_embedding_alone(tmp_path, caplog):
     model = base(tmp_path)
     runs.train(tmp_path, model=model, **fields)
     assert [path for path, _ in adapters(model)] == ["model.embed_tokens"]
-    assert all(tensor.any() for tensor in stored(tmp_path).values()) and "got no gradient" not in caplog.text
+    assert (
+        all(tensor.any() for tensor in stored(tmp_path).values())
+        and "got no gradient" not in caplog.text
+    )
 
 
 def test_parameters_alone(tmp_path):

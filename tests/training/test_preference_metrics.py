@@ -1,4 +1,6 @@
-"""What a run over pairs or judged answers shows: the same in its file, the bar, a tracker, the report and evaluation."""
+"""What a run over pairs or judged answers shows: the same in its file, the bar, a tracker, the
+report and evaluation.
+"""
 
 import base64
 import re
@@ -19,7 +21,7 @@ SHOWN = {
     "orpo": {*OF_PAIRS, "cross_entropy", "odds_ratio", "log_odds_ratio", "log_odds_chosen"},
     "reward": {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")},
     "kto": {*OF_BOTH, "rewards/margins", "entropy", "kl"},
-}  # fmt: skip
+}
 STEPS = 4
 
 
@@ -29,7 +31,11 @@ def stored_in_tensorboard(folder):
 
     events = EventAccumulator(str(folder / "run" / "tensorboard"))
     events.Reload()
-    return {(tag, point.step): point.value for tag in events.Tags()["scalars"] for point in events.Scalars(tag)}
+    return {
+        (tag, point.step): point.value
+        for tag in events.Tags()["scalars"]
+        for point in events.Scalars(tag)
+    }
 
 
 def told_after(step, said):
@@ -50,12 +56,20 @@ def test_every_metric_is_everywhere(objective, tmp_path, capsys, caplog):
     pytest.importorskip("tensorboard")
     given = judged_rows(32) if objective == "kto" else rows(32)
     result = runs.train(
-        tmp_path, given, objective=objective, max_steps=STEPS, learning_rate=1e-3, validation_split=0.25, eval_steps=2,
+        tmp_path,
+        given,
+        objective=objective,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        validation_split=0.25,
+        eval_steps=2,
         trackers=["tensorboard"],
-    )  # fmt: skip
+    )
     said, expected = capsys.readouterr().err + caplog.text, SHOWN[objective]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    steps, evaluations = ([line for line in lines if name in line] for name in ("loss", "eval_loss"))
+    steps, evaluations = (
+        [line for line in lines if name in line] for name in ("loss", "eval_loss")
+    )
     stored, drawn = stored_in_tensorboard(tmp_path), curves(result.report.read_text())
     assert len(steps) == STEPS and set(result.evaluation.others) == expected
     for name in expected:
@@ -63,7 +77,11 @@ def test_every_metric_is_everywhere(objective, tmp_path, capsys, caplog):
         for line in steps:
             assert stored[f"train/{name}", line["step"]] == pytest.approx(line[name], rel=1e-6)
         for line in evaluations:
-            assert stored[f"eval/{name}", line["step"]] == pytest.approx(line[f"eval_{name}"], rel=1e-6)
+            assert stored[f"eval/{name}", line["step"]] == pytest.approx(
+                line[f"eval_{name}"], rel=1e-6
+            )
         assert told_after(STEPS, said)[name] == f"{steps[-1][name]:.4g}"
         assert evaluations[-1][f"eval_{name}"] == pytest.approx(result.evaluation.others[name])
-    assert steps[0]["rewards/margins"] == pytest.approx(steps[0]["rewards/chosen"] - steps[0]["rewards/rejected"], abs=1e-5)
+    assert steps[0]["rewards/margins"] == pytest.approx(
+        steps[0]["rewards/chosen"] - steps[0]["rewards/rejected"], abs=1e-5
+    )

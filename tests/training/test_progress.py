@@ -1,4 +1,6 @@
-"""What a terminal shows of a run is never wider than it; step, loss and time left come first, and a bar where there is room."""
+"""What a terminal shows of a run is never wider than it; step, loss and time left come first,
+and a bar where there is room.
+"""
 
 import io
 import itertools
@@ -14,14 +16,30 @@ from chronicals.training.metrics import StepMetrics
 from chronicals.training.progress import Progress, ProgressBar
 from chronicals.training.run import Run
 
-REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+REWARDS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
 OTHERS = {
     "sft": (),
     "dpo": REWARDS,
     "kto": ("kl", *REWARDS),
     "distill": ("cross_entropy", "divergence", "teacher_entropy", "agreement"),
-    "mixture": ("load_balancing_loss", "router_z_loss", "expert_load/max", "expert_load/min", "router_entropy", "anchor"),
-    "a longer name": ("a_metric_of_a_users_own_objective_with_a_name_that_is_longer_than_most_terminals_are_wide_by_far",),
+    "mixture": (
+        "load_balancing_loss",
+        "router_z_loss",
+        "expert_load/max",
+        "expert_load/min",
+        "router_entropy",
+        "anchor",
+    ),
+    "a longer name": (
+        "a_metric_of_a_users_own_objective_with_a_name_that_is_longer_than_most_terminals_are_wide_by_far",
+    ),
 }
 WIDTHS = (40, 60, 80, 120, 160)
 STEPS = [(0, 400), (1, 6), (137, 400), (399_999, 400_000), (400, 400)]
@@ -30,8 +48,17 @@ LEFT = {None: None, 5.0: "0:00:05 left", 360_000.0: "100:00:00 left"}
 
 def metrics_of(step, objective="sft", **changes):
     values = {name: -12.345678 for name in OTHERS[objective]}
-    known = {"loss": 2.5, "grad_norm": 1.25, "learning_rate": 2e-4, "tokens_per_second": 1000.0, "memory_gib": 71.2, **changes}
-    return StepMetrics(step, tokens=100, targets=50, fill=0.9, epoch=0.5, skipped=False, others=values, **known)
+    known = {
+        "loss": 2.5,
+        "grad_norm": 1.25,
+        "learning_rate": 2e-4,
+        "tokens_per_second": 1000.0,
+        "memory_gib": 71.2,
+        **changes,
+    }
+    return StepMetrics(
+        step, tokens=100, targets=50, fill=0.9, epoch=0.5, skipped=False, others=values, **known
+    )
 
 
 def drawn(shown, width, **options):
@@ -69,7 +96,10 @@ def check_lines(width, objective, step, total, left):
 
 
 def test_the_bar_grows_with_the_steps():
-    lengths = [drawn(Progress(step, 400, metrics_of(step), 5.0), 80)[0].count("━") for step in (1, 100, 200, 400)]
+    lengths = [
+        drawn(Progress(step, 400, metrics_of(step), 5.0), 80)[0].count("━")
+        for step in (1, 100, 200, 400)
+    ]
     assert lengths == [0, 6, 12, 24]
 
 
@@ -78,7 +108,11 @@ def test_a_terminal_without_other_letters_gets_a_bar_of_ascii():
     console = Console(file=told, width=80, force_terminal=True, color_system=None)
     console.print(Progress(200, 400, metrics_of(200), 5.0))
     told.flush()
-    assert told.buffer.getvalue().decode().startswith(f"step 200/400 {'#' * 12}{'-' * 12}, loss 2.5000, 0:00:05 left\n")
+    assert (
+        told.buffer.getvalue()
+        .decode()
+        .startswith(f"step 200/400 {'#' * 12}{'-' * 12}, loss 2.5000, 0:00:05 left\n")
+    )
 
 
 @pytest.fixture
@@ -107,7 +141,9 @@ def lines_of(clock, seconds, steps, total, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 2.6, 4.0, 9.0])
-def test_without_a_terminal_a_line_comes_at_least_each_ten_seconds(clock, seconds, monkeypatch, capsys):
+def test_without_a_terminal_a_line_comes_at_least_each_ten_seconds(
+    clock, seconds, monkeypatch, capsys
+):
     times = lines_of(clock, seconds, 120, 1000, monkeypatch, capsys)
     assert max(after - before for before, after in zip(times, times[1:])) <= 10.0
     assert len(times) <= 120 * seconds / (10 - seconds) + 20

@@ -1,4 +1,6 @@
-"""Two processes train every objective over every kind of weights as one does, or refuse it by name before the first step."""
+"""Two processes train every objective over every kind of weights as one does, or refuse it by
+name before the first step.
+"""
 
 import itertools
 import json
@@ -17,21 +19,26 @@ import two_processes
 sys.path.insert(0, str(Path(__file__).parent))
 import rank_matrix
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"
+)
 
-THERE = [name for name in rank_matrix.WEIGHTS if "bitsandbytes" not in name or find_spec("bitsandbytes")]
+THERE = [
+    name for name in rank_matrix.WEIGHTS if "bitsandbytes" not in name or find_spec("bitsandbytes")
+]
 PAIRS = list(itertools.product(rank_matrix.OBJECTIVES, THERE))
 REFUSED = {
-    ("reward", "LoRA and a token"), ("reward", "adapters of PEFT"),
+    ("reward", "LoRA and a token"),
+    ("reward", "adapters of PEFT"),
     *itertools.product(rank_matrix.OBJECTIVES, rank_matrix.REFUSED),
-}  # fmt: skip
-"""Rows of an embedding are not trained beside a score, and PEFT's adapters not saved with one; what two processes refuse. All
-other pairs train."""
+}
+"""Rows of an embedding are not trained beside a score, and PEFT's adapters not saved with one;
+what two processes refuse. All other pairs train."""
 
 SAMPLED = 20
 CLOSE = {"all weights, states in 8 bits": 2e-3, "LoRA in fp16": 1e-3}
-"""Relative deviation of losses and norms where it is more than the order of sums brings: a rounded state, or a weight in fp16,
-may fall on the other side."""
+"""Relative deviation of losses and norms where it is more than the order of sums brings: a
+rounded state, or a weight in fp16, may fall on the other side."""
 
 
 def outcomes(folder, pairs):
@@ -43,7 +50,10 @@ def outcomes(folder, pairs):
     codes, words = two_processes.run(rank_matrix.__file__, folder, seconds=60 + 30 * len(pairs))
     assert codes == [0, 0], [said[-2000:] for said in words]
     return {
-        pair: [json.loads((folder / f"{' over '.join(pair)}.{turn}.json").read_text()) for turn in ("together", "alone")]
+        pair: [
+            json.loads((folder / f"{' over '.join(pair)}.{turn}.json").read_text())
+            for turn in ("together", "alone")
+        ]
         for pair in pairs
     }
 
@@ -55,8 +65,12 @@ def difference(together, alone, bound):
     if "refused" in together or "refused" in alone:
         same = together.get("refused") == alone.get("refused") and not together["begun"]
         return None if same else f"refused differently or late: {together} and {alone}"
-    found, expected = ([*itertools.chain(*run["steps"]), run["held out"]] for run in (together, alone))
-    if len(alone["steps"]) != rank_matrix.USUAL["max_steps"] or found != pytest.approx(expected, rel=bound):
+    found, expected = (
+        [*itertools.chain(*run["steps"]), run["held out"]] for run in (together, alone)
+    )
+    if len(alone["steps"]) != rank_matrix.USUAL["max_steps"] or found != pytest.approx(
+        expected, rel=bound
+    ):
         return f"{found} and alone {expected}"
     return different_metrics(together["metrics"], alone["metrics"], bound)
 
@@ -64,9 +78,16 @@ def difference(together, alone, bound):
 def different_metrics(together, alone, bound):
     """Those of each step, and of held-out rows."""
     for number, (found, expected) in enumerate(zip(together, alone, strict=True)):
-        if number == 0:  # policy and reference are equal, and which answer is rewarded more is a matter of rounding
-            found, expected = ({n: x for n, x in run.items() if n != "rewards/accuracies"} for run in (found, expected))
-        if found != pytest.approx(expected, rel=bound, abs=bound / 10):  # differences of sums of some -100
+        if (
+            number == 0
+        ):  # policy and reference are equal, and which answer is rewarded more is a matter of rounding
+            found, expected = (
+                {n: x for n, x in run.items() if n != "rewards/accuracies"}
+                for run in (found, expected)
+            )
+        if found != pytest.approx(
+            expected, rel=bound, abs=bound / 10
+        ):  # differences of sums of some -100
             return f"metrics of step {number + 1}: {found} and alone {expected}"
     return None
 
@@ -83,8 +104,10 @@ def test_pairs(request, tmp_path):
         pairs = random.Random(request.config.run_seed).sample(PAIRS, SAMPLED)
     found = outcomes(tmp_path, pairs)
     wrong = {
-        pair: not_refused(found[pair][0], rank_matrix.REFUSED[pair[1]]) if pair[1] in rank_matrix.REFUSED
-        else difference(*found[pair], CLOSE.get(pair[1], 1e-4)) for pair in pairs
-    }  # fmt: skip
+        pair: not_refused(found[pair][0], rank_matrix.REFUSED[pair[1]])
+        if pair[1] in rank_matrix.REFUSED
+        else difference(*found[pair], CLOSE.get(pair[1], 1e-4))
+        for pair in pairs
+    }
     assert not {pair: words for pair, words in wrong.items() if words}
     assert {pair for pair in pairs if "refused" in found[pair][0]} == REFUSED & set(pairs)

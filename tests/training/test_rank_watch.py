@@ -1,4 +1,6 @@
-"""Of processes that train together none waits for ever: all end within seconds and say which was the first, and why."""
+"""Of processes that train together none waits for ever: all end within seconds and say which was
+the first, and why.
+"""
 
 import json
 import threading
@@ -25,7 +27,9 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="both would comput
 
 
 SOON = 60.0
-"""Seconds in which both have ended; on a loaded machine, where the first alone takes a few to write what it ends with."""
+"""Seconds in which both have ended; on a loaded machine, where the first alone takes a few to
+write what it ends with.
+"""
 
 
 def ended(folder, how):
@@ -36,7 +40,9 @@ def ended(folder, how):
 
 
 def steps_of(folder):
-    return [line["step"] for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
+    return [
+        line["step"] for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line
+    ]
 
 
 @on_cpu
@@ -69,7 +75,9 @@ def test_a_full_disk_of_one_ends_all(how, tmp_path):
     codes, words = ended(tmp_path, how)
     assert codes == [1, 1], words
     assert "No space left on device" in words[1], words[1][-2000:]
-    assert "rank 1 could not write its part: OSError: [Errno 28] No space left on device" in words[0], words[0][-2000:]
+    assert (
+        "rank 1 could not write its part: OSError: [Errno 28] No space left on device" in words[0]
+    ), words[0][-2000:]
     (left,) = checkpoints(tmp_path / "one" / "run")
     assert left.name == "step-00000001" and check_checkpoint(left) is None
     assert [path.name for path in left.parent.iterdir()] == [left.name]
@@ -90,10 +98,14 @@ def test_a_checkpoint_that_was_begun_is_finished_before_all_end(tmp_path):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["is told for long", "is told for long, of shared packs"])
 def test_a_callback_may_take_longer_than_a_step(how, tmp_path):
-    """And call the model, of which this rank has all weights; it attends to no parts of documents then."""
+    """And call the model, of which this rank has all weights; it attends to no parts of
+    documents then.
+    """
     codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), tmp_path, how, seconds=200)
     assert codes == [0, 0], words
-    assert "rank_timeout=4: waiting on: rank 0 has been after step 2 for" in words[1], words[1][-2000:]
+    assert "rank_timeout=4: waiting on: rank 0 has been after step 2 for" in words[1], words[1][
+        -2000:
+    ]
     assert steps_of(tmp_path / "machine0") == [1, 2, 3]
 
 
@@ -104,26 +116,37 @@ def test_one_that_fails_while_it_loads_ends_the_others(how, tmp_path):
     """In a collective of those that load, before any of them trains."""
     codes, words = ended(tmp_path, how)
     assert codes == [1, 1], words
-    assert "rank 1 ended" + (": ValueError: boom" if how.startswith("raises") else "; look at") in words[0], words[0][-2000:]
+    assert (
+        "rank 1 ended" + (": ValueError: boom" if how.startswith("raises") else "; look at")
+        in words[0]
+    ), words[0][-2000:]
 
 
 @on_cpu
 def test_one_that_loads_for_longer_than_a_step_is_waited_for(tmp_path):
-    codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), tmp_path, "loads for long", seconds=200)
+    codes, words = two_processes.run(
+        str(HERE / "stopping_ranks.py"), tmp_path, "loads for long", seconds=200
+    )
     assert codes == [0, 0], words
-    assert "rank_timeout=4: waiting on: rank 1 has been outside of train() for" in words[0], words[0][-2000:]
+    assert "rank_timeout=4: waiting on: rank 1 has been outside of train() for" in words[0], words[
+        0
+    ][-2000:]
 
 
 @on_cpu
 def test_all_that_wait_before_the_first_step_are_limited(tmp_path):
     codes, words = ended(tmp_path, "hangs before the first step, of shared packs")
-    assert codes == [1, 1] and all("rank_timeout=4: waiting for each other took longer" in said for said in words), words
+    assert codes == [1, 1] and all(
+        "rank_timeout=4: waiting for each other took longer" in said for said in words
+    ), words
 
 
 @on_cpu
 def test_a_step_of_many_micro_batches_may_take_long(tmp_path):
     """Longer than ``rank_timeout``, within which each of its micro-batches is done."""
-    codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), tmp_path, "has long steps", seconds=200)
+    codes, words = two_processes.run(
+        str(HERE / "stopping_ranks.py"), tmp_path, "has long steps", seconds=200
+    )
     assert codes == [0, 0], words
     assert steps_of(tmp_path / "machine0") == [1, 2]
 
@@ -142,12 +165,16 @@ def test_a_callback_that_needs_all_ranks_is_refused(how, said, tmp_path):
     codes, words = ended(tmp_path, how)
     assert codes == [1, 1]
     refusal = f"sharding='weights': a callback {said}, which needs every process"
-    assert refusal in words[0] and f"rank 0 stopped: ConfigurationError: {refusal}" in words[1], words
+    assert refusal in words[0] and f"rank 0 stopped: ConfigurationError: {refusal}" in words[1], (
+        words
+    )
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Makes the watch of the first of two processes over a store in memory, and a list of what it leaves with."""
+    """Makes the watch of the first of two processes over a store in memory, and a list of what
+    it leaves with.
+    """
     store, left = dist.HashStore(), []
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(watch, "PAUSE", 0.02)
@@ -174,7 +201,9 @@ def until(condition):
 
 
 def test_a_main_thread_in_a_collective_is_not_waited_for(watched, monkeypatch):
-    """As on a card, where waiting for another process never ends: the thread ends this one, with the other's words."""
+    """As on a card, where waiting for another process never ends: the thread ends this one, with
+    the other's words.
+    """
     make, store, left = watched
     monkeypatch.setattr(watch, "GRACE", 0.2)
     with make():
@@ -194,12 +223,17 @@ def test_a_process_that_is_not_heard_of_is_gone(watched, monkeypatch):
             time.sleep(0.05)
         assert not left, "it posts"
         until(lambda: left)
-    assert left == ["rank 1 is gone: it has been in step 7 for 3 s (b, process 12), and was not heard of for 0.5 seconds"]
+    assert left == [
+        "rank 1 is gone: it has been in step 7 for 3 s (b, process 12), and was not heard of for "
+        "0.5 seconds"
+    ]
     assert store.get("chronicals/watch/0/error") == json.dumps([0, left[0]]).encode()
 
 
 def test_only_a_step_is_limited(watched, monkeypatch):
-    """Loading, evaluating and writing may take as long as they take, also where the others wait in a step or never began."""
+    """Loading, evaluating and writing may take as long as they take, also where the others wait
+    in a step or never began.
+    """
     make, store, left = watched
     monkeypatch.setattr(watch, "GRACE", 0.2)
     with make(patience=0.3) as made:
@@ -224,7 +258,9 @@ def post(store, rank=1, place="after step 6", waits=None, beat=0):
 
 
 def test_one_that_is_alive_outside_a_step_is_waited_for(watched):
-    """A callback may generate for longer than a step may take; what counts is how long all have waited for each other."""
+    """A callback may generate for longer than a step may take; what counts is how long all have
+    waited for each other.
+    """
     make, store, left = watched
     with make(patience=0.3) as made:
         post(store, place="after step 6")
@@ -241,7 +277,9 @@ def test_one_that_is_alive_outside_a_step_is_waited_for(watched):
 
 
 def test_a_step_may_take_long_while_its_micro_batches_are_done(watched):
-    """What counts is how long nobody got on: the other is in its step for long, this one is done with one after another."""
+    """What counts is how long nobody got on: the other is in its step for long, this one is done
+    with one after another.
+    """
     make, store, left = watched
     with make(patience=0.5) as made:
         post(store, place="in step 7", waits=9.0)
@@ -252,7 +290,10 @@ def test_a_step_may_take_long_while_its_micro_batches_are_done(watched):
             assert not left, left
             until(lambda: left)
     assert "rank_timeout=0.5: a step took longer: rank 0 has been in step 7 for 2 s" in left[0]
-    assert "rank 1 has been in step 7 for 500 s (b, process 12), the last 9 s without getting on" in left[0]
+    assert (
+        "rank 1 has been in step 7 for 500 s (b, process 12), the last 9 s without getting on"
+        in left[0]
+    )
 
 
 def test_who_compiles_within_a_step_is_waited_for(watched):
@@ -269,8 +310,13 @@ def test_who_compiles_within_a_step_is_waited_for(watched):
 def test_each_micro_batch_that_the_card_is_done_with_counts():
     """The host launches many ahead of the card, and waits for one after the other."""
     seen = []
-    passes = [SimpleNamespace(wait=lambda number=number: seen.append(number)) for number in range(3)]
-    began, scalars = Moment(torch.device("cpu")), {name: torch.ones(()) for name in ("loss", "grad_norm", "applied")}
+    passes = [
+        SimpleNamespace(wait=lambda number=number: seen.append(number)) for number in range(3)
+    ]
+    began, scalars = (
+        Moment(torch.device("cpu")),
+        {name: torch.ones(()) for name in ("loss", "grad_norm", "applied")},
+    )
     known = {"step": 1, "learning_rate": 0.1, "tokens": 9, "targets": 9, "fill": 1.0, "epoch": 0.5}
     metrics = PendingMetrics(scalars, began, passes, **known).arrive(lambda: seen.append("passed"))
     assert seen == [0, "passed", 1, "passed", 2, "passed"] and metrics.loss == 1.0
@@ -285,13 +331,20 @@ def test_who_evaluates_is_limited_by_that_name(watched):
         with made.limited("evaluating after step 6"):
             until(lambda: left)
         assert made._place[0] == "after step 6"
-    assert "rank_timeout=0.3: evaluating after step 6 took longer: rank 0 has been evaluating after step 6 for" in left[0]
+    assert (
+        "rank_timeout=0.3: evaluating after step 6 took longer: rank 0 has been evaluating after "
+        "step 6 for" in left[0]
+    )
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("waits", [None, 5.0], ids=["for one that works", "for one that waits, too"])
+@pytest.mark.parametrize(
+    "waits", [None, 5.0], ids=["for one that works", "for one that waits, too"]
+)
 def test_all_that_wait_outside_a_step_are_limited(watched, waits):
-    """In a call of the mesh, for one that waits elsewhere; one that loads or writes is waited for."""
+    """In a call of the mesh, for one that waits elsewhere; one that loads or writes is waited
+    for.
+    """
     make, store, left = watched
     with make(patience=0.3):
         post(store, place="before the first step", waits=waits)
@@ -326,7 +379,14 @@ def test_one_that_was_never_heard_of_is_waited_for(watched):
 
 
 def outside(store, beat, rank=1):
-    about = {"beat": beat, "place": "outside of train()", "for": 9.0, "waits": None, "host": "b", "pid": 12}
+    about = {
+        "beat": beat,
+        "place": "outside of train()",
+        "for": 9.0,
+        "waits": None,
+        "host": "b",
+        "pid": 12,
+    }
     store.set(f"chronicals/present/{rank}", json.dumps(about))
 
 
@@ -340,14 +400,19 @@ def test_one_that_loads_is_waited_for_until_it_is_not_heard_of(watched, monkeypa
             time.sleep(0.05)
         assert not left, left
         until(lambda: left)
-    gone = "rank 1 is gone: it has been outside of train() for 9 s (b, process 12), and was not heard of for 0.5 seconds"
+    gone = (
+        "rank 1 is gone: it has been outside of train() for 9 s (b, process 12), and was not "
+        "heard of for 0.5 seconds"
+    )
     assert left == [gone]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("killed", [False, True], ids=["with an error", "killed"])
 def test_who_waits_outside_of_a_run_ends_with_one_that_is_gone(killed, monkeypatch):
-    """Of those that load together the others would wait in a collective for as long as it may take."""
+    """Of those that load together the others would wait in a collective for as long as it may
+    take.
+    """
     store, left = dist.HashStore(), []
     for name, seconds in {"PAUSE": 0.02, "GRACE": 0.2, "LOST": 0.5}.items():
         monkeypatch.setattr(presence, name, seconds)
@@ -384,13 +449,18 @@ def test_the_first_error_is_the_one_that_is_told(watched):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["by the keyboard", "by itself"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(3)], ids=["by the keyboard", "by itself"]
+)
 def test_one_that_is_interrupted_is_told(error, watched):
     make, store, _ = watched
     with pytest.raises(type(error)), make():
         raise error
     assert store.check(["chronicals/watch/0/error"])
-    assert json.loads(store.get("chronicals/watch/0/error")) == [0, f"{type(error).__name__}: {error}"]
+    assert json.loads(store.get("chronicals/watch/0/error")) == [
+        0,
+        f"{type(error).__name__}: {error}",
+    ]
 
 
 def test_the_first_leaves_last(watched):

@@ -17,20 +17,27 @@ from chronicals.training import report, samples
 def cells(page: str, table: str) -> dict[str, list[str]]:
     """First cell of each row, and the others, of the tables below the heading ``table``."""
     below = re.search(rf"<h[12]>{table}.*?(?=<h2>|</body>)", page, re.DOTALL)[0]
-    rows = [re.findall(r"<t[hd]>(?:<pre>)?(.*?)(?:</pre>)?</t[hd]>", row, re.DOTALL) for row in re.split(r"<tr", below)[1:]]
+    rows = [
+        re.findall(r"<t[hd]>(?:<pre>)?(.*?)(?:</pre>)?</t[hd]>", row, re.DOTALL)
+        for row in re.split(r"<tr", below)[1:]
+    ]
     return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
 
 
 @pytest.mark.draws
 def test_the_report_of_a_run(tmp_path):
     rows = [*tiny.chat_rows(20), tiny.chat_rows(1)[0]]
-    result = runs.train(tmp_path, rows=rows, use_lora=True, gate={"duplicate_row": 1.0}, validation_split=0.2)
+    result = runs.train(
+        tmp_path, rows=rows, use_lora=True, gate={"duplicate_row": 1.0}, validation_split=0.2
+    )
     page = result.report.read_text()
     facts = cells(page, "chronicals: run")
     assert facts["steps"] == ["6"] and facts["held-out loss"] == [f"{result.evaluation.loss:.4f}"]
     assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d ", facts["finished"][0])
     assert re.match(r"0:\d\d:\d\d", facts["time in steps"][0])
-    assert f"torch {importlib.metadata.version('torch')}" in facts["versions"][0] and facts["device"]
+    assert (
+        f"torch {importlib.metadata.version('torch')}" in facts["versions"][0] and facts["device"]
+    )
     data = cells(page, "Data: train_dataset")
     assert data["rows"] == ["21 (21 chat)"] and "%)" in data["trained tokens"][0]
     assert data["chat"] == ["21", "17", "4", "0", ""] and data["documents"] == ["17"]
@@ -45,10 +52,14 @@ def test_the_report_of_a_run(tmp_path):
 
 def test_answers_before_and_after(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "SECONDS", 60.0)  # other tests use the same cores and card
-    result = runs.train(tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=30, learning_rate=1e-2)
+    result = runs.train(
+        tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=30, learning_rate=1e-2
+    )
     rows = cells(result.report.read_text(), "Answers before and after")
     asked = [prompt for prompt in rows if "what is" in prompt or "<|im_start|>" in prompt]
-    assert len(asked) == 2 and all(before != after for before, after in (rows[prompt] for prompt in asked))
+    assert len(asked) == 2 and all(
+        before != after for before, after in (rows[prompt] for prompt in asked)
+    )
     assert "the answer to" in rows[asked[0]][1]
 
 
@@ -58,11 +69,17 @@ def test_answers_that_are_compared_are_asked_for_by_their_whole_prompt(objective
     import preferences
 
     rows = (preferences.judged_rows if objective == "kto" else preferences.rows)(12)
-    runs.train(tmp_path, rows=rows, objective=objective, report_samples=20, max_steps=1, max_seq_length=256)
+    runs.train(
+        tmp_path, rows=rows, objective=objective, report_samples=20, max_steps=1, max_seq_length=256
+    )
     read = tiny.tokenizer().decode
-    asked = [read(one["prompt"]) for one in json.loads((tmp_path / "run" / "samples.json").read_text())]
+    asked = [
+        read(one["prompt"]) for one in json.loads((tmp_path / "run" / "samples.json").read_text())
+    ]
     template = tiny.tokenizer().apply_chat_template
-    assert asked and set(asked) <= {template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows}
+    assert asked and set(asked) <= {
+        template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows
+    }
     assert len(asked) == len(set(asked))
 
 
@@ -75,9 +92,15 @@ def test_prompts_for_which_no_time_is_left_have_no_answer(tmp_path, monkeypatch)
 
     monkeypatch.setattr(samples, "generate", generate)
     monkeypatch.setattr(samples, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    page = runs.train(tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=1).report.read_text()
+    page = runs.train(
+        tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=1
+    ).report.read_text()
     assert given == pytest.approx([0.3, 1.0])
-    asked = [prompt for prompt in cells(page, "Answers before and after") if "what is" in prompt or "<|im_start|>" in prompt]
+    asked = [
+        prompt
+        for prompt in cells(page, "Answers before and after")
+        if "what is" in prompt or "<|im_start|>" in prompt
+    ]
     assert len(asked) == 1
 
 
@@ -131,7 +154,12 @@ def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch, cap
     assert "report.html: the report cannot be written (OSError" in caplog.text
 
 
-def test_a_report_on_data_that_cannot_be_written_stops_no_process_alone(tmp_path, monkeypatch, caplog):
+def test_a_report_on_data_that_cannot_be_written_stops_no_process_alone(
+    tmp_path, monkeypatch, caplog
+):
     (tmp_path / "run" / "train_dataset.json").mkdir(parents=True)
     assert runs.train(tmp_path, max_steps=1).steps == 1
-    assert "train_dataset.json: the report on the data cannot be written there (Is a directory)" in caplog.text
+    assert (
+        "train_dataset.json: the report on the data cannot be written there (Is a directory)"
+        in caplog.text
+    )

@@ -53,7 +53,10 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     )
     assert holder.stdout.readline() == "held\n"
     try:
-        with pytest.raises(CheckpointError, match=r"output_dir='.*run': another run is writing there.*another output_dir"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"output_dir='.*run': another run is writing there.*another output_dir",
+        ):
             runs.train(tmp_path, max_steps=1)
         assert not list((tmp_path / "run").iterdir())
     finally:
@@ -83,7 +86,9 @@ def test_where_folders_cannot_be_locked_a_file_is(tmp_path, monkeypatch, caplog)
     with locked(tmp_path), pytest.raises(FolderInUse), locked(tmp_path):
         pass
     assert (tmp_path / LOCK_FILE).exists() and not caplog.text
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    monkeypatch.setattr(
+        fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
+    )
     with locked(tmp_path):
         assert "cannot be locked" in caplog.text
 
@@ -94,7 +99,9 @@ def test_a_finished_model_is_not_replaced(run_folder, resumed):
     shutil.rmtree(run_folder / "run" / "checkpoints")
     before = runs.weights(run_folder)
     assert holds_a_run(run_folder / "run")
-    with pytest.raises(CheckpointError, match=r"holds model/, which a run that begins anew would replace"):
+    with pytest.raises(
+        CheckpointError, match=r"holds model/, which a run that begins anew would replace"
+    ):
         runs.train(run_folder, max_steps=1, resume=resumed)
     assert all(equal(weight, before[name]) for name, weight in runs.weights(run_folder).items())
 
@@ -109,9 +116,17 @@ def test_a_checkpoint_that_is_named_is_gone_on_from(run_folder, tmp_path_factory
     runs.train(run_folder, max_steps=6, resume=True, **STEADY)
     for named in ("checkpoints/step-00000002", "."):
         branch = tmp_path_factory.mktemp("branch")
-        runs.train(branch, max_steps=6, resume=run_folder / "run" / named, cache_dir=run_folder / "tokens", **STEADY)
+        runs.train(
+            branch,
+            max_steps=6,
+            resume=run_folder / "run" / named,
+            cache_dir=run_folder / "tokens",
+            **STEADY,
+        )
         first = 3 if named != "." else 7
-        assert runs.trajectory(branch) == [line for line in runs.trajectory(run_folder) if line[0] >= first]
+        assert runs.trajectory(branch) == [
+            line for line in runs.trajectory(run_folder) if line[0] >= first
+        ]
         ours, theirs = runs.weights(branch), runs.weights(run_folder)
         assert all(equal(ours[name], theirs[name]) for name in theirs)
 
@@ -122,15 +137,27 @@ def test_what_is_named_must_be_whole_and_the_last(run_folder, tmp_path):
         runs.train(tmp_path, resume=tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="is no checkpoint to go on from, and no run"):
         runs.train(tmp_path, resume=tmp_path / "tokens")
-    with pytest.raises(CheckpointError, match=r"a later checkpoint than step-00000002 \(step-00000004\).*another output_dir"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"a later checkpoint than step-00000002 \(step-00000004\).*another output_dir",
+    ):
         runs.train(run_folder, resume=checkpoints / "step-00000002", max_steps=6)
     with pytest.raises(CheckpointError, match="holds a run"):
-        other = shutil.copytree(checkpoints / "step-00000004", tmp_path / "elsewhere" / "step-00000004")
+        other = shutil.copytree(
+            checkpoints / "step-00000004", tmp_path / "elsewhere" / "step-00000004"
+        )
         runs.train(run_folder, resume=other, max_steps=6)
     (checkpoints / "step-00000004" / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step-00000004: state.json is damaged.*name another"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000004: state.json is damaged.*name another"
+    ):
         runs.train(run_folder, resume=checkpoints / "step-00000004", max_steps=6)
-    assert runs.train(run_folder, resume=str(checkpoints / "step-00000002"), max_steps=6, **STEADY).steps == 6
+    assert (
+        runs.train(
+            run_folder, resume=str(checkpoints / "step-00000002"), max_steps=6, **STEADY
+        ).steps
+        == 6
+    )
 
 
 def test_the_command_branches_off(run_folder, tmp_path):
@@ -149,14 +176,35 @@ def test_the_command_branches_off(run_folder, tmp_path):
         result = CliRunner().invoke(app, ["train", *map(str, arguments)])
         return result.exit_code, str(result.exception or "")
 
-    options = ["--batch-size", 2, "--max-seq-length", 128, "--mixed-precision", "fp32", "--trackers", "none", "--save-steps", 1]
-    assert train("--model", base, "--data", rows, "--max-steps", 2, "--output-dir", tmp_path / "a", *options) == (0, "")
-    assert train("--resume-from", tmp_path / "a/checkpoints/step-00000001", "--output-dir", tmp_path / "b") == (0, "")
+    options = [
+        "--batch-size",
+        2,
+        "--max-seq-length",
+        128,
+        "--mixed-precision",
+        "fp32",
+        "--trackers",
+        "none",
+        "--save-steps",
+        1,
+    ]
+    assert train(
+        "--model", base, "--data", rows, "--max-steps", 2, "--output-dir", tmp_path / "a", *options
+    ) == (0, "")
+    assert train(
+        "--resume-from", tmp_path / "a/checkpoints/step-00000001", "--output-dir", tmp_path / "b"
+    ) == (0, "")
     assert train("--resume-from", tmp_path / "a", "--max-steps", 3) == (0, "")
-    assert [step for step, _, _ in steps(tmp_path / "b")] == [2] and [step for step, _, _ in steps(tmp_path / "a")] == [1, 2, 3]
+    assert [step for step, _, _ in steps(tmp_path / "b")] == [2] and [
+        step for step, _, _ in steps(tmp_path / "a")
+    ] == [1, 2, 3]
     assert (tmp_path / "b" / "resume.yaml").exists()
     code, message = train("--resume", "--output-dir", tmp_path / "none")
-    assert code == 1 and "none' holds no run to go on with" in message and not (tmp_path / "none").exists()
+    assert (
+        code == 1
+        and "none' holds no run to go on with" in message
+        and not (tmp_path / "none").exists()
+    )
 
 
 def steps(folder: Path):
@@ -167,4 +215,7 @@ def steps(folder: Path):
 
 
 def test_the_module_says_how_to_go_on():
-    assert resume.how_to_resume(Path("a b")) == "go on with train(..., resume=True) and output_dir='a b'"
+    assert (
+        resume.how_to_resume(Path("a b"))
+        == "go on with train(..., resume=True) and output_dir='a b'"
+    )

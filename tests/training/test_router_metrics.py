@@ -14,7 +14,11 @@ from chronicals.training.callbacks import read_metrics
 from chronicals.training.routers import keep_anchor
 from comparison import equal
 
-SHOWN = {f"router/{name}{end}" for name in ("busiest", "idle", "entropy", "dropped") for end in ("", "_worst")}
+SHOWN = {
+    f"router/{name}{end}"
+    for name in ("busiest", "idle", "entropy", "dropped")
+    for end in ("", "_worst")
+}
 
 
 def routed(name, **changes):
@@ -35,47 +39,80 @@ def shown(line):
 @pytest.mark.parametrize("name", families.ROUTED)
 def test_every_family_trains_its_routers_and_shows_them(name, tmp_path):
     changes = families.GROUPED.get(name, {})
-    router = {"balance": 0.1, "z": 0.01, "temporal": 0.01, "locality": 0.01, "anchor": 0.1, "anchor_tokens": 32}
+    router = {
+        "balance": 0.1,
+        "z": 0.01,
+        "temporal": 0.01,
+        "locality": 0.01,
+        "anchor": 0.1,
+        "anchor_tokens": 32,
+    }
     model = routed(name, **changes)
     ends = ("gate.weight", "router.weight")
-    before = {path: p.detach().clone() for path, p in model.named_parameters() if path.endswith(ends)}
+    before = {
+        path: p.detach().clone() for path, p in model.named_parameters() if path.endswith(ends)
+    }
     lines = lines_of(tmp_path, model, router=router)
     for line in lines:
-        assert shown(line) == SHOWN | {f"router/{loss}" for loss in router if loss != "anchor_tokens"}
+        assert shown(line) == SHOWN | {
+            f"router/{loss}" for loss in router if loss != "anchor_tokens"
+        }
         assert line["router/dropped"] == line["router/dropped_worst"] == 0.0
         assert line["router/busiest_worst"] >= line["router/busiest"] >= 1.0
-        assert line["router/idle_worst"] >= line["router/idle"] and 0 < line["router/entropy_worst"] <= line["router/entropy"]
+        assert (
+            line["router/idle_worst"] >= line["router/idle"]
+            and 0 < line["router/entropy_worst"] <= line["router/entropy"]
+        )
     assert lines[0]["router/anchor"] == 0.0
-    assert before and all(not equal(p, before[path]) for path, p in model.named_parameters() if path in before)
+    assert before and all(
+        not equal(p, before[path]) for path, p in model.named_parameters() if path in before
+    )
 
 
 def test_metrics_alone_change_nothing_else(tmp_path):
     plain = lines_of(tmp_path / "plain", routed("DeepseekV3"))
     with_them = lines_of(tmp_path / "with", routed("DeepseekV3"), router={"metrics": True})
-    assert all(shown(line) == SHOWN for line in with_them) and not any(shown(line) for line in plain)
+    assert all(shown(line) == SHOWN for line in with_them) and not any(
+        shown(line) for line in plain
+    )
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in plain] == [line[name] for line in with_them]
 
 
 def test_the_loss_of_the_class_comes_with_metrics(tmp_path):
-    lines = lines_of(tmp_path, routed("Mixtral", output_router_logits=True, router_aux_loss_coef=0.1))
+    lines = lines_of(
+        tmp_path, routed("Mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    )
     assert all(shown(line) == SHOWN and line["router_loss"] > 0 for line in lines)
 
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_target_modules": "q_proj,o_proj"}
 
 
-@pytest.mark.parametrize("name, end", [("Qwen3Moe", "mlp.gate.weight"), ("GptOss", "mlp.router.weight")])
+@pytest.mark.parametrize(
+    "name, end", [("Qwen3Moe", "mlp.gate.weight"), ("GptOss", "mlp.router.weight")]
+)
 def test_losses_that_train_no_router_are_said_with_the_remedy(name, end, tmp_path, caplog):
     router = {"balance": 0.1, "z": 0.01}
     lines_of(tmp_path / "without", routed(name), router=router, **LORA)
-    (said,) = [record.getMessage() for record in caplog.records if "no router is trained" in record.getMessage()]
-    assert "router.balance=0.1, router.z=0.01: no router is trained" in said and f"add {end} to lora_target_parameters" in said
+    (said,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "no router is trained" in record.getMessage()
+    ]
+    assert (
+        "router.balance=0.1, router.z=0.01: no router is trained" in said
+        and f"add {end} to lora_target_parameters" in said
+    )
     caplog.clear()
     model = routed(name)
     lines_of(tmp_path / "with", model, router=router, **LORA, lora_target_parameters=end)
     assert "no router is trained" not in caplog.text
-    changed = [p for path, p in model.named_parameters() if end.split(".")[1] in path.split(".") and "lora_B" in path]
+    changed = [
+        p
+        for path, p in model.named_parameters()
+        if end.split(".")[1] in path.split(".") and "lora_B" in path
+    ]
     assert changed and all(p.abs().sum() > 0 for p in changed)
 
 
@@ -98,8 +135,12 @@ def test_an_anchor_beside_divided_weights_is_refused(tmp_path):
     """A replay would look up tokens in a part of the embedding."""
     divided = {"sharding": SimpleNamespace(how="weights")}
     session = SimpleNamespace(
-        objective=SimpleNamespace(router=RouterSettings(anchor=0.1)), presented=None, precision=SimpleNamespace(device=None),
+        objective=SimpleNamespace(router=RouterSettings(anchor=0.1)),
+        presented=None,
+        precision=SimpleNamespace(device=None),
         decisions=divided,
-    )  # fmt: skip
-    with pytest.raises(ConfigurationError, match=r"router\.anchor=0\.1: .*take sharding: optimizer"):
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"router\.anchor=0\.1: .*take sharding: optimizer"
+    ):
         keep_anchor(session, None, tmp_path, None)

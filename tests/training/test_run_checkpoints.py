@@ -17,7 +17,13 @@ from chronicals.training.checkpoint import checkpoints
 from chronicals.training.run import Run
 from comparison import equal
 
-OPTIONS = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0}
+OPTIONS = {
+    "validation_split": 0.2,
+    "eval_steps": 1,
+    "save_steps": None,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+}
 
 
 @pytest.fixture
@@ -36,7 +42,9 @@ def kept(folder):
 
 
 def best_weights(folder, step):
-    return load_file(folder / "run" / "checkpoints" / f"step-{step:08d}" / "model" / "model.safetensors")
+    return load_file(
+        folder / "run" / "checkpoints" / f"step-{step:08d}" / "model" / "model.safetensors"
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -44,17 +52,29 @@ def test_best_and_last_are_kept_and_the_best_is_left(tmp_path, losses, caplog, l
     losses(3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
     model = tiny.llama()
     with caplog.at_level("INFO"):
-        result = runs.train(tmp_path, model=model, early_stopping_patience=3, save_total_limit=limit, **OPTIONS)
+        result = runs.train(
+            tmp_path, model=model, early_stopping_patience=3, save_total_limit=limit, **OPTIONS
+        )
     assert (result.steps, result.model_step, result.evaluation.loss) == (5, 2, 2.0)
     assert kept(tmp_path) == ([5, 2, 1] if limit == 3 else [5, 2])
     written, best, memory = runs.weights(tmp_path), best_weights(tmp_path, 2), model.state_dict()
-    assert all(equal(written[name], best[name]) and equal(memory[name].cpu(), best[name]) for name in best)
+    assert all(
+        equal(written[name], best[name]) and equal(memory[name].cpu(), best[name]) for name in best
+    )
     assert any(not equal(weight, best[name]) for name, weight in best_weights(tmp_path, 5).items())
-    assert "stopped early after step 5: the lowest held-out loss was 2.0000, after step 2" in caplog.text
-    assert "model holds the weights of step 2" in caplog.text and "of step 2" in result.report.read_text()
+    assert (
+        "stopped early after step 5: the lowest held-out loss was 2.0000, after step 2"
+        in caplog.text
+    )
+    assert (
+        "model holds the weights of step 2" in caplog.text
+        and "of step 2" in result.report.read_text()
+    )
 
 
-@pytest.mark.parametrize(("loss", "gains"), [(2.0, False), (2.5, False), (math.nan, False), (1.9, True)])
+@pytest.mark.parametrize(
+    ("loss", "gains"), [(2.0, False), (2.5, False), (math.nan, False), (1.9, True)]
+)
 def test_only_a_lower_loss_is_a_gain(loss, gains, tmp_path):
     """A plateau is none: the first step that reached it stays the best, and patience runs out."""
     run = Run(9, tmp_path, step=3, best_loss=2.0, best_step=2, evaluations_without_gain=1)
@@ -105,7 +125,10 @@ def test_adapters_of_the_best_are_left(tmp_path, losses):
     losses(1.0, 2.0)
     model = tiny.llama()
     result = runs.train(tmp_path, model=model, use_lora=True, lora_rank=4, max_steps=2, **OPTIONS)
-    last, best = (load_file(path / "model" / "adapter_model.safetensors") for path in checkpoints(tmp_path / "run"))
+    last, best = (
+        load_file(path / "model" / "adapter_model.safetensors")
+        for path in checkpoints(tmp_path / "run")
+    )
     written = load_file(result.model_dir / "adapter_model.safetensors")
     assert all(equal(written[name], best[name]) for name in best)
     assert any(not equal(last[name], best[name]) for name in best)
@@ -130,7 +153,9 @@ def without_the_best_step(folder):
     kept = {name: state[name] for name in state.keys() - {"best_step", "best_evaluation"}}
     (newest / "state.json").write_text(json.dumps(kept))
     described = json.loads((newest / "manifest.json").read_text())
-    (newest / "manifest.json").write_text(json.dumps(described | {"state.json": describe(newest / "state.json")}))
+    (newest / "manifest.json").write_text(
+        json.dumps(described | {"state.json": describe(newest / "state.json")})
+    )
 
 
 def test_a_best_of_no_known_step_is_looked_for_anew(tmp_path, losses, caplog):
@@ -148,8 +173,14 @@ def test_early_stopping_after_a_best_of_no_known_step(tmp_path, losses, caplog):
     without_the_best_step(tmp_path)
     losses(1.8, 1.9)
     with caplog.at_level("INFO"):
-        result = runs.train(tmp_path, max_steps=6, resume=True, keep="last", early_stopping_patience=2, **OPTIONS)
-    assert result.steps == 3 and "stopped early after step 3: the lowest held-out loss was 1.0000\n" in caplog.text + "\n"
+        result = runs.train(
+            tmp_path, max_steps=6, resume=True, keep="last", early_stopping_patience=2, **OPTIONS
+        )
+    assert (
+        result.steps == 3
+        and "stopped early after step 3: the lowest held-out loss was 1.0000\n"
+        in caplog.text + "\n"
+    )
 
 
 def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, monkeypatch):

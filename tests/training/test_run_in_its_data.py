@@ -1,4 +1,6 @@
-"""A run whose folder, base model and token store lie within its data can be resumed and repeated."""
+"""A run whose folder, base model and token store lie within its data can be resumed and
+repeated.
+"""
 
 import json
 import shutil
@@ -18,7 +20,9 @@ def test_it_is_resumed_and_repeated_from_the_same_rows(tmp_path):
     tiny.tokenizer().save_pretrained(data / "base")
 
     def train(output, resume=False):
-        settings = runs.config(tmp_path, output_dir=data / output, cache_dir=data / "tokens", max_steps=2, save_steps=1)
+        settings = runs.config(
+            tmp_path, output_dir=data / output, cache_dir=data / "tokens", max_steps=2, save_steps=1
+        )
         trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), settings)
         return trainer.train(str(data), resume=resume)
 

@@ -1,4 +1,6 @@
-"""Gradients that are summed over the ranks within the backward pass are those that are summed after it."""
+"""Gradients that are summed over the ranks within the backward pass are those that are summed
+after it.
+"""
 
 import sys
 from dataclasses import replace
@@ -27,11 +29,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(count, marks=pytest.mark.sample(1)) for count in (2, 3)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(count, marks=pytest.mark.sample(1)) for count in (2, 3)]
+)
 def seen(request, tmp_path_factory):
     """What every rank returned, by case."""
     folder, count = tmp_path_factory.mktemp("ranks"), request.param
-    codes, words = two_processes.run(scattered_ranks.__file__, folder, *scattered_ranks.CASES, count=count)
+    codes, words = two_processes.run(
+        scattered_ranks.__file__, folder, *scattered_ranks.CASES, count=count
+    )
     assert codes == [0] * count, words
     return lambda case: [torch.load(folder / f"{case}.{rank}.pt") for rank in range(count)]
 
@@ -70,32 +76,57 @@ def test_a_gradient_that_grows_after_it_was_sent_is_refused(seen):
 def test_where_it_runs(tmp_path):
     def decided(graphs=False, sharded=True, context=1, **fields):
         sharding = Decision("sharding", sharded, "why")
-        return _reduce_in_backward(runs.config(tmp_path, **fields), sharding, graphs, "memory" in fields, context)
+        return _reduce_in_backward(
+            runs.config(tmp_path, **fields), sharding, graphs, "memory" in fields, context
+        )
 
     asked = {"memory": ["reduce_in_backward"]}
     assert decided().runs and decided(**asked).runs
-    assert not decided(graphs=True).runs and not decided(sharded=False).runs and not decided(context=2).runs
-    with pytest.raises(ConfigurationError, match="wait for heads, with context_parallel=2; leave one out"):
+    assert (
+        not decided(graphs=True).runs
+        and not decided(sharded=False).runs
+        and not decided(context=2).runs
+    )
+    with pytest.raises(
+        ConfigurationError, match="wait for heads, with context_parallel=2; leave one out"
+    ):
         decided(context=2, **asked)
     assert decided(sharded=False, **asked).matters
-    with pytest.raises(ConfigurationError, match=r"memory=\['reduce_in_backward'\]: .* sharding='none'; leave one out"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"memory=\['reduce_in_backward'\]: .* sharding='none'; leave one out",
+    ):
         decided(sharded=False, sharding="none", **asked)
 
 
-@pytest.mark.parametrize(("room", "memory", "runs_in_backward"), [(1.0, None, False), (0.6, None, True), (0.6, [], False)])
-def test_a_card_without_room_for_all_gradients_decides_for_it(room, memory, runs_in_backward, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("room", "memory", "runs_in_backward"),
+    [(1.0, None, False), (0.6, None, True), (0.6, [], False)],
+)
+def test_a_card_without_room_for_all_gradients_decides_for_it(
+    room, memory, runs_in_backward, tmp_path, monkeypatch
+):
     """``room`` of what two ranks take with all gradients; ``memory`` leaves nothing to decide."""
     model, estimates = tiny.llama(), []
 
     def estimate(*given):
         found = own(*given)
         estimates.append(found)
-        return replace(found, total=int(room * estimates[0].needed(*estimates[0].choice()) / RESERVE) + 1)
+        return replace(
+            found, total=int(room * estimates[0].needed(*estimates[0].choice()) / RESERVE) + 1
+        )
 
     own = needed_memory.estimate
     monkeypatch.setattr(needed_memory, "estimate", estimate)
     monkeypatch.setattr(decisions, "_graphs", lambda *given: (not given[4], "as told"))
-    config = runs.config(tmp_path, batch_size=1, max_seq_length=8, logits_chunk_size=8, memory=memory, check_memory=False)
+    config = runs.config(
+        tmp_path,
+        batch_size=1,
+        max_seq_length=8,
+        logits_chunk_size=8,
+        memory=memory,
+        check_memory=False,
+    )
     made = decide(config, present(model, True, True, pack_width=8), ranks=2)
     assert made["reduce_in_backward"].runs == runs_in_backward == (not made["use_cuda_graphs"].runs)
     assert len(estimates) == (2 if runs_in_backward else 1)

@@ -1,4 +1,6 @@
-"""Checkpoints whose optimizer states each rank writes by itself: whole or not there, for any number of ranks, read by torch."""
+"""Checkpoints whose optimizer states each rank writes by itself: whole or not there, for any
+number of ranks, read by torch.
+"""
 
 import json
 import random
@@ -23,11 +25,15 @@ from comparison import equal
 
 pytestmark = pytest.mark.of_file(4)
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"
+)
 
 
 def written(folder, count=3):
-    """Whole states, of which each of ``count`` ranks wrote its pieces; the last rank has nothing of the small one."""
+    """Whole states, of which each of ``count`` ranks wrote its pieces; the last rank has nothing
+    of the small one.
+    """
     torch.manual_seed(0)
     whole = {
         "w:exp_avg": torch.randn(10, 7),
@@ -71,7 +77,9 @@ def test_torchs_distributed_checkpoints_read_them(tmp_path):
 def by_two(folder, resume=False, rank=0, kill_at=0, sharding="optimizer"):
     """Exit codes and words of two processes."""
     folder.mkdir(exist_ok=True)
-    return two_processes.run(killed_ranks.__file__, folder, str(resume), str(rank), str(kill_at), sharding, seconds=150)
+    return two_processes.run(
+        killed_ranks.__file__, folder, str(resume), str(rank), str(kill_at), sharding, seconds=150
+    )
 
 
 def whole_run(folder, sharding):
@@ -93,7 +101,9 @@ def uninterrupted_divided(tmp_path_factory):
 
 def same(folder, whole):
     left, right = runs.weights(folder), runs.weights(whole)
-    return runs.trajectory(folder) == runs.trajectory(whole) and all(equal(left[name], right[name]) for name in right)
+    return runs.trajectory(folder) == runs.trajectory(whole) and all(
+        equal(left[name], right[name]) for name in right
+    )
 
 
 @on_cpu
@@ -102,7 +112,10 @@ def test_each_rank_writes_its_own(uninterrupted):
     newest = checkpoints(folder / "run")[0]
     described = json.loads((newest / "manifest.json").read_text())
     names = sorted(name for name in described if name.startswith("optimizer"))
-    assert names == [f"optimizer-rank-0000{n}-of-00002.safetensors" for n in (1, 2)] and check_checkpoint(newest) is None
+    assert (
+        names == [f"optimizer-rank-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        and check_checkpoint(newest) is None
+    )
     sizes = [described[name]["size"] for name in names]
     assert max(sizes) < 1.2 * min(sizes) and min(events) > 10
 
@@ -120,8 +133,15 @@ def test_two_go_on_to_the_bit_and_one_within_the_order_of_sums(alone, uninterrup
     for path in (newest, folder / "run" / "model"):
         shutil.rmtree(path)
     if alone:
-        runs.train(folder, rows=tiny.chat_rows(40), resume=True, **{**killed_ranks.SETTINGS, "gradient_accumulation_steps": 2})
-        found, expected = (torch.tensor(runs.trajectory(place), dtype=torch.float64) for place in (folder, whole))
+        runs.train(
+            folder,
+            rows=tiny.chat_rows(40),
+            resume=True,
+            **{**killed_ranks.SETTINGS, "gradient_accumulation_steps": 2},
+        )
+        found, expected = (
+            torch.tensor(runs.trajectory(place), dtype=torch.float64) for place in (folder, whole)
+        )
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
     else:
         codes, words = by_two(folder, resume=True)
@@ -146,7 +166,12 @@ def kill_and_resume(folder, rank, kill_at, uninterrupted, sharding="optimizer"):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_at_a_random_moment(rank, tmp_path, seed, uninterrupted):
-    kill_and_resume(tmp_path / "run", rank, random.Random(seed).randrange(1, uninterrupted[1][rank] + 1), uninterrupted)
+    kill_and_resume(
+        tmp_path / "run",
+        rank,
+        random.Random(seed).randrange(1, uninterrupted[1][rank] + 1),
+        uninterrupted,
+    )
 
 
 @on_cpu
@@ -155,14 +180,19 @@ def test_a_rank_is_killed_at_a_random_moment(rank, tmp_path, seed, uninterrupted
 def test_ranks_are_killed_at_many_random_moments(number, tmp_path, seed, uninterrupted):
     rank = number % 2
     kill_and_resume(
-        tmp_path / "run", rank, random.Random(seed + number).randrange(1, uninterrupted[1][rank] + 1), uninterrupted
+        tmp_path / "run",
+        rank,
+        random.Random(seed + number).randrange(1, uninterrupted[1][rank] + 1),
+        uninterrupted,
     )
 
 
 @on_cpu
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(6))
-def test_ranks_that_divide_the_weights_are_killed_at_random_moments(number, tmp_path, seed, uninterrupted_divided):
+def test_ranks_that_divide_the_weights_are_killed_at_random_moments(
+    number, tmp_path, seed, uninterrupted_divided
+):
     """What neither has whole is in the files of both, or in those of the checkpoint before."""
     rank = number % 2
     moment = random.Random(seed + number).randrange(1, uninterrupted_divided[1][rank] + 1)

@@ -1,5 +1,5 @@
-"""What a run's folder states of the model is read off the model: however the base came to be what it is, it is loaded and
-merged as it was trained over."""
+"""What a run's folder states of the model is read off the model: however the base came to be
+what it is, it is loaded and merged as it was trained over."""
 
 import json
 import shutil
@@ -58,7 +58,9 @@ def in_other_blocks(place):
     model = load_model(place, torch.float32)
     for path, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and path.endswith(("q_proj", "down_proj")):
-            model.set_submodule(path, Linear4bit(Packed.of(layer.weight.detach(), block=128, nested=False)))
+            model.set_submodule(
+                path, Linear4bit(Packed.of(layer.weight.detach(), block=128, nested=False))
+            )
     return model
 
 
@@ -70,7 +72,9 @@ def with_pefts(model, name="default", **options):
 def pefts(**options):
     from peft import LoraConfig
 
-    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **options})
+    return LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **options}
+    )
 
 
 def with_effect(model):
@@ -89,7 +93,9 @@ WAYS = {
     "other blocks, some layers": in_other_blocks,
     "bitsandbytes, NF4": lambda place: by_bitsandbytes(place, **NF4),
     "bitsandbytes, FP4": by_bitsandbytes,
-    "bitsandbytes, some layers": lambda place: by_bitsandbytes(place, llm_int8_skip_modules=["lm_head", "down_proj"], **NF4),
+    "bitsandbytes, some layers": lambda place: by_bitsandbytes(
+        place, llm_int8_skip_modules=["lm_head", "down_proj"], **NF4
+    ),
 }
 
 
@@ -108,7 +114,9 @@ def test_a_base_in_4_bits_is_loaded_and_merged_as_it_was(tmp_path, place, way):
     assert BaseFormat.read(saved.about["base"]) == BaseFormat.of(model) is not None
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-4 * live.norm()
     merge(result.model_dir, tmp_path / "merged")
-    assert (answers(load_model(tmp_path / "merged", torch.float32)) - live).norm() <= 1e-4 * live.norm()
+    assert (
+        answers(load_model(tmp_path / "merged", torch.float32)) - live
+    ).norm() <= 1e-4 * live.norm()
     assert (plain - live).norm() >= 1e-2 * live.norm(), "4 bits make a difference"
 
 
@@ -116,9 +124,13 @@ def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
     model = with_pefts(by_bitsandbytes(place, **NF4))
     result = train(tmp_path, model=model, **QUICK)
     live = answers(model)
-    assert (answers(SavedModel.find(result.model_dir).model(torch.float32)) - live).norm() <= 1e-4 * live.norm()
+    assert (
+        answers(SavedModel.find(result.model_dir).model(torch.float32)) - live
+    ).norm() <= 1e-4 * live.norm()
     merge(result.model_dir, tmp_path / "merged")
-    assert (answers(load_model(tmp_path / "merged", torch.float32)) - live).norm() <= 1e-4 * live.norm()
+    assert (
+        answers(load_model(tmp_path / "merged", torch.float32)) - live
+    ).norm() <= 1e-4 * live.norm()
 
 
 def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
@@ -127,7 +139,10 @@ def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
     saved, live = SavedModel.find(result.model_dir), answers(model)
     assert BaseFormat.read(saved.about["base"]).in_8_bits
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-2 * live.norm()
-    with pytest.raises(ValueError, match="trained over layers that transformers quantised by bitsandbytes in 8 bits"):
+    with pytest.raises(
+        ValueError,
+        match="trained over layers that transformers quantised by bitsandbytes in 8 bits",
+    ):
         merge(result.model_dir, tmp_path / "merged")
 
 
@@ -140,22 +155,31 @@ def test_weights_are_quantised_again_from_the_type_that_they_had(tmp_path, place
     read = SavedModel.find(result.model_dir).model(torch.float32)
     assert codes and all(equal(x.cpu(), read.get_parameter(name)) for name, x in codes.items())
     other = SavedModel.find(result.model_dir).model(torch.bfloat16, quantization="nf4")
-    assert all(equal(x.cpu(), other.get_parameter(name)) for name, x in codes.items()), "asked for 4 bits again"
+    assert all(equal(x.cpu(), other.get_parameter(name)) for name, x in codes.items()), (
+        "asked for 4 bits again"
+    )
 
 
 def test_a_run_that_is_trained_further_keeps_its_base(tmp_path, place):
-    first = train(tmp_path / "first", model=load_model(place, torch.float32), quantization="nf4", **QUICK)
+    first = train(
+        tmp_path / "first", model=load_model(place, torch.float32), quantization="nf4", **QUICK
+    )
     model = SavedModel.find(first.model_dir).model(torch.float32)
     second = train(tmp_path / "second", model=model, **QUICK)
     live, saved = answers(model), SavedModel.find(second.model_dir)
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
     merge(second.model_dir, tmp_path / "merged")
-    assert (answers(load_model(tmp_path / "merged", torch.float32)) - live).norm() <= 1e-4 * live.norm()
+    assert (
+        answers(load_model(tmp_path / "merged", torch.float32)) - live
+    ).norm() <= 1e-4 * live.norm()
 
 
 def in_older_words(folder):
     """What this folder of a run would state had an older version written it."""
-    for file, inside in ((folder / "chronicals.json", ()), (folder.parent / "state.json", ("about",))):
+    for file, inside in (
+        (folder / "chronicals.json", ()),
+        (folder.parent / "state.json", ("about",)),
+    ):
         if file.exists():
             content = stated = json.loads(file.read_text())
             for name in inside:
@@ -168,22 +192,34 @@ def in_older_words(folder):
 def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place, monkeypatch):
     def trained(folder, steps, **changes):
         model = load_model(place, torch.float32, quantization="nf4")
-        given = {**QUICK, "max_steps": steps, "save_steps": 1, "lr_scheduler": "constant", "warmup_steps": 0}
+        given = {
+            **QUICK,
+            "max_steps": steps,
+            "save_steps": 1,
+            "lr_scheduler": "constant",
+            "warmup_steps": 0,
+        }
         return model, train(tmp_path / folder, model=model, quantization="nf4", **given, **changes)
 
     model, result = trained("whole", 2)
     live = answers(model)
     merge(result.model_dir, tmp_path / "merged")
     in_older_words(result.model_dir)
-    assert (answers(SavedModel.find(result.model_dir).model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
+    assert (
+        answers(SavedModel.find(result.model_dir).model(torch.float32)) - live
+    ).norm() <= 1e-5 * live.norm()
     merge(result.model_dir, tmp_path / "again")
-    one, two = (load_model(tmp_path / name, torch.float32).state_dict() for name in ("merged", "again"))
+    one, two = (
+        load_model(tmp_path / name, torch.float32).state_dict() for name in ("merged", "again")
+    )
     assert all(equal(value, two[name]) for name, value in one.items())
     checkpoint = "run/checkpoints/step-00000001"
     shutil.copytree(tmp_path / "whole" / checkpoint, tmp_path / "parts" / checkpoint)
     from chronicals.training import checkpoint as module
 
-    monkeypatch.setattr(module, "check_checkpoint", lambda folder: None)  # whose manifest is of what it stated before
+    monkeypatch.setattr(
+        module, "check_checkpoint", lambda folder: None
+    )  # whose manifest is of what it stated before
     in_older_words(tmp_path / "parts" / checkpoint / "model")
     resumed, _ = trained("parts", 2, resume=True)
     assert equal(answers(resumed), live)
@@ -194,34 +230,67 @@ def test_another_base_is_refused(tmp_path, place):
     from chronicals.saving.model_files import save_model
 
     save_model(tmp_path / "packed", load_model(place, torch.float32, quantization="nf4"), {}, {})
-    with pytest.raises(ValueError, match=r"is another base than .* \(.* is NF4 in blocks of 128.* there, NF4 in blocks of 64"):
+    with pytest.raises(
+        ValueError,
+        match=r"is another base than .* \(.* is NF4 in blocks of 128.* there, NF4 in blocks of 64",
+    ):
         SavedModel.find(result.model_dir, str(tmp_path / "packed")).model(torch.float32)
-    with pytest.raises(CheckpointError, match=r"trained over another base \(NF4 in blocks of 128 there, nothing is quantised"):
-        train(tmp_path, model=load_model(place, torch.float32), use_lora=True, resume=True, **{**QUICK, "max_steps": 2})
+    with pytest.raises(
+        CheckpointError,
+        match=r"trained over another base \(NF4 in blocks of 128 there, nothing is quantised",
+    ):
+        train(
+            tmp_path,
+            model=load_model(place, torch.float32),
+            use_lora=True,
+            resume=True,
+            **{**QUICK, "max_steps": 2},
+        )
 
 
 def test_what_is_merged_is_said_with_both_distances(tmp_path, place):
-    """That to the values that the adapter was trained over, and that to what the base's files hold."""
-    result = train(tmp_path, model=load_model(place, torch.float32), quantization="nf4", **QUICK,
-                        lora_target_modules=["q_proj"])  # fmt: skip
+    """That to the values that the adapter was trained over, and that to what the base's files
+    hold.
+    """
+    result = train(
+        tmp_path,
+        model=load_model(place, torch.float32),
+        quantization="nf4",
+        **QUICK,
+        lora_target_modules=["q_proj"],
+    )
     merged = merge(result.model_dir, tmp_path / "merged")
     report = json.loads((tmp_path / "merged" / REPORT).read_text())
-    assert merged.summands == report["sums_of"] == f"the dequantised NF4 values of {place} and the adapter {result.model_dir}"
-    files, written = (load_model(folder, torch.float32).state_dict() for folder in (place, tmp_path / "merged"))
-    over = load_base(place, torch.float32, False, BaseFormat(None, None, FourBits(quantized_from="float32")))
+    assert (
+        merged.summands
+        == report["sums_of"]
+        == f"the dequantised NF4 values of {place} and the adapter {result.model_dir}"
+    )
+    files, written = (
+        load_model(folder, torch.float32).state_dict() for folder in (place, tmp_path / "merged")
+    )
+    over = load_base(
+        place, torch.float32, False, BaseFormat(None, None, FourBits(quantized_from="float32"))
+    )
     for name, change in merged.changes.items():
         values = over.get_submodule(name.removesuffix(".weight")).packed.dense()
         added = (written[name] - values).norm() / values.norm()
         assert change.change == pytest.approx(float(added), rel=1e-3, abs=1e-6)
         moved = (written[name] - files[name]).norm() / files[name].norm()
-        assert change.from_files == pytest.approx(float(moved), rel=1e-5) and change.from_files > 0.05
+        assert (
+            change.from_files == pytest.approx(float(moved), rel=1e-5) and change.from_files > 0.05
+        )
     changed = {name for name, change in merged.changes.items() if change.change}
-    assert len(merged.changes) == 14 and changed == {name for name in merged.changes if "q_proj" in name}
+    assert len(merged.changes) == 14 and changed == {
+        name for name in merged.changes if "q_proj" in name
+    }
 
 
 @pytest.mark.parametrize("way", ["other blocks, some layers", "bitsandbytes, NF4"])
 def test_an_export_is_proved_beside_the_base_that_is_stated(tmp_path, place, way):
-    """Each layer dequantised to the type of its own products, in the sums and in the model beside which they are proved."""
+    """Each layer dequantised to the type of its own products, in the sums and in the model
+    beside which they are proved.
+    """
     model = WAYS[way](place)
     result = train(tmp_path, model=model, use_lora=True, **{**QUICK, "max_steps": 2})
     live = answers(model)
@@ -229,7 +298,8 @@ def test_an_export_is_proved_beside_the_base_that_is_stated(tmp_path, place, way
     assert (answers(load_model(exported.path, torch.float32)) - live).norm() <= 1e-4 * live.norm()
 
 
-# --- adapters of PEFT by name -------------------------------------------------------------------------------------------
+# --- adapters of PEFT by name
+# -------------------------------------------------------------------------------------------
 
 
 def two_adapters(place, active):
@@ -249,21 +319,29 @@ def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, act
     assert saved.tokenizer().get_vocab() == tiny.tokenizer().get_vocab()
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
     if len(active) > 1:
-        with pytest.raises(ValueError, match="computes with the sum of 2 adapters of PEFT; load it"):
+        with pytest.raises(
+            ValueError, match="computes with the sum of 2 adapters of PEFT; load it"
+        ):
             merge(result.model_dir, tmp_path / "merged")
         for form in ("merged", "adapter"):
-            with pytest.raises(ValueError, match="computes with the sum of 2 adapters of PEFT; load it"):
+            with pytest.raises(
+                ValueError, match="computes with the sum of 2 adapters of PEFT; load it"
+            ):
                 export(result.model_dir, form, tmp_path / "artefacts")
     else:
         merge(result.model_dir, tmp_path / "merged")
-        assert (answers(load_model(tmp_path / "merged", torch.float32)) - live).norm() <= 1e-5 * live.norm()
+        assert (
+            answers(load_model(tmp_path / "merged", torch.float32)) - live
+        ).norm() <= 1e-5 * live.norm()
 
 
 def test_an_adapter_of_another_name_is_found(tmp_path, place):
     model = with_pefts(load_model(place, torch.float32), "mine")
     train(tmp_path, model=model, **QUICK)
     live = answers(model)
-    assert (answers(SavedModel.find(tmp_path / "run").model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
+    assert (
+        answers(SavedModel.find(tmp_path / "run").model(torch.float32)) - live
+    ).norm() <= 1e-5 * live.norm()
 
 
 def test_pefts_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path, place, caplog):
@@ -275,7 +353,8 @@ def test_pefts_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path, p
         SavedModel.find(tmp_path / "second" / "run").model(torch.float32)
 
 
-# --- where generation ends ---------------------------------------------------------------------------------------------
+# --- where generation ends
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whose", ["ours", "peft"])
@@ -287,6 +366,9 @@ def test_stop_tokens_of_the_model_are_saved_beside_adapters_and_merged(tmp_path,
     result = train(tmp_path, model=model, use_lora=whose == "ours", **QUICK)
     stops = model.generation_config.eos_token_id
     assert 7 in stops and len(stops) > 1
-    assert SavedModel.find(result.model_dir).model(torch.float32).generation_config.eos_token_id == stops
+    assert (
+        SavedModel.find(result.model_dir).model(torch.float32).generation_config.eos_token_id
+        == stops
+    )
     merge(result.model_dir, tmp_path / "merged")
     assert load_model(tmp_path / "merged", torch.float32).generation_config.eos_token_id == stops

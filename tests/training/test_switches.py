@@ -42,8 +42,12 @@ def results(monkeypatch, owner, name):
 
 
 def flash_attention(folder, monkeypatch, on):
-    """Which of the calls of attention may take a backend of FlashAttention; a switch of its own can only be set off here."""
-    counts = [counted(monkeypatch, owner, "document_attention") for owner in (presentation, decoder_layer)]
+    """Which of the calls of attention may take a backend of FlashAttention; a switch of its own
+    can only be set off here.
+    """
+    counts = [
+        counted(monkeypatch, owner, "document_attention") for owner in (presentation, decoder_layer)
+    ]
     runs.train(folder, max_steps=1, **({} if on else {"use_flash_attention": False}))
     calls = [call for counted_there in counts for call in counted_there]
     return {options["flash"] for _, options in calls}
@@ -91,9 +95,16 @@ def dora(folder, monkeypatch, on):
     """How many magnitudes have moved from the norms that they began with."""
     model = tiny.llama()
     runs.train(folder, model=model, max_steps=1, use_dora=on, **LORA)
-    own = [layer for layer in model.modules() if isinstance(layer, LoRALinear) and layer.lora_magnitude_vector is not None]
+    own = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, LoRALinear) and layer.lora_magnitude_vector is not None
+    ]
     norms = [layer.base_layer.weight.float().norm(dim=1) for layer in own]
-    return sum(bool((layer.lora_magnitude_vector - n).norm() > 1e-5 * n.norm()) for layer, n in zip(own, norms))
+    return sum(
+        bool((layer.lora_magnitude_vector - n).norm() > 1e-5 * n.norm())
+        for layer, n in zip(own, norms)
+    )
 
 
 def lora_plus(folder, monkeypatch, on):
@@ -106,7 +117,9 @@ def lora_plus(folder, monkeypatch, on):
 def torch_compile(folder, monkeypatch, on):
     """How many layers are compiled."""
     calls = counted(monkeypatch, torch.nn.Module, "compile")
-    runs.train(folder, max_steps=1, mixed_precision="bf16", use_torch_compile=on, use_cuda_graphs=False)
+    runs.train(
+        folder, max_steps=1, mixed_precision="bf16", use_torch_compile=on, use_cuda_graphs=False
+    )
     return len(calls)
 
 
@@ -143,8 +156,14 @@ def test_it_changes_what_runs(tmp_path, monkeypatch, look, on, off):
 
 
 def test_every_switch_is_looked_at():
-    looked_at = {f"use_{(row.values if hasattr(row, 'values') else row)[0].__name__}" for row in SEEN}
-    switches = {field.name for field in dataclasses.fields(ChronicalsConfig) if field.name.startswith("use_")}
+    looked_at = {
+        f"use_{(row.values if hasattr(row, 'values') else row)[0].__name__}" for row in SEEN
+    }
+    switches = {
+        field.name
+        for field in dataclasses.fields(ChronicalsConfig)
+        if field.name.startswith("use_")
+    }
     assert switches == looked_at | ELSEWHERE.keys()
 
 

@@ -1,4 +1,6 @@
-"""Trackers, really run: what TensorBoard, W&B (offline) and MLflow (SQLite) stored is read back and compared."""
+"""Trackers, really run: what TensorBoard, W&B (offline) and MLflow (SQLite) stored is read back
+and compared.
+"""
 
 import importlib.util
 import json
@@ -26,12 +28,17 @@ ALL = list(TRACKERS)
 
 @pytest.fixture(scope="module", autouse=True)
 def stay_here(tmp_path_factory):
-    """Nothing leaves the machine; one database, as making it takes seconds: every test has an experiment of its own in it."""
+    """Nothing leaves the machine; one database, as making it takes seconds: every test has an
+    experiment of its own in it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in {
-            "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false",
-            "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db",
-        }.items():  # fmt: skip
+            "WANDB_MODE": "offline",
+            "WANDB_SILENT": "true",
+            "WANDB_ERROR_REPORTING": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db",
+        }.items():
             patch.setenv(variable, value)
         yield
 
@@ -50,7 +57,13 @@ def name(request):
 
 def train(folder, name, **changes):
     """Six steps, evaluated after each second."""
-    options = {"validation_split": 0.2, "eval_steps": 2, "save_steps": 2, "project": folder.name, "run_name": "a name"}
+    options = {
+        "validation_split": 0.2,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "project": folder.name,
+        "run_name": "a name",
+    }
     return runs.train(folder, **{"trackers": [name], **options, **changes})
 
 
@@ -73,17 +86,24 @@ def refuse(tracker, points):
     raise ConnectionError("no route to host")
 
 
-# --- reading back ------------------------------------------------------------------------------------------------------
+# --- reading back
+# ------------------------------------------------------------------------------------------------------
 
 
 def known(folder):
-    """What metrics.jsonl has beside the time, which trackers keep themselves, as (name, step, value), sorted."""
+    """What metrics.jsonl has beside the time, which trackers keep themselves, as (name, step,
+    value), sorted.
+    """
     found = []
     for line in read_metrics(folder / "run" / "metrics.jsonl"):
         for key, value in line.items():
             if key not in ("step", "time"):
                 found.append(
-                    (key.replace("eval_", "eval/") if "eval_loss" in line else f"train/{key}", line["step"], float(value))
+                    (
+                        key.replace("eval_", "eval/") if "eval_loss" in line else f"train/{key}",
+                        line["step"],
+                        float(value),
+                    )
                 )
     return sorted(found)
 
@@ -93,11 +113,17 @@ def in_tensorboard(folder):
 
     events = EventAccumulator(str(folder / "run" / "tensorboard"))
     events.Reload()
-    return sorted((tag, event.step, event.value) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
+    return sorted(
+        (tag, event.step, event.value)
+        for tag in events.Tags()["scalars"]
+        for event in events.Scalars(tag)
+    )
 
 
 def wandb_records(path):
-    """A transaction log, as far as it is written: seven bytes, then LevelDB's log of protobuf records in blocks of 32 KiB."""
+    """A transaction log, as far as it is written: seven bytes, then LevelDB's log of protobuf
+    records in blocks of 32 KiB.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, record = path.read_bytes(), 7, b""
@@ -124,7 +150,9 @@ def wandb_parts(folder, kind):
 
 
 def wandb_part(path):
-    """Its records by kind; W&B's own process writes the last of them when it is told that the run ended, or soon after."""
+    """Its records by kind; W&B's own process writes the last of them when it is told that the
+    run ended, or soon after.
+    """
     deadline = time.monotonic() + 20
     while True:
         kinds = {}
@@ -139,8 +167,15 @@ def wandb_part(path):
 def in_wandb(folder):
     found = []
     for row in (row for part in wandb_parts(folder, "history") for row in part):
-        values = {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json) for item in row.item}
-        found += [(key, values["_step"], float(value)) for key, value in values.items() if not key.startswith("_")]
+        values = {
+            item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
+            for item in row.item
+        }
+        found += [
+            (key, values["_step"], float(value))
+            for key, value in values.items()
+            if not key.startswith("_")
+        ]
     return sorted(found)
 
 
@@ -154,7 +189,11 @@ def mlflow_run(folder):
 
 def in_mlflow(folder):
     client, run = mlflow_run(folder)
-    return sorted((key, m.step, m.value) for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key))
+    return sorted(
+        (key, m.step, m.value)
+        for key in run.data.metrics
+        for m in client.get_metric_history(run.info.run_id, key)
+    )
 
 
 STORED = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow}
@@ -171,19 +210,29 @@ def assert_stored(folder, name, expected):
     stored = STORED[name](folder)
     assert [(tag, step) for tag, step, _ in stored] == [(tag, step) for tag, step, _ in expected]
     rounding = 1e-6 if name == "tensorboard" else 1e-15  # it stores fp32
-    assert [value for _, _, value in stored] == pytest.approx([value for _, _, value in expected], rel=rounding)
+    assert [value for _, _, value in stored] == pytest.approx(
+        [value for _, _, value in expected], rel=rounding
+    )
 
 
-# --- what is stored ----------------------------------------------------------------------------------------------------
+# --- what is stored
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_it_has_the_metrics_the_configuration_and_the_end(tmp_path, name):
     train(tmp_path, name)
     expected = known(tmp_path)
-    assert {tag for tag, _, _ in expected} > {"train/loss", "train/learning_rate", "eval/loss", "eval/perplexity"}
+    assert {tag for tag, _, _ in expected} > {
+        "train/loss",
+        "train/learning_rate",
+        "eval/loss",
+        "eval/perplexity",
+    }
     assert {step for tag, step, _ in expected if tag == "eval/loss"} == {2, 4, 6}
     assert_stored(tmp_path, name, expected)
-    state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "state.json").read_text())
+    state = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-00000006" / "state.json").read_text()
+    )
     CONFIGURED[name](tmp_path, state["config"])
 
 
@@ -199,8 +248,13 @@ def configured_in_tensorboard(folder, config):
 def configured_in_wandb(folder, config):
     (run,) = wandb_parts(folder, "run")[0]
     assert (run.project, run.display_name) == (folder.name, "a name")
-    updates = [*run.config.update, *(update for record in wandb_parts(folder, "config")[0] for update in record.update)]
-    found = {update.key or update.nested_key[0]: json.loads(update.value_json) for update in updates}
+    updates = [
+        *run.config.update,
+        *(update for record in wandb_parts(folder, "config")[0] for update in record.update),
+    ]
+    found = {
+        update.key or update.nested_key[0]: json.loads(update.value_json) for update in updates
+    }
     assert {key: value for key, value in found.items() if key != "_wandb"} == config
     assert state_of(folder, "wandb") == [0]
 
@@ -211,10 +265,15 @@ def configured_in_mlflow(folder, config):
     assert run.data.params == {field: str(value) for field, value in config.items()}
 
 
-CONFIGURED = {"tensorboard": configured_in_tensorboard, "wandb": configured_in_wandb, "mlflow": configured_in_mlflow}
+CONFIGURED = {
+    "tensorboard": configured_in_tensorboard,
+    "wandb": configured_in_wandb,
+    "mlflow": configured_in_mlflow,
+}
 
 
-# --- resumed -----------------------------------------------------------------------------------------------------------
+# --- resumed
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_resumed_it_is_the_same_run_with_every_step_once(tmp_path, name):
@@ -228,17 +287,25 @@ def test_resumed_it_is_the_same_run_with_every_step_once(tmp_path, name):
 
     expected = known(tmp_path)
     if name != "tensorboard":  # the others keep what they had of step 5; only speeds differ
-        expected = sorted({**{key[:2]: key for key in expected}, **{key[:2]: key for key in first}}.values())
+        expected = sorted(
+            {**{key[:2]: key for key in expected}, **{key[:2]: key for key in first}}.values()
+        )
     assert {step for tag, step, _ in expected if tag == "train/loss"} == {1, 2, 3, 4, 5, 6}
     assert_stored(tmp_path, name, expected)
     if name == "wandb":
         (before,), (after,) = wandb_parts(tmp_path, "run")
-        assert before.run_id == after.run_id == json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
+        assert (
+            before.run_id
+            == after.run_id
+            == json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
+        )
         assert state_of(tmp_path, name) == [1, 0]
     elif name == "mlflow":
         _, run = mlflow_run(tmp_path)
         assert run.info.status == "FINISHED"
-        assert {tag: v for tag, v in run.data.tags.items() if tag.startswith("resumed.")} == {"resumed.save_total_limit": "3"}
+        assert {tag: v for tag, v in run.data.tags.items() if tag.startswith("resumed.")} == {
+            "resumed.save_total_limit": "3"
+        }
 
 
 @pytest.mark.sample(1)
@@ -248,7 +315,14 @@ def test_an_evaluation_that_was_missed_is_made_up_for(tmp_path, name):
         train(tmp_path, name, callbacks=[At(6, fail)])
     train(tmp_path, name, resume=True)
     assert [step for tag, step, _ in STORED[name](tmp_path) if tag == "eval/loss"] == [2, 4, 6]
-    assert [step for tag, step, _ in STORED[name](tmp_path) if tag == "train/loss"] == [1, 2, 3, 4, 5, 6]
+    assert [step for tag, step, _ in STORED[name](tmp_path) if tag == "train/loss"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_new_to_a_resumed_run_it_is_given_what_was_before(tmp_path, name):
@@ -282,7 +356,10 @@ def test_an_earlier_run_that_is_gone_is_named(tmp_path):
     need("mlflow")
     train(tmp_path, "mlflow", max_steps=1)
     (tmp_path / "run" / "trackers.json").write_text('{"mlflow": "gone"}')
-    with pytest.raises(ConfigurationError, match=r"trackers: 'mlflow' cannot be started .*MLFLOW_TRACKING_URI.*gone"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"trackers: 'mlflow' cannot be started .*MLFLOW_TRACKING_URI.*gone",
+    ):
         train(tmp_path, "mlflow", max_steps=2, resume=True)
 
 
@@ -293,14 +370,19 @@ def test_an_interrupted_run_is_marked(tmp_path, name, mark):
     assert state_of(tmp_path, name) == mark
 
 
-# --- when it does not work ---------------------------------------------------------------------------------------------
+# --- when it does not work
+# ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", [None, ModuleSpec("a folder of that name", None)], ids=["nothing", "folder"])
+@pytest.mark.parametrize(
+    "found", [None, ModuleSpec("a folder of that name", None)], ids=["nothing", "folder"]
+)
 @pytest.mark.parametrize("name", ALL)
 def test_not_installed_names_the_extra(tmp_path, monkeypatch, name, found):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
-    with pytest.raises(ConfigurationError, match=rf"'{name}' is not installed; pip install 'chronicals\[{name}\]'"):
+    with pytest.raises(
+        ConfigurationError, match=rf"'{name}' is not installed; pip install 'chronicals\[{name}\]'"
+    ):
         runs.train(tmp_path, trackers=[name])
     assert not (tmp_path / "run").exists()
     assert build_trackers(runs.config(tmp_path)) == []
@@ -315,7 +397,10 @@ def test_tensorboard_is_the_default_and_none_can_be_had(tmp_path):
 @pytest.mark.parametrize("name", ["project", "run_name"])
 def test_a_name_that_no_tracker_shows_is_said(tmp_path, caplog, name, monkeypatch):
     build_trackers(runs.config(tmp_path, trackers=[], **{name: "x"}))
-    said = f"{name}='x' is shown nowhere: W&B and MLflow have it, and the trackers of this run are none; set trackers=['wandb']"
+    said = (
+        f"{name}='x' is shown nowhere: W&B and MLflow have it, and the trackers of this run "
+        "are none; set trackers=['wandb']"
+    )
     assert [record.getMessage().startswith(said) for record in caplog.records] == [True]
     caplog.clear()
     monkeypatch.setitem(TRACKERS, "wandb", lambda config: None)
@@ -327,7 +412,9 @@ def test_a_name_that_no_tracker_shows_is_said(tmp_path, caplog, name, monkeypatc
 def test_only_the_first_rank_has_trackers(tmp_path, monkeypatch):
     config = runs.config(tmp_path, trackers=["tensorboard"])
     monkeypatch.setattr(Mesh, "current", classmethod(lambda cls: Mesh(rank=1, count=2)))
-    monkeypatch.setattr(Mesh, "gather_values", lambda self, value: [value, value])  # of cards, where there are some
+    monkeypatch.setattr(
+        Mesh, "gather_values", lambda self, value: [value, value]
+    )  # of cards, where there are some
     assert ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config).callbacks == []
 
 
@@ -335,7 +422,10 @@ def test_one_that_cannot_be_started_stops_the_run_and_those_begun_are_closed(tmp
     need("wandb")
     need("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "gopher://nowhere")
-    with pytest.raises(ConfigurationError, match=r"trackers: 'mlflow' cannot be started .*leave it out of trackers.*gopher"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"trackers: 'mlflow' cannot be started .*leave it out of trackers.*gopher",
+    ):
         runs.train(tmp_path, trackers=["wandb", "mlflow"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert state_of(tmp_path, "wandb") == [1]
@@ -345,7 +435,14 @@ def test_one_that_fails_is_named_once_and_training_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr(TRACKERS[name], "store", refuse)
     monkeypatch.setattr(module, "MAX_WAITING", 3)
     result = train(tmp_path, name)
-    assert result.steps == 6 and [step for step, _, _ in runs.trajectory(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert result.steps == 6 and [step for step, _, _ in runs.trajectory(tmp_path)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
         f"{name}: cannot store what arrives, training goes on: no route to host",
         f"{name}: 9 points were not stored; metrics.jsonl has them",

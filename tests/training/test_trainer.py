@@ -33,7 +33,9 @@ from comparison import equal
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_beforehand(monkeypatch):
-    """Objectives of these tests count their calls, of which compiling kernels beforehand would be one on a card."""
+    """Objectives of these tests count their calls, of which compiling kernels beforehand would
+    be one on a card.
+    """
     monkeypatch.setattr(session, "compile_micro_step", lambda *_: None)
 
 
@@ -47,11 +49,17 @@ def test_loss_falls_and_everything_is_written(tmp_path):
     assert result.coverage.share == 1.0
     page = result.report.read_text()
     assert "data:image/svg+xml" in page and "held-out loss" in page
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20, 30]
     for line in lines:
         if "loss" in line:
-            assert line["tokens"] < 2 * 2 * 128 and line["tokens_per_second"] > 0 and 0 < line["fill"] <= 1
+            assert (
+                line["tokens"] < 2 * 2 * 128
+                and line["tokens_per_second"] > 0
+                and 0 < line["fill"] <= 1
+            )
 
 
 def test_the_model_can_be_loaded_by_transformers(tmp_path):
@@ -62,7 +70,10 @@ def test_the_model_can_be_loaded_by_transformers(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(result.model_dir)
     ids = torch.tensor([[5, 9, 200]])
     assert equal(loaded(ids).logits, model.cpu()(ids).logits)
-    assert AutoTokenizer.from_pretrained(result.model_dir).chat_template == tiny.tokenizer().chat_template
+    assert (
+        AutoTokenizer.from_pretrained(result.model_dir).chat_template
+        == tiny.tokenizer().chat_template
+    )
 
 
 def test_lora_is_written_for_peft_and_the_base_is_untouched(tmp_path):
@@ -87,20 +98,47 @@ def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     with caplog.at_level("INFO"):
         runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=2)
-    assert "sequence packing (documents do not affect each other)" in caplog.text and "loss without whole" in caplog.text
+    assert (
+        "sequence packing (documents do not affect each other)" in caplog.text
+        and "loss without whole" in caplog.text
+    )
     assert "follow in step 2" in caplog.text and "got no gradient" not in caplog.text
     with pytest.raises(ValueError, match="leave use_lora out"):
-        runs.train(tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True)
+        runs.train(
+            tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True
+        )
 
 
 def deepseek():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     torch.manual_seed(0)
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 300, "max_position_embeddings": 512}
+    latent = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+    }
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **latent, **experts))
 
 
@@ -108,19 +146,28 @@ def deepseek():
 def test_what_a_class_keeps_in_fp32_stays_so(tmp_path, lora):
     """A router whose weights were rounded would send tokens to other experts."""
     model = deepseek()
-    model._keep_in_fp32_modules_strict = {"gate.weight"}  # transformers 5.17 has it not in the class, 5.24 has
+    model._keep_in_fp32_modules_strict = {
+        "gate.weight"
+    }  # transformers 5.17 has it not in the class, 5.24 has
     gate = model.model.layers[1].mlp.gate.weight
     torch.nn.init.normal_(gate, std=0.3)
     before = gate.detach().clone()
-    options = {"use_lora": True, "lora_target_modules": ["o_proj"]} if lora else {"learning_rate": 1e-9}
+    options = (
+        {"use_lora": True, "lora_target_modules": ["o_proj"]} if lora else {"learning_rate": 1e-9}
+    )
     runs.train(tmp_path, model=model, mixed_precision="bf16", max_steps=1, **options)
-    assert gate.dtype == torch.float32 and model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert (
+        gate.dtype == torch.float32
+        and model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    )
     torch.testing.assert_close(gate.detach().cpu(), before, rtol=0, atol=1e-8)
 
 
 def test_a_shell_of_the_compilers_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model\.compile\(\) compiles in place"):
-        ChronicalsTrainer(torch.compile(tiny.llama(), backend="eager"), tiny.tokenizer(), runs.config(tmp_path))
+        ChronicalsTrainer(
+            torch.compile(tiny.llama(), backend="eager"), tiny.tokenizer(), runs.config(tmp_path)
+        )
 
 
 @pytest.mark.parametrize(
@@ -146,17 +193,29 @@ class Leaving(Callback):
 
 
 def test_a_callback_that_leaves_the_model_in_evaluation_changes_nothing(tmp_path):
-    same = {"max_steps": 4, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.5, "learning_rate": 1e-2}
+    same = {
+        "max_steps": 4,
+        "use_lora": True,
+        "lora_rank": 4,
+        "lora_dropout": 0.5,
+        "learning_rate": 1e-2,
+    }
     quiet = runs.train(tmp_path / "quiet", model=tiny.llama(), **same)
     model = tiny.llama()
-    assert runs.train(tmp_path / "leaving", model=model, callbacks=[Leaving(model)], **same).loss == quiet.loss
+    assert (
+        runs.train(tmp_path / "leaving", model=model, callbacks=[Leaving(model)], **same).loss
+        == quiet.loss
+    )
 
 
 def test_adapters_of_peft_learn_by_lora_plus_where_it_is_asked_for(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     for asked in (False, True):
-        chosen = ChronicalsConfig(**({"use_lora_plus": True, "lora_plus_ratio": 8.0} if asked else {}), mixed_precision="fp32")
+        chosen = ChronicalsConfig(
+            **({"use_lora_plus": True, "lora_plus_ratio": 8.0} if asked else {}),
+            mixed_precision="fp32",
+        )
         model = peft.get_peft_model(tiny.llama(), config)
         optimizer = session.build_optimizer(model, chosen)
         rates = sorted({group["lr"] for group in optimizer.param_groups})
@@ -171,20 +230,29 @@ def adapted_beside_its_head():
 
 def wrapped_beside_its_norm():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny.llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        tiny.llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     model.base_model.model.model.norm.weight.requires_grad_(True)
     return model
 
 
-@pytest.mark.parametrize(("made", "lost"), [(adapted_beside_its_head, "lm_head"), (wrapped_beside_its_norm, "norm")])
+@pytest.mark.parametrize(
+    ("made", "lost"), [(adapted_beside_its_head, "lm_head"), (wrapped_beside_its_norm, "norm")]
+)
 def test_what_would_be_trained_and_not_saved_is_refused(tmp_path, made, lost):
-    with pytest.raises(ValueError, match=rf"{lost}\.weight: would be trained beside adapters, which alone are saved"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{lost}\.weight: would be trained beside adapters, which alone are saved",
+    ):
         runs.train(tmp_path, model=made())
 
 
 def test_what_peft_saves_beside_adapters_is_trained(tmp_path):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"], bias="all", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["norm"], bias="all", task_type="CAUSAL_LM"
+    )
     result = runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=1)
     saved = load_file(result.model_dir / "adapter_model.safetensors")
     norms = [weight for name, weight in saved.items() if name.endswith("model.norm.weight")]
@@ -193,7 +261,9 @@ def test_what_peft_saves_beside_adapters_is_trained(tmp_path):
 
 def test_prompts_of_peft_are_refused_by_name(tmp_path):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny.llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    model = peft.get_peft_model(
+        tiny.llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
     with pytest.raises(ValueError, match="'default' learns a prompt"):
         runs.train(tmp_path, model=model)
 
@@ -204,7 +274,11 @@ def test_settings_of_generation_that_could_not_be_saved_are_settled_before(tmp_p
     with caplog.at_level(logging.WARNING):
         result = runs.train(tmp_path, model=model, max_steps=1)
     saved = json.loads((result.model_dir / "generation_config.json").read_text())
-    assert saved["do_sample"] is True and saved["temperature"] == 0.6 and "do_sample is set" in caplog.text
+    assert (
+        saved["do_sample"] is True
+        and saved["temperature"] == 0.6
+        and "do_sample is set" in caplog.text
+    )
     model.generation_config = None
     runs.train(tmp_path / "none", model=model, max_steps=1)
 
@@ -215,7 +289,9 @@ def test_mixed_precision_learns(tmp_path, mode):
     runs.train(tmp_path, model=model, mixed_precision=mode, max_steps=15)
     steps = runs.trajectory(tmp_path)
     assert steps[-1][1] < 0.85 * steps[0][1]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if mode == "bf16" else torch.float32}
+    assert {p.dtype for p in model.parameters()} == {
+        torch.bfloat16 if mode == "bf16" else torch.float32
+    }
 
 
 def overflowing(step_to_break, value=float("inf")):
@@ -228,17 +304,23 @@ def overflowing(step_to_break, value=float("inf")):
             terms = super().__call__(model, batch)
             Overflowing.calls += 1
             broken = (Overflowing.calls - 1) // 2 + 1 == step_to_break
-            return {name: Term(term.sum * value) for name, term in terms.items()} if broken else terms
+            return (
+                {name: Term(term.sum * value) for name, term in terms.items()} if broken else terms
+            )
 
     return Overflowing()
 
 
 def test_fp16_overflow_skips_the_step_and_goes_on(tmp_path, caplog):
-    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16"))
+    trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16")
+    )
     trainer.objective = overflowing(3)
     with caplog.at_level(logging.WARNING):
         trainer.train(tiny.chat_rows())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["skipped"] for line in lines] == [False, False, True, False, False, False]
     assert "loss scale halved" in caplog.text
     state = json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())
@@ -248,7 +330,9 @@ def test_fp16_overflow_skips_the_step_and_goes_on(tmp_path, caplog):
 
 
 def test_the_audit_waits_for_a_step_that_is_applied(tmp_path):
-    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16"))
+    trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16")
+    )
     trainer.objective = overflowing(1)
     coverage = trainer.train(tiny.chat_rows()).coverage
     assert coverage.moved == coverage.asked == coverage.total
@@ -257,7 +341,9 @@ def test_the_audit_waits_for_a_step_that_is_applied(tmp_path):
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, mode):
     model = tiny.llama()
-    trainer = ChronicalsTrainer(model, tiny.tokenizer(), runs.config(tmp_path, mixed_precision=mode))
+    trainer = ChronicalsTrainer(
+        model, tiny.tokenizer(), runs.config(tmp_path, mixed_precision=mode)
+    )
     trainer.objective = overflowing(3, float("nan"))
     with pytest.raises(TrainingError, match=r"step 3.*not finite.*learning_rate"):
         trainer.train(tiny.chat_rows())
@@ -302,7 +388,14 @@ def test_all_masked_data_is_an_error_before_the_first_step(tmp_path):
 
 
 def test_masked_after_truncation_is_named_by_cause(tmp_path):
-    long = [{"messages": [{"role": "user", "content": "x " * 400}, {"role": "assistant", "content": "yes"}]}] * 3
+    long = [
+        {
+            "messages": [
+                {"role": "user", "content": "x " * 400},
+                {"role": "assistant", "content": "yes"},
+            ]
+        }
+    ] * 3
     with pytest.raises(DataError, match="masked_by_cut: 3 rows"):
         runs.train(tmp_path, rows=long)
 
@@ -320,7 +413,12 @@ def test_what_is_held_out_is_said_once(tmp_path):
 
 def test_early_stop(tmp_path):
     result = runs.train(
-        tmp_path, max_steps=200, learning_rate=1e-1, validation_split=0.2, eval_steps=5, early_stopping_patience=2
+        tmp_path,
+        max_steps=200,
+        learning_rate=1e-1,
+        validation_split=0.2,
+        eval_steps=5,
+        early_stopping_patience=2,
     )
     assert result.steps < 200
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
@@ -345,12 +443,16 @@ def test_epochs(tmp_path):
     result = runs.train(tmp_path, tiny.chat_rows(), num_epochs=3)
     packs = len(create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).plan)
     assert result.steps == math.ceil(3 * packs / 4)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     tokens = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).plan.tokens
     assert sum(line["tokens"] for line in lines) == 3 * tokens
 
 
-@pytest.mark.parametrize("field", ["use_flash_attention", "use_torch_compile", "activation_offload"])
+@pytest.mark.parametrize(
+    "field", ["use_flash_attention", "use_torch_compile", "activation_offload"]
+)
 def test_a_switch_that_was_set_and_cannot_be_honoured_raises(tmp_path, field):
     if torch.cuda.is_available():
         pytest.skip("can be honoured on a card")
@@ -362,21 +464,31 @@ def test_a_memory_policy_that_cannot_be_honoured_raises(tmp_path):
     from transformers import BloomConfig, BloomForCausalLM
 
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigurationError, match=r"recompute_elementwise'\]: needs fused decoder layers"):
+        with pytest.raises(
+            ConfigurationError, match=r"recompute_elementwise'\]: needs fused decoder layers"
+        ):
             runs.train(tmp_path, memory=["recompute_elementwise"])
     bloom = BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
-    with pytest.raises(ConfigurationError, match="tiled_mlp'\\]: needs gated MLPs, BloomForCausalLM has none"):
+    with pytest.raises(
+        ConfigurationError, match="tiled_mlp'\\]: needs gated MLPs, BloomForCausalLM has none"
+    ):
         runs.train(tmp_path, model=bloom, memory=["tiled_mlp"])
 
 
 @pytest.mark.parametrize("held", [1, 1 << 26], ids=["one by one", "all"])
-def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(tmp_path, held, monkeypatch):
+def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(
+    tmp_path, held, monkeypatch
+):
     """The head's gradient comes first; what lies before it in the model is not touched."""
     monkeypatch.setattr(in_backward, "HELD", held)
     model = tiny.llama(tie_word_embeddings=False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
-    changes = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "memory": ["optimizer_in_backward"]}
+    changes = {
+        "max_grad_norm": float("inf"),
+        "gradient_accumulation_steps": 1,
+        "memory": ["optimizer_in_backward"],
+    }
     with pytest.raises(TrainingError, match="not finite. The step was in part applied"):
         runs.train(tmp_path, model=model, **changes)
     assert all(equal(p.cpu(), before[name]) for name, p in model.named_parameters())
@@ -392,14 +504,24 @@ def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch):
     def update(self):
         updated.append([(parameter, parameter.grad.nbytes) for parameter in self.waiting])
         usual(self)
-        assert all(parameter.grad is None for group in self.optimizer.param_groups for parameter in group["params"])
+        assert all(
+            parameter.grad is None
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     monkeypatch.setattr(in_backward, "HELD", 100_000)
     monkeypatch.setattr(in_backward.UpdatesInBackward, "_update", update)
     model = tiny.llama()
-    changes = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "memory": ["optimizer_in_backward"]}
+    changes = {
+        "max_grad_norm": float("inf"),
+        "gradient_accumulation_steps": 1,
+        "memory": ["optimizer_in_backward"],
+    }
     runs.train(tmp_path, model=model, max_steps=1, **changes)
-    assert sorted(id(p) for group in updated for p, _ in group) == sorted(id(p) for p in model.parameters())
+    assert sorted(id(p) for group in updated for p, _ in group) == sorted(
+        id(p) for p in model.parameters()
+    )
     assert 1 < len(updated) < len(list(model.parameters()))
     assert all(sum(size for _, size in group[:-1]) < 100_000 for group in updated)
 
@@ -407,7 +529,12 @@ def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch):
 def test_what_runs_is_said_first(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG):
         runs.train(tmp_path)
-    for field in ("use_flash_attention", "use_fused_kernels", "use_sequence_packing", "use_gradient_checkpointing"):
+    for field in (
+        "use_flash_attention",
+        "use_fused_kernels",
+        "use_sequence_packing",
+        "use_gradient_checkpointing",
+    ):
         assert f"{field}: o" in caplog.text
     assert "trainable 1" in caplog.text
 
@@ -420,7 +547,11 @@ def test_a_usual_run_says_little_before_its_first_step(tmp_path, caplog):
     (first,) = [number for number, line in enumerate(lines) if line.startswith("step 1/")]
     assert first <= 15 and any(line.startswith("training: 6 steps, ") for line in lines[:first])
     assert any(line.startswith("in use: ") and "sequence packing" in line for line in lines)
-    assert not [line for line in lines[:first] if ": off" in line or "not asked for" in line or "CUDA graphs" in line]
+    assert not [
+        line
+        for line in lines[:first]
+        if ": off" in line or "not asked for" in line or "CUDA graphs" in line
+    ]
 
 
 def test_callbacks_see_the_run(tmp_path):
@@ -469,7 +600,12 @@ def test_a_callback_may_generate(tmp_path):
             ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
             plain = tiny.llama()
             plain.load_state_dict(model.state_dict())
-            options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            options = {
+                "attention_mask": (ids > 0).long(),
+                "max_new_tokens": 4,
+                "do_sample": False,
+                "pad_token_id": 0,
+            }
             said = model.eval().generate(ids, **options)
             asked.append(equal(said, plain.eval().generate(ids, **options)))
             model.train()
@@ -506,7 +642,9 @@ def test_a_model_that_cannot_be_packed_trains_in_padded_rows(tmp_path, caplog):
 
 
 def test_golden_losses(tmp_path):
-    """A refactor that is no computation must not move a bit of these (1e-6 on another torch or processor)."""
+    """A refactor that is no computation must not move a bit of these (1e-6 on another torch or
+    processor).
+    """
     import platform
 
     recorded = json.loads((Path(__file__).parent / "golden.json").read_text())
@@ -530,14 +668,26 @@ def processor(platform):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor()
-    return ", ".join(line.split(":")[1].strip() for line in lines if line.startswith(("model name", "cpu family", "model\t")))
+    return ", ".join(
+        line.split(":")[1].strip()
+        for line in lines
+        if line.startswith(("model name", "cpu family", "model\t"))
+    )
 
 
 @pytest.mark.gpu
 def test_compiled_layers_train_as_uncompiled_ones(tmp_path):
     for compiled in (False, True):
-        runs.train(tmp_path / str(compiled), use_torch_compile=compiled, mixed_precision="bf16", max_steps=3)
-    losses = [[line[1] for line in runs.trajectory(tmp_path / str(compiled))] for compiled in (False, True)]
+        runs.train(
+            tmp_path / str(compiled),
+            use_torch_compile=compiled,
+            mixed_precision="bf16",
+            max_steps=3,
+        )
+    losses = [
+        [line[1] for line in runs.trajectory(tmp_path / str(compiled))]
+        for compiled in (False, True)
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
@@ -545,10 +695,18 @@ def test_compiled_layers_train_as_uncompiled_ones(tmp_path):
 @pytest.mark.parametrize("lora", [False, True])
 def test_kernels_train_as_their_references_do(tmp_path, lora):
     for fused in (False, True):
-        runs.train(tmp_path / str(fused), use_fused_kernels=fused, use_lora=lora, lora_dropout=0.0, max_steps=6)
+        runs.train(
+            tmp_path / str(fused),
+            use_fused_kernels=fused,
+            use_lora=lora,
+            lora_dropout=0.0,
+            max_steps=6,
+        )
     plain, ours = (runs.trajectory(tmp_path / str(fused)) for fused in (False, True))
     for (_, loss, norm), (_, our_loss, our_norm) in zip(plain, ours, strict=True):
-        assert our_loss == pytest.approx(loss, rel=1e-3) and our_norm == pytest.approx(norm, rel=1e-2)
+        assert our_loss == pytest.approx(loss, rel=1e-3) and our_norm == pytest.approx(
+            norm, rel=1e-2
+        )
 
 
 @pytest.mark.parametrize("where", ["weight", "low"])
@@ -577,11 +735,27 @@ def other_classes():
     import transformers
 
     shape = tiny.llama().config
-    sizes = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 300}
-    yield transformers.LlamaModel(shape), "LlamaModel has no head that predicts tokens; load it with AutoModelForCausalLM"
-    scored = "LlamaForSequenceClassification has no head .*; load it with chronicals.models.load_scored, to train its score"
+    sizes = {
+        "d_model": 64,
+        "d_ff": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "d_kv": 16,
+        "vocab_size": 300,
+    }
+    yield (
+        transformers.LlamaModel(shape),
+        "LlamaModel has no head that predicts tokens; load it with AutoModelForCausalLM",
+    )
+    scored = (
+        "LlamaForSequenceClassification has no head .*; load it with "
+        "chronicals.models.load_scored, to train its score"
+    )
     yield transformers.LlamaForSequenceClassification(shape), scored
-    yield transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "has an encoder beside its decoder"
+    yield (
+        transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)),
+        "has an encoder beside its decoder",
+    )
 
 
 @pytest.mark.parametrize(("model", "reason"), other_classes())
@@ -592,7 +766,9 @@ def test_another_kind_of_model_is_refused(tmp_path, model, reason):
 
 @pytest.mark.parametrize("adapt", [None, "ours", "peft"])
 def test_quantised_weights_are_trained_through_adapters_alone(tmp_path, adapt):
-    """As transformers marks a model whose weights a quantiser packed; norms and embeddings would be trained in silence."""
+    """As transformers marks a model whose weights a quantiser packed; norms and embeddings would
+    be trained in silence.
+    """
     peft = pytest.importorskip("peft")
     model = tiny.llama()
     model.is_quantized = True
@@ -612,7 +788,10 @@ def test_attention_dropout_is_honoured_in_padded_rows(tmp_path, caplog):
         runs.train(tmp_path / name, model=tiny.llama(attention_dropout=share), max_steps=1)
         for name, share in (("first", 0.4), ("again", 0.4), ("none", 0.0))
     )
-    assert "takes padded rows, not packs: it has attention dropout (attention_dropout=0.4; with 0" in caplog.text
+    assert (
+        "takes padded rows, not packs: it has attention dropout (attention_dropout=0.4; with 0"
+        in caplog.text
+    )
     assert first.loss == again.loss != none.loss
 
 
@@ -634,7 +813,9 @@ def test_attention_dropout_is_honoured_in_padded_rows(tmp_path, caplog):
 )
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_adapters_that_are_there_are_as_asked_for(changes, named, use_lora):
-    model = apply_lora(tiny.llama(), LoRAConfig(rank=4, alpha=8, dropout=0.2, target_modules=["v_proj", "q_proj"]))
+    model = apply_lora(
+        tiny.llama(), LoRAConfig(rank=4, alpha=8, dropout=0.2, target_modules=["v_proj", "q_proj"])
+    )
     config = ChronicalsConfig(use_lora=use_lora, **changes)
     with pytest.raises(ConfigurationError, match=named) if named else contextlib.nullcontext():
         session.prepare(model, config, NextToken())
@@ -645,7 +826,9 @@ def test_of_many_adapted_layers_an_error_tells_some(tmp_path):
     """As a saved adapter names them, each by its whole path."""
     save_adapter(apply_lora(tiny.llama(), LoRAConfig(rank=4)), tmp_path)
     model = load_adapter(tiny.llama(), tmp_path)
-    with pytest.raises(ConfigurationError, match=r"with model\.layers\.0\S+(, \S+){3} and 10 others; leave"):
+    with pytest.raises(
+        ConfigurationError, match=r"with model\.layers\.0\S+(, \S+){3} and 10 others; leave"
+    ):
         session.prepare(model, ChronicalsConfig(lora_target_modules=["q_proj"]), NextToken())
 
 
@@ -653,7 +836,10 @@ def test_adapters_that_are_there_drop_what_is_asked_for(tmp_path):
     model = apply_lora(tiny.llama(), LoRAConfig(rank=4, dropout=0.2))
     runs.train(tmp_path, model=model, max_steps=1, lora_dropout=0.3)
     assert {layer.dropout for _, layer in adapters(model)} == {0.3}
-    assert json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())["lora_dropout"] == 0.3
+    assert (
+        json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())["lora_dropout"]
+        == 0.3
+    )
 
 
 def test_the_models_card_becomes_the_current_one(monkeypatch):

@@ -1,4 +1,6 @@
-"""A tokenizer with more tokens than the embedding has rows: refused before the first step, or given rows that are trained."""
+"""A tokenizer with more tokens than the embedding has rows: refused before the first step, or
+given rows that are trained.
+"""
 
 import json
 
@@ -42,7 +44,9 @@ def base(folder, **changes):
 
 
 def train(folder, model, **changes):
-    settings = runs.config(folder, max_steps=3, resize_embeddings=True, use_fused_kernels=False, **changes)
+    settings = runs.config(
+        folder, max_steps=3, resize_embeddings=True, use_fused_kernels=False, **changes
+    )
     return ChronicalsTrainer(model, with_more_tokens(), settings).train(rows_with_tools())
 
 
@@ -69,7 +73,9 @@ def test_new_rows_are_trained_whole_and_exported(tmp_path):
     before = embedding_table(model).detach().clone()
     result = train(tmp_path, model)
     weights = load_file(result.model_dir / "model.safetensors")
-    assert json.loads((result.model_dir / "config.json").read_text())["vocab_size"] == ROWS + len(ADDED)
+    assert json.loads((result.model_dir / "config.json").read_text())["vocab_size"] == ROWS + len(
+        ADDED
+    )
     assert len(weights["model.embed_tokens.weight"]) == ROWS + len(ADDED)
     mean, spread = before.mean(0), before.std(0).norm()
     assert (weights["model.embed_tokens.weight"][ROWS:] - mean).norm(dim=1).max() < 3 * spread
@@ -88,25 +94,35 @@ def test_new_rows_are_trained_beside_adapters_and_exported(tied, tmp_path):
     moved = [layer for name, layer in model.named_parameters() if name.endswith("lora_tokens")]
     assert len(moved) == len(lists) and all(layer.shape == (2, 64) for layer in moved)
     loaded = SavedModel.find(result.model_dir).model(torch.float32)
-    assert len(embedding_table(loaded)) == ROWS + len(ADDED) == len(load_tokenizer(result.model_dir))
+    assert (
+        len(embedding_table(loaded)) == ROWS + len(ADDED) == len(load_tokenizer(result.model_dir))
+    )
     made = export(tmp_path / "run", ["gguf-f32"], tmp_path / "artefacts")
     assert not any(exported.proof.failed for exported in made)
 
 
 def test_rows_are_the_same_each_time_and_go_with_tokens_that_are_named(tmp_path):
-    """Also where a token is named by its text; what is trained whole is not trained by rows, too."""
+    """Also where a token is named by its text; what is trained whole is not trained by rows,
+    too.
+    """
     from chronicals.distributed import Mesh
     from chronicals.training.vocabulary import fit_vocabulary
 
     tables = []
     for _ in range(2):
         model = tiny.llama()
-        given = {"use_lora": True, "lora_trainable_tokens": ["<tool>", 5], "lora_modules_to_save": ["lm_head"]}
+        given = {
+            "use_lora": True,
+            "lora_trainable_tokens": ["<tool>", 5],
+            "lora_modules_to_save": ["lm_head"],
+        }
         config = runs.config(tmp_path, resize_embeddings=True, **given)
         fitted = fit_vocabulary(model, with_more_tokens(), config, Mesh())
         assert fitted.lora_trainable_tokens == {"model.embed_tokens": [ROWS, 5, ROWS + 1]}
         tables.append(embedding_table(model).detach())
-    assert torch.equal(*tables) and fit_vocabulary(model, with_more_tokens(), config, Mesh()) is config
+    assert (
+        torch.equal(*tables) and fit_vocabulary(model, with_more_tokens(), config, Mesh()) is config
+    )
 
 
 def test_adapters_that_are_there_are_not_resized(tmp_path):
@@ -115,5 +131,9 @@ def test_adapters_that_are_there_are_not_resized(tmp_path):
     from chronicals.training.vocabulary import fit_vocabulary
 
     model = apply_lora(tiny.llama(), LoRAConfig(rank=2))
-    with pytest.raises(ConfigurationError, match="resize_embeddings=True: the model has adapters already"):
-        fit_vocabulary(model, with_more_tokens(), runs.config(tmp_path, resize_embeddings=True), Mesh())
+    with pytest.raises(
+        ConfigurationError, match="resize_embeddings=True: the model has adapters already"
+    ):
+        fit_vocabulary(
+            model, with_more_tokens(), runs.config(tmp_path, resize_embeddings=True), Mesh()
+        )

@@ -1,7 +1,8 @@
 """What each of two processes sees; both run this file once, for all tests of ``test_ranks.py``.
 
-Every promise is a function of the rank and a folder; what it returns (plain JSON) is written to ``NAME.RANK.json``, what it
-raises as a text. Promises run one after the other and use what runs before them left.
+Every promise is a function of the rank and a folder; what it returns (plain JSON) is written to
+``NAME.RANK.json``, what it raises as a text. Promises run one after the other and use what runs
+before them left.
 """
 
 import json
@@ -30,11 +31,21 @@ from chronicals.training.precision import Precision
 from chronicals.training.step import EagerStep, train_step, update
 
 SETTINGS = {
-    "batch_size": 1, "gradient_accumulation_steps": 2, "num_epochs": 1, "validation_split": 0.1, "eval_steps": 3,
-    "save_steps": 2, "lr_scheduler": "constant", "warmup_steps": 0,
-}  # fmt: skip
-USED = {"always": [(1, 1), (1, 1), (1, 1)], "by one": [(0, 1), (1, 0), (0, 1)], "at times": [(1, 0), (0, 0), (0, 1)],
-        "never": [(0, 0), (0, 0), (0, 0)]}  # fmt: skip
+    "batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "num_epochs": 1,
+    "validation_split": 0.1,
+    "eval_steps": 3,
+    "save_steps": 2,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+}
+USED = {
+    "always": [(1, 1), (1, 1), (1, 1)],
+    "by one": [(0, 1), (1, 0), (0, 1)],
+    "at times": [(1, 0), (0, 0), (0, 1)],
+    "never": [(0, 0), (0, 0), (0, 0)],
+}
 """By weight and step, which of two ranks uses it."""
 
 
@@ -49,26 +60,39 @@ def trainer(folder: Path, seed: int = 0, **changes):
 
 
 def weights_used(ranks: Mesh, of_rank=lambda rank: [rank]) -> dict[str, list[float]]:
-    """Three steps of AdamW with decay over weights that are used now and then; ``of_rank`` are those that this one is."""
+    """Three steps of AdamW with decay over weights that are used now and then; ``of_rank`` are
+    those that this one is.
+    """
     torch.manual_seed(0)
     weights = {name: torch.nn.Parameter(torch.randn(2, 3)) for name in USED}
     optimizer = FusedAdamW(weights.values(), lr=0.1, weight_decay=0.5)
     for step in range(3):
         loss = torch.zeros(())
         for rank in of_rank(ranks.rank):
-            total = sum((rank + 1) * (weights[name] * (step + 1)).sin().sum() for name in USED if USED[name][step][rank])
+            total = sum(
+                (rank + 1) * (weights[name] * (step + 1)).sin().sum()
+                for name in USED
+                if USED[name][step][rank]
+            )
             if isinstance(total, torch.Tensor):
                 total.backward()
                 loss += total.detach()
         parameters = list(weights.values())
         held = ranks.reduce(parameters, [loss])
-        update(parameters, optimizer, Precision("fp32", torch.device("cpu")), None, ranks.norm, held)
+        update(
+            parameters, optimizer, Precision("fp32", torch.device("cpu")), None, ranks.norm, held
+        )
         optimizer.zero_grad()
-    return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "loss": [float(loss)]}
+    return {
+        **{name: weight.detach().flatten().tolist() for name, weight in weights.items()},
+        "loss": [float(loss)],
+    }
 
 
 def weights_replayed(ranks: Mesh, replays: bool, sharded: bool) -> dict[str, list[float]]:
-    """Steps of two micro-batches over weights of which rank 0 never uses one; where they are sharded, no update is replayed."""
+    """Steps of two micro-batches over weights of which rank 0 never uses one; where they are
+    sharded, no update is replayed.
+    """
     torch.manual_seed(0)
     weights = {name: torch.nn.Parameter(torch.randn(2, 3)) for name in ("both", "second")}
     parameters = list(weights.values())
@@ -83,14 +107,28 @@ def weights_replayed(ranks: Mesh, replays: bool, sharded: bool) -> dict[str, lis
     def objective(model, batch):
         used = [weights["both"], *([weights["second"]] if ranks.rank else [])]
         shown = Term(batch.targets[0].float(), coefficient=0.0)
-        return {"sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used)), "shown": shown}
+        return {
+            "sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used)),
+            "shown": shown,
+        }
 
     model = SimpleNamespace(as_forward=lambda compute: compute())
-    parts = EagerStep(model, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, sums.norm)
+    parts = EagerStep(
+        model,
+        objective,
+        parameters,
+        optimizer,
+        Precision("fp32", torch.device("cpu")),
+        1.0,
+        sums.norm,
+    )
     graphed = EmulatedStep(parts, parameters, parameters, optimizer, with_update=not sharded)
     chosen, seen, shown = graphed if replays else parts, [], []
     for number in range(6):
-        batches = [Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1) for micro in (0, 1)]
+        batches = [
+            Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1)
+            for micro in (0, 1)
+        ]
         step = SimpleNamespace(batches=batches)
         reduce = partial(sums.reduce, parameters)
         scalars = train_step(step, {"targets": 4}, chosen.micro, reduce, chosen.update)
@@ -99,7 +137,11 @@ def weights_replayed(ranks: Mesh, replays: bool, sharded: bool) -> dict[str, lis
     assert (graphed.of_update is not None) == (replays and not sharded and ranks.rank == 1) and (
         graphed.recorder.replays > 0
     ) == replays
-    return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "seen": seen, "shown": shown}
+    return {
+        **{name: weight.detach().flatten().tolist() for name, weight in weights.items()},
+        "seen": seen,
+        "shown": shown,
+    }
 
 
 def replayed(rank: int, folder: Path):
@@ -115,18 +157,26 @@ def weights(rank: int, folder: Path):
     """Models that begin with different weights: all begin with the first's."""
     made = trainer(own_folder(folder, rank), seed=rank, max_steps=2)
     result = made.train(tiny.chat_rows())
-    return {"weights": fingerprint(made.model.parameters()), "held out": result.evaluation.to_dict()}
+    return {
+        "weights": fingerprint(made.model.parameters()),
+        "held out": result.evaluation.to_dict(),
+    }
 
 
 def distilled(rank: int, folder: Path):
-    """Beside a teacher, and from what was stored of it, by both ranks into one cache: losses and gradient norms."""
+    """Beside a teacher, and from what was stored of it, by both ranks into one cache: losses and
+    gradient norms.
+    """
 
     def save():
         tiny.llama(7).save_pretrained(folder / "teacher")
         tiny.tokenizer().save_pretrained(folder / "teacher")
 
     Mesh.current().writer_does(save, OSError)
-    return {name: distil(folder / name, rank, folder / "teacher", stored) for name, stored in DISTILLED.items()}
+    return {
+        name: distil(folder / name, rank, folder / "teacher", stored)
+        for name, stored in DISTILLED.items()
+    }
 
 
 DISTILLED = {"beside": None, "likeliest": 8}
@@ -134,9 +184,21 @@ DISTILLED = {"beside": None, "likeliest": 8}
 
 
 def distil(folder: Path, rank: int, teacher: Path, stored: int | None, **changes):
-    given = {"teacher": str(teacher), "teacher_precision": "fp32", "temperature": 1.5, "stored_tokens": stored}
-    short = {"max_steps": 2, "validation_split": 0.0, "eval_steps": None, "use_fused_kernels": False}
-    trainer(folder / f"rank{rank}", objective="distill", distill=given, **short, **changes).train(tiny.chat_rows())
+    given = {
+        "teacher": str(teacher),
+        "teacher_precision": "fp32",
+        "temperature": 1.5,
+        "stored_tokens": stored,
+    }
+    short = {
+        "max_steps": 2,
+        "validation_split": 0.0,
+        "eval_steps": None,
+        "use_fused_kernels": False,
+    }
+    trainer(folder / f"rank{rank}", objective="distill", distill=given, **short, **changes).train(
+        tiny.chat_rows()
+    )
     return runs.trajectory(folder / f"rank{rank}") if rank == 0 else None
 
 
@@ -157,7 +219,9 @@ def random_numbers(rank: int, folder: Path):
 
 
 def stop(rank: int, folder: Path):
-    """A signal that only the second gets, in the second of steps after which nothing else is due."""
+    """A signal that only the second gets, in the second of steps after which nothing else is
+    due.
+    """
 
     class Told(NextToken):
         calls = 0
@@ -180,13 +244,21 @@ def resumed(rank: int, folder: Path):
     """Of what ``stop`` left, which the second does not have."""
     made = trainer(own_folder(folder / "stopped", rank), seed=rank)
     result = made.train(tiny.chat_rows(), resume=True)
-    return {"steps": result.steps, "weights": fingerprint(made.model.parameters()), "model": result.model_step}
+    return {
+        "steps": result.steps,
+        "weights": fingerprint(made.model.parameters()),
+        "model": result.model_step,
+    }
 
 
 EARLY = {
-    "max_steps": 30, "eval_steps": 1, "early_stopping_patience": 2, "learning_rate": 0.1, "validation_split": 0.2,
+    "max_steps": 30,
+    "eval_steps": 1,
+    "early_stopping_patience": 2,
+    "learning_rate": 0.1,
+    "validation_split": 0.2,
     "save_steps": None,
-}  # fmt: skip
+}
 
 
 def stopped_early(rank: int, folder: Path):
@@ -211,7 +283,11 @@ def counted(rank: int, folder: Path):
     for name, fields in COUNTED.items():
         with Counted().counting() as seen:
             trainer(folder / f"counted {name} {rank}", **quiet, **fields).train(tiny.chat_rows())
-        found[name] = {"steps": seen.collectives, "reads": dict(seen.reads), "buckets": seen.buckets}
+        found[name] = {
+            "steps": seen.collectives,
+            "reads": dict(seen.reads),
+            "buckets": seen.buckets,
+        }
     return found
 
 
@@ -221,7 +297,11 @@ def audited(rank: int, folder: Path):
     if rank == 0:
         made.model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
     result = made.train(tiny.chat_rows())
-    return {"asked": result.coverage.asked, "idle": result.coverage.idle, "with gradient": result.coverage.with_gradient}
+    return {
+        "asked": result.coverage.asked,
+        "idle": result.coverage.idle,
+        "with gradient": result.coverage.with_gradient,
+    }
 
 
 class Raises(Callback):
@@ -235,7 +315,9 @@ class Raises(Callback):
 
 
 def callbacks_fail(rank: int, folder: Path):
-    """A callback of the first raises, at every event of a run that has one step, for all of them come after its last."""
+    """A callback of the first raises, at every event of a run that has one step, for all of them
+    come after its last.
+    """
     words = {}
     for event in ("run_began", "step_done", "evaluated", "saved", "run_ended"):
         made = trainer(folder / f"{event}{rank}", max_steps=1, eval_steps=1)
@@ -276,7 +358,9 @@ def other_weights(rank: int, folder: Path):
     """Where the broadcast fails to do what it should, in a way nobody foresees."""
     try:
         made = trainer(folder / f"weights{rank}", seed=rank)
-        object.__setattr__(made, "ranks", Deaf(made.ranks.rank, made.ranks.count, made.ranks.local_rank))
+        object.__setattr__(
+            made, "ranks", Deaf(made.ranks.rank, made.ranks.count, made.ranks.local_rank)
+        )
         made.train(tiny.chat_rows())
     except ValueError as error:
         return str(error)
@@ -288,9 +372,22 @@ class Deaf(Mesh):
 
 
 PROMISES = (
-    gradients, replayed, weights, distilled, random_numbers, stopped_early, counted, audited, callbacks_fail, stop, resumed,
-    refused, other_settings, other_data, other_weights,
-)  # fmt: skip
+    gradients,
+    replayed,
+    weights,
+    distilled,
+    random_numbers,
+    stopped_early,
+    counted,
+    audited,
+    callbacks_fail,
+    stop,
+    resumed,
+    refused,
+    other_settings,
+    other_data,
+    other_weights,
+)
 
 
 def main(folder: Path) -> None:

@@ -32,7 +32,13 @@ def folder(tmp_path_factory):
 
 
 def compared(folder, tmp_path, model=None, base="base", precision="fp32", **changes):
-    given = {"learning_rate": 2e-4, "lora_rank": 4, "mixed_precision": precision, "quantization": "nf4", **changes}
+    given = {
+        "learning_rate": 2e-4,
+        "lora_rank": 4,
+        "mixed_precision": precision,
+        "quantization": "nf4",
+        **changes,
+    }
     model = model or load_model(folder / base, DTYPES[precision], quantization="nf4")
     return verify(model, tiny.tokenizer(), runs.config(tmp_path, **given), tiny.chat_rows())
 
@@ -40,7 +46,11 @@ def compared(folder, tmp_path, model=None, base="base", precision="fp32", **chan
 SHAPES = [
     {},
     {"use_dora": True, "use_rslora": True},
-    {"lora_rank_pattern": {"q_proj": 3}, "lora_alpha_pattern": {r".*down_proj": 7}, "lora_layers": "1"},
+    {
+        "lora_rank_pattern": {"q_proj": 3},
+        "lora_alpha_pattern": {r".*down_proj": 7},
+        "lora_layers": "1",
+    },
     {"lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["embed_tokens"]},
 ]
 
@@ -97,10 +107,14 @@ def test_codes_that_are_rounded_otherwise_are_taken_and_told(folder, tmp_path, m
     monkeypatch.setattr(nf4, "quantize_nf4", wrong)
     found = compared(folder, tmp_path, seed=seed)
     assert found.passed and found.bitsandbytes, found.failures
-    assert any("layers have codes or scales that ours round otherwise; it takes ours" in note for note in found.notes)
+    assert any(
+        "layers have codes or scales that ours round otherwise; it takes ours" in note
+        for note in found.notes
+    )
 
 
-# --- planted faults -----------------------------------------------------------------------------------------------------
+# --- planted faults
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_bitsandbytes_does_not_make_fail(folder, tmp_path, monkeypatch, seed):
@@ -114,7 +128,10 @@ def test_weights_that_bitsandbytes_does_not_make_fail(folder, tmp_path, monkeypa
     monkeypatch.setattr(nf4, "quantize_nf4", wrong)
     found = compared(folder, tmp_path, seed=seed)
     assert not any("bitsandbytes" not in line for line in found.failures)
-    assert re.search(r"layers.0.mlp.up_proj: the weight of .*bitsandbytes.* is another, by 2.0%", "\n".join(found.failures))
+    assert re.search(
+        r"layers.0.mlp.up_proj: the weight of .*bitsandbytes.* is another, by 2.0%",
+        "\n".join(found.failures),
+    )
 
 
 def test_an_adapter_that_is_scaled_otherwise_fails(folder, tmp_path, monkeypatch, seed):
@@ -129,12 +146,15 @@ def test_an_adapter_that_is_scaled_otherwise_fails(folder, tmp_path, monkeypatch
     assert any("PEFT: its gradients of" in line for line in found.failures), found.failures
 
 
-# --- where it cannot run ------------------------------------------------------------------------------------------------
+# --- where it cannot run
+# ------------------------------------------------------------------------------------------------
 
 
 def note_of(found):
     assert found.passed and found.bitsandbytes is None, found.failures
-    (note,) = (note for note in found.notes if "transformers + bitsandbytes + PEFT is not run" in note)
+    (note,) = (
+        note for note in found.notes if "transformers + bitsandbytes + PEFT is not run" in note
+    )
     return note
 
 
@@ -157,7 +177,9 @@ def test_a_model_that_was_changed_since_is_named(folder, tmp_path):
     model = load_model(folder / "base", torch.float32, quantization="nf4")
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)
-    assert "model.norm.weight of the model is not that of its checkpoint" in note_of(compared(folder, tmp_path, model))
+    assert "model.norm.weight of the model is not that of its checkpoint" in note_of(
+        compared(folder, tmp_path, model)
+    )
 
 
 def test_a_product_that_bitsandbytes_gets_wrong_is_named(tmp_path, monkeypatch):
@@ -168,28 +190,59 @@ def test_a_product_that_bitsandbytes_gets_wrong_is_named(tmp_path, monkeypatch):
     right = bitsandbytes_arm.dense_weight
     shifted = {id(layer) for layer in model.modules()}
     monkeypatch.setattr(
-        bitsandbytes_arm, "dense_weight", lambda path, layer: right(path, layer) * (1 if id(layer) in shifted else 1.1)
+        bitsandbytes_arm,
+        "dense_weight",
+        lambda path, layer: right(path, layer) * (1 if id(layer) in shifted else 1.1),
     )
-    assert "does not multiply by the weight that its codes stand for (off by" in note_of(compared(tmp_path, tmp_path, model))
+    assert "does not multiply by the weight that its codes stand for (off by" in note_of(
+        compared(tmp_path, tmp_path, model)
+    )
 
 
 def test_a_base_in_16_bits_has_no_such_arm(folder, tmp_path):
-    found = compared(folder, tmp_path, load_model(folder / "base", torch.float32), quantization=None, use_lora=True)
-    assert found.passed and found.bitsandbytes is None and not any("bitsandbytes" in note for note in found.notes)
+    found = compared(
+        folder,
+        tmp_path,
+        load_model(folder / "base", torch.float32),
+        quantization=None,
+        use_lora=True,
+    )
+    assert (
+        found.passed
+        and found.bitsandbytes is None
+        and not any("bitsandbytes" in note for note in found.notes)
+    )
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_it_beside_ours(folder, tmp_path):
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in tiny.chat_rows())
+    )
     flags = {
-        "--model": folder / "base", "--data": tmp_path / "data.jsonl", "--cache-dir": tmp_path / "tokens", "--lora-rank": 4,
-        "--max-seq-length": 128, "--batch-size": 1, "--output": tmp_path / "figures.json", "--max-steps": 50,
-    }  # fmt: skip
-    given = ["verify", *(str(part) for flag in flags.items() for part in flag), "--no-use-torch-compile", "--load-in-4bit"]
+        "--model": folder / "base",
+        "--data": tmp_path / "data.jsonl",
+        "--cache-dir": tmp_path / "tokens",
+        "--lora-rank": 4,
+        "--max-seq-length": 128,
+        "--batch-size": 1,
+        "--output": tmp_path / "figures.json",
+        "--max-steps": 50,
+    }
+    given = [
+        "verify",
+        *(str(part) for flag in flags.items() for part in flag),
+        "--no-use-torch-compile",
+        "--load-in-4bit",
+    ]
     done = CliRunner(env={"COLUMNS": "120"}).invoke(app, given)
     assert done.exit_code == 0, done.output
-    assert "bnb's" in done.stdout and "transformers + bitsandbytes + PEFT: median deviation" in done.stdout
+    assert (
+        "bnb's" in done.stdout
+        and "transformers + bitsandbytes + PEFT: median deviation" in done.stdout
+    )
     figures = json.loads((tmp_path / "figures.json").read_text())["bitsandbytes"]
     assert len(figures["losses"]) == 5 and figures["gradients"][0]["deviation"] > 0

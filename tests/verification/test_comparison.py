@@ -35,15 +35,24 @@ def modules():
 
 def test_a_module_owns_its_weights_and_an_expert_its_slices(modules):
     experts = [f"layers.1.mlp.experts.{n}" for n in range(3)]
-    assert modules.names == ["layers.0.q_proj", "layers.1.q_proj", *experts, "layers.1.o_proj.lora_A"]
+    assert modules.names == [
+        "layers.0.q_proj",
+        "layers.1.q_proj",
+        *experts,
+        "layers.1.o_proj.lora_A",
+    ]
     assert modules.sizes.tolist() == [72, 64, 128, 128, 128, 16]
-    assert modules.places["layers.1.mlp.experts.down"] == (2, 3) and modules.places["layers.0.q_proj.bias"] == (0, 1)
+    assert modules.places["layers.1.mlp.experts.down"] == (2, 3) and modules.places[
+        "layers.0.q_proj.bias"
+    ] == (0, 1)
     assert modules.routed.tolist() == [False, False, True, True, True, False]
     assert modules.kinds == ["layers.*.q_proj"] * 2 + ["layers.*.mlp.experts.*"] * 3 + ["lora_A"]
 
 
 def tally(modules, ours, plain, steps=5, still=()):
-    """Every module off by ``ours`` (a share, by module and step) and ``plain``, at right angles to fp32."""
+    """Every module off by ``ours`` (a share, by module and step) and ``plain``, at right angles
+    to fp32.
+    """
     found = Tally("gradient", modules, CPU)
     for step in range(steps):
         found.begin_step()
@@ -74,7 +83,9 @@ def test_the_floor_holds_where_the_plain_arm_is_exact(modules):
 
 def test_one_step_out_of_line_passes_unless_it_is_far_out(modules):
     for outlier, passes in ((0.05, True), (0.2, False)):
-        rows = tally(modules, lambda name, step, outlier=outlier: outlier if step == 2 else 0.01, 0.01)
+        rows = tally(
+            modules, lambda name, step, outlier=outlier: outlier if step == 2 else 0.01, 0.01
+        )
         assert all((row.ratio <= 1) == passes for row in rows.values()), outlier
 
 
@@ -96,7 +107,11 @@ def test_a_gradient_that_is_only_rounding_has_no_relative_error(modules):
 
 
 def test_not_a_number_fails(modules):
-    rows = tally(modules, lambda name, step: math.nan if name == "layers.0.q_proj" and step == 1 else 0.0, 0.01)
+    rows = tally(
+        modules,
+        lambda name, step: math.nan if name == "layers.0.q_proj" and step == 1 else 0.0,
+        0.01,
+    )
     assert rows["layers.0.q_proj"].ratio == math.inf
 
 
@@ -105,7 +120,10 @@ def test_a_plain_arm_that_is_no_number_passes_nothing(modules, no_number):
     rows = tally(modules, lambda name, step: 4.0, no_number)
     assert all(row.ratio == math.inf for row in rows.values())
     fp32 = torch.tensor([100.0, 50.0], dtype=torch.float64)
-    assert len(wrong_losses(step_losses([(50.0, fp32, fp32 * no_number, 100)] * 5, rounding_walk(2)))) == 5
+    assert (
+        len(wrong_losses(step_losses([(50.0, fp32, fp32 * no_number, 100)] * 5, rounding_walk(2))))
+        == 5
+    )
 
 
 def test_losses_may_miss_by_what_the_plain_arm_misses_by():
@@ -115,7 +133,9 @@ def test_losses_may_miss_by_what_the_plain_arm_misses_by():
     assert [row.allowed for row in rows] == pytest.approx([1.5 * 3 * 0.1 * 3**0.5 / 100] * 5)
     assert not wrong_losses(rows)
     assert len(wrong_losses([StepLoss(n, 0.61, 0.6, 0.6, 0.008) for n in range(3)])) == 3
-    once = [StepLoss(n, 0.6 + off, 0.6, 0.6, 0.001) for n, off in enumerate((0.002, 0.0, 0.005, 0.0))]
+    once = [
+        StepLoss(n, 0.6 + off, 0.6, 0.6, 0.001) for n, off in enumerate((0.002, 0.0, 0.005, 0.0))
+    ]
     assert [row.step for row in wrong_losses(once)] == [2]
 
 
@@ -126,10 +146,14 @@ def test_only_elements_clear_of_their_rounding_have_a_direction():
 
 def test_an_update_is_not_judged_for_its_gradient_again(modules):
     rows = list(tally(modules, lambda name, step: 0.1, 0.01).values())
-    floors = update_floors(rows, modules, torch.ones(len(modules.names)), torch.full((len(modules.names),), 1e-3))
+    floors = update_floors(
+        rows, modules, torch.ones(len(modules.names)), torch.full((len(modules.names),), 1e-3)
+    )
     assert torch.all(floors > 0.1)
     rows = list(tally(modules, lambda name, step: 0.0, 0.0).values())
-    floors = update_floors(rows, modules, torch.ones(len(modules.names)), torch.full((len(modules.names),), 1e-7))
+    floors = update_floors(
+        rows, modules, torch.ones(len(modules.names)), torch.full((len(modules.names),), 1e-7)
+    )
     assert torch.all(floors >= torch.finfo(torch.float32).eps / 1e-7)
 
 

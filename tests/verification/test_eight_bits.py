@@ -1,4 +1,6 @@
-"""Runs in FP8 beside a plain arm that rounds the same products: healthy ones pass, a scale that is wrong fails."""
+"""Runs in FP8 beside a plain arm that rounds the same products: healthy ones pass, a scale that
+is wrong fails.
+"""
 
 import sys
 
@@ -33,11 +35,19 @@ def fused_anywhere(monkeypatch):
 def compare(folder, model=None, **changes):
     model = model or tiny.llama(3)
     patch_parts(model, whole_layers=True)
-    given = {"learning_rate": 2e-4, "batch_size": 1, "mixed_precision": "bf16", "use_fp8": True, **changes}
+    given = {
+        "learning_rate": 2e-4,
+        "batch_size": 1,
+        "mixed_precision": "bf16",
+        "use_fp8": True,
+        **changes,
+    }
     return verify(model, tiny.tokenizer(), runs.config(folder, **given), tiny.chat_rows())
 
 
-@pytest.mark.parametrize("changes", [{}, ADAPTERS, {**ADAPTERS, "memory": ["tiled_mlp"]}], ids=["full", "lora", "tiles"])
+@pytest.mark.parametrize(
+    "changes", [{}, ADAPTERS, {**ADAPTERS, "memory": ["tiled_mlp"]}], ids=["full", "lora", "tiles"]
+)
 @pytest.mark.usefixtures("fused_anywhere")
 def test_a_healthy_run_passes(tmp_path, changes):
     found = compare(tmp_path, **changes)
@@ -45,9 +55,10 @@ def test_a_healthy_run_passes(tmp_path, changes):
 
 
 IN_EXPERTS = {
-    **ADAPTERS, "lora_target_modules": "q_proj",
+    **ADAPTERS,
+    "lora_target_modules": "q_proj",
     "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
-}  # fmt: skip
+}
 
 
 def mixture(name):
@@ -87,8 +98,13 @@ def test_a_wrong_scale_of_experts_fails(tmp_path, monkeypatch, where):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_the_plain_experts_round_as_the_products_do(name):
     """Output and every gradient of a layer, in fp32."""
-    layer = next(m for m in mixture(name).modules() if "down_proj" in m._parameters and m.down_proj.ndim == 3)
-    leaves = [torch.randn(23, layer.down_proj.shape[2 if layer.is_transposed else 1]), torch.rand(23, 2)]
+    layer = next(
+        m for m in mixture(name).modules() if "down_proj" in m._parameters and m.down_proj.ndim == 3
+    )
+    leaves = [
+        torch.randn(23, layer.down_proj.shape[2 if layer.is_transposed else 1]),
+        torch.rand(23, 2),
+    ]
     leaves = [*(x.requires_grad_() for x in leaves), *layer.parameters()]
     chosen, dy = torch.rand(23, len(layer.down_proj)).topk(2).indices, torch.randn_like(leaves[0])
     products = []
@@ -102,12 +118,16 @@ def test_the_plain_experts_round_as_the_products_do(name):
     plain = layer(leaves[0], chosen, leaves[1])
     both = ([y, *torch.autograd.grad(y, leaves, dy)] for y in (ours, plain))
     for number, (got, expected) in enumerate(zip(*both, strict=True)):
-        allowed = 0.08 if number == 2 else 2e-3  # of shares: dy's rounding in one, the unit's in the other
+        allowed = (
+            0.08 if number == 2 else 2e-3
+        )  # of shares: dy's rounding in one, the unit's in the other
         assert (got - expected).norm() <= allowed * expected.norm(), number
 
 
 def scale_wrongly(monkeypatch, factor, of_weights, where):
-    """Scales of weights, or of what they are multiplied by, are off where this layout is asked for."""
+    """Scales of weights, or of what they are multiplied by, are off where this layout is asked
+    for.
+    """
     weights, usual, usual_weight = set(), FORMAT.fp8_quantize, FP8.dense
 
     def quantize(x, layout="rows", **options):
@@ -116,7 +136,9 @@ def scale_wrongly(monkeypatch, factor, of_weights, where):
             return made
         return tuple(part and part._replace(scale=part.scale * factor) for part in made)
 
-    monkeypatch.setattr(FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self))
+    monkeypatch.setattr(
+        FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self)
+    )
     monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
 
 

@@ -16,16 +16,29 @@ COMPUTE = torch.bfloat16
 
 
 class FourBits(nn.Linear):
-    """As bitsandbytes has it: two codes a byte, a scale, products in 16 bits, and the format beside the weight in its state."""
+    """As bitsandbytes has it: two codes a byte, a scale, products in 16 bits, and the format
+    beside the weight in its state.
+    """
 
     __module__ = "bitsandbytes.nn.modules"
 
     def __init__(self, like, rounds_inputs=False):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
+        self.in_features, self.out_features, self.bias = (
+            like.in_features,
+            like.out_features,
+            like.bias,
+        )
         self.rounds_inputs, self.compute_dtype = rounds_inputs, COMPUTE
         self.scale = like.weight.detach().abs().max() / 7
-        codes = (like.weight.detach() / self.scale).round().clamp(-7, 7).add(8).to(torch.uint8).flatten()
+        codes = (
+            (like.weight.detach() / self.scale)
+            .round()
+            .clamp(-7, 7)
+            .add(8)
+            .to(torch.uint8)
+            .flatten()
+        )
         self.weight = nn.Parameter(codes[::2] * 16 + codes[1::2], requires_grad=False)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -33,7 +46,9 @@ class FourBits(nn.Linear):
         destination[prefix + "weight.absmax"] = self.scale
 
     def dense(self):
-        codes = torch.stack([self.weight // 16, self.weight % 16], 1).view(self.out_features, self.in_features)
+        codes = torch.stack([self.weight // 16, self.weight % 16], 1).view(
+            self.out_features, self.in_features
+        )
         return (codes.float() - 8) * self.scale
 
     def forward(self, x):
@@ -69,7 +84,9 @@ def test_verify_takes_a_model_in_four_bits(tmp_path, mode):
 
 
 def test_other_values_are_seen(tmp_path, monkeypatch):
-    """Were the base of the plain arms another one, by a twentieth in every weight, the run would be wrong."""
+    """Were the base of the plain arms another one, by a twentieth in every weight, the run would
+    be wrong.
+    """
     right = reference.dense_weight
     monkeypatch.setattr(reference, "dense_weight", lambda *given: right(*given) * 1.05)
     config = runs.config(tmp_path, use_lora=True, lora_rank=4)
@@ -78,7 +95,9 @@ def test_other_values_are_seen(tmp_path, monkeypatch):
 
 def test_inputs_that_are_rounded_are_refused_in_words(tmp_path):
     config = runs.config(tmp_path, use_lora=True)
-    with pytest.raises(ConfigurationError, match=r"q_proj \(FourBits\) does not multiply by its weight alone"):
+    with pytest.raises(
+        ConfigurationError, match=r"q_proj \(FourBits\) does not multiply by its weight alone"
+    ):
         verify(in_four_bits(rounds_inputs=True), tiny.tokenizer(), config, tiny.chat_rows())
 
 
@@ -89,6 +108,8 @@ def test_verify_takes_what_bitsandbytes_made(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     place = {"": 0 if torch.cuda.is_available() else "cpu"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=four, device_map=place)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=four, device_map=place
+    )
     found = verify(model, tiny.tokenizer(), runs.config(tmp_path, use_lora=True), tiny.chat_rows())
     assert found.passed, found.failures

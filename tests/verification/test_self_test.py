@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from chronicals.verification import inspect_machine, machine, missing_extras, self_test, untested_versions
+from chronicals.verification import (
+    inspect_machine,
+    machine,
+    missing_extras,
+    self_test,
+    untested_versions,
+)
 
 MODULE = sys.modules["chronicals.verification.self_test"]
 
@@ -40,7 +46,9 @@ def test_every_kernel_passes_here():
 
 
 def test_a_wrong_kernel_is_found(monkeypatch):
-    monkeypatch.setattr(MODULE, "fused_swiglu", lambda gate, up: torch.nn.functional.silu(gate) * up * 1.02)
+    monkeypatch.setattr(
+        MODULE, "fused_swiglu", lambda gate, up: torch.nn.functional.silu(gate) * up * 1.02
+    )
     assert [result.name for result in self_test() if not result.passed] == ["swiglu"]
 
 
@@ -54,7 +62,11 @@ def test_a_wrong_norm_of_gradients_is_found(monkeypatch):
 @pytest.mark.parametrize("name", ["dropped_gradient_of_down", "add_dropped_product_"])
 def test_another_mask_in_the_backward_pass_is_found(monkeypatch, name):
     right = getattr(MODULE, name)
-    monkeypatch.setattr(MODULE, name, lambda one, other, *rest: right(one, other, *rest[:-2], rest[-2] + 1, rest[-1]))
+    monkeypatch.setattr(
+        MODULE,
+        name,
+        lambda one, other, *rest: right(one, other, *rest[:-2], rest[-2] + 1, rest[-1]),
+    )
     assert [result.name for result in self_test() if not result.passed] == ["dropped_products"]
 
 
@@ -80,10 +92,15 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch)
 
     monkeypatch.setattr(importlib.metadata, "version", without)
     lacking = missing_extras()
-    assert lacking["wandb"] == "wandb is not installed: curves in Weights & Biases; pip install 'chronicals[wandb]'"
+    assert (
+        lacking["wandb"]
+        == "wandb is not installed: curves in Weights & Biases; pip install 'chronicals[wandb]'"
+    )
     assert "alembic is not installed: " in lacking["mlflow"] and "data" not in lacking
     assert lacking["tensorboard"].startswith("tensorboard 2.1.0 is installed and >=2.18 is needed")
-    assert [words.partition(" is installed and")[0] for words in untested_versions()] == ["torch 2.2.0"]
+    assert [words.partition(" is installed and")[0] for words in untested_versions()] == [
+        "torch 2.2.0"
+    ]
 
 
 def test_every_extra_for_users_has_a_purpose():

@@ -1,4 +1,6 @@
-"""``verify`` of objectives over pairs and judged answers: healthy runs pass, faults of the road to the loss do not."""
+"""``verify`` of objectives over pairs and judged answers: healthy runs pass, faults of the road
+to the loss do not.
+"""
 
 import functools
 import itertools
@@ -49,19 +51,33 @@ def test_a_healthy_run_passes(name, tmp_path):
 def test_another_model_as_the_reference(tmp_path):
     tiny.llama(seed=7).save_pretrained(tmp_path / "other")
     tiny.tokenizer().save_pretrained(tmp_path / "other")
-    verification = found(tmp_path, objective="dpo", dpo={"reference_model": str(tmp_path / "other")}, **LORA)
+    verification = found(
+        tmp_path, objective="dpo", dpo={"reference_model": str(tmp_path / "other")}, **LORA
+    )
     assert verification.passed, verification.failures
 
 
 pairs, dpo, ipo, simpo, cpo, orpo, kto, reference, log_probabilities = (
     sys.modules[f"chronicals.objectives.{name}"]
-    for name in ("pairs", "dpo", "ipo", "simpo", "cpo", "orpo", "kto", "reference", "log_probabilities")
+    for name in (
+        "pairs",
+        "dpo",
+        "ipo",
+        "simpo",
+        "cpo",
+        "orpo",
+        "kto",
+        "reference",
+        "log_probabilities",
+    )
 )
 
 
 def sides_swapped(monkeypatch):
     right = pairs.by_item
-    monkeypatch.setattr(pairs, "by_item", lambda values, batch, side: right(values, batch, 1 - side))
+    monkeypatch.setattr(
+        pairs, "by_item", lambda values, batch, side: right(values, batch, 1 - side)
+    )
 
 
 def no_reference(monkeypatch):
@@ -74,7 +90,9 @@ def a_document_late(monkeypatch):
     """Each document's sum is that of the one before."""
     right = log_probabilities.document_sums
     for module in (pairs, kto):
-        monkeypatch.setattr(module, "document_sums", lambda values, batch: right(values, batch).roll(1))
+        monkeypatch.setattr(
+            module, "document_sums", lambda values, batch: right(values, batch).roll(1)
+        )
 
 
 def of_a_micro_batch(monkeypatch):
@@ -93,19 +111,35 @@ def of_a_micro_batch(monkeypatch):
 def a_wrong_sign(monkeypatch):
     """Every loss is that of the other answer, or of the other label."""
     for module in (dpo, cpo):
-        monkeypatch.setattr(module, "dpo_losses", lambda h, *given, right=module.dpo_losses: right(-h, *given))
+        monkeypatch.setattr(
+            module, "dpo_losses", lambda h, *given, right=module.dpo_losses: right(-h, *given)
+        )
     monkeypatch.setattr(ipo, "ipo_losses", lambda h, tau, right=ipo.ipo_losses: right(-h, tau))
-    monkeypatch.setattr(simpo, "simpo_losses", lambda a, b, gamma, right=simpo.simpo_losses: right(b, a, gamma))
+    monkeypatch.setattr(
+        simpo, "simpo_losses", lambda a, b, gamma, right=simpo.simpo_losses: right(b, a, gamma)
+    )
     monkeypatch.setattr(orpo, "log_odds_ratio", lambda a, b, right=orpo.log_odds_ratio: right(b, a))
-    monkeypatch.setattr(kto, "kto_losses", lambda r, z, good, *given, right=kto.kto_losses: right(r, z, ~good, *given))
+    monkeypatch.setattr(
+        kto,
+        "kto_losses",
+        lambda r, z, good, *given, right=kto.kto_losses: right(r, z, ~good, *given),
+    )
 
 
 def by_token(monkeypatch):
     """The loss of pairs, or of judged answers, is divided by tokens."""
     for cls in (dpo.DPO, ipo.IPO, simpo.SimPO, cpo.CPO, orpo.ORPO):
-        monkeypatch.setattr(cls, "terms", lambda self, pairs, right=cls.terms: divided_by("targets", right(self, pairs), 1.0))
+        monkeypatch.setattr(
+            cls,
+            "terms",
+            lambda self, pairs, right=cls.terms: divided_by("targets", right(self, pairs), 1.0),
+        )
     right = kto.KTO.__call__
-    monkeypatch.setattr(kto.KTO, "__call__", lambda self, model, batch: divided_by("targets", right(self, model, batch), 1.0))
+    monkeypatch.setattr(
+        kto.KTO,
+        "__call__",
+        lambda self, model, batch: divided_by("targets", right(self, model, batch), 1.0),
+    )
 
 
 def a_mean_of_means(monkeypatch):
@@ -115,7 +149,9 @@ def a_mean_of_means(monkeypatch):
         return divided_by("packs", right(self, pairs), pairs.there.sum().clamp(min=1))
 
     def of_answers(self, model, batch, right=kto.KTO.__call__):
-        return divided_by("packs", right(self, model, batch), (batch.segments["side"] == 0).sum().clamp(min=1))
+        return divided_by(
+            "packs", right(self, model, batch), (batch.segments["side"] == 0).sum().clamp(min=1)
+        )
 
     for cls in (dpo.DPO, ipo.IPO, simpo.SimPO, cpo.CPO, orpo.ORPO):
         monkeypatch.setattr(cls, "terms", functools.partialmethod(of_pairs, right=cls.terms))
@@ -123,20 +159,34 @@ def a_mean_of_means(monkeypatch):
 
 
 def divided_by(per, terms, count):
-    """The terms with what is minimised over items divided by ``count``, and by another count of the step."""
+    """The terms with what is minimised over items divided by ``count``, and by another count of
+    the step.
+    """
     return {
-        name: Term(term.sum / count, term.coefficient, per) if term.coefficient and term.per == "items" else term
+        name: Term(term.sum / count, term.coefficient, per)
+        if term.coefficient and term.per == "items"
+        else term
         for name, term in terms.items()
     }
 
 
 FAULTS = [
-    (sides_swapped, "dpo, off"), (sides_swapped, "orpo"), (no_reference, "kto"), (a_document_late, "simpo"),
+    (sides_swapped, "dpo, off"),
+    (sides_swapped, "orpo"),
+    (no_reference, "kto"),
+    (a_document_late, "simpo"),
     (of_a_micro_batch, "kto"),
-    *itertools.product((a_wrong_sign, a_mean_of_means), ("dpo, off", "ipo", "simpo", "cpo", "orpo", "kto")),
-    *itertools.product((a_wrong_sign, a_mean_of_means), ("dpo, smoothed", "dpo, hinge", "dpo, robust", "dpo, by token")),
-    (by_token, "dpo, off"), (by_token, "orpo"), (by_token, "kto"),
-]  # fmt: skip
+    *itertools.product(
+        (a_wrong_sign, a_mean_of_means), ("dpo, off", "ipo", "simpo", "cpo", "orpo", "kto")
+    ),
+    *itertools.product(
+        (a_wrong_sign, a_mean_of_means),
+        ("dpo, smoothed", "dpo, hinge", "dpo, robust", "dpo, by token"),
+    ),
+    (by_token, "dpo, off"),
+    (by_token, "orpo"),
+    (by_token, "kto"),
+]
 
 
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
@@ -146,5 +196,8 @@ def test_a_planted_fault_fails(fault, name, tmp_path, monkeypatch):
     if fault is no_reference or fault is of_a_micro_batch:
         tiny.llama(seed=7).save_pretrained(tmp_path / "other")
         tiny.tokenizer().save_pretrained(tmp_path / "other")
-        changes = {**changes, changes["objective"]: {"reference_model": str(tmp_path / "other"), "beta": 0.5}}
+        changes = {
+            **changes,
+            changes["objective"]: {"reference_model": str(tmp_path / "other"), "beta": 0.5},
+        }
     assert not found(tmp_path, **changes).passed

@@ -1,4 +1,6 @@
-"""A run beside plain transformers: healthy runs pass at the default thresholds, planted faults fail."""
+"""A run beside plain transformers: healthy runs pass at the default thresholds, planted faults
+fail.
+"""
 
 import dataclasses
 import re
@@ -25,7 +27,11 @@ from chronicals.verification.reference import scheduled_rates
 
 SESSION = "chronicals.training.session"
 LORA = {"use_lora": True, "lora_rank": 8}
-UNEQUAL = {"lora_layers": "1", "lora_rank_pattern": {"down_proj": 3}, "lora_alpha_pattern": {r".*self_attn\.[qk]_proj": 4}}
+UNEQUAL = {
+    "lora_layers": "1",
+    "lora_rank_pattern": {"down_proj": 3},
+    "lora_alpha_pattern": {r".*self_attn\.[qk]_proj": 4},
+}
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 GPT2_LORA = {**LORA, "lora_target_modules": ["c_attn", "c_proj", "c_fc"]}
 UNEVEN = {"use_sequence_packing": False}
@@ -33,7 +39,11 @@ UNEVEN = {"use_sequence_packing": False}
 
 EXPERTS = {
     "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "num_experts": 4},
+    "Qwen2Moe": {
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 4,
+    },
     "Qwen3Moe": {"moe_intermediate_size": 48, "num_experts": 4, "head_dim": 16},
 }
 
@@ -45,8 +55,16 @@ def build(family, seed):
     torch.manual_seed(seed)
     if family not in EXPERTS:
         return families.build(family, random=False, vocab_size=300, max_position_embeddings=512)
-    sizes = {**families.SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512}
-    config = getattr(transformers, f"{family}Config")(**{**sizes, "num_experts_per_tok": 2, **EXPERTS[family]})
+    sizes = {
+        **families.SIZES,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+    }
+    config = getattr(transformers, f"{family}Config")(
+        **{**sizes, "num_experts_per_tok": 2, **EXPERTS[family]}
+    )
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
@@ -56,27 +74,63 @@ def compare(folder, model, **changes):
 
 
 IN_BACKWARD = {
-    "memory": ["recompute_layers", "tiled_mlp", "optimizer_in_backward"], "max_grad_norm": float("inf"),
+    "memory": ["recompute_layers", "tiled_mlp", "optimizer_in_backward"],
+    "max_grad_norm": float("inf"),
     "gradient_accumulation_steps": 1,
-}  # fmt: skip
+}
 HEALTHY = [
     ("llama", {"mixed_precision": "fp32"}),
     ("llama", {"mixed_precision": "fp32", **LORA, "gradient_accumulation_steps": 1}),
     ("llama", {"mixed_precision": "bf16"}),
     ("llama", {"mixed_precision": "bf16", **LORA}),
     ("llama", {"mixed_precision": "bf16", "use_sequence_packing": False, "batch_size": 8}),
-    ("llama", {"mixed_precision": "bf16", **LORA, "use_gradient_checkpointing": True, "lora_dropout": 0.3}),
+    (
+        "llama",
+        {
+            "mixed_precision": "bf16",
+            **LORA,
+            "use_gradient_checkpointing": True,
+            "lora_dropout": 0.3,
+        },
+    ),
     ("llama", {"mixed_precision": "bf16", **IN_BACKWARD}),
-    ("llama", {"mixed_precision": "bf16", "use_fused_kernels": False, "max_grad_norm": 0.1, "weight_decay": 0.1}),
+    (
+        "llama",
+        {
+            "mixed_precision": "bf16",
+            "use_fused_kernels": False,
+            "max_grad_norm": 0.1,
+            "weight_decay": 0.1,
+        },
+    ),
     ("qwen2", {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "batch_size": 4}),
     ("qwen2", {"mixed_precision": "fp32", **LORA, "use_sequence_packing": False}),
-    ("qwen2", {"mixed_precision": "bf16", **LORA, "use_rslora": True, "lora_target_modules": ["q_proj", "v_proj", "lm_head"]}),
+    (
+        "qwen2",
+        {
+            "mixed_precision": "bf16",
+            **LORA,
+            "use_rslora": True,
+            "lora_target_modules": ["q_proj", "v_proj", "lm_head"],
+        },
+    ),
     ("qwen2", {"mixed_precision": "fp32", **LORA, "use_dora": True}),
     ("qwen3", {"mixed_precision": "bf16"}),
-    ("qwen3", {"mixed_precision": "bf16", **LORA, "use_lora_plus": False, "lora_target_modules": r".*(up|down)_proj"}),
+    (
+        "qwen3",
+        {
+            "mixed_precision": "bf16",
+            **LORA,
+            "use_lora_plus": False,
+            "lora_target_modules": r".*(up|down)_proj",
+        },
+    ),
     ("qwen3", {"mixed_precision": "fp32", **LORA, **UNEQUAL}),
     ("llama", {"mixed_precision": "bf16", **LORA, "lora_init": "pissa"}),
-    ("llama", {"mixed_precision": "bf16", **LORA, "lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+    (
+        "llama",
+        {"mixed_precision": "bf16", **LORA, "lora_modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
     ("gemma2", {"mixed_precision": "bf16"}),
     ("gemma3", {"mixed_precision": "fp32"}),
     ("gemma3", {"mixed_precision": "bf16", **LORA}),
@@ -88,34 +142,71 @@ HEALTHY = [
     ("Mixtral", {"mixed_precision": "fp32", "gradient_accumulation_steps": 1}),
     ("Qwen2Moe", {"mixed_precision": "bf16", **LORA}),
     ("Qwen3Moe", {"mixed_precision": "fp32", **LORA, "lora_target_parameters": STACKED}),
-    ("Mixtral", {"mixed_precision": "bf16", **LORA, "lora_target_modules": [], "lora_target_parameters": STACKED[1:]}),
-    ("gemma3", {"mixed_precision": "bf16", **LORA, "lora_target_modules": ["q_proj", "embed_tokens"]}),
+    (
+        "Mixtral",
+        {
+            "mixed_precision": "bf16",
+            **LORA,
+            "lora_target_modules": [],
+            "lora_target_parameters": STACKED[1:],
+        },
+    ),
+    (
+        "gemma3",
+        {"mixed_precision": "bf16", **LORA, "lora_target_modules": ["q_proj", "embed_tokens"]},
+    ),
     ("llama", {"mixed_precision": "fp32", **LORA, "lora_target_modules": ["embed_tokens"]}),
     ("Qwen3Moe", {"mixed_precision": "bf16", "batch_size": 4}),
 ]
 
 
-@pytest.mark.parametrize("family, changes", HEALTHY, ids=[f"{n}-{family}" for n, (family, _) in enumerate(HEALTHY)])
+@pytest.mark.parametrize(
+    "family, changes", HEALTHY, ids=[f"{n}-{family}" for n, (family, _) in enumerate(HEALTHY)]
+)
 def test_a_healthy_run_passes(tmp_path, seed, family, changes):
     found = compare(tmp_path, build(family, seed), seed=seed, **changes)
     assert found.passed, found.failures
     assert len(found.losses) == 5 and all(row.deviation >= 0 for row in found.gradients)
-    assert len(found.optimizer) == len(found.gradients) and all(row.ratio < 0.5 for row in found.optimizer)
+    assert len(found.optimizer) == len(found.gradients) and all(
+        row.ratio < 0.5 for row in found.optimizer
+    )
     for row in found.gradients:
-        unused = row.norm_ratio == row.deviation == 0.0  # an expert that no token was sent to has no gradient in any arm
-        as_plain = row.plain > 0.1 or row.deviation <= 1.1 * row.plain  # a token that rounding sends to another expert
+        unused = (
+            row.norm_ratio == row.deviation == 0.0
+        )  # an expert that no token was sent to has no gradient in any arm
+        as_plain = (
+            row.plain > 0.1 or row.deviation <= 1.1 * row.plain
+        )  # a token that rounding sends to another expert
         assert row.cosine > 0.99 or as_plain or unused, row
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+@pytest.mark.skipif(
+    not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4"
+)
 @pytest.mark.parametrize("width", [64, 192])
 def test_a_model_whose_heads_are_wider_in_some_layers_passes(tmp_path, seed, width):
-    """Gemma 4's language model, whose configuration answers what differs by layer with an error; of the wider one the twin has
-    smaller sizes."""
-    sizes = {"hidden_size": width, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 300, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0}
+    """Gemma 4's language model, whose configuration answers what differs by layer with an error;
+    of the wider one the twin has smaller sizes."""
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "vocab_size": 300,
+        "num_attention_heads": 4,
+    }
+    heads = {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+    }
     config = transformers.Gemma4TextConfig(
-        **sizes, **heads, hidden_size_per_layer_input=0, pad_token_id=0, bos_token_id=None, eos_token_id=None
+        **sizes,
+        **heads,
+        hidden_size_per_layer_input=0,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = transformers.Gemma4ForCausalLM(config)
     assert present(model, shared_prompts=True).packed
@@ -128,12 +219,21 @@ def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, monkeypatc
     from transformers.models.mixtral import modeling_mixtral
 
     right = modeling_mixtral.load_balancing_loss_func
-    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *given: 1.1 * right(*given))
+    monkeypatch.setattr(
+        modeling_mixtral, "load_balancing_loss_func", lambda *given: 1.1 * right(*given)
+    )
     model = build("Mixtral", 0)
-    model.config.output_router_logits, model.config.initializer_range, model.router_aux_loss_coef = True, 0.03, 1.0
+    (
+        model.config.output_router_logits,
+        model.config.initializer_range,
+        model.router_aux_loss_coef,
+    ) = True, 0.03, 1.0
     found = compare(tmp_path, model, mixed_precision="fp32", gradient_accumulation_steps=1)
     assert found.passed, found.failures
-    assert any("the router loss (output_router_logits=True) is in no arm: MixtralForCausalLM" in note for note in found.notes)
+    assert any(
+        "the router loss (output_router_logits=True) is in no arm: MixtralForCausalLM" in note
+        for note in found.notes
+    )
 
 
 def test_a_patched_model_passes(tmp_path, seed):
@@ -144,18 +244,35 @@ def test_a_patched_model_passes(tmp_path, seed):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"mixed_precision": "bf16"}, {**LORA, "lora_dropout": 0.0, "lr_scheduler": "wsd"}, IN_BACKWARD]
+    "changes",
+    [
+        {"mixed_precision": "bf16"},
+        {**LORA, "lora_dropout": 0.0, "lr_scheduler": "wsd"},
+        IN_BACKWARD,
+    ],
 )
 def test_ours_is_the_run_itself(tmp_path, seed, changes):
     """Bit for bit what ``ChronicalsTrainer`` trains."""
-    given = {"learning_rate": 2e-4, "batch_size": 1, "max_steps": 5, "warmup_steps": 3, "seed": seed, **changes}
-    found = verify(tiny.llama(seed), tiny.tokenizer(), runs.config(tmp_path, **given), tiny.chat_rows())
+    given = {
+        "learning_rate": 2e-4,
+        "batch_size": 1,
+        "max_steps": 5,
+        "warmup_steps": 3,
+        "seed": seed,
+        **changes,
+    }
+    found = verify(
+        tiny.llama(seed), tiny.tokenizer(), runs.config(tmp_path, **given), tiny.chat_rows()
+    )
     runs.train(tmp_path, model=tiny.llama(seed), **given)
     trained = [loss for _, loss, _ in runs.trajectory(tmp_path)]
-    assert [row.ours for row in found.losses] == pytest.approx(trained, rel=1e-5 if torch.cuda.is_available() else 0, abs=0)
+    assert [row.ours for row in found.losses] == pytest.approx(
+        trained, rel=1e-5 if torch.cuda.is_available() else 0, abs=0
+    )
 
 
-# --- planted faults -----------------------------------------------------------------------------------------------------
+# --- planted faults
+# -----------------------------------------------------------------------------------------------------
 
 
 def a_wrong_head(monkeypatch, model):
@@ -180,7 +297,9 @@ def a_wrong_swiglu(monkeypatch, model):
         launch(dy, gate, up, d_gate, d_up, *rest)
         d_up *= 0.9
 
-    monkeypatch.setitem(glu.REFERENCES, "silu", lambda gate, up: reference(gate, 0.9 * up + (0.1 * up).detach()))
+    monkeypatch.setitem(
+        glu.REFERENCES, "silu", lambda gate, up: reference(gate, 0.9 * up + (0.1 * up).detach())
+    )
     monkeypatch.setattr(glu, "_launch_backward", wrong)
 
 
@@ -217,11 +336,15 @@ def a_mean_of_means(monkeypatch, model):
 def an_adapter_left_out(monkeypatch, model):
     targets = sys.modules["chronicals.lora.targets"]
     right = targets.targeted_paths
-    monkeypatch.setattr(targets, "targeted_paths", lambda *given, **named: right(*given, **named)[1:])
+    monkeypatch.setattr(
+        targets, "targeted_paths", lambda *given, **named: right(*given, **named)[1:]
+    )
 
 
 def a_frozen_expert(monkeypatch, model):
-    """One of the slices of the experts' weights, the one most tokens were sent to, gets no gradient."""
+    """One of the slices of the experts' weights, the one most tokens were sent to, gets no
+    gradient.
+    """
     frozen = []
 
     def without(gradient):
@@ -271,8 +394,13 @@ def a_weight_that_is_not_updated(monkeypatch, model):
 
 def an_expert_left_out(monkeypatch, model):
     right = expert_products.adapted_experts
-    monkeypatch.setattr(parameter_layer, "adapted_experts", lambda layer, factors, routed, *stacks: right(
-        layer, {name: found for name, found in factors.items() if name != "down_proj"}, routed))  # fmt: skip
+    monkeypatch.setattr(
+        parameter_layer,
+        "adapted_experts",
+        lambda layer, factors, routed, *stacks: right(
+            layer, {name: found for name, found in factors.items() if name != "down_proj"}, routed
+        ),
+    )
 
 
 def an_unscaled_embedding(monkeypatch, model):
@@ -297,15 +425,31 @@ FAULTS = [
     (a_frozen_expert, "Qwen3Moe", {}, r"layers.1.mlp.experts.\d: gradient is zero"),
     (frozen_experts, "Mixtral", {}, r"layers.0.mlp.experts.*: not trained"),
     (no_faster_b, "llama", LORA, "lora_B: update deviates"),
-    (an_expert_left_out, "Mixtral", {**LORA, "lora_target_parameters": STACKED}, r"mlp.experts.lora_B: gradient"),
-    (an_unscaled_embedding, "gemma3", {**LORA, "lora_target_modules": ["embed_tokens"]}, "embedding_A: gradient deviates"),
+    (
+        an_expert_left_out,
+        "Mixtral",
+        {**LORA, "lora_target_parameters": STACKED},
+        r"mlp.experts.lora_B: gradient",
+    ),
+    (
+        an_unscaled_embedding,
+        "gemma3",
+        {**LORA, "lora_target_modules": ["embed_tokens"]},
+        "embedding_A: gradient deviates",
+    ),
     (a_weight_that_is_not_updated, "llama", {}, "update is zero"),
 ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("fault, family, changes, message", FAULTS, ids=[f"{f.__name__}-{name}" for f, name, *_ in FAULTS])
-def test_a_planted_fault_fails(tmp_path, monkeypatch, seed, fault, family, changes, message, precision):
+@pytest.mark.parametrize(
+    "fault, family, changes, message",
+    FAULTS,
+    ids=[f"{f.__name__}-{name}" for f, name, *_ in FAULTS],
+)
+def test_a_planted_fault_fails(
+    tmp_path, monkeypatch, seed, fault, family, changes, message, precision
+):
     model = build(family, seed)
     fault(monkeypatch, model)
     found = compare(tmp_path, model, mixed_precision=precision, seed=seed, **changes)
@@ -340,7 +484,11 @@ def no_clipping(monkeypatch):
 ALONE = [
     ("weight_decay-0", of_groups(weight_decay=0.0), {"weight_decay": 0.1}),
     ("weight_decay-10", of_groups(weight_decay=0.1), {"weight_decay": 0.01}),
-    ("weight_decay-10-warming-up", of_groups(weight_decay=0.1), {"weight_decay": 0.01, "max_steps": 1000}),
+    (
+        "weight_decay-10-warming-up",
+        of_groups(weight_decay=0.1),
+        {"weight_decay": 0.01, "max_steps": 1000},
+    ),
     ("weight_decay-lora", of_groups(weight_decay=0.0), {"weight_decay": 0.1, **LORA}),
     ("beta2", of_groups(betas=(0.9, 0.95)), {}),
     ("beta2-in-backward", of_groups(betas=(0.9, 0.95)), IN_BACKWARD),
@@ -351,8 +499,12 @@ ALONE = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("plant, changes", [case[1:] for case in ALONE], ids=[name for name, *_ in ALONE])
-def test_a_fault_of_the_optimizer_alone_fails_in_every_type(tmp_path, monkeypatch, seed, plant, changes, precision):
+@pytest.mark.parametrize(
+    "plant, changes", [case[1:] for case in ALONE], ids=[name for name, *_ in ALONE]
+)
+def test_a_fault_of_the_optimizer_alone_fails_in_every_type(
+    tmp_path, monkeypatch, seed, plant, changes, precision
+):
     plant(monkeypatch)
     found = compare(tmp_path, tiny.llama(seed), mixed_precision=precision, seed=seed, **changes)
     assert re.search(r"q_proj.*: optimizer deviates", "\n".join(found.failures)), found.failures[:5]
@@ -374,43 +526,71 @@ def an_early_end(schedule, step, total, *rest):
 RATES = [
     (a_constant_rate, {}, "step 1: 1 of its peak, by lr_scheduler='cosine' 0.1$"),
     (no_warmup, {"lr_scheduler": "linear"}, "step 1: 1 of its peak, by lr_scheduler='linear' 0.1$"),
-    (no_warmup, {"lr_scheduler": "constant", "warmup_steps": 3}, "step 1: 1 of its peak, by lr_scheduler='constant' 0.333333$"),
+    (
+        no_warmup,
+        {"lr_scheduler": "constant", "warmup_steps": 3},
+        "step 1: 1 of its peak, by lr_scheduler='constant' 0.333333$",
+    ),
     (an_early_end, {}, "step 12: 0.999416 of its peak, by lr_scheduler='cosine' 0.999695$"),
-    (an_early_end, {"lr_scheduler": "linear"}, "step 12: 0.984615 of its peak, by lr_scheduler='linear' 0.988889$"),
-    (an_early_end, {"lr_scheduler": "wsd"}, "step 62: 0.933333 of its peak, by lr_scheduler='wsd' 1$"),
+    (
+        an_early_end,
+        {"lr_scheduler": "linear"},
+        "step 12: 0.984615 of its peak, by lr_scheduler='linear' 0.988889$",
+    ),
+    (
+        an_early_end,
+        {"lr_scheduler": "wsd"},
+        "step 62: 0.933333 of its peak, by lr_scheduler='wsd' 1$",
+    ),
 ]
 
 
-@pytest.mark.parametrize("wrong, changes, message", RATES, ids=[f"{f.__name__}-{n}" for n, (f, *_) in enumerate(RATES)])
-def test_a_wrong_learning_rate_fails_wherever_it_is_in_the_run(tmp_path, monkeypatch, seed, wrong, changes, message):
+@pytest.mark.parametrize(
+    "wrong, changes, message", RATES, ids=[f"{f.__name__}-{n}" for n, (f, *_) in enumerate(RATES)]
+)
+def test_a_wrong_learning_rate_fails_wherever_it_is_in_the_run(
+    tmp_path, monkeypatch, seed, wrong, changes, message
+):
     monkeypatch.setattr("chronicals.training.step.learning_rate_factor", wrong)
     found = compare(tmp_path, tiny.llama(seed), max_steps=100, seed=seed, **changes)
     told = [line for line in found.failures if line.startswith("learning rate")]
     assert len(told) == 1 and re.search(message, told[0]), found.failures
 
 
-@pytest.mark.parametrize("steps, warmup", [(100, None), (7, 3), (5, 5), (1, None), (13, 12), (1000, 100)])
+@pytest.mark.parametrize(
+    "steps, warmup", [(100, None), (7, 3), (5, 5), (1, None), (13, 12), (1000, 100)]
+)
 @pytest.mark.parametrize("decay", [0.2, 0.95, 0.001])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_plain_rates_are_those_of_the_run(schedule, decay, steps, warmup):
     given = {} if warmup is None else {"warmup_steps": warmup}
     config = ChronicalsConfig(
         max_steps=steps, lr_scheduler=schedule, wsd_decay_ratio=decay, min_lr_ratio=0.1, **given
-    )  # fmt: skip
-    rates = [learning_rate_factor(schedule, n, steps, warmup or steps // 10, 0.1, decay) for n in range(steps)]
+    )
+    rates = [
+        learning_rate_factor(schedule, n, steps, warmup or steps // 10, 0.1, decay)
+        for n in range(steps)
+    ]
     assert scheduled_rates(config, steps) == pytest.approx(rates, rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize("changes", [{"lr_scheduler": "wsd", "max_steps": 12}, {"warmup_steps": 3, "num_epochs": 2}])
+@pytest.mark.parametrize(
+    "changes", [{"lr_scheduler": "wsd", "max_steps": 12}, {"warmup_steps": 3, "num_epochs": 2}]
+)
 def test_the_trainer_has_the_plain_rates(tmp_path, changes):
     given = runs.config(tmp_path, **changes)
     runs.train(tmp_path, tiny.chat_rows(40), **changes)
-    trained = [line["learning_rate"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    trained = [
+        line["learning_rate"]
+        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "loss" in line
+    ]
     rates = [given.learning_rate * rate for rate in scheduled_rates(given, len(trained))]
     assert len(trained) > 5 and trained == pytest.approx(rates, rel=1e-6)
 
 
-# --- what it says -------------------------------------------------------------------------------------------------------
+# --- what it says
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_frozen_stays_out(tmp_path, seed):
@@ -428,7 +608,12 @@ def test_adapters_that_are_there_already(tmp_path, seed):
 
 
 def test_dropout_is_left_out_of_every_arm_by_name(tmp_path, seed):
-    sizes = {"vocab_size": 300, "max_position_embeddings": 512, "resid_pdrop": 0.2, "attn_pdrop": 0.1}
+    sizes = {
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+        "resid_pdrop": 0.2,
+        "attn_pdrop": 0.1,
+    }
     model = families.build("gpt2", random=False, **sizes)
     found = compare(tmp_path, model, seed=seed, **{**GPT2_LORA, "lora_dropout": 0.3})
     assert found.passed and max(row.plain for row in found.gradients) < 1e-5
@@ -438,9 +623,15 @@ def test_dropout_is_left_out_of_every_arm_by_name(tmp_path, seed):
 
 def test_an_epoch_of_fewer_steps_is_said(tmp_path, seed):
     config = ChronicalsConfig(
-        num_epochs=1, batch_size=4, gradient_accumulation_steps=2, max_seq_length=128, mixed_precision="fp32",
-        use_torch_compile=False, cache_dir=tmp_path, seed=seed,
-    )  # fmt: skip
+        num_epochs=1,
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        max_seq_length=128,
+        mixed_precision="fp32",
+        use_torch_compile=False,
+        cache_dir=tmp_path,
+        seed=seed,
+    )
     found = verify(tiny.llama(seed), tiny.tokenizer(), config, tiny.chat_rows(30))
     assert found.passed and 0 < len(found.losses) < 5 and "num_epochs=1" in found.notes[0]
 
@@ -448,16 +639,26 @@ def test_an_epoch_of_fewer_steps_is_said(tmp_path, seed):
 def test_a_run_of_fewer_steps_is_said(tmp_path, seed, caplog):
     """And nothing of what the user did not set."""
     found = compare(tmp_path, tiny.llama(seed), max_steps=2, use_cuda_graphs=False, seed=seed)
-    assert found.passed and len(found.losses) == 2 and found.notes == ["the run has max_steps=2, not 5"]
+    assert (
+        found.passed
+        and len(found.losses) == 2
+        and found.notes == ["the run has max_steps=2, not 5"]
+    )
     assert not any("lora_dropout" in record.getMessage() for record in caplog.records)
 
 
 def test_the_figures_are_json(tmp_path, seed):
     import json
 
-    found = json.loads(json.dumps(compare(tmp_path, tiny.llama(seed), seed=seed).to_dict(), allow_nan=False))
+    found = json.loads(
+        json.dumps(compare(tmp_path, tiny.llama(seed), seed=seed).to_dict(), allow_nan=False)
+    )
     assert {row["quantity"] for row in found["optimizer"]} == {"optimizer"}
-    assert found["passed"] and found["facts"]["versions"]["transformers"] and found["facts"]["configuration"]["seed"] == seed
+    assert (
+        found["passed"]
+        and found["facts"]["versions"]["transformers"]
+        and found["facts"]["configuration"]["seed"] == seed
+    )
 
 
 @pytest.mark.parametrize("steps", [4, 21])
@@ -481,13 +682,18 @@ def test_optimizer_states_are_fp32_here(tmp_path, precision):
 def test_8_bit_states_are_fp32_here(tmp_path):
     found = compare(tmp_path, tiny.llama(), mixed_precision="fp32", use_8bit_optimizer=True)
     assert found.passed, found.failures
-    assert "use_8bit_optimizer=True is False here: the plain arms keep states in fp32" in found.notes
+    assert (
+        "use_8bit_optimizer=True is False here: the plain arms keep states in fp32" in found.notes
+    )
 
 
 def test_rotary_frequencies_that_were_cast_are_named(tmp_path, seed):
     found = compare(tmp_path, tiny.llama(seed).bfloat16(), mixed_precision="bf16", seed=seed)
     assert any("inv_freq is off by" in note for note in found.notes)
-    assert not any("inv_freq" in note for note in compare(tmp_path / "again", tiny.llama(seed), seed=seed).notes)
+    assert not any(
+        "inv_freq" in note
+        for note in compare(tmp_path / "again", tiny.llama(seed), seed=seed).notes
+    )
 
 
 def test_a_class_without_eager_attention_is_named(tmp_path, monkeypatch):
@@ -511,16 +717,29 @@ def test_half_a_billion_parameters_take_less_than_two_minutes(tmp_path, seed, ch
 
     torch.manual_seed(seed)
     shape = {
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
     lengths = torch.empty(400).log_normal_(6.0, 0.8).clamp(32, 2048).long().tolist()
-    rows = [{"input_ids": torch.randint(1, shape["vocab_size"], (length,)).tolist()} for length in lengths]
+    rows = [
+        {"input_ids": torch.randint(1, shape["vocab_size"], (length,)).tolist()}
+        for length in lengths
+    ]
     config = ChronicalsConfig(
-        batch_size=8, gradient_accumulation_steps=1, max_steps=100, cache_dir=tmp_path, seed=seed, **changes
-    )  # fmt: skip
+        batch_size=8,
+        gradient_accumulation_steps=1,
+        max_steps=100,
+        cache_dir=tmp_path,
+        seed=seed,
+        **changes,
+    )
     began = time.monotonic()
     found = verify(model, tiny.tokenizer(), config, rows)
     assert found.passed, found.failures[:10]

@@ -8,9 +8,15 @@ from chronicals.attention.reference import attention_reference
 from chronicals.attention.shared_keys import gather_keys
 
 __all__ = [
-    "BACKENDS", "FLASH", "attend_split", "attention_reference", "choose_backend", "document_attention", "gather_keys",
+    "BACKENDS",
+    "FLASH",
+    "attend_split",
+    "attention_reference",
+    "choose_backend",
+    "document_attention",
+    "gather_keys",
     "why_not_divided",
-]  # fmt: skip
+]
 
 
 def __dir__() -> list[str]:

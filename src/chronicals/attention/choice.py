@@ -21,9 +21,9 @@ FASTEST: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
         256: ("flash", "flash-attn-4", "flex", "per-document"),
     },
 }
-"""By compute capability and widest head of the class, fastest first. Measured on an H200 at head widths 64 and 128 with
-documents of 512 to 8192 tokens: flash-attn-4 before flash everywhere. Above 128 nothing was measured, and what is proved
-longest comes first."""
+"""By compute capability and widest head of the class, fastest first. Measured on an H200 at head
+widths 64 and 128 with documents of 512 to 8192 tokens: flash-attn-4 before flash everywhere.
+Above 128 nothing was measured, and what is proved longest comes first."""
 
 ELSEWHERE = ("flash-attn-4", "flash", "flex", "per-document")
 EXACT = ("per-document",)
@@ -78,11 +78,15 @@ def choose_backend(
 
 def _check(backend: str, needs: Needs) -> None:
     if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}, or None")
+        raise ValueError(
+            f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}, or None"
+        )
     lacking = BACKENDS[backend].lacks(needs)
     if lacking is not None:
         able = [name for name, other in BACKENDS.items() if other.lacks(needs) is None]
-        raise ValueError(f"backend={backend!r} lacks {lacking}; use backend=None, or one of {', '.join(able)}")
+        raise ValueError(
+            f"backend={backend!r} lacks {lacking}; use backend=None, or one of {', '.join(able)}"
+        )
 
 
 @cache

@@ -1,6 +1,8 @@
-"""Compiles FlashAttention-4's kernels for a model, forward and backward, into the package's cache on disk.
+"""Compiles FlashAttention-4's kernels for a model, forward and backward, into the package's cache
+on disk.
 
-The compilation takes about ten seconds, imports included; ``chronicals.beforehand`` runs ``main`` as a process of its own.
+The compilation takes about ten seconds, imports included; ``chronicals.beforehand`` runs ``main``
+as a process of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ MOST_TOKENS = 4096
 
 
 def main(dtype: str, longest: str, heads: str, key_heads: str, width: str, softcap: str) -> None:
-    """Attention over one document, and its gradients, on the card; all arguments as they are on a command line.
+    """Attention over one document, and its gradients, on the card; all arguments as they are on a
+    command line.
 
     Args:
         dtype: of torch, by name.
@@ -23,9 +26,13 @@ def main(dtype: str, longest: str, heads: str, key_heads: str, width: str, softc
     """
     tokens, card = min(int(longest), MOST_TOKENS), torch.device("cuda")
     q, k, v = (
-        torch.zeros(tokens, int(n), int(width), device=card, dtype=getattr(torch, dtype), requires_grad=True)
+        torch.zeros(
+            tokens, int(n), int(width), device=card, dtype=getattr(torch, dtype), requires_grad=True
+        )
         for n in (heads, key_heads, key_heads)
     )
     bounds = torch.tensor([0, tokens], dtype=torch.int32, device=card)
-    out = document_attention(q, k, v, bounds, tokens, softcap=float(softcap) or None, backend="flash-attn-4")
+    out = document_attention(
+        q, k, v, bounds, tokens, softcap=float(softcap) or None, backend="flash-attn-4"
+    )
     out.float().sum().backward()

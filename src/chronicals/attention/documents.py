@@ -1,9 +1,10 @@
 """Causal attention in which every token sees its own document only.
 
-Shapes: N documents, Q queries and T keys of all of them, H query heads, K key/value heads, D head width.
-``q_QHD``, ``k_TKD``, ``v_TKD``; the queries of document n are ``cu_seqlens_q[n]:cu_seqlens_q[n + 1]``, its keys the same tokens
-or ``cu_seqlens_k[n]:cu_seqlens_k[n + 1]``: then its earlier tokens are there as keys alone (a cache, a shared prefix, the
-chunks of other ranks).
+Shapes: N documents, Q queries and T keys of all of them, H query heads, K key/value heads, D head
+width. ``q_QHD``, ``k_TKD``, ``v_TKD``; the queries of document n are
+``cu_seqlens_q[n]:cu_seqlens_q[n + 1]``, its keys the same tokens or
+``cu_seqlens_k[n]:cu_seqlens_k[n + 1]``: then its earlier tokens are there as keys alone (a cache, a
+shared prefix, the chunks of other ranks).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def document_attention(
         v_TKD: may be narrower than the keys, as in latent attention; it is filled up with zeros.
         cu_seqlens_q: int32 ``[N + 1]``, ending at Q; repeated entries are empty documents.
         max_seqlen_q: bound on a document's queries.
-        cu_seqlens_k: likewise of the keys, ending at T at most; by default queries and keys are the same tokens. A document has
-            at least as many keys as queries, and its last query stands at its last key (bottom-right alignment, as in
-            FlashAttention).
+        cu_seqlens_k: likewise of the keys, ending at T at most; by default queries and keys are the
+            same tokens. A document has at least as many keys as queries, and its last query stands
+            at its last key (bottom-right alignment, as in FlashAttention).
         max_seqlen_k: bound on a document's keys; needed where ``cu_seqlens_k`` is given.
         scale: factor on the scores, ``D ** -0.5`` by default.
         window: a token sees itself and the ``window - 1`` before it.
@@ -58,16 +59,26 @@ def document_attention(
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
     if max_seqlen_k is None:
-        raise ValueError("cu_seqlens_k was given without max_seqlen_k; give a bound on the keys of a document")
+        raise ValueError(
+            "cu_seqlens_k was given without max_seqlen_k; give a bound on the keys of a document"
+        )
     spans = Spans(cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k)
     _check(q_QHD, k_TKD, v_TKD, spans, window, softcap, sinks)
     head_dim = q_QHD.shape[-1]
     window = None if window is None or window >= max_seqlen_k else window
     tensors = (q_QHD, k_TKD, v_TKD) if sinks is None else (q_QHD, k_TKD, v_TKD, sinks)
     name = choose_backend(
-        q_QHD.device, q_QHD.dtype, head_dim, window is not None, softcap is not None, sinks is not None,
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors), backend, flash, not spans.are_equal,
-    )  # fmt: skip
+        q_QHD.device,
+        q_QHD.dtype,
+        head_dim,
+        window is not None,
+        softcap is not None,
+        sinks is not None,
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        backend,
+        flash,
+        not spans.are_equal,
+    )
     chosen = BACKENDS[name]
     support = chosen.support(q_QHD.device.type)
     missing, narrow = -head_dim % (support.multiple if support is not None else 1), v_TKD.shape[-1]
@@ -81,15 +92,32 @@ def document_attention(
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
-    fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and v.shape[2] <= k.shape[2] == q.shape[2]
+    fits = (
+        q.dim() == k.dim() == v.dim() == 3
+        and k.shape[:2] == v.shape[:2]
+        and v.shape[2] <= k.shape[2] == q.shape[2]
+    )
     if not fits or (spans.are_equal and q.shape[0] != k.shape[0]):
-        shapes, queries = ", ".join(str(tuple(x.shape)) for x in (q, k, v)), "T" if spans.are_equal else "Q"
-        raise ValueError(f"q, k, v have shapes {shapes}; give [{queries}, H, D], [T, K, D], [T, K, D]")
+        shapes, queries = (
+            ", ".join(str(tuple(x.shape)) for x in (q, k, v)),
+            "T" if spans.are_equal else "Q",
+        )
+        raise ValueError(
+            f"q, k, v have shapes {shapes}; give [{queries}, H, D], [T, K, D], [T, K, D]"
+        )
     heads, groups = q.shape[1], k.shape[1]
     if heads % groups:
-        raise ValueError(f"{heads} query heads cannot be shared among {groups} key heads; give a multiple")
+        raise ValueError(
+            f"{heads} query heads cannot be shared among {groups} key heads; give a multiple"
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are of types {q.dtype}, {k.dtype}, {v.dtype}; give one")
     for name, cu in (("cu_seqlens_q", spans.cu_q), ("cu_seqlens_k", spans.cu_k)):

@@ -25,12 +25,16 @@ def attention_reference(
     """
     groups = q_HQD.shape[0] // k_KSD.shape[0]
     k_HSD, v_HSD = (x.repeat_interleave(groups, 0) for x in (k_KSD, v_KSD))
-    scores = (q_HQD @ k_HSD.transpose(1, 2)).to(torch.promote_types(q_HQD.dtype, torch.float32)) * scale
+    scores = (q_HQD @ k_HSD.transpose(1, 2)).to(
+        torch.promote_types(q_HQD.dtype, torch.float32)
+    ) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+        scores = torch.cat(
+            (scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1
+        )
     shares = torch.softmax(scores, -1)[..., : k_HSD.shape[1]]
     return shares.to(v_HSD.dtype) @ v_HSD

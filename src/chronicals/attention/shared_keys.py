@@ -4,8 +4,8 @@ Shapes: T tokens, K keys of all documents, S answers to a prompt, H heads, D hea
 
     y[i] = x[index[i]]        dx[t] = Σ_j dy[places[j, t]]  over the places that are there
 
-The backward pass gathers too: sums have one order. Bytes a layer, of keys and of values: 2·(T + K)·H·D forward, and backward
-(S + 1)·T at most in the place of K.
+The backward pass gathers too: sums have one order. Bytes a layer, of keys and of values: 2·(T +
+K)·H·D forward, and backward (S + 1)·T at most in the place of K.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class _Gather(torch.autograd.Function):
 def gather_keys(x_THD: Tensor, keys: SharedKeys) -> Tensor:
     """Keys or values ``[K, H, D]`` as ``keys.cu_seqlens`` divides them.
 
-    On a card there may be more than it divides, whose number the host does not know; attention does not read them.
+    On a card there may be more than it divides, whose number the host does not know; attention does
+    not read them.
     """
     index = keys.index
     if not index.is_cuda:

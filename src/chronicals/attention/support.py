@@ -15,12 +15,13 @@ HALVES = frozenset({torch.bfloat16, torch.float16})
 class Spans:
     """Which queries and which keys belong together: N pairs of ranges, one for each document.
 
-    The last query of a pair stands at its last key (bottom-right alignment, as FlashAttention defines it): query i of Q sees
-    the keys up to ``i + K - Q`` of K. There are at least as many keys as queries.
+    The last query of a pair stands at its last key (bottom-right alignment, as FlashAttention
+    defines it): query i of Q sees the keys up to ``i + K - Q`` of K. There are at least as many
+    keys as queries.
 
     Attributes:
-        cu_q, cu_k: int32 ``[N + 1]``, ending at the number of queries, and at that of keys or before it. One tensor where both
-            are the same tokens.
+        cu_q, cu_k: int32 ``[N + 1]``, ending at the number of queries, and at that of keys or
+            before it. One tensor where both are the same tokens.
         max_q, max_k: bounds on a document's queries and on its keys.
     """
 
@@ -31,11 +32,15 @@ class Spans:
 
     @property
     def are_equal(self) -> bool:
-        """Whether queries and keys are the same tokens; bounds with equal values in two tensors are not looked into."""
+        """Whether queries and keys are the same tokens; bounds with equal values in two tensors
+        are not looked into.
+        """
         return self.cu_k is self.cu_q
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None, float | None, Tensor | None, int], Tensor]
+Attend = Callable[
+    [Tensor, Tensor, Tensor, Spans, float, int | None, float | None, Tensor | None, int], Tensor
+]
 """``(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)`` to ``[Q, H, D]``."""
 
 
@@ -61,7 +66,9 @@ class Needs:
 
     def __str__(self) -> str:
         mask = [name for name in ("window", "softcap", "sinks", "spans") if getattr(self, name)]
-        return ", ".join([str(self.dtype).removeprefix("torch."), f"head_dim {self.head_dim}", *mask])
+        return ", ".join(
+            [str(self.dtype).removeprefix("torch."), f"head_dim {self.head_dim}", *mask]
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,8 @@ class Support:
     """What a backend does on one type of device; None is any.
 
     Attributes:
-        widest: by major compute capability the widest head; cards that are not named are not supported.
+        widest: by major compute capability the widest head; cards that are not named are not
+            supported.
         multiple: head widths between its multiples are filled up with zeros.
         spans: queries and keys may have bounds of their own.
     """
@@ -89,7 +97,8 @@ class Support:
         lacking = {
             f"dtype={needs.dtype}": self.dtypes is not None and needs.dtype not in self.dtypes,
             f"capability={needs.capability}": self.widest is not None and major not in self.widest,
-            f"head_dim={needs.head_dim}": self.widest is not None and needs.head_dim > self.widest.get(major, 0),
+            f"head_dim={needs.head_dim}": self.widest is not None
+            and needs.head_dim > self.widest.get(major, 0),
             "window": needs.window and not self.window,
             "softcap": needs.softcap and not self.softcap,
             "sinks": needs.sinks and not self.sinks,
@@ -122,4 +131,6 @@ class Backend:
         support = self.support(needs.device)
         if support is None:
             return f"device={needs.device}"
-        return support.lacks(needs) or (None if self.available() else f"an installation ({self.remedy})")
+        return support.lacks(needs) or (
+            None if self.available() else f"an installation ({self.remedy})"
+        )

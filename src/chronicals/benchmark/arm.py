@@ -1,4 +1,5 @@
-"""One arm in a process of its own: ``python -m chronicals.benchmark.arm WORK_FOLDER NAME --steps N --out FILE``.
+"""One arm in a process of its own: ``python -m chronicals.benchmark.arm WORK_FOLDER NAME --steps N
+--out FILE``.
 
 Nothing of torch is imported before the arm is known: Unsloth must come first in its process.
 """
@@ -61,9 +62,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path, help="profile a few steps more, into this file")
-    parser.add_argument("--changes", type=json.loads, default={}, help="fields of the configuration, as JSON")
+    parser.add_argument(
+        "--changes", type=json.loads, default={}, help="fields of the configuration, as JSON"
+    )
     parser.add_argument("--documents", type=Path, help="documents of each step, for the reference")
-    parser.add_argument("--further", type=int, default=0, help="rounds that may be asked for after the first, on stdin")
+    parser.add_argument(
+        "--further",
+        type=int,
+        default=0,
+        help="rounds that may be asked for after the first, on stdin",
+    )
     given = parser.parse_args(arguments)
     if given.name.startswith("unsloth"):
         from chronicals.benchmark.arms.unsloth_import import import_unsloth
@@ -87,12 +95,23 @@ def main(arguments: list[str] | None = None) -> None:
         if not asked_for_a_round():
             return
         began += time.perf_counter() - ready
-        plan = ArmPlan(given.steps, given.warm_up, given.trace, given.changes, given.documents, given.further, given.out, began)
+        plan = ArmPlan(
+            given.steps,
+            given.warm_up,
+            given.trace,
+            given.changes,
+            given.documents,
+            given.further,
+            given.out,
+            began,
+        )
         run(work, plan)
 
 
 def _rates(work: Work) -> dict[str, Any]:
-    """The rates, or what kept them from being measured: a row without a reference step is still a row."""
+    """The rates, or what kept them from being measured: a row without a reference step is still
+    a row.
+    """
     from chronicals.benchmark.rates import machine, measure_rates
 
     if work.kind != "documents":

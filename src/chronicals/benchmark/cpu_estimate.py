@@ -1,4 +1,6 @@
-"""How long a benchmark takes without a card: from the FLOPs of its steps and the rate of a product timed here."""
+"""How long a benchmark takes without a card: from the FLOPs of its steps and the rate of a
+product timed here.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,25 @@ class Estimate:
 
     def __str__(self) -> str:
         text = (
-            f"no card here: on this CPU a step takes about {_duration(self.step)}, an arm of {self.steps} steps "
-            f"{_duration(self.step * self.steps)}, and all of the benchmark up to {_duration(self.whole)}"
+            f"no card here: on this CPU a step takes about {_duration(self.step)}, an arm of "
+            f"{self.steps} steps "
+            f"{_duration(self.step * self.steps)}, and all of the benchmark up to "
+            f"{_duration(self.whole)}"
         )
         if self.too_long:
             text += (
-                "; arms are ended by --arm-timeout before that and have no figures: give fewer --steps, a smaller --warm-up, "
-                "--model (tiny runs anywhere), --batch-size or --max-seq-length, or a longer --arm-timeout"
+                "; arms are ended by --arm-timeout before that and have no figures: give fewer "
+                "--steps, a smaller --warm-up, "
+                "--model (tiny runs anywhere), --batch-size or --max-seq-length, or a longer "
+                "--arm-timeout"
             )
         return text
 
 
 def estimate(work: Work, options: Options) -> Estimate:
-    """Return how long a benchmark takes on this CPU. Parts that are not counted (a teacher, a reference policy) come on top."""
+    """Return how long a benchmark takes on this CPU. Parts that are not counted (a teacher, a
+    reference policy) come on top.
+    """
     step = _flops_of_a_step(work) / (SHARE_OF_PRODUCT * _product_rate())
     steps = work.warm_up + work.steps
     arm = min(START_SECONDS + step * steps, options.arm_timeout)
@@ -70,7 +78,9 @@ def _flops_of_a_step(work: Work) -> float:
     width = config.max_seq_length
     tokens = config.batch_size * config.gradient_accumulation_steps * width
     shape = DecoderShape.of(_model_config(work))
-    return tokens * needed_flops(Job(shape, tokens, width, rank=config.lora_rank if config.use_lora else 0))
+    return tokens * needed_flops(
+        Job(shape, tokens, width, rank=config.lora_rank if config.use_lora else 0)
+    )
 
 
 def _model_config(work: Work) -> Any:

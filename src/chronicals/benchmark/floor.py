@@ -1,23 +1,27 @@
-"""Needed FLOPs, MFU and the reference step that a training step is compared with (`floor` in the result files).
+"""Needed FLOPs, MFU and the reference step that a training step is compared with (`floor` in the
+result files).
 
-Legend: L layers, D width, q and kv the widths of all query and of all key heads, F inner width of the MLP, V vocabulary,
-P adapter parameters, f ratio of labelled tokens, T real tokens of a step, s̄ = Σs²/Σs over the lengths s of documents. Of a
-mixture: E experts of inner width F, k of them for a token.
+Legend: L layers, D width, q and kv the widths of all query and of all key heads, F inner width of
+the MLP, V vocabulary, P adapter parameters, f ratio of labelled tokens, T real tokens of a step, s̄
+= Σs²/Σs over the lengths s of documents. Of a mixture: E experts of inner width F, k of them for a
+token.
 
     Nb = L·(D(q + 2kv) + qD + 3DF)        Nh = D·V        a = 2·L·q·(s̄ + 1)
     of a mixture, what a token meets:     Nb = L·(D(q + 2kv) + qD + DE + k·3DF)
     FLOPs a token, full:  6·Nb + 6·Nh·f + 3a
     FLOPs a token, LoRA:  4·Nb − 2·D(q + 2kv) + 6·P + 4·Nh·f + 3a
-    bytes a step to dequantise weights held in 4 bits:  (2·N4 − D(q + 2kv)) · (read + written for a value)
-                                          N4 = Nb, of a mixture L·(D(q + 2kv) + qD + E·3DF)
+    bytes a step to dequantise weights held in 4 bits:  (2·N4 − D(q + 2kv)) · (read + written for a
+                                          value) N4 = Nb, of a mixture L·(D(q + 2kv) + qD + E·3DF)
     elementwise bytes a token:  L · 2·(16D + 4(q + kv) + 8F + 7q)      loss bytes a token:  4·V·f
     of a mixture:               L · 2·(16D + 4(q + kv) + k·(9F + 2D) + 7q)
 
-Recomputation and padding do not count. The products of experts are timed as one product over the k·T rows of all, so what
-routing costs is not in the reference. The reference step has five parts: its products, attention by the best backend, and the
-bytes of elementwise operations (dequantising is one), loss and optimizer at the copy bandwidth. Each part counts with the best
-time seen for it, by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound: another
-kernel may be faster. Since the times of our own step are among them, our step never exceeds 100 % of it, whatever the kernels.
+Recomputation and padding do not count. The products of experts are timed as one product over the
+k·T rows of all, so what routing costs is not in the reference. The reference step has five parts:
+its products, attention by the best backend, and the bytes of elementwise operations (dequantising
+is one), loss and optimizer at the copy bandwidth. Each part counts with the best time seen for it,
+by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound:
+another kernel may be faster. Since the times of our own step are among them, our step never exceeds
+100 % of it, whatever the kernels.
 """
 
 from __future__ import annotations
@@ -30,15 +34,30 @@ from typing import Any, Literal
 from chronicals.model_shape import ModelShape
 
 PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Specified FLOP/s of dense bf16 products, by the first of these keys that is in the card's name."""
+"""Specified FLOP/s of dense bf16 products, by the first of these keys that is in the card's
+name.
+"""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GROUPS = {"qkv": PROJECTIONS[:3], "out": PROJECTIONS[3:4], "gate_up": PROJECTIONS[4:6], "down": PROJECTIONS[6:]}
+GROUPS = {
+    "qkv": PROJECTIONS[:3],
+    "out": PROJECTIONS[3:4],
+    "gate_up": PROJECTIONS[4:6],
+    "down": PROJECTIONS[6:],
+}
 """Projections that share an input."""
 
 
-UNLIKE = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers")
-"""Fields of configurations of mixtures that have latent attention, experts for every token, or layers without experts."""
+UNLIKE = (
+    "kv_lora_rank",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+    "first_k_dense_replace",
+    "mlp_only_layers",
+)
+"""Fields of configurations of mixtures that have latent attention, experts for every token, or
+layers without experts.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,17 +94,24 @@ class DecoderShape(ModelShape):
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
-        """The shape in a transformers configuration, taken as a decoder with gated MLPs, or experts in every layer; small
-        parameters (norms, biases) are not counted.
+        """The shape in a transformers configuration, taken as a decoder with gated MLPs, or experts
+        in every layer; small parameters (norms, biases) are not counted.
         """
         text = config.get_text_config()
         shape = cls(**asdict(ModelShape.of(config)))
         if shape.routed:
             inner = getattr(text, "moe_intermediate_size", None) or shape.inner
             chosen = getattr(text, "num_experts_per_tok", None) or 0
-            shape = replace(shape, inner=inner, chosen=chosen, unlike=any(getattr(text, name, None) for name in UNLIKE))
+            shape = replace(
+                shape,
+                inner=inner,
+                chosen=chosen,
+                unlike=any(getattr(text, name, None) for name in UNLIKE),
+            )
         tables = 1 if text.tie_word_embeddings else 2
-        body = shape.layers * (shape.attention_weights + shape.router + max(1, shape.experts) * shape.mlp)
+        body = shape.layers * (
+            shape.attention_weights + shape.router + max(1, shape.experts) * shape.mlp
+        )
         return replace(shape, parameters=body + tables * shape.head)
 
     @property
@@ -93,7 +119,9 @@ class DecoderShape(ModelShape):
         """Inputs and outputs of a layer's projections."""
         into, inner = (self.width, self.q), (self.width, self.inner)
         of_keys = (self.width, self.kv)
-        return dict(zip(PROJECTIONS, (into, of_keys, of_keys, into[::-1], inner, inner, inner[::-1])))
+        return dict(
+            zip(PROJECTIONS, (into, of_keys, of_keys, into[::-1], inner, inner, inner[::-1]))
+        )
 
     @property
     def attention_weights(self) -> int:
@@ -122,7 +150,9 @@ class DecoderShape(ModelShape):
 
     @property
     def packed_body(self) -> int:
-        """N4, the weights of the layers that a base in 4 bits has so: all experts, and no router."""
+        """N4, the weights of the layers that a base in 4 bits has so: all experts, and no
+        router.
+        """
         return self.layers * (self.attention_weights + max(1, self.experts) * self.mlp)
 
     @property
@@ -142,10 +172,12 @@ class Job:
         adapted: names of the projections that have one.
         labelled: f.
         optimizer_bytes: bytes that the optimizer reads and writes for each trained parameter.
-        dequantised_bytes: bytes read and written for a value of the layers' weights to have it dense, before a product of the
-            forward pass and before one of the backward pass; 0 where it is held so.
+        dequantised_bytes: bytes read and written for a value of the layers' weights to have it
+            dense, before a product of the forward pass and before one of the backward pass; 0 where
+            it is held so.
         uneven: adapters differ between layers, or have lengths (DoRA), which is not counted.
-        pairs: it trains on pairs of answers, whose shared prompts and reference policy are not counted.
+        pairs: it trains on pairs of answers, whose shared prompts and reference policy are not
+            counted.
         taught: it has a teacher, which is not counted.
     """
 
@@ -183,12 +215,17 @@ class Job:
         return self.adapter_parameters if self.rank else self.shape.parameters
 
 
-def optimizer_bytes(precision: str, states: str, adapters: bool, master: bool = True, full: float = 0.0) -> float:
-    """Bytes that AdamW reads and writes for a parameter: gradient once, weight and two states twice.
+def optimizer_bytes(
+    precision: str, states: str, adapters: bool, master: bool = True, full: float = 0.0
+) -> float:
+    """Bytes that AdamW reads and writes for a parameter: gradient once, weight and two states
+    twice.
 
     Args:
-        precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or ``fp32`` (fp32 weights).
-        states: of the optimizer, ``fp32``, ``bf16`` or ``8bit``, each a byte and 1/256 of an fp32 scale.
+        precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or
+            ``fp32`` (fp32 weights).
+        states: of the optimizer, ``fp32``, ``bf16`` or ``8bit``, each a byte and 1/256 of an fp32
+            scale.
         adapters: whether adapters are trained, which are fp32 under every precision.
         master: whether ``bf16`` weights have an fp32 master, of which they are the upper half.
         full: share of the parameters whose states are in fp32 beside ``8bit`` ones.
@@ -200,7 +237,9 @@ def optimizer_bytes(precision: str, states: str, adapters: bool, master: bool = 
 
 
 def attention_flops(job: Job) -> float:
-    """a, FLOPs of attention in the forward pass of a token: two products with the keys and values it sees on average."""
+    """a, FLOPs of attention in the forward pass of a token: two products with the keys and
+    values it sees on average.
+    """
     return 2 * job.shape.layers * job.shape.q * (job.mean_length + 1)
 
 
@@ -210,7 +249,13 @@ def needed_flops(job: Job) -> float:
     if not job.rank:
         return 6 * shape.body + 6 * shape.head * job.labelled + attention
     first_layer = 2 * shape.width * (shape.q + 2 * shape.kv)
-    return 4 * shape.body - first_layer + 6 * job.adapter_parameters + 4 * shape.head * job.labelled + attention
+    return (
+        4 * shape.body
+        - first_layer
+        + 6 * job.adapter_parameters
+        + 4 * shape.head * job.labelled
+        + attention
+    )
 
 
 def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
@@ -220,14 +265,16 @@ def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
 
 
 def elementwise_bytes(shape: DecoderShape) -> int:
-    """Bytes of elementwise operations for a token in all layers, forward and backward, in bf16 and perfectly fused."""
+    """Bytes of elementwise operations for a token in all layers, forward and backward, in bf16
+    and perfectly fused.
+    """
     of_mlp = shape.chosen * (9 * shape.inner + 2 * shape.width) if shape.routed else 8 * shape.inner
     return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + of_mlp + 7 * shape.q)
 
 
 def dequantised_bytes(job: Job) -> float:
-    """Bytes of a step that dequantise its layers' weights, one pass over all forward and one backward, in which the first
-    layer's queries, keys and values are not needed."""
+    """Bytes of a step that dequantise its layers' weights, one pass over all forward and one
+    backward, in which the first layer's queries, keys and values are not needed."""
     first = job.shape.width * (job.shape.q + 2 * job.shape.kv)
     return job.dequantised_bytes * (2 * job.shape.packed_body - first)
 
@@ -239,8 +286,8 @@ def loss_bytes(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of the step: ``forward`` is x[rows, inputs] · W[outputs, inputs]ᵀ, ``dX`` is dY · W, ``dW`` is
-    dYᵀ · x; all three are ``2 · rows · inputs · outputs`` FLOPs.
+    """A matrix product of the step: ``forward`` is x[rows, inputs] · W[outputs, inputs]ᵀ, ``dX`` is
+    dY · W, ``dW`` is dYᵀ · x; all three are ``2 · rows · inputs · outputs`` FLOPs.
     """
 
     name: str
@@ -263,8 +310,9 @@ class Product:
 def products(job: Job) -> list[Product]:
     """The step's products, with QKV and gate/up merged and adapters inside the base's products.
 
-    The columns of u = x A stand beside x, those of their gradient beside dY, so the base's products grow by R, the sum of the
-    ranks. Four products with one dimension R remain. Two of them read dY, which can be read once for both: one is counted.
+    The columns of u = x A stand beside x, those of their gradient beside dY, so the base's products
+    grow by R, the sum of the ranks. Four products with one dimension R remain. Two of them read dY,
+    which can be read once for both: one is counted.
     """
     s, T = job.shape, job.tokens
     layer = {
@@ -279,14 +327,27 @@ def products(job: Job) -> list[Product]:
     for name, (rows, inputs, outputs) in layer.items():
         ranks = job.rank * sum(member in job.adapted_linear for member in GROUPS.get(name, ()))
         found.append(Product(name, "forward", rows, inputs + ranks, outputs, s.layers))
-        found.append(Product(name, "dX", rows, inputs, outputs + ranks, s.layers - (1 if job.rank and name == "qkv" else 0)))
+        found.append(
+            Product(
+                name,
+                "dX",
+                rows,
+                inputs,
+                outputs + ranks,
+                s.layers - (1 if job.rank and name == "qkv" else 0),
+            )
+        )
         if not job.rank:
             found.append(Product(name, "dW", rows, inputs, outputs, s.layers))
         if ranks:
-            found += [Product(f"{name} A", kind, T, inputs, ranks, s.layers) for kind in ("forward", "dW")]
+            found += [
+                Product(f"{name} A", kind, T, inputs, ranks, s.layers) for kind in ("forward", "dW")
+            ]
             found.append(Product(f"{name} B", "dW", T, ranks, outputs, s.layers))
     head = round(T * job.labelled)
-    kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX") if job.rank else ("forward", "dX", "dW")
+    kinds: tuple[Literal["forward", "dX", "dW"], ...] = (
+        ("forward", "dX") if job.rank else ("forward", "dX", "dW")
+    )
     found += [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
     return [product for product in found if product.count]
 
@@ -315,40 +376,54 @@ class ReferenceStep:
         return self.tokens / self.seconds
 
     def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        return {
+            **asdict(self),
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> ReferenceStep:
         return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
     def best_seen(self, profile: Mapping[str, float], step_seconds: float) -> ReferenceStep:
-        """This step with each part at most as long as in a traced step, so it takes no longer than that step.
+        """This step with each part at most as long as in a traced step, so it takes no longer than
+        that step.
 
-        A card that regulates its power multiplies faster in some steps than in those that ``measure_rates`` runs.
+        A card that regulates its power multiplies faster in some steps than in those that
+        ``measure_rates`` runs.
 
         Args:
             profile: seconds of the traced step by category of kernels, gaps included.
-            step_seconds: seconds of a step without tracing. If the traced one took longer, its times are scaled down to it.
+            step_seconds: seconds of a step without tracing. If the traced one took longer, its
+                times are scaled down to it.
         """
         scale = min(step_seconds / sum(profile.values()), 1.0)
-        least = {part: min(getattr(self, part), scale * profile.get(part, math.inf)) for part in PARTS}
+        least = {
+            part: min(getattr(self, part), scale * profile.get(part, math.inf)) for part in PARTS
+        }
         return replace(self, **least)
 
 
 def reference_step(
-    job: Job, copy_rate: float, product_seconds: Callable[[Product], float], attention_seconds: float
+    job: Job,
+    copy_rate: float,
+    product_seconds: Callable[[Product], float],
+    attention_seconds: float,
 ) -> ReferenceStep:
     """The reference step from parts that were measured by themselves.
 
     Args:
         copy_rate: bytes read and written per second by a device copy.
         product_seconds: measured time of one product.
-        attention_seconds: measured time of attention, forward and backward, in one layer over the step's documents.
+        attention_seconds: measured time of attention, forward and backward, in one layer over the
+            step's documents.
     """
     return ReferenceStep(
         products=sum(product.count * product_seconds(product) for product in products(job)),
         attention=job.shape.layers * attention_seconds,
-        elementwise=(elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)) / copy_rate,
+        elementwise=(elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job))
+        / copy_rate,
         loss=loss_bytes(job) * job.tokens / copy_rate,
         optimizer=job.optimizer_bytes * job.trained_parameters / copy_rate,
         tokens=job.tokens,

@@ -30,23 +30,26 @@ class Measurement:
         tokens: real tokens of each step, without padding.
         slots: positions computed in each step, padding included.
         seconds: of each whole step, by the card's clock if there is a card.
-        losses, grad_norms: of each step; norms before clipping; None where the arm does not report it.
+        losses, grad_norms: of each step; norms before clipping; None where the arm does not report
+            it.
         warm_up: first steps that are not sampled.
         peak_gib: highest device memory during the steps; 0 without a card.
         trained_share: trained parameters over all parameters of the model.
         moved_share: parameters in tensors that training changed, over all trained ones.
         load_seconds: from the start of the process to the first step.
-        own_batches: what the first steps held, if the arm took other documents than the work's: their token ids, or of pairs
-            what ``pairs.py`` reads.
+        own_batches: what the first steps held, if the arm took other documents than the work's:
+            their token ids, or of pairs what ``pairs.py`` reads.
         begins_alike: whether the very first of them held the work's.
         profile: breakdown of the time of further steps, if requested.
         first: whether these are the process's first steps, which have a reference.
         held_gib: device memory that the process keeps while it waits for another round.
-        computed: of each step's tokens those that are computed, where answers share prompts; None: all.
-        rounded_losses, rounded_norms: of a reference, the loss of each step, and the norm of its gradients, by the same formula
-            and weights in plain bf16; None: not asked.
-        rounding_spreads: of a reference, by how much bf16 is expected to change the loss of each step: the root of the sum of
-            the squares of what it changes in each group of pairs, whose changes are independent; None: not asked.
+        computed: of each step's tokens those that are computed, where answers share prompts; None:
+            all.
+        rounded_losses, rounded_norms: of a reference, the loss of each step, and the norm of its
+            gradients, by the same formula and weights in plain bf16; None: not asked.
+        rounding_spreads: of a reference, by how much bf16 is expected to change the loss of each
+            step: the root of the sum of the squares of what it changes in each group of pairs,
+            whose changes are independent; None: not asked.
     """
 
     settings: str
@@ -74,7 +77,9 @@ class Measurement:
     @property
     def rates(self) -> list[float]:
         """Real tokens per second of each step after the warm-up."""
-        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)][self.warm_up :]
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)][
+            self.warm_up :
+        ]
 
     def write(self, path: Path) -> None:
         """Write to another file, then rename: the other process waits for the whole file."""
@@ -129,7 +134,9 @@ class ArmPlan:
         return self.warm_up + self.steps + self.further * (RESUMED + self.steps)
 
     def hand_in(self, measured: Measurement) -> bool:
-        """Write a round and wait for the next request. Returns whether another round is requested."""
+        """Write a round and wait for the next request. Returns whether another round is
+        requested.
+        """
         reset_peak()
         measured.held_gib = held_gib()
         if self.out is not None:
@@ -151,7 +158,8 @@ def round_file(out: Path, number: int) -> Path:
 class Clock:
     """Marks between steps, by CUDA events on a card, without a synchronisation before ``seconds``.
 
-    It is not the ``Moment`` of our training, because peers' processes import nothing of that: it patches parts of transformers.
+    It is not the ``Moment`` of our training, because peers' processes import nothing of that: it
+    patches parts of transformers.
     """
 
     def __init__(self) -> None:
@@ -179,13 +187,17 @@ class Movement:
 
     def __init__(self, model: torch.nn.Module):
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.total = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())  # two codes a byte
+        self.total = sum(
+            p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters()
+        )  # two codes a byte
         self.before = self._sums()
 
     def _sums(self) -> dict[str, int]:
         integers = {2: torch.int16, 4: torch.int32}
         return {
-            name: int(p.detach().reshape(-1).view(integers[p.element_size()]).sum(dtype=torch.int64))
+            name: int(
+                p.detach().reshape(-1).view(integers[p.element_size()]).sum(dtype=torch.int64)
+            )
             for name, p in self.trained.items()
         }
 
@@ -195,7 +207,9 @@ class Movement:
 
     def moved_share(self) -> float:
         after = self._sums()
-        moved = sum(p.numel() for name, p in self.trained.items() if after[name] != self.before[name])
+        moved = sum(
+            p.numel() for name, p in self.trained.items() if after[name] != self.before[name]
+        )
         return moved / max(sum(p.numel() for p in self.trained.values()), 1)
 
 

@@ -1,13 +1,13 @@
 """Pairs of answers to one prompt as a unit of work: what DPO and ORPO are measured on.
 
-Built-in pairs are random words. The length of a row, prompt and answer, is lognormal; the prompt is a share of it, in the mean
-of both rows:
+Built-in pairs are random words. The length of a row, prompt and answer, is lognormal; the prompt is
+a share of it, in the mean of both rows:
 
     pairs-30, pairs-50, pairs-70    30, 50 or 70 % of the tokens of prompt and answer
 
-A step of ours holds the pairs of its packs, as many as fit in. A peer's trainer takes the same pairs in the same order, so many
-in every step, and is compared with a reference on its own steps. Real tokens are those of both rows, the prompt counted in
-each, as peers compute them.
+A step of ours holds the pairs of its packs, as many as fit in. A peer's trainer takes the same
+pairs in the same order, so many in every step, and is compared with a reference on its own steps.
+Real tokens are those of both rows, the prompt counted in each, as peers compute them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ UNLIKE = 0.3
 """An answer is up to so much longer than the mean of both, the other one as much shorter."""
 
 BESIDE_A_ROW = 4
-"""Tokens of an item besides two whole rows: ends of both answers, and what sharing the prompt repeats."""
+"""Tokens of an item besides two whole rows: ends of both answers, and what sharing the prompt
+repeats.
+"""
 
 LEARNING_RATES = {"full": 5e-8, "lora": 2e-6, "qlora": 2e-6}
-"""Of DPO, which sums over an answer what SFT averages over a step: so small that weights in bf16, which lose such updates, stay
-within the tolerance, and so large that adapters move the loss by more than that. ORPO has those of SFT."""
+"""Of DPO, which sums over an answer what SFT averages over a step: so small that weights in
+bf16, which lose such updates, stay within the tolerance, and so large that adapters move the
+loss by more than that. ORPO has those of SFT."""
 
 BETA = 0.1
 """β of DPO and λ of ORPO, where none is set: the default of ours and of TRL."""
@@ -85,7 +88,10 @@ class Held:
     prompt_is_trained: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        steps = [[[[pair.prompt, pair.chosen, pair.rejected] for pair in part] for part in step] for step in self.steps]
+        steps = [
+            [[[pair.prompt, pair.chosen, pair.rejected] for pair in part] for part in step]
+            for step in self.steps
+        ]
         return {"prompt_is_trained": self.prompt_is_trained, "steps": steps}
 
     @classmethod
@@ -117,7 +123,8 @@ class PairWork(Work):
         if given:
             name, value = next(iter(given.items()))
             raise ConfigurationError(
-                f"{self.objective}.{name}={value!r}: not every arm has it; a benchmark takes {self.objective}.beta alone"
+                f"{self.objective}.{name}={value!r}: not every arm has it; a benchmark takes "
+                f"{self.objective}.beta alone"
             )
         return float(beta)
 
@@ -166,10 +173,15 @@ class PairWork(Work):
         """Both rows of the pairs of each step, their answers labelled."""
         for pairs in self.pairs_by_step(count):
             rows = [(row, len(pair.prompt)) for pair in pairs for row in pair.rows]
-            yield [Document(np.array(row), np.array([-100] * prompt + row[prompt:])) for row, prompt in rows]
+            yield [
+                Document(np.array(row), np.array([-100] * prompt + row[prompt:]))
+                for row, prompt in rows
+            ]
 
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
-        return [sum(pair.tokens for pair in pairs) for pairs in self.pairs_by_step(len(computed), first)]
+        return [
+            sum(pair.tokens for pair in pairs) for pairs in self.pairs_by_step(len(computed), first)
+        ]
 
     def job(self) -> Job:
         return replace(super().job(), pairs=True)
@@ -184,22 +196,37 @@ class PairWork(Work):
         return {
             "objective": self.objective,
             "pairs_a_step": len(pairs) / len(steps),
-            "prompt_share": sum(2 * len(pair.prompt) for pair in pairs) / sum(pair.tokens for pair in pairs),
+            "prompt_share": sum(2 * len(pair.prompt) for pair in pairs)
+            / sum(pair.tokens for pair in pairs),
             "reference_policy": self.reference_policy,
         }
 
     @classmethod
-    def usual_fields(cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Packs are twice as wide and half as many as those of documents, for an item has two answers."""
+    def usual_fields(
+        cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Packs are twice as wide and half as many as those of documents, for an item has two
+        answers.
+        """
         usual = super().usual_fields(shape, mode, fields)
         if shape:
-            usual |= {"batch_size": max(shape.batch_size // 2, 1), "max_seq_length": 2 * shape.max_seq_length}
-        rate = LEARNING_RATES[mode] if fields["objective"] == "dpo" else MODES[mode]["learning_rate"]
+            usual |= {
+                "batch_size": max(shape.batch_size // 2, 1),
+                "max_seq_length": 2 * shape.max_seq_length,
+            }
+        rate = (
+            LEARNING_RATES[mode] if fields["objective"] == "dpo" else MODES[mode]["learning_rate"]
+        )
         return {**usual, "learning_rate": rate}
 
     def write_documents(self, vocabulary: int) -> None:
         config = self.config()
-        slots = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length * self.written_steps
+        slots = (
+            config.batch_size
+            * config.gradient_accumulation_steps
+            * config.max_seq_length
+            * self.written_steps
+        )
         rows = random_pairs(SHARES[self.data], slots, config.max_seq_length, vocabulary)
         self.documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -211,7 +238,9 @@ def _pair_at(store: Any, number: int) -> Pair:
         ids, trained = store.whole_document(document)
         prompt = int(np.argmax(trained))
         if not trained[prompt:].all():
-            raise ConfigurationError("data: trains more or less than one whole answer of a row, which not every arm can")
+            raise ConfigurationError(
+                "data: trains more or less than one whole answer of a row, which not every arm can"
+            )
         sides.append((ids[:prompt].tolist(), ids[prompt:].tolist()))
     (prompt, chosen), (other, rejected) = sides
     if prompt != other:
@@ -219,12 +248,15 @@ def _pair_at(store: Any, number: int) -> Pair:
     return Pair(prompt, chosen, rejected)
 
 
-def random_pairs(share: float, slots: int, width: int, vocabulary: int, seed: int = 1) -> list[dict[str, str]]:
-    """Rows of prompt, chosen and rejected, as texts of ``word_tokenizer``, that fill at least so many ``slots`` where a prompt
-    is there once.
+def random_pairs(
+    share: float, slots: int, width: int, vocabulary: int, seed: int = 1
+) -> list[dict[str, str]]:
+    """Rows of prompt, chosen and rejected, as texts of ``word_tokenizer``, that fill at least so
+    many ``slots`` where a prompt is there once.
 
-    Lengths of rows are lognormal as those of ragged documents, and at most half of ``width``, so that no pair is cut. Words are
-    rarer in rejected answers than in chosen ones, so there is something to learn.
+    Lengths of rows are lognormal as those of ragged documents, and at most half of ``width``, so
+    that no pair is cut. Words are rarer in rejected answers than in chosen ones, so there is
+    something to learn.
 
     Args:
         share: of the prompt in a row, in the mean of both rows.
@@ -235,7 +267,9 @@ def random_pairs(share: float, slots: int, width: int, vocabulary: int, seed: in
     longest = width // 2 - BESIDE_A_ROW
     shortest, median = min(SHORTEST, longest // 8), min(MEDIAN, longest // 2)
     while slots > 0:
-        length = min(max(int(np.exp(generator.normal(math.log(median), SPREAD))), shortest), longest)
+        length = min(
+            max(int(np.exp(generator.normal(math.log(median), SPREAD))), shortest), longest
+        )
         prompt = min(max(round(share * length), 1), length - 2)
         answer = length - prompt
         more = min(round(generator.uniform(-UNLIKE, UNLIKE) * answer), answer - 1)
@@ -257,12 +291,17 @@ def _words(ids: Sequence[int]) -> str:
 
 
 def equal_steps(steps: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
-    """The same pairs in the same order, as many in each step as there are in the mean, which are sorted, the longest first.
+    """The same pairs in the same order, as many in each step as there are in the mean, which are
+    sorted, the longest first.
 
-    The number is a multiple of four where there are so many, so that it can be divided into micro-batches.
+    The number is a multiple of four where there are so many, so that it can be divided into
+    micro-batches.
     """
     mean = sum(map(len, steps)) / len(steps)
     size = max(4 * round(mean / 4) if mean >= 3 else round(mean), 1)
     pairs = [pair for step in steps for pair in step]
     whole = range(0, len(pairs) - size + 1, size)
-    return [sorted(pairs[start : start + size], key=lambda pair: pair.longest, reverse=True) for start in whole]
+    return [
+        sorted(pairs[start : start + size], key=lambda pair: pair.longest, reverse=True)
+        for start in whole
+    ]

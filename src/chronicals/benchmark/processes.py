@@ -33,7 +33,9 @@ PEERS: dict[str, tuple[str, ...]] = {
     "trl": ("trl", "datasets"),
     "trl-recompute": ("trl", "datasets"),
 }
-"""Peers by name, and the packages each needs; adapters also need peft, a base in 4 bits also bitsandbytes and accelerate."""
+"""Peers by name, and the packages each needs; adapters also need peft, a base in 4 bits also
+bitsandbytes and accelerate.
+"""
 
 PAIR_PEERS = ("trl", "trl-recompute", "unsloth", "unsloth-recompute")
 """Those that train on pairs of answers."""
@@ -46,11 +48,15 @@ REFERENCE = "reference"
 OURS = "ours"
 
 POLL_SECONDS, ENDING_SECONDS = 0.05, 20.0
-"""Seconds between two checks for a finished round; seconds for a process to end after it was asked to."""
+"""Seconds between two checks for a finished round; seconds for a process to end after it was
+asked to.
+"""
 
 
 class ArmFailed(RuntimeError):
-    """The arm's process ended with an error or exceeded its time; the message is the last error in its log."""
+    """The arm's process ended with an error or exceeded its time; the message is the last error
+    in its log.
+    """
 
 
 class ArmTimedOut(ArmFailed):
@@ -59,7 +65,9 @@ class ArmTimedOut(ArmFailed):
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm by name; ours may have changes to the configuration, which are then part of its name."""
+    """An arm by name; ours may have changes to the configuration, which are then part of its
+    name.
+    """
 
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -82,8 +90,8 @@ def missing(peer: str, mode: str) -> list[str]:
 
 
 class RunningArm:
-    """The process of an arm. It imports what it needs and waits for a request; after a round it waits again, with its model,
-    optimizer and compiled kernels in memory.
+    """The process of an arm. It imports what it needs and waits for a request; after a round it
+    waits again, with its model, optimizer and compiled kernels in memory.
 
     Args:
         label: part of the names of this process's files, different for each run of the arm.
@@ -93,20 +101,33 @@ class RunningArm:
     """
 
     def __init__(
-        self, work: Work, arm: Arm | str, steps: int, trace: Path | None = None, documents: Path | None = None,
-        label: str = "", warm_up: int | None = None, further: int = 0,
-    ):  # fmt: skip
+        self,
+        work: Work,
+        arm: Arm | str,
+        steps: int,
+        trace: Path | None = None,
+        documents: Path | None = None,
+        label: str = "",
+        warm_up: int | None = None,
+        further: int = 0,
+    ):
         self.arm = Arm(arm) if isinstance(arm, str) else arm
         stem = re.sub(r"[^\w.=-]+", "-", self.arm.name) + (f"-{label}" if label else "")
         self.out, self.further, self.rounds = work.folder / "results" / f"{stem}.json", further, 0
         for old in self.out.parent.glob(f"{self.out.stem}.*.json"):
             old.unlink()
         given: dict[str, Any] = {
-            "--steps": steps, "--warm-up": work.warm_up if warm_up is None else warm_up, "--out": self.out,
-            "--changes": json.dumps(self.arm.changes), "--further": further,
-            **({"--trace": trace} if trace else {}), **({"--documents": documents} if documents else {}),
-        }  # fmt: skip
-        self.process = start_process(work, self.arm.kind, [str(x) for pair in given.items() for x in pair], stem)
+            "--steps": steps,
+            "--warm-up": work.warm_up if warm_up is None else warm_up,
+            "--out": self.out,
+            "--changes": json.dumps(self.arm.changes),
+            "--further": further,
+            **({"--trace": trace} if trace else {}),
+            **({"--documents": documents} if documents else {}),
+        }
+        self.process = start_process(
+            work, self.arm.kind, [str(x) for pair in given.items() for x in pair], stem
+        )
 
     @property
     def waits(self) -> bool:
@@ -161,16 +182,23 @@ def run_process(work: Work, name: str, options: list[str], timeout: float, stem:
 
 
 def start_process(work: Work, name: str, options: list[str], stem: str) -> ArmProcess:
-    """Start ``chronicals.benchmark.arm``; its output goes to ``logs/STEM.log`` in the work's folder."""
+    """Start ``chronicals.benchmark.arm``; its output goes to ``logs/STEM.log`` in the work's
+    folder.
+    """
     for folder in ("results", "logs"):
         (work.folder / folder).mkdir(exist_ok=True)
     log = work.folder / "logs" / f"{stem}.log"
     command = [sys.executable, "-m", "chronicals.benchmark.arm", str(work.folder), name, *options]
     with log.open("w") as lines:
         process = BoundProcess(
-            command, cwd=work.folder, env=environment(work, name), stdin=subprocess.PIPE, stdout=lines,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            command,
+            cwd=work.folder,
+            env=environment(work, name),
+            stdin=subprocess.PIPE,
+            stdout=lines,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     return ArmProcess(process, log)
 
 
@@ -242,9 +270,10 @@ class ArmProcess:
 
 
 def environment(work: Work, arm: str) -> dict[str, str]:
-    """The caller's environment, with compilers' caches in the benchmark's folder, so that only the first run of an arm
-    compiles. TRL's arms have memory in segments that grow, as Unsloth gives itself: their shapes differ from step to step. For
-    the same reason they have Liger's rotation in Triton: in CuTe, which Liger takes for large batches where its compiler is
+    """The caller's environment, with compilers' caches in the benchmark's folder, so that only
+    the first run of an arm compiles. TRL's arms have memory in segments that grow, as Unsloth
+    gives itself: their shapes differ from step to step. For the same reason they have Liger's
+    rotation in Triton: in CuTe, which Liger takes for large batches where its compiler is
     installed, it is compiled for each new length."""
     caches, source = work.folder.parent / "caches", str(Path(chronicals.__file__).parent.parent)
     chosen = {
@@ -257,8 +286,17 @@ def environment(work: Work, arm: str) -> dict[str, str]:
     }
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     offline = {"HF_HUB_OFFLINE": "1"} if Path(work.model).exists() else {}
-    of_trl = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "LIGER_KERNEL_IMPL_ROPE": "nvidia-triton"}
-    return {**chosen, **offline, **(of_trl if arm.startswith("trl") else {}), **os.environ, "PYTHONPATH": path}
+    of_trl = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "LIGER_KERNEL_IMPL_ROPE": "nvidia-triton",
+    }
+    return {
+        **chosen,
+        **offline,
+        **(of_trl if arm.startswith("trl") else {}),
+        **os.environ,
+        "PYTHONPATH": path,
+    }
 
 
 def last_words(log: str, code: int) -> str:

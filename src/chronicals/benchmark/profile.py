@@ -22,28 +22,36 @@ CATEGORIES: dict[str, str] = {
     "elementwise": r"elementwise|triton|norm|swiglu|geglu|glu_|silu|rope|rotary|reduce|embedding|index|gather|scatter|sort|"
     r"vectorized|unrolled|dropout|cast|mul|add|_kernel",
 }
-"""Categories of kernels, each with a pattern for their names; the first that matches counts, else ``other``."""
+"""Categories of kernels, each with a pattern for their names; the first that matches counts,
+else ``other``.
+"""
 
 
 def category_of(name: str) -> str:
     """The category of a kernel (or copy) by its name."""
     lowered = name.lower()
-    return next((category for category, pattern in CATEGORIES.items() if re.search(pattern, lowered)), "other")
+    return next(
+        (category for category, pattern in CATEGORIES.items() if re.search(pattern, lowered)),
+        "other",
+    )
 
 
-def breakdown(events: Iterable[Mapping[str, Any]], steps: int, step_seconds: float) -> dict[str, Any]:
+def breakdown(
+    events: Iterable[Mapping[str, Any]], steps: int, step_seconds: float
+) -> dict[str, Any]:
     """Time of a step by category.
 
     Args:
-        events: of a Chrome trace, times in microseconds; those of ``cat`` kernel, gpu_memcpy and gpu_memset count.
+        events: of a Chrome trace, times in microseconds; those of ``cat`` kernel, gpu_memcpy and
+            gpu_memset count.
         steps: steps in the trace.
-        step_seconds: seconds of a step without tracing. Tracing slows the host down, not the kernels; the time of such a step
-            in which no kernel runs is its launch gaps.
+        step_seconds: seconds of a step without tracing. Tracing slows the host down, not the
+            kernels; the time of such a step in which no kernel runs is its launch gaps.
 
     Returns:
-        ``milliseconds_a_step`` and ``share`` by category, ``gaps`` among them; ``kernels``: the longest, with ``kind``
-        (the category), calls and milliseconds a step. Where kernels overlap, times are scaled down in proportion. Empty if
-        the trace has no events of a card.
+        ``milliseconds_a_step`` and ``share`` by category, ``gaps`` among them; ``kernels``: the
+        longest, with ``kind`` (the category), calls and milliseconds a step. Where kernels overlap,
+        times are scaled down in proportion. Empty if the trace has no events of a card.
     """
     ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not ran:
@@ -78,7 +86,9 @@ def breakdown(events: Iterable[Mapping[str, Any]], steps: int, step_seconds: flo
 
 
 class Profiler:
-    """Traces until ``stop``, which writes the Chrome trace to ``path`` and returns the breakdown of the time."""
+    """Traces until ``stop``, which writes the Chrome trace to ``path`` and returns the breakdown
+    of the time.
+    """
 
     def __init__(self, path: Path):
         import torch
@@ -86,7 +96,9 @@ class Profiler:
         self.path = path
         on_card = torch.cuda.is_available()
         activity = torch.profiler.ProfilerActivity
-        self.trace = torch.profiler.profile(activities=[activity.CUDA] if on_card else [activity.CPU])
+        self.trace = torch.profiler.profile(
+            activities=[activity.CUDA] if on_card else [activity.CPU]
+        )
         if on_card:
             torch.cuda.synchronize()
         self.trace.start()

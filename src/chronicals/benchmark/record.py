@@ -17,25 +17,50 @@ from chronicals.benchmark.rounds import Row
 from chronicals.standard_json import to_json
 
 PACKAGES = (
-    "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo",
-    "xformers", "trl", "bitsandbytes", "accelerate",
-)  # fmt: skip
+    "chronicals",
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "flash-attn-4",
+    "liger-kernel",
+    "unsloth",
+    "unsloth-zoo",
+    "xformers",
+    "trl",
+    "bitsandbytes",
+    "accelerate",
+)
 OF_REFERENCE = ("losses", "grad_norms", "settings", "seconds")
 """What is kept of the fp32 steps."""
 
 
 def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
-    """Everything that was measured, raw samples included; an arm that was refused has its losses and no speed."""
+    """Everything that was measured, raw samples included; an arm that was refused has its losses
+    and no speed.
+    """
     work, job = row.work, row.job
     arms = {name: _arm(row, name) for name in row.runs}
-    arms |= {name: {"status": "failed", "reason": reason} for name, reason in row.failed.items() if name not in arms}
+    arms |= {
+        name: {"status": "failed", "reason": reason}
+        for name, reason in row.failed.items()
+        if name not in arms
+    }
     arms |= {name: {"status": "absent", "reason": reason} for name, reason in row.absent.items()}
     reference = row.reference
     return {
         "row": {
-            "model": work.name, "mode": work.mode, "data": work.data, "fields": work.fields, "steps": work.steps,
-            "warm_up": work.warm_up, "tokens_a_step": job.tokens, "mean_length": job.mean_length, "labelled": job.labelled,
-            "trained_parameters": None if job.uneven else job.trained_parameters, "optimizer_bytes": job.optimizer_bytes,
+            "model": work.name,
+            "mode": work.mode,
+            "data": work.data,
+            "fields": work.fields,
+            "steps": work.steps,
+            "warm_up": work.warm_up,
+            "tokens_a_step": job.tokens,
+            "mean_length": job.mean_length,
+            "labelled": job.labelled,
+            "trained_parameters": None if job.uneven else job.trained_parameters,
+            "optimizer_bytes": job.optimizer_bytes,
             **work.described(),
         },
         "machine": row.rates.get("machine", {}),
@@ -45,14 +70,16 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "needed_flops_a_token": needed_flops(job) if job.counted else None,
         "floor": _floor(row),
-        "rates": {name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")},
+        "rates": {
+            name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")
+        },
         "reference": reference and {name: getattr(reference, name) for name in OF_REFERENCE},
         "arms": arms,
         "ratios": _ratios(row),
         "orders": row.orders,
         "notes": [*row.notes, *_doubts(row), *_beyond(row)],
         "seconds": row.seconds,
-    }  # fmt: skip
+    }
 
 
 def write(result: dict[str, Any], path: Path) -> None:
@@ -63,7 +90,9 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def _floor(row: Row) -> dict[str, Any] | None:
-    """The reference step, and under ``by_itself`` its parts as measured by themselves; None if there is none."""
+    """The reference step, and under ``by_itself`` its parts as measured by themselves; None if
+    there is none.
+    """
     floor = None if _doubts(row) else _reference_step(row)
     if floor is None:
         return None
@@ -71,7 +100,9 @@ def _floor(row: Row) -> dict[str, Any] | None:
 
 
 def _reference_step(row: Row) -> ReferenceStep | None:
-    """The best time seen of each part: by itself, or in our own step if its products are in 16 bit."""
+    """The best time seen of each part: by itself, or in our own step if its products are in 16
+    bit.
+    """
     if not row.job.counted or "floor" not in row.rates:
         return None
     floor = ReferenceStep.from_dict(row.rates["floor"])
@@ -84,7 +115,9 @@ def _reference_step(row: Row) -> ReferenceStep | None:
 
 
 def _doubts(row: Row) -> list[str]:
-    """Why the reference step is dropped: a peer in 16 bit, or ours without a variant's fields, is faster than it."""
+    """Why the reference step is dropped: a peer in 16 bit, or ours without a variant's fields,
+    is faster than it.
+    """
     floor, doubts = _reference_step(row), []
     if floor is None:
         return []
@@ -94,7 +127,8 @@ def _doubts(row: Row) -> list[str]:
         ratio = statistics.median(_rates(row, name)) / floor.tokens_per_second
         if ratio > 1:
             doubts.append(
-                f"no reference step: {name} ran at {ratio:.1%} of it, so its parts were measured too slow; run the row again"
+                f"no reference step: {name} ran at {ratio:.1%} of it, so its parts were measured "
+                "too slow; run the row again"
             )
     return doubts[:1]
 
@@ -103,11 +137,19 @@ def _beyond(row: Row) -> list[str]:
     """Notes on variants of ours that are faster than the reference step."""
     floor, notes = _floor(row), []
     for name, runs in row.runs.items():
-        if floor is None or not name.startswith("ours ") or name in row.refused or runs[0].extra.get("fp8"):
+        if (
+            floor is None
+            or not name.startswith("ours ")
+            or name in row.refused
+            or runs[0].extra.get("fp8")
+        ):
             continue
         ratio = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
         if ratio > 1:
-            notes.append(f"{name} ran at {ratio:.1%} of the reference step, which is that of the row's own fields: no share")
+            notes.append(
+                f"{name} ran at {ratio:.1%} of the reference step, which is that of the row's own "
+                "fields: no share"
+            )
     return notes
 
 
@@ -148,9 +190,14 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
     quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [rate] * 3
     return found | {
         "tokens_per_second": {
-            "median": rate, "lowest": min(samples), "highest": max(samples), "quartiles": [quarters[0], quarters[2]],
+            "median": rate,
+            "lowest": min(samples),
+            "highest": max(samples),
+            "quartiles": [quarters[0], quarters[2]],
         },
-        "mfu": None if first.extra.get("fp8") or row.work.config().mixed_precision == "fp32" else mfu(row.job, rate, card),
+        "mfu": None
+        if first.extra.get("fp8") or row.work.config().mixed_precision == "fp32"
+        else mfu(row.job, rate, card),
         "share_of_floor": _share(rate, floor),
         "rounds": len(row.runs[name]) - 1,
         "round_medians": [statistics.median(run.rates) for run in row.decisive(name)],
@@ -158,14 +205,17 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         "first_step_seconds": first.seconds[0],
         "warm_up_seconds": sum(first.seconds[: first.warm_up]),
         "samples": [
-            {"tokens": run.tokens[run.warm_up :], "seconds": run.seconds[run.warm_up :]} for run in row.runs[name]
+            {"tokens": run.tokens[run.warm_up :], "seconds": run.seconds[run.warm_up :]}
+            for run in row.runs[name]
         ],
         "profile": first.profile,
-    }  # fmt: skip
+    }
 
 
 def _share(rate: float, floor: dict[str, Any] | None) -> float | None:
-    """A rate over that of the reference step; None if there is none, or it is slower (a note says so)."""
+    """A rate over that of the reference step; None if there is none, or it is slower (a note
+    says so).
+    """
     ratio = rate / floor["tokens_per_second"] if floor else None
     return None if ratio is None or ratio > 1 else ratio
 
@@ -199,7 +249,11 @@ def current_commit() -> str:
     """The commit of the source that runs; ``unknown`` without git."""
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -220,17 +274,36 @@ def draw(result: dict[str, Any], path: Path) -> None:
         rate = arm["tokens_per_second"]
         low, high = rate["quartiles"]
         spread = [[max(rate["median"] - low, 0)], [max(high - rate["median"], 0)]]
-        axis.barh(place, rate["median"], color="tab:blue" if name.startswith("ours") else "0.65", xerr=spread, height=0.6)
+        axis.barh(
+            place,
+            rate["median"],
+            color="tab:blue" if name.startswith("ours") else "0.65",
+            xerr=spread,
+            height=0.6,
+        )
         axis.text(
-            max(high, rate["median"]), place, f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB", va="center", fontsize=9
+            max(high, rate["median"]),
+            place,
+            f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB",
+            va="center",
+            fontsize=9,
         )
     if result["floor"]:
-        axis.axvline(result["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2, label="reference step, not a bound")
+        axis.axvline(
+            result["floor"]["tokens_per_second"],
+            color="black",
+            ls=":",
+            lw=1.2,
+            label="reference step, not a bound",
+        )
         axis.legend(frameon=False, fontsize=9, loc="lower right")
     row = result["row"]
     axis.set_yticks(range(len(arms)), list(arms))
     axis.set_xlabel("real tokens per second")
-    axis.set_title(f"{row['model']}, {row['mode']}, {row['data']} ({result['machine'].get('card', 'CPU')})", loc="left")
+    axis.set_title(
+        f"{row['model']}, {row['mode']}, {row['data']} ({result['machine'].get('card', 'CPU')})",
+        loc="left",
+    )
     axis.margins(x=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

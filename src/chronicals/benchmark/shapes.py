@@ -1,4 +1,6 @@
-"""Built-in shapes and documents: random weights and random tokens, for measuring without a download."""
+"""Built-in shapes and documents: random weights and random tokens, for measuring without a
+download.
+"""
 
 from __future__ import annotations
 
@@ -33,67 +35,127 @@ SHAPES = {
     "qwen2.5-0.5b": BuiltIn(
         "Qwen2Config",
         {
-            "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-            "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
-        batch_size=8, max_seq_length=2048, steps=20,
+        batch_size=8,
+        max_seq_length=2048,
+        steps=20,
     ),
     "llama-3.1-8b": BuiltIn(
         "LlamaConfig",
         {
-            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rms_norm_eps": 1e-5,
         },
-        batch_size=4, max_seq_length=2048, steps=8,
+        batch_size=4,
+        max_seq_length=2048,
+        steps=8,
     ),
     "qwen3-8b": BuiltIn(
         "Qwen3Config",
         {
-            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-            "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
-        batch_size=4, max_seq_length=2048, steps=8,
+        batch_size=4,
+        max_seq_length=2048,
+        steps=8,
     ),
     "qwen3-30b-a3b": BuiltIn(  # 8 of its 48 layers: 5.6 billion weights, of which a token meets a ninth
         "Qwen3MoeConfig",
         {
-            "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
-            "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 8, "num_attention_heads": 32,
-            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-            "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
-        batch_size=8, max_seq_length=2048, steps=10,
+        batch_size=8,
+        max_seq_length=2048,
+        steps=10,
     ),
     "olmoe-1b-7b": BuiltIn(
         "OlmoeConfig",
         {
-            "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
-            "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
-            "tie_word_embeddings": False, "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rms_norm_eps": 1e-5,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 50304,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rms_norm_eps": 1e-5,
         },
-        batch_size=4, max_seq_length=2048, steps=10,
+        batch_size=4,
+        max_seq_length=2048,
+        steps=10,
     ),
     "tiny": BuiltIn(
         "Qwen2Config",
         {
-            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True, "max_position_embeddings": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 1024,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 512,
         },
-        batch_size=2, max_seq_length=64, steps=4,
+        batch_size=2,
+        max_seq_length=64,
+        steps=4,
     ),
-}  # fmt: skip
+}
 
 DATA = ("fixed", "ragged")
 MEDIAN, SPREAD, SHORTEST = 400, 0.8, 32
-"""Lengths of ragged documents: lognormal with this median and spread, no shorter than this, no longer than a pack."""
+"""Lengths of ragged documents: lognormal with this median and spread, no shorter than this, no
+longer than a pack.
+"""
 
 
 def build_model(name: str, folder: Path, device: str) -> None:
-    """Write a built-in shape with random bf16 weights (seed 0) and a tokenizer of bytes to ``folder``."""
+    """Write a built-in shape with random bf16 weights (seed 0) and a tokenizer of bytes to
+    ``folder``.
+    """
     import torch
     import transformers
 
@@ -116,16 +178,22 @@ def byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     for special in SPECIAL:
         vocabulary[special] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """A tokenizer of as many words, ``t`` and the id, with white space between them, and the special tokens of the bytes'."""
+    """A tokenizer of as many words, ``t`` and the id, with white space between them, and the
+    special tokens of the bytes'.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -135,7 +203,9 @@ def word_tokenizer(vocabulary: int) -> Any:
         words[special] = number
     tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
 
 
 def zipf_ids(draws: np.ndarray, vocabulary: int) -> list[int]:
@@ -145,10 +215,14 @@ def zipf_ids(draws: np.ndarray, vocabulary: int) -> list[int]:
     return np.minimum(ids, vocabulary - 1).tolist()
 
 
-def random_documents(data: str, tokens: int, width: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
-    """At least ``tokens`` tokens in documents of ``width`` (``fixed``) or of lognormal lengths (``ragged``).
+def random_documents(
+    data: str, tokens: int, width: int, vocabulary: int, seed: int = 1
+) -> list[list[int]]:
+    """At least ``tokens`` tokens in documents of ``width`` (``fixed``) or of lognormal lengths
+    (``ragged``).
 
-    A token id is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law. There are no special tokens.
+    A token id is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law. There are no
+    special tokens.
     """
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []

@@ -1,11 +1,12 @@
 """Documents on which a student learns a teacher's distributions: what distillation is measured on.
 
-The divergence is that of Jensen and Shannon with equal shares, at temperature 1, without cross-entropy, which every arm has:
+The divergence is that of Jensen and Shannon with equal shares, at temperature 1, without
+cross-entropy, which every arm has:
 
     ½ KL(p ‖ m) + ½ KL(q ‖ m),   m = ½ p + ½ q        p the teacher's, q the student's, mean over the targets
 
-Teachers may be built-in shapes with random weights, too. Their products are not counted: such a row has neither MFU nor a
-reference step.
+Teachers may be built-in shapes with random weights, too. Their products are not counted: such a row
+has neither MFU nor a reference step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class TaughtWork(Work):
         return {**found, name: self.teacher} if name in SHAPES else found
 
     def write_tokenizer(self) -> None:
-        """A built-in teacher has the student's; as its own, transformers would divide texts otherwise for another class."""
+        """A built-in teacher has the student's; as its own, transformers would divide texts
+        otherwise for another class.
+        """
         if Path(self.teacher).name in SHAPES:
             from chronicals.models import load_tokenizer
 
@@ -57,7 +60,8 @@ class TaughtWork(Work):
         for name, value in self.fields["sections"][TAUGHT].items():
             if name not in OURS and SETTINGS.get(name) != value:
                 raise ConfigurationError(
-                    f"{TAUGHT}.{name}={value!r}: not every arm has it; a benchmark takes {TAUGHT}.teacher, and measures the "
+                    f"{TAUGHT}.{name}={value!r}: not every arm has it; a benchmark takes "
+                    f"{TAUGHT}.teacher, and measures the "
                     "divergence of Jensen and Shannon"
                 )
 
@@ -71,5 +75,13 @@ class TaughtWork(Work):
     def placed(cls, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
         given = fields.get("sections", {}).get(TAUGHT, {})
         if "teacher" not in given:
-            raise ConfigurationError(f"{TAUGHT}.teacher is missing: give a built-in shape ({', '.join(SHAPES)}) or a model")
-        return {**fields, "sections": {TAUGHT: {**SETTINGS, **given, "teacher": cls.place_of(folder, given["teacher"])}}}
+            raise ConfigurationError(
+                f"{TAUGHT}.teacher is missing: give a built-in shape ({', '.join(SHAPES)}) or a "
+                "model"
+            )
+        return {
+            **fields,
+            "sections": {
+                TAUGHT: {**SETTINGS, **given, "teacher": cls.place_of(folder, given["teacher"])}
+            },
+        }

@@ -1,4 +1,5 @@
-"""A unit of work: one folder from which every arm reads the same weights, documents, order, labels and adapters.
+"""A unit of work: one folder from which every arm reads the same weights, documents, order, labels
+and adapters.
 
     FOLDER/weights/NAME/         a built-in shape with random weights, shared by the rows of a folder
     FOLDER/ROW/work.json         this dataclass
@@ -9,8 +10,9 @@
     FOLDER/caches/               what compilers keep between processes
     FOLDER/ways/                 what trials of peers on pairs found
 
-The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that takes them as they come.
-Pairs of answers are a ``Work`` of their own (``pairs.py``), and so are documents with a teacher (``taught.py``).
+The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that
+takes them as they come. Pairs of answers are a ``Work`` of their own (``pairs.py``), and so are
+documents with a teacher (``taught.py``).
 """
 
 from __future__ import annotations
@@ -40,26 +42,39 @@ if TYPE_CHECKING:
 MODES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-7},
     "lora": {
-        "use_lora": True, "lora_rank": 32, "lora_alpha": 32, "lora_dropout": 0.0, "use_lora_plus": False,
-        "lora_target_modules": "all-linear", "learning_rate": 1e-4,
+        "use_lora": True,
+        "lora_rank": 32,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+        "use_lora_plus": False,
+        "lora_target_modules": "all-linear",
+        "learning_rate": 1e-4,
     },
-}  # fmt: skip
+}
 MODES["qlora"] = {**MODES["lora"], "quantization": "nf4"}
-"""The fields of a mode, unless the user sets them. Learning rates are constant and small: weights in bf16 without a master lose
-most of a small update to rounding, and over the compared steps that must stay within the tolerance."""
+"""The fields of a mode, unless the user sets them. Learning rates are constant and small:
+weights in bf16 without a master lose most of a small update to rounding, and over the compared
+steps that must stay within the tolerance."""
 
 OWN = (
-    "max_steps", "num_epochs", "output_dir", "cache_dir", "save_steps", "eval_steps", "early_stopping_patience",
-    "validation_split", "trackers",
-)  # fmt: skip
+    "max_steps",
+    "num_epochs",
+    "output_dir",
+    "cache_dir",
+    "save_steps",
+    "eval_steps",
+    "early_stopping_patience",
+    "validation_split",
+    "trackers",
+)
 """Fields of a recipe that a benchmark decides itself."""
 
 UNEQUAL = ("lora_init", "lora_modules_to_save", "lora_trainable_tokens", "lora_target_parameters")
 """Fields of adapters that not all arms have."""
 
 UNEVEN = ("lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "use_dora")
-"""Fields of adapters that PEFT has as we do. Their products and norms are not counted: such a row has neither MFU nor a
-reference step."""
+"""Fields of adapters that PEFT has as we do. Their products and norms are not counted: such a
+row has neither MFU nor a reference step."""
 
 SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "use_rslora", *UNEVEN)
 """Fields that say which adapters there are; those of dropout and of learning rates do not."""
@@ -68,20 +83,41 @@ MATRICES = ("lora_rank", "lora_target_modules", "lora_rank_pattern", "lora_layer
 """Those of them that say which matrices there are."""
 
 SIZES = (
-    "batch_size", "max_seq_length", "gradient_accumulation_steps", "lora_rank", "lora_alpha", "lora_dropout",
+    "batch_size",
+    "max_seq_length",
+    "gradient_accumulation_steps",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
     "lora_target_modules",
-)  # fmt: skip
+)
 """Fields that a benchmark sets if there is no recipe; with a recipe they are the recipe's."""
 
 STEPS = {
-    "batch_size", "max_seq_length", "gradient_accumulation_steps", "use_sequence_packing", "packing_strategy", "max_documents",
-    "pack_parts", "overlong", "seed", "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "use_lora",
-    "quantization", "load_in_4bit",
-}  # fmt: skip
+    "batch_size",
+    "max_seq_length",
+    "gradient_accumulation_steps",
+    "use_sequence_packing",
+    "packing_strategy",
+    "max_documents",
+    "pack_parts",
+    "overlong",
+    "seed",
+    "objective",
+    "sections",
+    "train_on",
+    "train_on_roles",
+    "train_on_turns",
+    "use_lora",
+    "quantization",
+    "load_in_4bit",
+}
 """Fields that decide what a step holds or trains; all arms must have the same."""
 
 SPARE_STEPS = 8
-"""Steps beyond those measured for which there are documents: profiled steps, and those that are prefetched."""
+"""Steps beyond those measured for which there are documents: profiled steps, and those that are
+prefetched.
+"""
 
 PADDED_ROWS = 32
 """Most documents in a padded micro-batch of a peer, if lengths differ."""
@@ -89,7 +125,9 @@ PADDED_ROWS = 32
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and labels (aligned with them, -100 where nothing is trained), int64 ``[length]`` each."""
+    """Token ids and labels (aligned with them, -100 where nothing is trained), int64
+    ``[length]`` each.
+    """
 
     ids: np.ndarray
     labels: np.ndarray
@@ -133,11 +171,17 @@ class Work:
         return ChronicalsConfig(
             **{
                 **self.fields,
-                "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": None, "trackers": [], "report_samples": 0,
-                "max_steps": self.warm_up + self.steps + SPARE_STEPS, "cache_dir": self.folder / "tokens",
-                "output_dir": self.folder / run, **changes,
+                "lr_scheduler": "constant",
+                "warmup_steps": 0,
+                "save_steps": None,
+                "trackers": [],
+                "report_samples": 0,
+                "max_steps": self.warm_up + self.steps + SPARE_STEPS,
+                "cache_dir": self.folder / "tokens",
+                "output_dir": self.folder / run,
+                **changes,
             }
-        )  # fmt: skip
+        )
 
     @property
     def adapts(self) -> bool:
@@ -151,7 +195,11 @@ class Work:
     def other_adapters(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Those of the changes of a variant by which its adapters are not the row's."""
         row, own = self.config(), self.config(**changes)
-        return {name: changes[name] for name in SHAPE if name in changes and getattr(own, name) != getattr(row, name)}
+        return {
+            name: changes[name]
+            for name in SHAPE
+            if name in changes and getattr(own, name) != getattr(row, name)
+        }
 
     @property
     def rows_a_micro_batch(self) -> int:
@@ -190,7 +238,9 @@ class Work:
         return {}
 
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
-        """Real tokens of our steps from number ``first`` (from 0) on, of which so many are ``computed``."""
+        """Real tokens of our steps from number ``first`` (from 0) on, of which so many are
+        ``computed``.
+        """
         return [*computed]
 
     def described(self) -> dict[str, Any]:
@@ -221,27 +271,42 @@ class Work:
             adapted=_adapted(config.lora_target_modules),
             labelled=labelled / int(lengths.sum()),
             optimizer_bytes=optimizer_bytes(
-                config.mixed_precision, "8bit" if config.use_8bit_optimizer else config.optimizer_state_dtype,
-                config.use_lora, config.master_weights, full=0.0 if config.use_lora else shape.head / shape.parameters,
+                config.mixed_precision,
+                "8bit" if config.use_8bit_optimizer else config.optimizer_state_dtype,
+                config.use_lora,
+                config.master_weights,
+                full=0.0 if config.use_lora else shape.head / shape.parameters,
             ),
             dequantised_bytes=NF4.bytes_a_value(dense) + dense if self.in_4_bits else 0.0,
-            uneven=self.adapts and any(getattr(config, name) != getattr(usual, name) for name in UNEVEN),
-        )  # fmt: skip
+            uneven=self.adapts
+            and any(getattr(config, name) != getattr(usual, name) for name in UNEVEN),
+        )
 
     def write(self) -> None:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        plain = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self).items()
+        }
         (self.folder / "work.json").write_text(json.dumps(plain, indent=1))
 
     @staticmethod
     def read(folder: Path) -> Work:
         plain = json.loads((folder / "work.json").read_text())
         kind = kind_of(plain["fields"])
-        return kind(**{**plain, "folder": Path(plain["folder"]), "documents": Path(plain["documents"])})
+        return kind(
+            **{**plain, "folder": Path(plain["folder"]), "documents": Path(plain["documents"])}
+        )
 
     @classmethod
-    def usual_fields(cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def usual_fields(
+        cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]
+    ) -> dict[str, Any]:
         """Sizes of the shape and fields of the mode, where the user sets none."""
-        sizes = {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length} if shape else {"batch_size": 8}
+        sizes = (
+            {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length}
+            if shape
+            else {"batch_size": 8}
+        )
         return {**sizes, "gradient_accumulation_steps": 1, **MODES[mode]}
 
     @classmethod
@@ -251,7 +316,9 @@ class Work:
 
     @staticmethod
     def place_of(folder: Path, model: str) -> str:
-        """The absolute path of the weights, for arms run in another folder; a hub name is returned unchanged."""
+        """The absolute path of the weights, for arms run in another folder; a hub name is
+        returned unchanged.
+        """
         if model in SHAPES:
             return str((folder / "weights" / model).absolute())
         path = Path(os.path.expanduser(model))
@@ -263,8 +330,15 @@ class Work:
         from chronicals.benchmark.pairs import PAIRED, SHARES
 
         if data in (*DATA, *SHARES) and data not in cls.built_in:
-            objectives = "another objective" if data in DATA else " or ".join(f"objective={name!r}" for name in PAIRED)
-            raise ConfigurationError(f"data={data!r}: is for {objectives}; there are {', '.join(cls.built_in)}, or a file")
+            objectives = (
+                "another objective"
+                if data in DATA
+                else " or ".join(f"objective={name!r}" for name in PAIRED)
+            )
+            raise ConfigurationError(
+                f"data={data!r}: is for {objectives}; there are {', '.join(cls.built_in)}, or a "
+                "file"
+            )
 
     def check_settings(self) -> None:
         """Raises ConfigurationError where the objective has settings that not every arm has."""
@@ -272,7 +346,12 @@ class Work:
     def write_documents(self, vocabulary: int) -> None:
         """Write the built-in documents."""
         config = self.config()
-        tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length * self.written_steps
+        tokens = (
+            config.batch_size
+            * config.gradient_accumulation_steps
+            * config.max_seq_length
+            * self.written_steps
+        )
         rows = random_documents(self.data, tokens, config.max_seq_length, vocabulary)
         self.documents.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
 
@@ -297,15 +376,23 @@ def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
         return PROJECTIONS
     if isinstance(wanted, str):
         paths = ("model.layers.0.self_attn.", "model.layers.0.mlp.")
-        return tuple(name for name in PROJECTIONS if any(re.fullmatch(wanted, path + name) for path in paths))
-    return tuple(name for name in PROJECTIONS if any(path.split(".")[-1] == name for path in wanted))
+        return tuple(
+            name for name in PROJECTIONS if any(re.fullmatch(wanted, path + name) for path in paths)
+        )
+    return tuple(
+        name for name in PROJECTIONS if any(path.split(".")[-1] == name for path in wanted)
+    )
 
 
 def documents_of(step: Step) -> list[Document]:
     """The documents of a step, without padding, which has no target."""
     found = []
     for batch in step.batches:
-        bounds, ids, targets = batch.cu_seqlens.tolist(), batch.input_ids.numpy(), batch.targets.numpy()
+        bounds, ids, targets = (
+            batch.cu_seqlens.tolist(),
+            batch.input_ids.numpy(),
+            batch.targets.numpy(),
+        )
         for start, end in zip(bounds, bounds[1:]):
             if end > start and (targets[start:end] != -100).any():
                 labels = np.concatenate([[-100], targets[start : end - 1]])
@@ -313,8 +400,17 @@ def documents_of(step: Step) -> list[Document]:
     return found
 
 
-def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, Any], steps: int | None, warm_up: int) -> Work:
-    """Plan a row and write its documents; ``prepare`` writes the weights later, in a process of its own.
+def plan_work(
+    folder: Path,
+    model: str,
+    data: str,
+    mode: str,
+    fields: dict[str, Any],
+    steps: int | None,
+    warm_up: int,
+) -> Work:
+    """Plan a row and write its documents; ``prepare`` writes the weights later, in a process of its
+    own.
 
     Args:
         folder: shared by rows; the row gets a folder in it.
@@ -324,19 +420,27 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         steps: sampled steps of a round; None takes the shape's number, or 20.
 
     Raises:
-        ConfigurationError: an unknown mode, or built-in data for a model whose vocabulary is not known.
+        ConfigurationError: an unknown mode, or built-in data for a model whose vocabulary is not
+            known.
     """
     if mode not in MODES:
         raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
     if fields.get("use_lora", mode != "full") != (mode != "full"):
-        raise ConfigurationError(f"mode={mode!r} contradicts use_lora={fields['use_lora']}: give one of the two")
+        raise ConfigurationError(
+            f"mode={mode!r} contradicts use_lora={fields['use_lora']}: give one of the two"
+        )
     for name in ("quantization", "load_in_4bit"):
         if name in fields and bool(fields[name]) != (mode == "qlora"):
-            raise ConfigurationError(f"mode={mode!r} contradicts {name}={fields[name]!r}: give one of the two")
+            raise ConfigurationError(
+                f"mode={mode!r} contradicts {name}={fields[name]!r}: give one of the two"
+            )
     usual = ChronicalsConfig()
-    if unequal := [name for name in UNEQUAL if fields.get(name, getattr(usual, name)) != getattr(usual, name)]:
+    if unequal := [
+        name for name in UNEQUAL if fields.get(name, getattr(usual, name)) != getattr(usual, name)
+    ]:
         raise ConfigurationError(
-            f"{unequal[0]}={fields[unequal[0]]!r}: not every arm has it; leave it out, or give it to ours alone as a variant"
+            f"{unequal[0]}={fields[unequal[0]]!r}: not every arm has it; leave it out, or give it "
+            "to ours alone as a variant"
         )
     shape, kind = SHAPES.get(model), kind_of(fields)
     kind.check(data, fields)
@@ -352,7 +456,9 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         name=model,
         mode=mode,
         data=data,
-        documents=row.absolute() / "documents.jsonl" if built_in else Path(os.path.expanduser(data)).absolute(),
+        documents=row.absolute() / "documents.jsonl"
+        if built_in
+        else Path(os.path.expanduser(data)).absolute(),
         fields=chosen,
         steps=steps or (shape.steps if shape else 20),
         warm_up=warm_up,
@@ -371,11 +477,15 @@ def _vocabulary(model: str) -> int:
         return ModelShape.of(AutoConfig.from_pretrained(model)).vocabulary
     except (OSError, ValueError) as error:
         shapes = ", ".join(SHAPES)
-        raise ConfigurationError(f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}") from None
+        raise ConfigurationError(
+            f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}"
+        ) from None
 
 
 def prepare(work: Work) -> None:
-    """Write what the arms share: weights of a built-in shape, tokens, adapters. It runs in a process of its own."""
+    """Write what the arms share: weights of a built-in shape, tokens, adapters. It runs in a
+    process of its own.
+    """
     import torch
 
     from chronicals.benchmark.shapes import build_model
@@ -396,14 +506,19 @@ def _write_adapter(work: Work) -> None:
     from safetensors.torch import save_file
 
     (work.folder / "adapter").mkdir(exist_ok=True)
-    save_file(starting_values(work, work.config()), work.folder / "adapter" / ADAPTER_FILE, metadata={"format": "pt"})
+    save_file(
+        starting_values(work, work.config()),
+        work.folder / "adapter" / ADAPTER_FILE,
+        metadata={"format": "pt"},
+    )
 
 
 def starting_values(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
-    """A and B that every arm with the adapters of ``config`` starts from, by their names in PEFT's files.
+    """A and B that every arm with the adapters of ``config`` starts from, by their names in PEFT's
+    files.
 
-    A is uniform as in a linear layer, rounded to bf16 so that every arm holds it exactly; B is zero. Lengths of rows (DoRA) are
-    those of the base, which each arm measures itself.
+    A is uniform as in a linear layer, rounded to bf16 so that every arm holds it exactly; B is
+    zero. Lengths of rows (DoRA) are those of the base, which each arm measures itself.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -425,7 +540,9 @@ def starting_values(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
 
 
 def start_of(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
-    """``starting_values``: from the row's folder where the matrices of ``config`` are those of the row."""
+    """``starting_values``: from the row's folder where the matrices of ``config`` are those of
+    the row.
+    """
     from safetensors.torch import load_file
 
     row = work.config()
@@ -439,6 +556,13 @@ def adapter_shape(config: ChronicalsConfig) -> LoRAConfig:
     from chronicals.lora import LoRAConfig
 
     return LoRAConfig(
-        config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules, config.use_rslora,
-        config.lora_rank_pattern, config.lora_alpha_pattern, config.lora_layers, config.use_dora,
-    )  # fmt: skip
+        config.lora_rank,
+        config.lora_alpha,
+        config.lora_dropout,
+        config.lora_target_modules,
+        config.use_rslora,
+        config.lora_rank_pattern,
+        config.lora_alpha_pattern,
+        config.lora_layers,
+        config.use_dora,
+    )

@@ -32,11 +32,14 @@ from chronicals.cli.wording import LogFormatter, in_users_form
 from chronicals.versions import VersionError
 
 WIDE = 120
-"""Terminal columns that a help table needs to show all flags whole; with fewer, and in a pipe, help is plain lines."""
+"""Terminal columns that a help table needs to show all flags whole; with fewer, and in a pipe,
+help is plain lines.
+"""
 
 app = typer.Typer(
     name="chronicals",
-    help="Fine-tune large language models, and see that they really trained. Begin with 'chronicals quickstart'.",
+    help="Fine-tune large language models, and see that they really trained. Begin with "
+    "'chronicals quickstart'.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown" if shutil.get_terminal_size().columns >= WIDE else None,
@@ -54,7 +57,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def begin(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and stop", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     _hide_progress_bars()
@@ -64,15 +70,31 @@ for registered in data.registered_commands:
     registered.cls = Command
 app.add_typer(data)
 app.add_typer(moe)
-for command in (quickstart, train, evaluate, generate, merge, export, push, benchmark, plan, verify, doctor):
+for command in (
+    quickstart,
+    train,
+    evaluate,
+    generate,
+    merge,
+    export,
+    push,
+    benchmark,
+    plan,
+    verify,
+    doctor,
+):
     app.command(cls=Command)(command)
 
 
 def main() -> None:
-    """Entry point. An error that the user can fix is one paragraph and exit code 1; Ctrl-C with a checkpoint is 130."""
+    """Entry point. An error that the user can fix is one paragraph and exit code 1; Ctrl-C with
+    a checkpoint is 130.
+    """
     handler = _log_handler()
     handler.setFormatter(LogFormatter("%(message)s"))
-    first = os.environ.get("RANK", "0") == "0"  # of several processes only the first logs more than warnings
+    first = (
+        os.environ.get("RANK", "0") == "0"
+    )  # of several processes only the first logs more than warnings
     logging.basicConfig(level=logging.INFO if first else logging.WARNING, handlers=[handler])
     _quieten()
     with collected():
@@ -114,8 +136,8 @@ def _print_error(error: Exception, before: str = ERROR, quiet: bool = False) -> 
 def _hide_progress_bars() -> None:
     """Hide those of transformers and the hub: ours is the one to watch.
 
-    An import of transformers takes longer than telling what is wrong with a recipe, so where it is not there yet it finds this
-    in the environment.
+    An import of transformers takes longer than telling what is wrong with a recipe, so where it is
+    not there yet it finds this in the environment.
     """
     if "huggingface_hub" not in sys.modules:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -22,7 +22,9 @@ def compile_data_functions() -> None:
 
 
 def compile_attention(model: str, config: ChronicalsConfig) -> None:
-    """Start a process that compiles FlashAttention-4's kernels, if it is installed and the model's head sizes are known."""
+    """Start a process that compiles FlashAttention-4's kernels, if it is installed and the
+    model's head sizes are known.
+    """
     try:
         versions = [version(package) for package in FLASH_ATTENTION]
     except PackageNotFoundError:
@@ -30,11 +32,17 @@ def compile_attention(model: str, config: ChronicalsConfig) -> None:
     shape = _heads(_configuration(model))
     if shape and config.use_flash_attention and config.mixed_precision in ("bf16", "fp16"):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.mixed_precision]
-        beforehand.start("chronicals.attention.compilation", [dtype, str(config.max_seq_length), *shape], versions)
+        beforehand.start(
+            "chronicals.attention.compilation",
+            [dtype, str(config.max_seq_length), *shape],
+            versions,
+        )
 
 
 def _configuration(model: str) -> dict[str, Any]:
-    """The configuration of a model folder or of a hub model in the local cache; empty if there is none."""
+    """The configuration of a model folder or of a hub model in the local cache; empty if there
+    is none.
+    """
     file: Path | None = Path(model) / "config.json"
     if not Path(model).is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -52,7 +60,9 @@ def _configuration(model: str) -> dict[str, Any]:
 
 
 def _heads(facts: dict[str, Any]) -> list[str]:
-    """Query heads, key heads, head width and softcap, as arguments; empty if the configuration lacks them."""
+    """Query heads, key heads, head width and softcap, as arguments; empty if the configuration
+    lacks them.
+    """
     shape = ModelShape.of(facts)
     if not shape.head_dim:
         return []

@@ -29,29 +29,60 @@ REFUSED = {
 
 @with_recipe_flags
 def benchmark(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
-    mode: Annotated[str | None, typer.Option(help="full, lora or qlora (default: what the recipe does, else full)")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a round (default: 20, 8 for 8B)")] = None,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them that are not counted, compilation included")] = 5,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML file with any of the fields below")
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="full, lora or qlora (default: what the recipe does, else full)"),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Measured steps of a round (default: 20, 8 for 8B)")
+    ] = None,
+    warm_up: Annotated[
+        int,
+        typer.Option(min=1, help="Steps before them that are not counted, compilation included"),
+    ] = 5,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Peers, with commas or repeated: transformers,torch-compile,liger,unsloth,trl; those installed run"),
+        typer.Option(
+            help="Peers, with commas or repeated: transformers,torch-compile,liger,unsloth,trl; "
+            "those installed run"
+        ),
     ] = None,
     variant: Annotated[
-        list[str] | None, typer.Option(help="Another arm of ours, field=value[,field=value]; may be repeated")
+        list[str] | None,
+        typer.Option(help="Another arm of ours, field=value[,field=value]; may be repeated"),
     ] = None,
     scouted_variant: Annotated[
-        list[str] | None, typer.Option(help="The same, run once, after the decisive rounds; may be repeated")
+        list[str] | None,
+        typer.Option(help="The same, run once, after the decisive rounds; may be repeated"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")] = 3,
-    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for all of it, preparation included")] = None,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")
+    ] = 3,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0, help="Seconds for all of it, preparation included")
+    ] = None,
     arm_timeout: Annotated[float, typer.Option(help="Seconds one process may take")] = 300,
-    reference_steps: Annotated[int, typer.Option(min=1, max=5, help="First steps that are compared with fp32")] = 5,
-    loss_tolerance: Annotated[float, typer.Option(help="Largest relative deviation of a loss from fp32")] = 0.01,
+    reference_steps: Annotated[
+        int, typer.Option(min=1, max=5, help="First steps that are compared with fp32")
+    ] = 5,
+    loss_tolerance: Annotated[
+        float, typer.Option(help="Largest relative deviation of a loss from fp32")
+    ] = 0.01,
     norm_tolerance: Annotated[float, typer.Option(help="The same for a gradient norm")] = 0.10,
-    profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes; a trace beside the output")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write everything to this JSON file, and bars beside it as PNG")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Keep weights and compilers' caches here for later benchmarks")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print where the time goes; a trace beside the output")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write everything to this JSON file, and bars beside it as PNG"),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep weights and compilers' caches here for later benchmarks"),
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record (default: git's)")] = None,
     **flags: Any,
 ) -> None:
@@ -59,14 +90,16 @@ def benchmark(
 
     Real tokens/s of whole steps, beside MFU, a reference step and the peers.
 
-    `chronicals benchmark` measures the Qwen2.5-0.5B shape with random weights; `--model llama-3.1-8b` the other built-in
-    shape, or any `--model DIR_OR_HUB` with any `--data FILE`; `--data fixed` (packs full with one document) and
-    `--data ragged` (documents of very different lengths) are made here, and for `--objective dpo` or `orpo` `--data pairs-30`,
-    `pairs-50` and `pairs-70` (pairs of answers, the prompt being that share of the tokens). Each arm trains in a process of
-    its own on the same weights, documents, order and labels.
+    `chronicals benchmark` measures the Qwen2.5-0.5B shape with random weights; `--model
+    llama-3.1-8b` the other built-in shape, or any `--model DIR_OR_HUB` with any `--data FILE`;
+    `--data fixed` (packs full with one document) and `--data ragged` (documents of very different
+    lengths) are made here, and for `--objective dpo` or `orpo` `--data pairs-30`, `pairs-50` and
+    `pairs-70` (pairs of answers, the prompt being that share of the tokens). Each arm trains in a
+    process of its own on the same weights, documents, order and labels.
 
-    An arm has no speed if its losses or gradient norms deviate from plain fp32 on the same steps, or a gradient is zero. For
-    this comparison the learning rate is constant; where no flag and no recipe sets it, it is small, and LoRA+ is off.
+    An arm has no speed if its losses or gradient norms deviate from plain fp32 on the same steps,
+    or a gradient is zero. For this comparison the learning rate is constant; where no flag and no
+    recipe sets it, it is small, and LoRA+ is off.
     """
     from chronicals.config import ConfigurationError, Recipe
 
@@ -88,7 +121,9 @@ def benchmark(
     require_one_process("benchmark")
     make_room_for(output)
     if output and output.suffix == ".png":
-        raise ConfigurationError(f"output={str(output)!r}: the bars are written there; name a file that ends in .json")
+        raise ConfigurationError(
+            f"output={str(output)!r}: the bars are written there; name a file that ends in .json"
+        )
     name, data, fields, does = _recipe(recipe, flags)
     mode = mode or does
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
@@ -96,20 +131,28 @@ def benchmark(
     options = Options(
         against=_peers(values_of("against", against or []), data, mode != "full", objective),
         variants=[_changes(text) for text in variant or []],
-        scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
-        arm_timeout=arm_timeout, reference_steps=reference_steps, trace=trace,
+        scouted=[_changes(text) for text in scouted_variant or []],
+        rounds=rounds,
+        time_limit=time_limit,
+        arm_timeout=arm_timeout,
+        reference_steps=reference_steps,
+        trace=trace,
         tolerance=Tolerance(loss_tolerance, norm_tolerance),
-    )  # fmt: skip
+    )
 
     def keep(row: Row) -> None:
         if output:
             write(to_dict(row, commit), output)
 
     with _ended_by_sigterm(), contextlib.ExitStack() as scratch:
-        place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
+        place = folder or Path(
+            scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-"))
+        )
         work = plan_work(place, name, data, mode, fields, steps, warm_up)
         for changes in (*options.variants, *options.scouted):
-            work.config(**changes)  # raises here, before any arm has run, where a field is unknown or has a wrong value
+            work.config(
+                **changes
+            )  # raises here, before any arm has run, where a field is unknown or has a wrong value
         if not torch.cuda.is_available():
             console.print(escape(str(estimate(work, options))))
         with console.status("") as status:
@@ -123,14 +166,19 @@ def benchmark(
     _print(result, profile)
     if output:
         draw(result, output.with_suffix(".png"))
-        console.print(f"[bold]written[/] {output}, {output.with_suffix('.png')}" + (f", {trace}" if trace else ""))
+        console.print(
+            f"[bold]written[/] {output}, {output.with_suffix('.png')}"
+            + (f", {trace}" if trace else "")
+        )
     if result["arms"].get("ours", {}).get("status") != "measured":
         raise typer.Exit(1)
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within: SIGTERM ends this process as Ctrl-C does; the arms are ended and the scratch folder is deleted."""
+    """Within: SIGTERM ends this process as Ctrl-C does; the arms are ended and the scratch
+    folder is deleted.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -150,7 +198,8 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     for name in (*OWN, "lr_scheduler", "warmup_steps", "warmup_ratio", "validation_data"):
         if name in flags:
             raise ConfigurationError(
-                f"{name}={flags[name]!r}: a benchmark decides it itself (--steps are measured); leave it out"
+                f"{name}={flags[name]!r}: a benchmark decides it itself (--steps are measured); "
+                "leave it out"
             )
     if recipe is None:
         usual = "pairs-50" if flags.get("objective") in PAIRED else "fixed"
@@ -159,20 +208,27 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
         plan = Recipe.from_yaml(recipe, **flags)
     with_known_names(plan)
     if not isinstance(plan.data, str) or plan.columns:
-        raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or built-in data")
+        raise ConfigurationError(
+            "data: a benchmark takes one file as it is, without weight or columns; or built-in data"
+        )
     for name, reason in REFUSED.items():
         if value := getattr(plan, name):
             raise ConfigurationError(f"{name}={value!r}: a benchmark {reason}; leave it out")
     config = plan.config()
     set_here = config.explicit | (set(SIZES) if recipe else set())
     fields = {name: value for name, value in config.to_dict().items() if name in set_here}
-    return plan.model, plan.data, fields, "qlora" if config.quantization else "lora" if config.use_lora else "full"
+    return (
+        plan.model,
+        plan.data,
+        fields,
+        "qlora" if config.quantization else "lora" if config.use_lora else "full",
+    )
 
 
 def _peers(given: Sequence[str], data: str, lora: bool, objective: str | None = None) -> list[str]:
-    """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where lengths differ also with padded
-    rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone, as
-    ``unsloth-alone`` is.
+    """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where
+    lengths differ also with padded rows and, under LoRA, through its compiled modules. Beside
+    another ``unsloth-…`` it is the first of these alone, as ``unsloth-alone`` is.
 
     Args:
         lora: whether adapters are trained.
@@ -183,20 +239,32 @@ def _peers(given: Sequence[str], data: str, lora: bool, objective: str | None = 
     from chronicals.benchmark.taught import TAUGHT
     from chronicals.config import ConfigurationError
 
-    able = TAUGHT_PEERS if objective == TAUGHT else PAIR_PEERS if objective in PAIRED else tuple(PEERS)
+    able = (
+        TAUGHT_PEERS if objective == TAUGHT else PAIR_PEERS if objective in PAIRED else tuple(PEERS)
+    )
     over = "documents with a teacher" if objective == TAUGHT else "pairs of answers"
 
     asked = ["unsloth" if name == "unsloth-alone" else name for name in given if name]
     for name in asked:
         if name not in PEERS:
-            raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
+            raise ConfigurationError(
+                f"against={name!r}: no such peer; there are {', '.join(PEERS)}"
+            )
         if name not in able:
-            raise ConfigurationError(f"against={name!r}: has no trainer for {over}; these have: {', '.join(able)}")
+            raise ConfigurationError(
+                f"against={name!r}: has no trainer for {over}; these have: {', '.join(able)}"
+            )
     if any(name.startswith("unsloth-") for name in given):
         return list(dict.fromkeys(asked))
     where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]
-    ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" and objective not in PAIRED else []), "unsloth"]
-    return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))
+    ways = [
+        "unsloth-recompute",
+        *(where_lengths_differ if data != "fixed" and objective not in PAIRED else []),
+        "unsloth",
+    ]
+    return list(
+        dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name]))
+    )
 
 
 def _changes(text: str) -> dict[str, Any]:
@@ -205,16 +273,23 @@ def _changes(text: str) -> dict[str, Any]:
     from chronicals.benchmark.work import STEPS
     from chronicals.config import ConfigurationError
 
-    pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", text)]  # not at commas of a list
+    pairs = [
+        part.partition("=") for part in re.split(r",(?![^\[]*\])", text)
+    ]  # not at commas of a list
     if not all(name and sign for name, sign, _ in pairs):
-        raise ConfigurationError(f"variant={text!r}: expected field=value, with commas between several")
+        raise ConfigurationError(
+            f"variant={text!r}: expected field=value, with commas between several"
+        )
     try:
         changes = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"variant={text!r}: a value that is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigurationError(
+            f"variant={text!r}: a value that is not YAML: {' '.join(str(error).split())}"
+        ) from error
     if wrong := STEPS & changes.keys():
         raise ConfigurationError(
-            f"variant={text!r}: {min(wrong)} decides what a step holds or trains, and arms are compared step by step; "
+            f"variant={text!r}: {min(wrong)} decides what a step holds or trains, and arms are "
+            "compared step by step; "
             "measure it as a row of its own"
         )
     return changes
@@ -231,7 +306,9 @@ def _print(result: dict[str, Any], profile: bool) -> None:
     console.print(_speeds(result), _proofs(result), "")
     for name, arm in result["arms"].items():
         if arm.get("reason"):
-            console.print(f"[yellow]{escape(name)}[/]: {escape(str(arm['reason']))}", soft_wrap=True)
+            console.print(
+                f"[yellow]{escape(name)}[/]: {escape(str(arm['reason']))}", soft_wrap=True
+            )
     for name, ratio in result["ratios"].items():
         by_round = ", ".join(f"{part:.3f}" for part in ratio["by_round"])
         console.print(f"ours / {escape(name)}: [bold]{ratio['median']:.3f}[/] (rounds {by_round})")
@@ -247,7 +324,8 @@ def _print(result: dict[str, Any], profile: bool) -> None:
     saved = (result["arms"].get("ours") or {}).get("tokens_saved")
     if saved is not None:
         console.print(
-            f"{row['prompt_share']:.0%} of them prompts; ours computes {saved:.0%} fewer, because answers share a prompt"
+            f"{row['prompt_share']:.0%} of them prompts; ours computes {saved:.0%} fewer, because "
+            "answers share a prompt"
         )
     if gaps is not None:
         console.print(f"launch gaps: {gaps:.1%} of the time no kernel runs")
@@ -258,15 +336,23 @@ def _print(result: dict[str, Any], profile: bool) -> None:
 
 
 def _speeds(result: dict[str, Any]) -> Any:
-    """Median real tokens per second, half the distance of the quartiles, bars, MFU, ratio to the reference step, memory."""
+    """Median real tokens per second, half the distance of the quartiles, bars, MFU, ratio to the
+    reference step, memory.
+    """
     from rich.markup import escape
     from rich.table import Table
 
     row, arms = result["row"], result["arms"]
-    table = Table(title=escape(f"{row['model']}, {row['mode']}, {row['data']}"), title_justify="left")
+    table = Table(
+        title=escape(f"{row['model']}, {row['mode']}, {row['data']}"), title_justify="left"
+    )
     for column in ("arm", "tokens/s", "±", "", "MFU", "of ref. step", "GiB"):
         table.add_column(column, justify="left" if column in ("arm", "") else "right", no_wrap=True)
-    rates = {name: arm["tokens_per_second"]["median"] for name, arm in arms.items() if "tokens_per_second" in arm}
+    rates = {
+        name: arm["tokens_per_second"]["median"]
+        for name, arm in arms.items()
+        if "tokens_per_second" in arm
+    }
     for name in sorted(arms, key=lambda name: -rates.get(name, 0.0)):
         arm = arms[name]
         if name not in rates:
@@ -275,9 +361,14 @@ def _speeds(result: dict[str, Any]) -> Any:
         low, high = arm["tokens_per_second"]["quartiles"]
         rate, share = rates[name], arm["share_of_floor"]
         table.add_row(
-            f"[bold]{escape(name)}[/]" if name.startswith("ours") else name, f"{rate:,.0f}", f"{(high - low) / 2 / rate:.1%}",
-            "█" * max(1, round(12 * rate / max(rates.values()))), _share(arm["mfu"]), _share(share), f"{arm['peak_gib']:.1f}",
-        )  # fmt: skip
+            f"[bold]{escape(name)}[/]" if name.startswith("ours") else name,
+            f"{rate:,.0f}",
+            f"{(high - low) / 2 / rate:.1%}",
+            "█" * max(1, round(12 * rate / max(rates.values()))),
+            _share(arm["mfu"]),
+            _share(share),
+            f"{arm['peak_gib']:.1f}",
+        )
     return table
 
 
@@ -286,11 +377,15 @@ def _share(part: float | None) -> str:
 
 
 def _proofs(result: dict[str, Any]) -> Any:
-    """What is printed beside each speed: loss, gradient norm, deviation from fp32, trained parameters, padding, warm-up."""
+    """What is printed beside each speed: loss, gradient norm, deviation from fp32, trained
+    parameters, padding, warm-up.
+    """
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("arm", "loss", "grad norm", "from fp32", "trained", "padding", "warm-up", show_edge=False)
+    table = Table(
+        "arm", "loss", "grad norm", "from fp32", "trained", "padding", "warm-up", show_edge=False
+    )
     for name, arm in result["arms"].items():
         if "tokens_per_second" not in arm:
             continue
@@ -298,9 +393,14 @@ def _proofs(result: dict[str, Any]) -> Any:
         last = f"{arm['last_loss']:.3f}" if arm["last_loss"] is not None else "?"
         away = arm["parity"]["loss"]["largest_deviation"]
         table.add_row(
-            escape(name), f"{arm['first_loss']:.3f} → {last}", f"{norm:.3f}", f"{away:.1e}" if away is not None else "-",
-            f"{arm['trained_share']:.2%}", f"{arm['padding_share']:.1%}", f"{arm['warm_up_seconds']:.1f} s",
-        )  # fmt: skip
+            escape(name),
+            f"{arm['first_loss']:.3f} → {last}",
+            f"{norm:.3f}",
+            f"{away:.1e}" if away is not None else "-",
+            f"{arm['trained_share']:.2%}",
+            f"{arm['padding_share']:.1%}",
+            f"{arm['warm_up_seconds']:.1f} s",
+        )
     return table
 
 
@@ -312,11 +412,21 @@ def _print_profile(console: Any, result: dict[str, Any]) -> None:
         found = arm.get("profile")
         if not found:
             continue
-        table = Table("where the time goes", "share", "ms a step", title=escape(arm_name), title_justify="left")
+        table = Table(
+            "where the time goes",
+            "share",
+            "ms a step",
+            title=escape(arm_name),
+            title_justify="left",
+        )
         for kind, share in sorted(found["share"].items(), key=lambda item: -item[1]):
             table.add_row(kind, f"{share:.1%}", f"{found['milliseconds_a_step'][kind]:.2f}")
         longest = Table("kernel", "kind", "calls a step", "ms a step")
         for kernel in found["kernels"][:15]:
-            name, calls, time = escape(kernel["name"][:70]), kernel["calls_a_step"], kernel["milliseconds_a_step"]
+            name, calls, time = (
+                escape(kernel["name"][:70]),
+                kernel["calls_a_step"],
+                kernel["milliseconds_a_step"],
+            )
             longest.add_row(name, kernel["kind"], f"{calls:.0f}", f"{time:.2f}")
         console.print(table, longest)

@@ -34,55 +34,99 @@ def data() -> None:
 @app.command()
 def show(
     file: Annotated[
-        str, typer.Argument(help="What `train --data` takes: a file, a folder, a pattern, a hub name; or a recipe")
+        str,
+        typer.Argument(
+            help="What `train --data` takes: a file, a folder, a pattern, a hub name; or a recipe"
+        ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub name of the model whose tokenizer and template are used")
+        str | None,
+        typer.Option(help="Folder or hub name of the model whose tokenizer and template are used"),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
     chat_template: Annotated[
-        str | None, typer.Option(help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text")
+        str | None,
+        typer.Option(
+            help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text"
+        ),
     ] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
-    max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")
+    ] = None,
+    max_seq_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens in a pack (2048)")
+    ] = None,
     objective: Annotated[
-        str | None, typer.Option(help=f"Whose rows these are (sft unless said otherwise): {', '.join(objective_names())}")
+        str | None,
+        typer.Option(
+            help=f"Whose rows these are (sft unless said otherwise): {', '.join(objective_names())}"
+        ),
     ] = None,
-    train_on: Annotated[str | None, typer.Option(help="answers or all tokens (unless said otherwise, the objective's)")] = None,
+    train_on: Annotated[
+        str | None,
+        typer.Option(help="answers or all tokens (unless said otherwise, the objective's)"),
+    ] = None,
     train_on_roles: Annotated[
         list[str] | None, typer.Option(help="Whose messages are trained, with commas or repeated")
     ] = None,
-    train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,
+    train_on_turns: Annotated[
+        str | None, typer.Option(help="all (unless said otherwise), or last")
+    ] = None,
     completions_as_chat: Annotated[
-        bool | None, typer.Option("--completions-as-chat", help="Render prompts and completions by the chat template")
+        bool | None,
+        typer.Option(
+            "--completions-as-chat", help="Render prompts and completions by the chat template"
+        ),
     ] = None,
     train_after_stop: Annotated[
-        bool | None, typer.Option("--train-after-stop", help="Train what the template writes behind a stop token, too")
+        bool | None,
+        typer.Option(
+            "--train-after-stop", help="Train what the template writes behind a stop token, too"
+        ),
     ] = None,
-    overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
+    overlong: Annotated[
+        str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")
+    ] = None,
     packing_strategy: Annotated[
         str | None, typer.Option(help="best-fit (unless said otherwise), first-fit or in-order")
     ] = None,
-    max_documents: Annotated[int | None, typer.Option(min=1, help="Most documents in a pack")] = None,
-    trust_remote_code: Annotated[bool | None, typer.Option(help="Run Python code that comes with the model")] = None,
+    max_documents: Annotated[
+        int | None, typer.Option(min=1, help="Most documents in a pack")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool | None, typer.Option(help="Run Python code that comes with the model")
+    ] = None,
 ) -> None:
-    """Show rows as the model will see them: every token, what is trained, and how documents share packs.
+    """Show rows as the model will see them: every token, what is trained, and how documents share
+    packs.
 
-    From a recipe it takes data, model and fields; a flag overrides them. On a terminal trained tokens are green and the others
-    dim; elsewhere trained spans are between ⟦ and ⟧.
+    From a recipe it takes data, model and fields; a flag overrides them. On a terminal trained
+    tokens are green and the others dim; elsewhere trained spans are between ⟦ and ⟧.
     """
     from chronicals.config import Recipe
 
     flags: dict[str, Any] = {
-        "model": model, "columns": columns, "chat_template": chat_template, "max_seq_length": max_seq_length,
-        "objective": objective, "train_on": train_on, "train_on_turns": train_on_turns, "train_on_roles": train_on_roles,
-        "completions_as_chat": completions_as_chat, "train_after_stop": train_after_stop, "overlong": overlong,
-        "packing_strategy": packing_strategy, "max_documents": max_documents, "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+        "model": model,
+        "columns": columns,
+        "chat_template": chat_template,
+        "max_seq_length": max_seq_length,
+        "objective": objective,
+        "train_on": train_on,
+        "train_on_turns": train_on_turns,
+        "train_on_roles": train_on_roles,
+        "completions_as_chat": completions_as_chat,
+        "train_after_stop": train_after_stop,
+        "overlong": overlong,
+        "packing_strategy": packing_strategy,
+        "max_documents": max_documents,
+        "trust_remote_code": trust_remote_code,
+    }
     given = fields_of(flags)
     is_recipe = Path(file).suffix in (".yaml", ".yml")
-    config = with_known_names(Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given))
+    config = with_known_names(
+        Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
+    )
 
     from rich.console import Console
 
@@ -102,23 +146,35 @@ def show(
     console = Console(highlight=False)
     with TemporaryDirectory() as folder:
         encoder = Tokenizer.configured(tokenizer, config, kinds)
-        store = build_store(records, encoder, config.max_seq_length, Path(folder), overlong=config.overlong)
+        store = build_store(
+            records, encoder, config.max_seq_length, Path(folder), overlong=config.overlong
+        )
         shown = f"{file}, rows {skip + 1} to {skip + len(records)}"
         log_report(shown, store.report, config.gate)
         for finding in store.report.entries(config.gate):
             if finding["example"]:
-                console.print(f"{finding['rule']}: for one, {finding['example']}", markup=False, soft_wrap=True)
+                console.print(
+                    f"{finding['rule']}: for one, {finding['example']}",
+                    markup=False,
+                    soft_wrap=True,
+                )
         if not len(store):
-            raise DataError(f"{shown}: no document to show, for the reasons above; mend these rows, or --skip them")
+            raise DataError(
+                f"{shown}: no document to show, for the reasons above; mend these rows, or --skip "
+                "them"
+            )
         for number in range(len(store)):
             if store.is_prompt(number):  # it is shown with each answer
                 continue
             ids, trained = store.whole_document(number)
             console.print(
-                f"\n[bold]row {skip + int(store.rows[number]) + 1}[/]{_answer(store, number)}: {len(ids):,} tokens, "
+                f"\n[bold]row {skip + int(store.rows[number]) + 1}[/]{_answer(store, number)}: "
+                f"{len(ids):,} tokens, "
                 f"{int(store.targets[number]):,} of them trained"
             )
-            console.print(drawn(ids, trained, tokenizer, marks=not console.is_terminal), soft_wrap=True)
+            console.print(
+                drawn(ids, trained, tokenizer, marks=not console.is_terminal), soft_wrap=True
+            )
         console.print()
         for line in packs(plan_of(store, config), store):
             console.print(line, soft_wrap=True)
@@ -129,7 +185,8 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
 
     Raises:
         ConfigurationError: ``skip`` skips all rows.
-        DataError: a row cannot be read and the gate's limit for that is zero, or there is no row at all.
+        DataError: a row cannot be read and the gate's limit for that is zero, or there is no row at
+            all.
     """
     from chronicals.config import ConfigurationError
     from chronicals.data import BadRow, DataError, read_records
@@ -143,7 +200,10 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
         raise DataError("data: holds no rows; give a file with at least one")
     for where, record in read:
         if isinstance(record, BadRow) and not config.gate.get(record.rule):
-            raise DataError(f"{where}: {record.reason}; leave it out with --skip, or let it pass by the gate", record.rule)
+            raise DataError(
+                f"{where}: {record.reason}; leave it out with --skip, or let it pass by the gate",
+                record.rule,
+            )
     return [record for _, record in read]
 
 
@@ -155,9 +215,13 @@ def _answer(store: TokenStore, number: int) -> str:
     if store.items is None:
         return ""
     side, label = (int(store.columns[name][number]) for name in (SIDE, LABEL))
-    names = SIDES if label < 0 else ("bad" if label == 0 else "good", "with the answer of another row")
+    names = (
+        SIDES if label < 0 else ("bad" if label == 0 else "good", "with the answer of another row")
+    )
     before = int(store.before[number])
-    return f", {names[side]}" + (f" (its prompt's first {before:,} tokens are shared)" if before else "")
+    return f", {names[side]}" + (
+        f" (its prompt's first {before:,} tokens are shared)" if before else ""
+    )
 
 
 def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
@@ -172,7 +236,9 @@ def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> 
     text = Text()
     bounds = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     for start, end in itertools.pairwise(bounds):
-        before = tokenizer.decode(ids[max(start - 1, 0) : start].tolist())  # a word's space is its token's, not the span's
+        before = tokenizer.decode(
+            ids[max(start - 1, 0) : start].tolist()
+        )  # a word's space is its token's, not the span's
         span = tokenizer.decode(ids[max(start - 1, 0) : end].tolist())[len(before) :]
         opening, closing = ("⟦", "⟧") if marks and trained[start] else ("", "")
         text.append(opening + span + closing, "bold green" if trained[start] else "dim")
@@ -189,7 +255,10 @@ def packs(plan: PackPlan, store: TokenStore) -> list[Text]:
         bar = Text(f"pack {number} ")
         for place, document in enumerate(pack):
             width = max(round(BAR * int(store.lengths[document]) / plan.max_seq_length), 3)
-            bar.append(f"{int(store.rows[document]) + 1}".center(width, "▁"), f"black on {COLOURS[place % len(COLOURS)]}")
+            bar.append(
+                f"{int(store.rows[document]) + 1}".center(width, "▁"),
+                f"black on {COLOURS[place % len(COLOURS)]}",
+            )
         bar.append("·" * round(BAR * (plan.max_seq_length - used) / plan.max_seq_length))
         bars.append(bar.append(f" {used:,} of {plan.max_seq_length:,}"))
     return bars

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
-    test: Annotated[bool, typer.Option("--self-test/--no-self-test", help="Run each kernel against its definition")] = True,
+    test: Annotated[
+        bool,
+        typer.Option("--self-test/--no-self-test", help="Run each kernel against its definition"),
+    ] = True,
 ) -> None:
     """What this machine has and what will run on it.
 
-    It prints card, versions, the chosen attention and kernels, optional packages that are missing with the command that
-    installs them, and a self-test of each kernel, which is left out where a package is too old for anything to run. The last
-    line is the verdict; exit code 1 if a kernel differs from its definition. Attach `chronicals doctor --json` to a bug report.
+    It prints card, versions, the chosen attention and kernels, optional packages that are missing
+    with the command that installs them, and a self-test of each kernel, which is left out where a
+    package is too old for anything to run. The last line is the verdict; exit code 1 if a kernel
+    differs from its definition. Attach `chronicals doctor --json` to a bug report.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -35,7 +39,12 @@ def doctor(
     failed = [result for result in results if not result.passed]
     if as_json:
         kernels = [result.to_dict() for result in results]
-        found = {"machine": machine, "missing_extras": extras, "untested_versions": untested, "kernels": kernels}
+        found = {
+            "machine": machine,
+            "missing_extras": extras,
+            "untested_versions": untested,
+            "kernels": kernels,
+        }
         print(to_json(found, indent=2))  # noqa: T201
     else:
         console = Console()
@@ -45,7 +54,13 @@ def doctor(
         table = Table("kernel", "runs as", "error", "plain error", "", show_edge=False)
         for result in results:
             verdict = "[green]ok[/]" if result.passed else "[bold red]differs[/]"
-            table.add_row(result.name, result.runs_as, f"{result.error:.1e}", f"{result.plain_error:.1e}", verdict)
+            table.add_row(
+                result.name,
+                result.runs_as,
+                f"{result.error:.1e}",
+                f"{result.plain_error:.1e}",
+                verdict,
+            )
         console.print(facts, *(["", table] if results else []))
         for lacking in extras.values():
             console.print(f"[dim]optional[/] {escape(lacking)}", soft_wrap=True)
@@ -54,9 +69,15 @@ def doctor(
         if too_old is not None:
             console.print(f"[bold red]too old[/] {escape(too_old)}", soft_wrap=True)
         elif failed:
-            console.print(f"[bold red]failed[/] {len(failed)} of {len(results)} kernels differ from their definitions")
+            console.print(
+                f"[bold red]failed[/] {len(failed)} of {len(results)} kernels differ from their "
+                "definitions"
+            )
         else:
-            console.print(f"[bold green]passed[/] {f'{len(results)} kernels' if test else 'without a self-test'}")
+            console.print(
+                "[bold green]passed[/] "
+                f"{f'{len(results)} kernels' if test else 'without a self-test'}"
+            )
     if failed:
         raise typer.Exit(1)
 

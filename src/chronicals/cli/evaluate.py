@@ -14,42 +14,77 @@ from chronicals.standard_json import to_json
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
-    data: Annotated[list[str], typer.Option(help="What to evaluate on, as `train --data` takes it; may be repeated")],
-    base_model: Annotated[str | None, typer.Option(help="Base model of an adapter, where the adapter does not name it")] = None,
+    data: Annotated[
+        list[str],
+        typer.Option(help="What to evaluate on, as `train --data` takes it; may be repeated"),
+    ],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Base model of an adapter, where the adapter does not name it"),
+    ] = None,
     reference_model: Annotated[
-        str | None, typer.Option(help="Reference policy of dpo, ipo and kto (default: that of the run), a folder or hub name")
+        str | None,
+        typer.Option(
+            help="Reference policy of dpo, ipo and kto (default: that of the run), a folder or "
+            "hub name"
+        ),
     ] = None,
     teacher: Annotated[
-        str | None, typer.Option(help="Teacher of distill (default: that of the run), a folder or hub name")
+        str | None,
+        typer.Option(help="Teacher of distill (default: that of the run), a folder or hub name"),
     ] = None,
-    max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")] = None,
+    max_seq_length: Annotated[
+        int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
     objective: Annotated[
-        str | None, typer.Option(help=f"What is measured (default: the run's, else sft): {', '.join(objective_names())}")
+        str | None,
+        typer.Option(
+            help=f"What is measured (default: the run's, else sft): {', '.join(objective_names())}"
+        ),
     ] = None,
     train_on: Annotated[str | None, typer.Option(help="Which tokens count: answers or all")] = None,
     train_on_roles: Annotated[
         list[str] | None, typer.Option(help="Roles whose messages count, with commas or repeated")
     ] = None,
-    train_on_turns: Annotated[str | None, typer.Option(help="Which of their messages count: all, or the last alone")] = None,
+    train_on_turns: Annotated[
+        str | None, typer.Option(help="Which of their messages count: all, or the last alone")
+    ] = None,
     completions_as_chat: Annotated[
         bool | None, typer.Option(help="Render prompts and completions by the chat template")
     ] = None,
-    overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text")
+    overlong: Annotated[
+        str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")
     ] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
-    gate: Annotated[list[str] | None, typer.Option(help="Fraction of the rows that a finding may concern, name=value")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")] = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text"
+        ),
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")
+    ] = None,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(help="Fraction of the rows that a finding may concern, name=value"),
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Also write the figures to this JSON file")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run Python code that comes with the model")
+    ] = False,
 ) -> None:
     """Held-out loss, perplexity and accuracy.
 
-    `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on standard output. The figures are
-    means over all tokens that training would train. If MODEL comes from a run, its data settings are used: pack width,
-    objective, reference policy, roles, turns, gate, completions and longer rows. Else they are the defaults of `train`.
+    `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on
+    standard output. The figures are means over all tokens that training would train. If MODEL comes
+    from a run, its data settings are used: pack width, objective, reference policy, roles, turns,
+    gate, completions and longer rows. Else they are the defaults of `train`.
     """
     from rich.console import Console
     from rich.table import Table
@@ -70,22 +105,33 @@ def evaluate(
     scored_by = OBJECTIVES.get(objective or about.get("taught", {}).get("objective"), NextToken)
     trained = load_trained(model, base_model, trust_remote_code, scored_by.load)
     asked = {
-        "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on": train_on,
-        "train_on_roles": train_on_roles, "train_on_turns": train_on_turns, "completions_as_chat": completions_as_chat,
+        "data": data,
+        "max_seq_length": max_seq_length,
+        "objective": objective,
+        "train_on": train_on,
+        "train_on_roles": train_on_roles,
+        "train_on_turns": train_on_turns,
+        "completions_as_chat": completions_as_chat,
         "overlong": overlong,
-        "chat_template": chat_template, "columns": columns, "gate": gate, "cache_dir": cache_dir,
-    }  # fmt: skip
+        "chat_template": chat_template,
+        "columns": columns,
+        "gate": gate,
+        "cache_dir": cache_dir,
+    }
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.data_config}
     if objective not in (None, fields.get("objective")):
         fields.pop("sections", None)  # settings of the objective that it was trained by
         if objective == "distill" and teacher is None:
             raise ConfigurationError(
-                "objective='distill': the model was not trained beside a teacher; give one (--teacher), or leave objective out"
+                "objective='distill': the model was not trained beside a teacher; give one "
+                "(--teacher), or leave objective out"
             )
     if teacher is not None:
         measured = objective or fields.get("objective", "sft")
         if measured != "distill":
-            raise ConfigurationError(f"teacher={teacher!r}: objective={measured!r} has none; leave it out")
+            raise ConfigurationError(
+                f"teacher={teacher!r}: objective={measured!r} has none; leave it out"
+            )
         fields["sections"] = merged(fields.get("sections", {}), {"distill": {"teacher": teacher}})
     fields |= fields_of(asked)
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
@@ -94,7 +140,9 @@ def evaluate(
     figures = evaluate_data(trained.model, tokenizer, recipe.sources[0], config).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
+        table.add_row(
+            name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        )
     Console(stderr=True).print(table)
     print(to_json(figures))  # noqa: T201
     if output is not None:

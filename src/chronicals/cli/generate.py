@@ -12,37 +12,63 @@ if TYPE_CHECKING:
 
     from chronicals.generation import Chat
 
-COMMANDS = {"/reset": "forget the conversation; the system prompt stays", "/exit": "end, like Ctrl-D", "/help": "this list"}
+COMMANDS = {
+    "/reset": "forget the conversation; the system prompt stays",
+    "/exit": "end, like Ctrl-D",
+    "/help": "this list",
+}
 
 
 def generate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
-    prompt: Annotated[str | None, typer.Option(help="Ask this and stop; without it a chat begins")] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", "--system-prompt", help="System message before the first question")
+    prompt: Annotated[
+        str | None, typer.Option(help="Ask this and stop; without it a chat begins")
     ] = None,
-    base_model: Annotated[str | None, typer.Option(help="Base model of an adapter, where the adapter does not name it")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system", "--system-prompt", help="System message before the first question"
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Base model of an adapter, where the adapter does not name it"),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 always takes the likeliest token")
+    ] = 0.0,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the fewest tokens with this total probability (default: the model's own)")
+        float | None,
+        typer.Option(
+            help="Draw from the fewest tokens with this total probability (default: the model's "
+            "own)"
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=0, help="Draw from this many of the likeliest tokens, 0: all (default: the model's own)")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Draw from this many of the likeliest tokens, 0: all (default: the model's own)",
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1, tokens that are in the text already become less likely")
+        float | None,
+        typer.Option(help="Above 1, tokens that are in the text already become less likely"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling")] = 0,
     stream: Annotated[bool, typer.Option(help="Print an answer while it is made")] = True,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run Python code that comes with the model")
+    ] = False,
 ) -> None:
     """Ask a trained model, once or in a chat.
 
-    `chronicals generate chronicals-output` begins a chat, `--prompt "what is 3?"` asks once. Prompts have the format of the
-    training: the chat template if the model was trained on chats, else plain text. A chat remembers what was said until
-    `/reset`; `/help` lists its commands. Answers go to standard output, everything else to standard error.
-    `--temperature 0.7 --top-p 0.9` draws answers that vary, `--seed` repeats them.
+    `chronicals generate chronicals-output` begins a chat, `--prompt "what is 3?"` asks once.
+    Prompts have the format of the training: the chat template if the model was trained on chats,
+    else plain text. A chat remembers what was said until `/reset`; `/help` lists its commands.
+    Answers go to standard output, everything else to standard error. `--temperature 0.7 --top-p
+    0.9` draws answers that vary, `--seed` repeats them.
     """
     from rich.console import Console
 
@@ -51,9 +77,15 @@ def generate(
 
     warn_of_other_processes("generate")
     chat = Chat(
-        load_trained(model, base_model, trust_remote_code), system, max_new_tokens=max_new_tokens, temperature=temperature,
-        seed=seed, top_p=top_p, top_k=top_k, repetition_penalty=repetition_penalty,
-    )  # fmt: skip
+        load_trained(model, base_model, trust_remote_code),
+        system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+    )
 
     if prompt is not None:
         _print_answer(chat, prompt, stream)
@@ -65,7 +97,11 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
     """Answer typed lines until the input ends; returns whether the last question was answered."""
     from rich.markup import escape
 
-    turns = "" if chat.trained.chats else "each text is continued by itself: this model was not trained on chats; "
+    turns = (
+        ""
+        if chat.trained.chats
+        else "each text is continued by itself: this model was not trained on chats; "
+    )
     console.print(f"[dim]{turns}/help lists the commands, Ctrl-D ends[/]")
     answered = True
     while (typed := _typed(console)) not in (None, "/exit"):
@@ -76,7 +112,9 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
             for name, meaning in COMMANDS.items():
                 console.print(f"  {name:8}{meaning}", style="dim")
         elif typed and typed.startswith("/") and typed[1:].isalpha():
-            console.print(f"[yellow]{escape(typed)}: no such command; there are {', '.join(COMMANDS)}[/]")
+            console.print(
+                f"[yellow]{escape(typed)}: no such command; there are {', '.join(COMMANDS)}[/]"
+            )
         elif typed:
             try:
                 _print_answer(chat, typed, stream)
@@ -88,7 +126,9 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
                 answered = False
                 console.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
                 if chat.messages:
-                    console.print("[dim]the conversation goes on without the question; /reset makes room[/]")
+                    console.print(
+                        "[dim]the conversation goes on without the question; /reset makes room[/]"
+                    )
     return answered
 
 

@@ -11,14 +11,18 @@ import typer
 def merge(
     model: Annotated[str, typer.Argument(help="Adapter, checkpoint or folder of a run")],
     output: Annotated[Path, typer.Option(help="Folder for the merged model; it must not exist")],
-    base_model: Annotated[str | None, typer.Option(help="The model of the adapter, where it does not say or has moved")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="The model of the adapter, where it does not say or has moved"),
+    ] = None,
 ) -> None:
     """Write a whole model with the adapter in its weights.
 
-    `chronicals merge chronicals-output --output merged`: for programs that know no adapters. Weights are summed in fp32 and
-    rounded once to the dtype of the base's files, one at a time, so that the memory of the largest one is enough. Over a base
-    that was in 4 bits the sums are those of its dequantised values. `merge.json` beside the model says what was added up, what
-    each weight was changed by, what rounding lost, and how far it is from the base's files.
+    `chronicals merge chronicals-output --output merged`: for programs that know no adapters.
+    Weights are summed in fp32 and rounded once to the dtype of the base's files, one at a time, so
+    that the memory of the largest one is enough. Over a base that was in 4 bits the sums are those
+    of its dequantised values. `merge.json` beside the model says what was added up, what each
+    weight was changed by, what rounding lost, and how far it is from the base's files.
     """
     import shlex
     import statistics
@@ -34,12 +38,15 @@ def merge(
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     console.print(f"[bold]merged[/] {escape(merged.summands)}: {len(changed)} weights changed")
     console.print(
-        f"the adapter changes a weight by {statistics.median(made.change for made in changed):.2%} of the norm of what it was "
-        f"trained over (median; most {max(made.change for made in changed):.2%}); rounding loses up to {lost:.2%} of a change"
+        "the adapter changes a weight by "
+        f"{statistics.median(made.change for made in changed):.2%} of the norm of what it was "
+        f"trained over (median; most {max(made.change for made in changed):.2%}); rounding loses "
+        f"up to {lost:.2%} of a change"
     )
     moved = [made.from_files for made in merged.changes.values()]
     console.print(
-        f"what is written is {statistics.median(moved):.2%} of its norm away from the weight in the files of "
+        f"what is written is {statistics.median(moved):.2%} of its norm away from the weight in "
+        "the files of "
         f"{escape(merged.base)} (median; most {max(moved):.2%})"
     )
     console.print(f"[bold]model[/]  {escape(str(merged.folder))}")

@@ -1,6 +1,8 @@
-"""Warnings of libraries that a user cannot act on: out of sight while a command of ours runs, and kept in the run's folder.
+"""Warnings of libraries that a user cannot act on: out of sight while a command of ours runs, and
+kept in the run's folder.
 
-Nothing of this happens on an import: ``main`` alone collects, in its own process, and puts everything back.
+Nothing of this happens on an import: ``main`` alone collects, in its own process, and puts
+everything back.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ LIBRARIES = ("torch", "transformers", "bitsandbytes", "triton")
 FILE = "log.txt"
 """The file in a run's folder that they are written to."""
 
-ACTIONABLE = re.compile(r"CUDA initialization|driver|out of memory|newly initialized|HF_TOKEN|pip install", re.IGNORECASE)
+ACTIONABLE = re.compile(
+    r"CUDA initialization|driver|out of memory|newly initialized|HF_TOKEN|pip install",
+    re.IGNORECASE,
+)
 """What stands in a warning that its reader can do something about; it stays visible."""
 
 FROM_C = "(Triggered internally at"
@@ -61,11 +66,22 @@ class Collected:
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(self.lines)
         except OSError as error:  # must not hide the error that ended the command
-            logger.warning("%s: cannot be written (%s); lost: %d warnings of libraries", file, error, len(self.lines))
+            logger.warning(
+                "%s: cannot be written (%s); lost: %d warnings of libraries",
+                file,
+                error,
+                len(self.lines),
+            )
             return
         count = len(self.lines)
         named = ", ".join(name for name in LIBRARIES if name in self.libraries)
-        logger.info("%d warning%s of %s, nothing to act on: %s", count, "" if count == 1 else "s", named, file)
+        logger.info(
+            "%d warning%s of %s, nothing to act on: %s",
+            count,
+            "" if count == 1 else "s",
+            named,
+            file,
+        )
 
 
 _current: Collected | None = None
@@ -73,22 +89,30 @@ _current: Collected | None = None
 
 
 def keep_in(folder: Path) -> None:
-    """Write the warnings that this process collects, where it does, to a run's folder when the command ends."""
+    """Write the warnings that this process collects, where it does, to a run's folder when the
+    command ends.
+    """
     if _current is not None:
         _current.folder = folder
 
 
 @contextmanager
 def collected() -> Iterator[Collected]:
-    """Within: warnings of ``LIBRARIES`` are collected instead of shown, both of Python's kind and in logs."""
+    """Within: warnings of ``LIBRARIES`` are collected instead of shown, both of Python's kind
+    and in logs.
+    """
     global _current
     collecting, before = Collected(), _current
     show, call_handlers = warnings.showwarning, logging.Logger.callHandlers
 
     def show_or_collect(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int,
-        file: TextIO | None = None, line: str | None = None,
-    ) -> None:  # fmt: skip
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         library = _issuer(str(message))
         if library is None or ACTIONABLE.search(str(message)):
             show(message, category, filename, lineno, file, line)
@@ -103,8 +127,14 @@ def collected() -> Iterator[Collected]:
         else:
             call_handlers(self, record)
 
-    ours: Any = logging.Logger  # whose handlers come and go as libraries are imported: one place sees all records
-    warnings.showwarning, ours.callHandlers, _current = show_or_collect, handle_or_collect, collecting
+    ours: Any = (
+        logging.Logger
+    )  # whose handlers come and go as libraries are imported: one place sees all records
+    warnings.showwarning, ours.callHandlers, _current = (
+        show_or_collect,
+        handle_or_collect,
+        collecting,
+    )
     try:
         yield collecting
     finally:
@@ -113,9 +143,11 @@ def collected() -> Iterator[Collected]:
 
 
 def _issuer(text: str) -> str | None:
-    """Return the library whose code issued the warning that is shown now; None where it is another's.
+    """Return the library whose code issued the warning that is shown now; None where it is
+    another's.
 
-    The line that Python names may be the caller's, by ``stacklevel``: the first frame outside of ``warnings`` is the issuer.
+    The line that Python names may be the caller's, by ``stacklevel``: the first frame outside of
+    ``warnings`` is the issuer.
     """
     if FROM_C in text:
         return "torch"

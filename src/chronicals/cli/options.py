@@ -1,4 +1,6 @@
-"""Every field of a recipe as a flag, made from the fields themselves: one home for names, types and help."""
+"""Every field of a recipe as a flag, made from the fields themselves: one home for names, types
+and help.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SETTING = re.compile(r"--[a-z]\w*\.[a-z]")
 """Flag of a setting of an objective, ``--dpo.beta``."""
 
 OWN_HEADING, NO_HEADING = "This command", "Other fields"
-"""Headings, in a help text, of options that are no fields of a recipe, and of fields without a heading."""
+"""Headings, in a help text, of options that are no fields of a recipe, and of fields without a
+heading.
+"""
 
 SOURCES = ("data", "validation_data")
 """Fields whose texts are read by the field itself, for a file may have a comma in its name."""
@@ -47,12 +51,16 @@ SHORT = {"--teacher": "--distill.teacher"}
 
 
 class Command(TyperCommand):
-    """A command whose messages name fields as its user does, and that answers a flag of another trainer with ours."""
+    """A command whose messages name fields as its user does, and that answers a flag of another
+    trainer with ours.
+    """
 
     def get_help_option(self, ctx: Any) -> Any:
         """Put ``--help`` beside the command's own options, where these have a heading."""
         option = super().get_help_option(ctx)
-        if option is not None and any(getattr(each, "rich_help_panel", None) == OWN_HEADING for each in self.params):
+        if option is not None and any(
+            getattr(each, "rich_help_panel", None) == OWN_HEADING for each in self.params
+        ):
             vars(option)["rich_help_panel"] = OWN_HEADING
         return option
 
@@ -63,7 +71,9 @@ class Command(TyperCommand):
             record = param.get_help_record(ctx)
             if record is not None:
                 usual = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(record)
+                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(
+                    record
+                )
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -77,12 +87,20 @@ class Command(TyperCommand):
             rest = super().parse_args(ctx, list(given))
         except Exception as error:
             option = getattr(error, "option_name", None)
-            if type(error).__name__ != "NoSuchOption" or option is None:  # a class that typer does not export
+            if (
+                type(error).__name__ != "NoSuchOption" or option is None
+            ):  # a class that typer does not export
                 raise
-            vars(error).update(message=_no_such_option(option, args, list(switches)), possibilities=None)
+            vars(error).update(
+                message=_no_such_option(option, args, list(switches)), possibilities=None
+            )
             raise
         fields = {field.name for field in dataclasses.fields(Recipe)}
-        as_flags = {p for p in switches if p not in fields or str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")}
+        as_flags = {
+            p
+            for p in switches
+            if p not in fields or str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")
+        }
         wording.begin(switches, ctx.params.get("recipe") is not None, as_flags | _settings(given))
         return rest
 
@@ -106,7 +124,11 @@ def _with_settings(args: list[str]) -> list[str]:
 
 def _settings(args: list[str]) -> set[str]:
     """Names of the settings, ``dpo.beta``, that ``_with_settings`` found."""
-    return {value.partition("=")[0] for option, value in itertools.pairwise(args) if option == flag(SECTIONS)}
+    return {
+        value.partition("=")[0]
+        for option, value in itertools.pairwise(args)
+        if option == flag(SECTIONS)
+    }
 
 
 def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
@@ -121,11 +143,15 @@ def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
 def _as_in_yaml(text: str) -> Any:
     """Return the value that a recipe would have: a switch, a number or the text."""
     value = next(iter(of_flags([f"flag.value={text}"])["flag"].values()))
-    return text if value is None or isinstance(value, float) else value  # a number is shown as it was typed
+    return (
+        text if value is None or isinstance(value, float) else value
+    )  # a number is shown as it was typed
 
 
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the ``**flags`` of ``command`` by an option for each field of ``Recipe``; those given arrive in it."""
+    """Replace the ``**flags`` of ``command`` by an option for each field of ``Recipe``; those
+    given arrive in it.
+    """
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     required, others = _field_options()
     names = [parameter.name for parameter in own]
@@ -146,7 +172,9 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
-    """Return an option for each field of ``Recipe``: those of the group of the required ones, these first, and the others."""
+    """Return an option for each field of ``Recipe``: those of the group of the required ones,
+    these first, and the others.
+    """
     hints, headings = typing.get_type_hints(Recipe), headings_of(Recipe)
     fields = sorted(dataclasses.fields(Recipe), key=lambda field: not _is_required(field))
     first = headings.get(fields[0].name)
@@ -155,13 +183,16 @@ def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
-                None, help=_help(field, hints[field.name]), rich_help_panel=headings.get(field.name, NO_HEADING),
-                show_default=False, **_parsed_as(field.name, _flag_type(hints[field.name])),
+                None,
+                help=_help(field, hints[field.name]),
+                rich_help_panel=headings.get(field.name, NO_HEADING),
+                show_default=False,
+                **_parsed_as(field.name, _flag_type(hints[field.name])),
             ),
             annotation=_flag_type(hints[field.name]) | None,
         )
         for field in fields
-    }  # fmt: skip
+    }
     return (
         [option for name, option in options.items() if headings.get(name) == first],
         [option for name, option in options.items() if headings.get(name) != first],
@@ -181,7 +212,8 @@ def _put_under_a_heading(annotation: Any) -> None:
 
 
 def make_room_for(output: Path | None) -> None:
-    """Make the folder of a file that is written when the work is done, and see before it that this can be.
+    """Make the folder of a file that is written when the work is done, and see before it that this
+    can be.
 
     Raises:
         ConfigurationError: it cannot be written there.
@@ -191,11 +223,15 @@ def make_room_for(output: Path | None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
         reason = "is a folder" if output.is_dir() else "may not be written"
-        raise ConfigurationError(f"output={str(output)!r}: {reason}; name a file that can be written")
+        raise ConfigurationError(
+            f"output={str(output)!r}: {reason}; name a file that can be written"
+        )
 
 
 def fields_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a recipe that were set as flags; a list may be repeated, with commas, or both."""
+    """Return the fields of a recipe that were set as flags; a list may be repeated, with commas,
+    or both.
+    """
     hints = typing.get_type_hints(Recipe)
     fields = {}
     for name, value in flags.items():
@@ -224,16 +260,24 @@ def values_of(option: str, texts: Sequence[str]) -> list[str]:
 
 
 def _one_text(hint: Any, values: list[str]) -> Any:
-    """Return one value as a text where its field takes one and it is no name: a pattern, ``all-linear``."""
+    """Return one value as a text where its field takes one and it is no name: a pattern,
+    ``all-linear``.
+    """
     takes_text = typing.get_origin(hint) is types.UnionType and str in typing.get_args(hint)
-    return values[0] if takes_text and len(values) == 1 and not NAME.fullmatch(values[0]) else values
+    return (
+        values[0] if takes_text and len(values) == 1 and not NAME.fullmatch(values[0]) else values
+    )
 
 
 def _help(field: dataclasses.Field, hint: Any) -> str:
     about: Any = field.default  # pydantic's FieldInfo
-    default = about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
+    default = (
+        about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
+    )
     required = _is_required(field)
-    text = wording.Wording({name.name: False for name in dataclasses.fields(Recipe)})(about.description or field.name)
+    text = wording.Wording({name.name: False for name in dataclasses.fields(Recipe)})(
+        about.description or field.name
+    )
     if choices := objective_names() if field.name == "objective" else _choices(hint):
         text += f"; choices: {', '.join(choices)}"
     if isinstance(default, list):
@@ -249,7 +293,9 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _parsed_as(name: str, number: Any) -> dict[str, Any]:
-    """What an option needs to take a number as a recipe does: ``.inf``, and ``auto`` where its field takes that."""
+    """What an option needs to take a number as a recipe does: ``.inf``, and ``auto`` where its
+    field takes that.
+    """
     decided = name in DECIDED
     if number is not float and not (decided and number is int):
         return {}
@@ -265,7 +311,10 @@ def _parsed_as(name: str, number: Any) -> dict[str, Any]:
                 f"{text!r} is neither {word} nor {AUTO}." if decided else f"{text!r} is not {word}."
             ) from None
 
-    return {"parser": parsed, "metavar": f"<{number.__name__}|{AUTO}>" if decided else f"<{number.__name__}>"}
+    return {
+        "parser": parsed,
+        "metavar": f"<{number.__name__}|{AUTO}>" if decided else f"<{number.__name__}>",
+    }
 
 
 def _flag_type(annotation: Any) -> Any:

@@ -24,23 +24,36 @@ WIDE = 120
 
 @with_recipe_flags
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")] = None,
-    gpus: Annotated[list[str], typer.Option(help="Numbers of cards, with commas or repeated")] = ["1,2,4,8"],  # noqa: B006
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")
+    ] = None,
+    gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = [  # noqa: B006
+        "1,2,4,8"
+    ],
     gpu_memory: Annotated[float, typer.Option(min=0.001, help="GB of a card")] = 80.0,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
-    link: Annotated[float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")] = 370.0,
-    network: Annotated[float, typer.Option(min=0.001, help="GB/s that a card sends between machines")] = 46.0,
-    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a card reaches in training")] = 600.0,
+    link: Annotated[
+        float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")
+    ] = 370.0,
+    network: Annotated[
+        float, typer.Option(min=0.001, help="GB/s that a card sends between machines")
+    ] = 46.0,
+    tflops: Annotated[
+        float, typer.Option(min=0.001, help="TFLOP/s that a card reaches in training")
+    ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
-    preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
+    ] = None,
     **flags: Any,
 ) -> None:
     """What a run takes on several cards, without any.
 
-    `chronicals plan --model MODEL --gpus 8,64,1024` takes what `train` takes; data are not read, and of the model its
-    configuration alone. For each number of cards it prints what a card holds at most, and whether that fits; the bytes that it
-    sends in an optimizer step, counted by running the sums and updates of training among processes that are not there; and
-    the time that this adds to the computation.
+    `chronicals plan --model MODEL --gpus 8,64,1024` takes what `train` takes; data are not read,
+    and of the model its configuration alone. For each number of cards it prints what a card holds
+    at most, and whether that fits; the bytes that it sends in an optimizer step, counted by running
+    the sums and updates of training among processes that are not there; and the time that this adds
+    to the computation.
     """
     from chronicals.config import Recipe
 
@@ -68,7 +81,9 @@ def plan(
 
 
 def _base_of(given: Recipe) -> str | Path:
-    """Where the model is that ``given`` names, or that its adapter is over: adapters are counted as new ones."""
+    """Where the model is that ``given`` names, or that its adapter is over: adapters are counted
+    as new ones.
+    """
     from chronicals.config import ConfigurationError
     from chronicals.saving import SavedModel
 
@@ -76,10 +91,13 @@ def _base_of(given: Recipe) -> str | Path:
     if not saved.adapted:
         return saved.place
     if saved.base is None:
-        raise ConfigurationError(f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}")
+        raise ConfigurationError(
+            f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}"
+        )
     if not given.use_lora:
         raise ConfigurationError(
-            f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set that, and lora_rank and "
+            f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set "
+            "that, and lora_rank and "
             "lora_target_modules as the adapter has them"
         )
     return saved.base
@@ -90,7 +108,9 @@ def _counts(texts: Sequence[str]) -> list[int]:
 
     parts = values_of("gpus", texts)
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigurationError(f"gpus={','.join(texts)!r}: give numbers of cards, with commas between several, as 8,64")
+        raise ConfigurationError(
+            f"gpus={','.join(texts)!r}: give numbers of cards, with commas between several, as 8,64"
+        )
     return [int(part) for part in parts]
 
 
@@ -112,15 +132,24 @@ def _show(found: list[Plan], machines: Machines, uncounted: str | None) -> None:
     for one in found:
         counts = (one.recomputed, one.stay) if some_stay else (one.recomputed,)
         table.add_row(
-            f"{one.gpus:,}", f"{one.held / GIGA:.1f}" + ("" if one.fits else " [bold red]too much[/]"),
-            *(f"{count}" if count else "-" for count in counts), f"{one.sent.total / GIGA:.2f}", f"{one.computing:.3f} s",
-            f"{one.exposed:.3f} s", f"{one.slowed:.3f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}",
-        )  # fmt: skip
+            f"{one.gpus:,}",
+            f"{one.held / GIGA:.1f}" + ("" if one.fits else " [bold red]too much[/]"),
+            *(f"{count}" if count else "-" for count in counts),
+            f"{one.sent.total / GIGA:.2f}",
+            f"{one.computing:.3f} s",
+            f"{one.exposed:.3f} s",
+            f"{one.slowed:.3f} s",
+            f"{one.efficiency:.0%}",
+            f"{one.tokens_per_second:,.0f}",
+        )
     console.print(table)
-    divided = ", ".join(f"{one.gpus:,}" for one in found if one.sharding == "weights" and one.gpus > 1)
+    divided = ", ".join(
+        f"{one.gpus:,}" for one in found if one.sharding == "weights" and one.gpus > 1
+    )
     beside = f", but divided where there are {divided}" if divided else ""
     console.print(
-        f"Cards of {machines.memory / GIGA:g} GB, {machines.cards} a machine, {machines.link / GIGA:g} GB/s within one and "
+        f"Cards of {machines.memory / GIGA:g} GB, {machines.cards} a machine, "
+        f"{machines.link / GIGA:g} GB/s within one and "
         f"{machines.network / GIGA:g} between machines, {machines.flops / 1e12:g} TFLOP/s reached; "
         f"weights are on every card{beside}.",
         soft_wrap=True,
@@ -128,4 +157,7 @@ def _show(found: list[Plan], machines: Machines, uncounted: str | None) -> None:
     if uncounted is not None:
         console.print(f"Not counted: {uncounted}.", soft_wrap=True, markup=False, highlight=False)
     if some_stay:
-        console.print("Layers that stay are gathered once for both of their passes, for memory is spare.", soft_wrap=True)
+        console.print(
+            "Layers that stay are gathered once for both of their passes, for memory is spare.",
+            soft_wrap=True,
+        )

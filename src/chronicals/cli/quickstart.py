@@ -15,17 +15,20 @@ Kind = Literal["sft", "dpo"]
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Output; replaces an earlier quickstart and its exports")] = Path(
-        "chronicals-quickstart"
-    ),
+    folder: Annotated[
+        Path, typer.Option(help="Output; replaces an earlier quickstart and its exports")
+    ] = Path("chronicals-quickstart"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
-    objective: Annotated[Kind, typer.Option(help="sft, or dpo: then preference tuning of the trained model, too")] = "sft",
+    objective: Annotated[
+        Kind, typer.Option(help="sft, or dpo: then preference tuning of the trained model, too")
+    ] = "sft",
 ) -> None:
     """Train a small model here and now.
 
-    `chronicals quickstart` needs no arguments, no download and no GPU. The data are the documentation strings of Python's
-    standard library as questions and answers. A tokenizer and a model are trained on them, and the model answers two questions
-    before and after: one it was trained on, one held out. With `--objective dpo` the model then learns to prefer the right
+    `chronicals quickstart` needs no arguments, no download and no GPU. The data are the
+    documentation strings of Python's standard library as questions and answers. A tokenizer and a
+    model are trained on them, and the model answers two questions before and after: one it was
+    trained on, one held out. With `--objective dpo` the model then learns to prefer the right
     answer to that of another question.
     """
     import shlex
@@ -45,36 +48,71 @@ def quickstart(
         shutil.rmtree(folder)
     keep_in(folder)
     with _to_be_started_again(folder):
-        done, preferences = run_preferences(folder, seed) if objective == "dpo" else (run_quickstart(folder, seed), None)
-    table = Table("held out", "before", "after", title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters")
+        done, preferences = (
+            run_preferences(folder, seed)
+            if objective == "dpo"
+            else (run_quickstart(folder, seed), None)
+        )
+    table = Table(
+        "held out",
+        "before",
+        "after",
+        title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters",
+    )
     table.add_row("loss", f"{done.before.loss:.3f}", f"{done.after.loss:.3f}")
     table.add_row("perplexity", f"{done.before.perplexity:,.1f}", f"{done.after.perplexity:,.1f}")
-    table.add_row("token accuracy", f"{done.before.token_accuracy:.1%}", f"{done.after.token_accuracy:.1%}")
+    table.add_row(
+        "token accuracy", f"{done.before.token_accuracy:.1%}", f"{done.after.token_accuracy:.1%}"
+    )
     console.print(table)
     for reply, origin in zip(done.answers, ("trained on", "held out")):
         console.print(f"\n[bold]{escape(reply.question)}[/] [dim]({origin})[/]")
-        for word, text in (("before", reply.before), ("after", reply.after), ("documented", reply.documented)):
+        for word, text in (
+            ("before", reply.before),
+            ("after", reply.after),
+            ("documented", reply.documented),
+        ):
             console.print(f"[dim]{word:>10}[/]", end="  ")
             console.print(" ".join(text.split()) or "(nothing)", markup=False)
     last = done.result
     if preferences is not None:
         last, (pairs, held) = preferences.result, preferences.pairs
         console.print()
-        chosen = Table("held-out pairs", "before DPO", "after DPO", title=f"{pairs:,} pairs trained on, {held:,} held out")
-        for name, words, shown in (("accuracies", "right answer likelier", ".1%"), ("margins", "margin, nats a token", ".4f")):
-            values = (format(side.others[f"rewards/{name}"], shown) for side in (preferences.before, preferences.after))
+        chosen = Table(
+            "held-out pairs",
+            "before DPO",
+            "after DPO",
+            title=f"{pairs:,} pairs trained on, {held:,} held out",
+        )
+        for name, words, shown in (
+            ("accuracies", "right answer likelier", ".1%"),
+            ("margins", "margin, nats a token", ".4f"),
+        ):
+            values = (
+                format(side.others[f"rewards/{name}"], shown)
+                for side in (preferences.before, preferences.after)
+            )
             chosen.add_row(words, *values)
         console.print(chosen)
-    console.print(f"\n[bold]report[/] {escape(str(last.report))}\n[bold]model[/]  {escape(str(last.model_dir))}")
+    console.print(
+        f"\n[bold]report[/] {escape(str(last.report))}\n[bold]model[/]  "
+        f"{escape(str(last.model_dir))}"
+    )
     console.print("\nnext, on your own data:")
-    console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora")
+    console.print(
+        "  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora"
+    )
     trained = folder if preferences is None else folder / "preference"
-    console.print(f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}")
+    console.print(
+        f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}"
+    )
 
 
 @contextmanager
 def _to_be_started_again(folder: Path) -> Iterator[None]:
-    """Within: what stops a run says to start quickstart again, for there is no recipe by which a run goes on."""
+    """Within: what stops a run says to start quickstart again, for there is no recipe by which a
+    run goes on.
+    """
     from chronicals.training.errors import Interrupted, TrainingError
     from chronicals.training.resume import how_to_resume
 
@@ -83,23 +121,32 @@ def _to_be_started_again(folder: Path) -> Iterator[None]:
     except (Interrupted, TrainingError) as error:
         text = str(error)
         for run in (folder, folder / "preference"):
-            text = text.replace(how_to_resume(run), "start chronicals quickstart again, which begins anew")
+            text = text.replace(
+                how_to_resume(run), "start chronicals quickstart again, which begins anew"
+            )
         raise type(error)(text) from error
 
 
 def _require_ours(folder: Path) -> None:
-    """Raises ConfigurationError where the folder holds anything that neither a quickstart nor an export of its model wrote."""
+    """Raises ConfigurationError where the folder holds anything that neither a quickstart nor an
+    export of its model wrote.
+    """
     from chronicals.config import ConfigurationError
     from chronicals.export.workspace import EXPORTS, files_of_others
     from chronicals.training.quickstart import WRITTEN
 
     if not (folder / "untrained").exists():
-        raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
+        raise ConfigurationError(
+            f"folder={str(folder)!r}: exists; choose another with --folder, or delete it"
+        )
     exports = folder / EXPORTS
     others = sorted({path.name for path in folder.iterdir()} - WRITTEN - {EXPORTS})
-    others += [f"{EXPORTS}/{name}" for name in (files_of_others(exports) if exports.is_dir() else [])]
+    others += [
+        f"{EXPORTS}/{name}" for name in (files_of_others(exports) if exports.is_dir() else [])
+    ]
     if others:
         raise ConfigurationError(
-            f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart or export wrote; move it, or choose another "
+            f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart or export wrote; "
+            "move it, or choose another "
             "folder (--folder)"
         )

@@ -26,27 +26,48 @@ if TYPE_CHECKING:
 
 @with_recipe_flags
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML file with any of the fields below")
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, with the recipe kept in --output-dir")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest whole checkpoint, with the recipe kept in --output-dir",
+        ),
     ] = False,
     resume_from: Annotated[
         Path | None,
-        typer.Option(help="Go on from this checkpoint, or this run's newest, in its own folder or in another --output-dir"),
+        typer.Option(
+            help="Go on from this checkpoint, or this run's newest, in its own folder or in "
+            "another --output-dir"
+        ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data and the length of the run")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log every decision, also what does not run, and why")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Stop after the report on the data and the length of the run"),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log every decision, also what does not run, and why")
+    ] = False,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine that train together, one for each card")
+        int | None,
+        typer.Option(
+            min=1, help="Processes on this machine that train together, one for each card"
+        ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
+    ] = None,
     **flags: Any,
 ) -> None:
-    """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train recipe.yaml`.
+    """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train
+    recipe.yaml`.
 
-    A list is written with commas, or its flag repeated. A flag overrides the field of the recipe; `--max-steps` also overrides
-    its `num_epochs`, and the reverse. Without both there is one epoch. A run writes to `--output-dir`: `model/` (the model or
-    the adapter), `checkpoints/`, `metrics.jsonl`, `report.html` and `resume.yaml`, with which `chronicals train --resume
+    A list is written with commas, or its flag repeated. A flag overrides the field of the recipe;
+    `--max-steps` also overrides its `num_epochs`, and the reverse. Without both there is one epoch.
+    A run writes to `--output-dir`: `model/` (the model or the adapter), `checkpoints/`,
+    `metrics.jsonl`, `report.html` and `resume.yaml`, with which `chronicals train --resume
     --output-dir DIR` goes on; flags override it.
     """
     import logging
@@ -98,13 +119,18 @@ def train(
         console.print(f"[bold]held out[/] {result.evaluation}")
     if result.model_step != result.steps:
         console.print(f"[bold]best[/]   step {result.model_step}, whose weights the model has")
-    console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
+    console.print(
+        f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] "
+        f"{escape(str(result.report))}"
+    )
     if OBJECTIVES[config.objective].generates:
         console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")
 
 
 def _put_back_earlier_run(flags: Mapping[str, Any]) -> None:
-    """Where the process that was to replace a run was killed too early, that run is what there is to go on with."""
+    """Where the process that was to replace a run was killed too early, that run is what there
+    is to go on with.
+    """
     from chronicals.config import ChronicalsConfig
 
     folder = Path(flags.get("output_dir", ChronicalsConfig().output_dir)).expanduser()
@@ -124,17 +150,26 @@ def _ledger(ledger: Ledger) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("kind", "why") else "right", overflow="fold")
+        table.add_column(
+            column, justify="left" if column in ("kind", "why") else "right", overflow="fold"
+        )
     for row in ledger.table():
         table.add_row(*row)
     return table
 
 
 def _check_data(
-    plan: Recipe, config: ChronicalsConfig, saved: SavedModel, tokenizer: Any, ranks: Mesh, resume: bool | Path,
+    plan: Recipe,
+    config: ChronicalsConfig,
+    saved: SavedModel,
+    tokenizer: Any,
+    ranks: Mesh,
+    resume: bool | Path,
     console: Console,
-) -> None:  # fmt: skip
-    """Report on the data and the length of the run; the reports of a run that is there are left as they are."""
+) -> None:
+    """Report on the data and the length of the run; the reports of a run that is there are left
+    as they are.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -155,5 +190,9 @@ def _check_data(
         beside_the_log.print(_ledger(data.ledger))
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
     fit_batch(fit_learning_rate(config, ranks), plan_of(store, config), ranks, resumed)
-    where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
+    where = (
+        f"the report is in {config.output_dir}"
+        if reports
+        else f"the run in {config.output_dir} keeps its own report"
+    )
     console.print(escape(f"the data can be trained on; {where}"))

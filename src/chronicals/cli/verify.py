@@ -23,23 +23,32 @@ SHOWN = 15
 
 @with_recipe_flags
 def verify(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")
+    ] = None,
     steps: Annotated[int, typer.Option(min=5, max=20, help="Optimizer steps to compare")] = 5,
-    output: Annotated[Path | None, typer.Option(help="Write every figure to this JSON file")] = None,
-    preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write every figure to this JSON file")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
+    ] = None,
     **flags: Any,
 ) -> None:
     """Prove that a run trains what it should.
 
-    `chronicals verify --model MODEL --data your.jsonl` takes what `train` takes, and writes no model.
+    `chronicals verify --model MODEL --data your.jsonl` takes what `train` takes, and writes no
+    model.
 
-    The first steps of the run are computed three times from the same weights: as `train` would, by plain transformers in fp32
-    (eager attention, no packing, no accumulation), and by plain transformers in the run's own dtype. The loss of each step and
-    the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is. The update must be that of
-    torch's AdamW for the run's own gradients, apart from roundings in fp32, and the learning rate of every step of the whole
-    run that of its schedule. Over a base in 4 bits, transformers with bitsandbytes and PEFT is a fourth arm, where they are
-    installed, whose weights must be those of the run. The last line is the verdict; exit code 1 if one of these fails, or if
-    something that should be trained is not.
+    The first steps of the run are computed three times from the same weights: as `train` would, by
+        plain transformers in fp32
+    (eager attention, no packing, no accumulation), and by plain transformers in the run's own
+    dtype. The loss of each step and the gradient and update of each module may be at most 1.5 times
+    as far from fp32 as the third is. The update must be that of torch's AdamW for the run's own
+    gradients, apart from roundings in fp32, and the learning rate of every step of the whole run
+    that of its schedule. Over a base in 4 bits, transformers with bitsandbytes and PEFT is a fourth
+    arm, where they are installed, whose weights must be those of the run. The last line is the
+    verdict; exit code 1 if one of these fails, or if something that should be trained is not.
     """
     from chronicals.config import Recipe
 
@@ -60,14 +69,23 @@ def verify(
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
-    given = DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config)
+    given = (
+        DTYPES[config.mixed_precision],
+        plan.trust_remote_code,
+        config.quantization,
+        watcher(config),
+    )
     model = OBJECTIVES[config.objective].load(saved, *given)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in all arms", total=steps)
         found = compare(
-            model, tokenizer, config, *plan.sources, steps,
+            model,
+            tokenizer,
+            config,
+            *plan.sources,
+            steps,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
+        )
     _show(found, Console())
     if output is not None:
         output.write_text(to_json(found.to_dict(), indent=2))
@@ -86,25 +104,52 @@ def _show(found: Verification, console: Console) -> None:
     for number, row in enumerate(found.losses):
         theirs = [beside.losses[number].ours] if beside else []
         figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain, *theirs))
-        losses.add_row(str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}")
-    theirs_of = {("gradient", row.module): f"{row.deviation:.1e}" for row in beside.gradients} if beside else {}
-    modules = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # leaves the most columns for names
+        losses.add_row(
+            str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}"
+        )
+    theirs_of = (
+        {("gradient", row.module): f"{row.deviation:.1e}" for row in beside.gradients}
+        if beside
+        else {}
+    )
+    modules = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0
+    )  # leaves the most columns for names
     modules.add_column("module", overflow="fold")
-    for name in ("of", "deviation", "plain's", *(["bnb's"] if beside else []), "allowed", "cosine", "norm", ""):
+    for name in (
+        "of",
+        "deviation",
+        "plain's",
+        *(["bnb's"] if beside else []),
+        "allowed",
+        "cosine",
+        "norm",
+        "",
+    ):
         modules.add_column(name, no_wrap=True)
     rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.ratio)
     for deviation in rows[:SHOWN]:
         modules.add_row(
-            deviation.module, deviation.quantity, f"{deviation.deviation:.1e}", f"{deviation.plain:.1e}",
-            *([theirs_of.get((deviation.quantity, deviation.module), "")] if beside else []), f"{deviation.allowed:.1e}",
-            f"{deviation.cosine:.6f}", f"{deviation.norm_ratio:.4f}",
+            deviation.module,
+            deviation.quantity,
+            f"{deviation.deviation:.1e}",
+            f"{deviation.plain:.1e}",
+            *([theirs_of.get((deviation.quantity, deviation.module), "")] if beside else []),
+            f"{deviation.allowed:.1e}",
+            f"{deviation.cosine:.6f}",
+            f"{deviation.norm_ratio:.4f}",
             "[green]ok[/]" if deviation.ratio <= 1 else "[bold red]differs[/]",
-        )  # fmt: skip
+        )
     console.print(losses, "", modules)
     if len(rows) > SHOWN:
-        console.print(f"… and {len(rows) - SHOWN} more rows, each further inside what it is allowed")
+        console.print(
+            f"… and {len(rows) - SHOWN} more rows, each further inside what it is allowed"
+        )
     if beside and beside.gradients:
-        median = [statistics.median(row.deviation for row in rows) for rows in (found.gradients, beside.gradients)]
+        median = [
+            statistics.median(row.deviation for row in rows)
+            for rows in (found.gradients, beside.gradients)
+        ]
         words = "transformers + bitsandbytes + PEFT: median deviation of a gradient from fp32"
         console.print(f"{words} {median[1]:.1e}, ours {median[0]:.1e}", soft_wrap=True)
     for note in found.notes:
@@ -112,10 +157,14 @@ def _show(found: Verification, console: Console) -> None:
     for failure in found.failures[:SHOWN]:
         console.print(f"[bold red]failed[/] {escape(failure)}", soft_wrap=True)
     if len(found.failures) > SHOWN:
-        console.print(f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON of --output")
+        console.print(
+            f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON of --output"
+        )
     worst = max((row.ratio for row in rows), default=0.0)
     summary = f"{len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed"
     if found.passed:
         console.print(f"[bold green]passed[/] {summary}", soft_wrap=True)
     else:
-        console.print(f"[bold red]failed[/] {len(found.failures)} checks in {summary}", soft_wrap=True)
+        console.print(
+            f"[bold red]failed[/] {len(found.failures)} checks in {summary}", soft_wrap=True
+        )

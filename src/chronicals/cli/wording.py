@@ -1,7 +1,8 @@
-"""Fields of the configuration in the form that the user gives them in: as flags, or as lines of a recipe.
+"""Fields of the configuration in the form that the user gives them in: as flags, or as lines of a
+recipe.
 
-Messages name fields as Python has them: ``batch_size=2``. The command line shows them as ``--batch-size 2`` or
-``batch_size: 2``. This is the one place that translates.
+Messages name fields as Python has them: ``batch_size=2``. The command line shows them as
+``--batch-size 2`` or ``batch_size: 2``. This is the one place that translates.
 """
 
 from __future__ import annotations
@@ -48,12 +49,26 @@ class Wording:
         """``text`` with each field that it names, and the value beside it, in the user's form."""
         if not self.switches:
             return text
-        text = TO_RESUME.sub(lambda found: f"chronicals train --resume --output-dir {shlex.quote(_value_of(found[1]))}", text)
+        text = TO_RESUME.sub(
+            lambda found: (
+                f"chronicals train --resume --output-dir {shlex.quote(_value_of(found[1]))}"
+            ),
+            text,
+        )
         name = "|".join(sorted([*self.switches, *WITHOUT_FLAG], key=len, reverse=True))
-        distinct = "|".join(sorted((name for name in self.switches if "_" in name), key=len, reverse=True)) or "(?!)"
-        text = re.sub(rf"(?<![\w./'\"-])({name})=({VALUE})", lambda found: self._with_value(found[1], found[2]), text)
+        distinct = (
+            "|".join(sorted((name for name in self.switches if "_" in name), key=len, reverse=True))
+            or "(?!)"
+        )
+        text = re.sub(
+            rf"(?<![\w./'\"-])({name})=({VALUE})",
+            lambda found: self._with_value(found[1], found[2]),
+            text,
+        )
         text = SETTING.sub(lambda found: self._setting(found[1], found[2]), text)
-        text = re.sub(rf"(?m)(?:^|(?<=; ))({name})(?=: )", lambda found: self._named(found[1]), text)
+        text = re.sub(
+            rf"(?m)(?:^|(?<=; ))({name})(?=: )", lambda found: self._named(found[1]), text
+        )
         bare = rf"(?<![\w./='\"-])({distinct})(?![\w/='\"-]|\.\w)|(?<=did you mean )'({distinct})'"
         return re.sub(bare, lambda found: self._bare(found[1] or found[2], found[0]), text)
 
@@ -63,7 +78,10 @@ class Wording:
         if section in self.switches or not isinstance(settings, dict):
             return f"{section}={text}"
         if all(not self.in_recipe or f"{section}.{name}" in self.as_flags for name in settings):
-            return " ".join(f"{flag(f'{section}.{name}')} {shlex.quote(str(value))}" for name, value in settings.items())
+            return " ".join(
+                f"{flag(f'{section}.{name}')} {shlex.quote(str(value))}"
+                for name, value in settings.items()
+            )
         return f"{section}: {_in_yaml(settings)}"
 
     def _is_flag(self, name: str) -> bool:
@@ -89,7 +107,9 @@ class Wording:
         if name == "columns":  # whose flag has the names of the data first
             pairs = [(theirs, ours) for ours, theirs in pairs]
         values = [f"{key}={one}" for key, one in pairs] if isinstance(value, dict) else value
-        texts = [undivided(str(one)) for one in values] if isinstance(values, list) else [str(values)]
+        texts = (
+            [undivided(str(one)) for one in values] if isinstance(values, list) else [str(values)]
+        )
         return " ".join(f"{flag(name)} {shlex.quote(text)}" for text in texts or ["none"])
 
 
@@ -110,7 +130,9 @@ def _in_yaml(value: Any) -> str:
     if value == "inf":
         return ".inf"
     return (
-        yaml.safe_dump(value, default_flow_style=True, width=1 << 16, sort_keys=False, allow_unicode=True)
+        yaml.safe_dump(
+            value, default_flow_style=True, width=1 << 16, sort_keys=False, allow_unicode=True
+        )
         .removesuffix("...\n")
         .strip()
     )
@@ -120,7 +142,9 @@ current = Wording({})
 """Of the command that runs."""
 
 
-def begin(switches: Mapping[str, bool], in_recipe: bool = False, as_flags: Collection[str] = ()) -> None:
+def begin(
+    switches: Mapping[str, bool], in_recipe: bool = False, as_flags: Collection[str] = ()
+) -> None:
     """From here on ``in_users_form`` speaks to the user of this command."""
     global current
     current = Wording(switches, in_recipe, as_flags)

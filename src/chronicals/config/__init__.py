@@ -1,6 +1,14 @@
 """The configuration of a run, its presets, and recipes in YAML."""
 
-from chronicals.config.config import LONGEST_TIMEOUT, ChronicalsConfig, Overlong, Role, TrainOn, Turns, explain
+from chronicals.config.config import (
+    LONGEST_TIMEOUT,
+    ChronicalsConfig,
+    Overlong,
+    Role,
+    TrainOn,
+    Turns,
+    explain,
+)
 from chronicals.config.data_source import DataSource
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.presets import PRESETS, preset

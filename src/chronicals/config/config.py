@@ -1,4 +1,6 @@
-"""ChronicalsConfig: everything about a run except its model and its data, checked when it is made."""
+"""ChronicalsConfig: everything about a run except its model and its data, checked when it is
+made.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,13 @@ ENTRIES = ("gate", "columns")
 
 
 def explain(
-    cls: type, error: pydantic.ValidationError, given: Mapping[str, Any] | None = None,
+    cls: type,
+    error: pydantic.ValidationError,
+    given: Mapping[str, Any] | None = None,
     unknown: Callable[..., str] = no_such_field,
-) -> ConfigurationError:  # fmt: skip
-    """Return all that is wrong, a line each: the field, the value it was given, what is allowed, and what to write instead.
+) -> ConfigurationError:
+    """Return all that is wrong, a line each: the field, the value it was given, what is allowed,
+    and what to write instead.
 
     Args:
         given: the fields that were passed.
@@ -62,9 +67,15 @@ def explain(
     for detail in error.errors():
         name = str(detail["loc"][0]) if detail["loc"] else cls.__name__
         if detail["type"] == "missing":
-            lines += [] if any(OURS.get(theirs) == name for theirs in given) else [_missing(name, given)]
+            lines += (
+                [] if any(OURS.get(theirs) == name for theirs in given) else [_missing(name, given)]
+            )
         elif detail["type"] == "unexpected_keyword_argument":
-            lines.append(_accepted(cls, name, detail["input"], unknown(name, detail["input"], known, given), given))
+            lines.append(
+                _accepted(
+                    cls, name, detail["input"], unknown(name, detail["input"], known, given), given
+                )
+            )
         elif detail["type"] == OF_SOURCES:
             shown = "" if isinstance(detail["input"], (list, Mapping)) else f"={detail['input']!r}"
             lines += [f"{name}{shown}: {line}" for line in detail["msg"].splitlines()]
@@ -76,13 +87,18 @@ def explain(
 def _missing(name: str, given: Mapping[str, Any]) -> str:
     line = f"{name}: required, and was not given"
     if name == "model" and given.get("base_model") is not None:
-        meant = f"base_model={given['base_model']!r} is the model of an adapter; use model={given['base_model']!r}"
+        meant = (
+            f"base_model={given['base_model']!r} is the model of an adapter; use "
+            f"model={given['base_model']!r}"
+        )
         return f"{line}; {meant} in the place of base_model where a model is trained"
     return line
 
 
 def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, Any]) -> str:
-    """Return the line on a field that has another name here, or one on the value where our field does not take it."""
+    """Return the line on a field that has another name here, or one on the value where our field
+    does not take it.
+    """
     ours = OURS.get(name, "")
     if f"; use {ours}={value!r}" not in line:
         return line
@@ -91,13 +107,17 @@ def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, A
     try:
         pydantic.TypeAdapter(annotation).validate_python(value)
     except pydantic.ValidationError as error:
-        return f"{name}: no such field; {_wrong(ours, {**error.errors()[0], 'loc': (ours,)}, given)}"  # type: ignore[dict-item]
+        return (
+            f"{name}: no such field; {_wrong(ours, {**error.errors()[0], 'loc': (ours,)}, given)}"  # type: ignore[dict-item]
+        )
     return line
 
 
 def _wrong(name: str, detail: Any, given: Mapping[str, Any]) -> str:
     """Return the line on a value that is not taken."""
-    inside = [part for part in detail["loc"][1:] if isinstance(part, str)] if name in ENTRIES else []
+    inside = (
+        [part for part in detail["loc"][1:] if isinstance(part, str)] if name in ENTRIES else []
+    )
     line = f"{': '.join([name, *inside])}={detail['input']!r}: {detail['msg']}"
     if detail["type"] == FOREIGN:
         return line
@@ -114,14 +134,18 @@ STRICT = pydantic.ConfigDict(extra="forbid", validate_default=True)
 
 
 def configuration(cls: T) -> T:
-    """A checked dataclass whose errors are ConfigurationErrors, and which knows the fields that were set: those that were
-    given, unless as ``auto``."""
+    """A checked dataclass whose errors are ConfigurationErrors, and which knows the fields that
+    were set: those that were given, unless as ``auto``."""
     checked: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {field.name for field in dataclasses.fields(cls)}
 
     @functools.wraps(checked)
     def __init__(self: Any, **given: Any) -> None:
-        fields = {name: value for name, value in gathered(given, names).items() if not is_auto(name, value)}
+        fields = {
+            name: value
+            for name, value in gathered(given, names).items()
+            if not is_auto(name, value)
+        }
         try:
             checked(self, **fields)
         except pydantic.ValidationError as error:
@@ -138,7 +162,11 @@ def _with_fields(cls: type) -> str:
     """Return the docstring of a configuration with a line for each field, which ``help`` shows."""
     lines = [inspect.getdoc(cls) or cls.__name__, "", "Attributes:"]
     for name, field in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]
-        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+        default = (
+            "required"
+            if field.is_required()
+            else f"default {field.get_default(call_default_factory=True)!r}"
+        )
         lines.append(f"    {name} ({default}): {field.description}")
     return "\n".join(lines)
 
@@ -149,12 +177,36 @@ LONGEST_TIMEOUT = 604_800.0
 AUTO = "auto"
 """Value of a field that the run decides, as if it had been left out."""
 
-DECIDED = frozenset({
-    "learning_rate", "batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs", "warmup_steps", "memory", "keep",
-    "overlong", "train_on", "max_documents", "dataset_num_proc", "trackers", "use_flash_attention", "use_fused_kernels",
-    "use_sequence_packing", "use_gradient_checkpointing", "use_torch_compile", "use_cuda_graphs", "use_lora_plus", "use_rslora",
-    "use_dora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
-})  # fmt: skip
+DECIDED = frozenset(
+    {
+        "learning_rate",
+        "batch_size",
+        "gradient_accumulation_steps",
+        "max_steps",
+        "num_epochs",
+        "warmup_steps",
+        "memory",
+        "keep",
+        "overlong",
+        "train_on",
+        "max_documents",
+        "dataset_num_proc",
+        "trackers",
+        "use_flash_attention",
+        "use_fused_kernels",
+        "use_sequence_packing",
+        "use_gradient_checkpointing",
+        "use_torch_compile",
+        "use_cuda_graphs",
+        "use_lora_plus",
+        "use_rslora",
+        "use_dora",
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+    }
+)
 """Fields whose default depends on the objective, the data, the model or the machine."""
 
 
@@ -171,9 +223,15 @@ Turns = Literal["all", "last"]
 TrainOn = Literal["answers", "all"]
 Overlong = Literal["cut", "split", "drop"]
 MemoryPolicy = Literal[
-    "recompute_elementwise", "recompute_layers", "offload_activations", "offload_frozen_weights", "offload_optimizer_states",
-    "tiled_mlp", "optimizer_in_backward", "reduce_in_backward",
-]  # fmt: skip
+    "recompute_elementwise",
+    "recompute_layers",
+    "offload_activations",
+    "offload_frozen_weights",
+    "offload_optimizer_states",
+    "tiled_mlp",
+    "optimizer_in_backward",
+    "reduce_in_backward",
+]
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 ALIASES: dict[str, MemoryPolicy] = {
     "use_gradient_checkpointing": "recompute_layers",
@@ -207,9 +265,13 @@ class _EachOnce(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE):
+        for key in (
+            key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE
+        ):
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands twice; keep one", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} stands twice; keep one", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -219,8 +281,8 @@ EITHER = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
 
 
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` under ``others``, which win, setting by setting in sections: what can be said in one of two ways (``EITHER``)
-    is not said in both."""
+    """``fields`` under ``others``, which win, setting by setting in sections: what can be said
+    in one of two ways (``EITHER``) is not said in both."""
     kept = dict(fields)
     if SECTIONS in kept and SECTIONS in others:
         others = {**others, SECTIONS: merged(kept[SECTIONS], others[SECTIONS])}
@@ -235,50 +297,78 @@ def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
 class ChronicalsConfig:
     """What a training run does, apart from its model and data.
 
-    The ``use_*`` switches that are on by default *permit*: card, model and memory decide what runs, and the first
-    lines of the log say what and why. A switch that was set and cannot be honoured raises. Fields whose default depends on
-    something (``DECIDED``) also take ``"auto"``, which leaves the decision to the run, as leaving them out does.
+    The ``use_*`` switches that are on by default *permit*: card, model and memory decide what runs,
+        and the first
+    lines of the log say what and why. A switch that was set and cannot be honoured raises. Fields
+    whose default depends on something (``DECIDED``) also take ``"auto"``, which leaves the decision
+    to the run, as leaving them out does.
 
-    To assign to a field is to pass it: the value and what it must agree with are checked at once, and what is refused changes
+    To assign to a field is to pass it: the value and what it must agree with are checked at once,
+        and what is refused changes
     nothing. Fields that agree only together are changed together, by ``replace``.
 
     Raises:
-        ConfigurationError: a field is unknown, of the wrong type, out of range, or not available in this version.
+        ConfigurationError: a field is unknown, of the wrong type, out of range, or not available in
+            this version.
     """
 
     _length: ClassVar = Heading("Length, batch and learning rate")
     learning_rate: Finite = Field(default=2e-4, gt=0, description="Peak learning rate")
     batch_size: Positive = Field(default=4, description="Packs in one forward pass, on each GPU")
-    max_seq_length: Positive = Field(default=2048, description="Tokens in a pack; longer rows are cut or split")
-    gradient_accumulation_steps: Positive = Field(default=4, description="Forward passes in one optimizer step")
-    max_steps: Positive | None = Field(default=None, description="Optimizer steps, instead of num_epochs")
-    num_epochs: Positive | None = Field(default=None, description="Passes over the data (default: one, without max_steps)")
-    warmup_steps: int = Field(default=100, ge=0, description="Steps of rising learning rate (default: at most a tenth)")
+    max_seq_length: Positive = Field(
+        default=2048, description="Tokens in a pack; longer rows are cut or split"
+    )
+    gradient_accumulation_steps: Positive = Field(
+        default=4, description="Forward passes in one optimizer step"
+    )
+    max_steps: Positive | None = Field(
+        default=None, description="Optimizer steps, instead of num_epochs"
+    )
+    num_epochs: Positive | None = Field(
+        default=None, description="Passes over the data (default: one, without max_steps)"
+    )
+    warmup_steps: int = Field(
+        default=100, ge=0, description="Steps of rising learning rate (default: at most a tenth)"
+    )
     warmup_ratio: Share | None = Field(
-        default=None, description="Share of the run's steps with a rising learning rate, instead of warmup_steps"
+        default=None,
+        description="Share of the run's steps with a rising learning rate, instead of warmup_steps",
     )
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        default="cosine", description="Learning rate after the warm-up; wsd is warm-up, stable, decay"
+        default="cosine",
+        description="Learning rate after the warm-up; wsd is warm-up, stable, decay",
     )
-    min_lr_ratio: Share = Field(default=0.0, description="Final learning rate as a share of the peak")
+    min_lr_ratio: Share = Field(
+        default=0.0, description="Final learning rate as a share of the peak"
+    )
     wsd_decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=0.2, description="Share of the steps in which wsd decays"
     )
 
     _speed: ClassVar = Heading("Speed")
     use_flash_attention: bool = Field(default=True, description="Permit a FlashAttention backend")
-    use_fused_kernels: bool = Field(default=True, description="Permit the loss without whole logits, and fused kernels")
-    use_sequence_packing: bool = Field(default=True, description="Several documents in a pack; off: one in each")
+    use_fused_kernels: bool = Field(
+        default=True, description="Permit the loss without whole logits, and fused kernels"
+    )
+    use_sequence_packing: bool = Field(
+        default=True, description="Several documents in a pack; off: one in each"
+    )
     use_gradient_checkpointing: bool = Field(
-        default=True, description="Permit recomputation where memory needs it; set to true: in every layer"
+        default=True,
+        description="Permit recomputation where memory needs it; set to true: in every layer",
     )
     use_torch_compile: bool = Field(
-        default=True, description="Permit compilation of the decoder layers where they do not run fused, on CUDA"
+        default=True,
+        description="Permit compilation of the decoder layers where they do not run fused, on CUDA",
     )
-    use_cuda_graphs: bool = Field(default=True, description="Permit replaying whole steps as CUDA graphs")
+    use_cuda_graphs: bool = Field(
+        default=True, description="Permit replaying whole steps as CUDA graphs"
+    )
 
     _lora: ClassVar = Heading("LoRA")
-    use_lora: bool = Field(default=False, description="Train low-rank adapters instead of the weights")
+    use_lora: bool = Field(
+        default=False, description="Train low-rank adapters instead of the weights"
+    )
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
@@ -290,191 +380,283 @@ class ChronicalsConfig:
         BeforeValidator(not_foreign("lora_target_modules")),
     ] = Field(
         default=None,
-        description="Linear layers (or the embedding) to adapt: names, or one regular expression (default: all but the head); "
+        description="Linear layers (or the embedding) to adapt: names, or one regular expression "
+        "(default: all but the head); "
         "none adapts lora_target_parameters alone",
     )
     lora_target_parameters: Annotated[list[str] | None, BeforeValidator(as_list)] = Field(
-        default=None, description="Stacked weights of experts to adapt, as mlp.experts.down_proj; sets lora_dropout to 0"
+        default=None,
+        description="Stacked weights of experts to adapt, as mlp.experts.down_proj; sets "
+        "lora_dropout to 0",
     )
-    lora_rank_pattern: Annotated[dict[str, Positive], BeforeValidator(as_shares), AfterValidator(as_patterns)] = Field(
-        default_factory=dict, description="Ranks of some layers, NAME=RANK: the end of their path, or a regular expression"
+    lora_rank_pattern: Annotated[
+        dict[str, Positive], BeforeValidator(as_shares), AfterValidator(as_patterns)
+    ] = Field(
+        default_factory=dict,
+        description="Ranks of some layers, NAME=RANK: the end of their path, or a regular "
+        "expression",
     )
-    lora_alpha_pattern: Annotated[dict[str, PositiveFinite], BeforeValidator(as_shares), AfterValidator(as_patterns)] = Field(
-        default_factory=dict, description="Alphas of some layers, NAME=ALPHA, likewise"
-    )
+    lora_alpha_pattern: Annotated[
+        dict[str, PositiveFinite], BeforeValidator(as_shares), AfterValidator(as_patterns)
+    ] = Field(default_factory=dict, description="Alphas of some layers, NAME=ALPHA, likewise")
     lora_layers: Annotated[list[int] | None, BeforeValidator(as_numbers)] = Field(
         default=None, description="Numbers of the decoder layers to adapt, as 0-7,20 (default: all)"
     )
     lora_modules_to_save: Annotated[list[str] | None, BeforeValidator(as_list)] = Field(
-        default=None, description="embed_tokens, lm_head: trained whole beside the adapters, and saved with them"
+        default=None,
+        description="embed_tokens, lm_head: trained whole beside the adapters, and saved with them",
     )
-    lora_trainable_tokens: Annotated[list[int | str] | dict[str, list[int | str]] | None, BeforeValidator(as_tokens)] = Field(
-        default=None, description="Tokens, by id or text, whose rows of the embedding are trained beside the adapters"
+    lora_trainable_tokens: Annotated[
+        list[int | str] | dict[str, list[int | str]] | None, BeforeValidator(as_tokens)
+    ] = Field(
+        default=None,
+        description="Tokens, by id or text, whose rows of the embedding are trained beside the "
+        "adapters",
     )
     lora_init: Annotated[str, AfterValidator(as_lora_init)] = Field(
         default="default",
-        description="Where adapters start: default, gaussian, pissa, pissa_niter_N, olora, or loftq with quantization",
+        description="Where adapters start: default, gaussian, pissa, pissa_niter_N, olora, or "
+        "loftq with quantization",
     )
     use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
-    use_dora: bool = Field(default=False, description="Train the length of each row of an adapted weight, too (DoRA)")
-    use_lora_plus: bool = Field(default=True, description="With LoRA: matrix B learns faster than A")
-    lora_plus_ratio: Finite = Field(default=16.0, ge=1, description="How many times faster B learns")
+    use_dora: bool = Field(
+        default=False, description="Train the length of each row of an adapted weight, too (DoRA)"
+    )
+    use_lora_plus: bool = Field(
+        default=True, description="With LoRA: matrix B learns faster than A"
+    )
+    lora_plus_ratio: Finite = Field(
+        default=16.0, ge=1, description="How many times faster B learns"
+    )
 
     _four_bits: ClassVar = Heading("Memory and precision")
     quantization: Literal["nf4"] | None = Field(
         default=None,
-        description="Hold the decoder's linear layers and experts in 4 bits, frozen, under adapters (docs/quantization.md)",
+        description="Hold the decoder's linear layers and experts in 4 bits, frozen, under "
+        "adapters (docs/quantization.md)",
     )
     load_in_4bit: bool = Field(default=False, description="Another way to say quantization='nf4'")
 
     _optimizer: ClassVar = Heading("Optimizer")
-    weight_decay: Finite = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices")
+    weight_decay: Finite = Field(
+        default=0.0, ge=0, description="Decoupled weight decay of matrices"
+    )
     adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
     adam_beta2: Share = Field(default=0.999, description="Decay of the second moment")
-    adam_epsilon: Finite = Field(default=1e-8, gt=0, description="Added to the root of the second moment")
+    adam_epsilon: Finite = Field(
+        default=1e-8, gt=0, description="Added to the root of the second moment"
+    )
     max_grad_norm: Annotated[float | None, BeforeValidator(infinity_as_none)] = Field(
         default=1.0, gt=0, description="Gradients are clipped to this norm; inf does not clip"
     )
     use_8bit_optimizer: bool = Field(
-        default=False, description="AdamW with moments in 8 bits, 2 bytes a weight; those of embeddings and vectors in fp32"
+        default=False,
+        description="AdamW with moments in 8 bits, 2 bytes a weight; those of embeddings and "
+        "vectors in fp32",
     )
     optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Type of the optimizer states; bf16 is rounded stochastically"
     )
     master_weights: bool = Field(
         default=True,
-        description="Keep trained bf16 weights as exact fp32 masters; false: matrices are rounded stochastically, 2 bytes less",
+        description="Keep trained bf16 weights as exact fp32 masters; false: matrices are rounded "
+        "stochastically, 2 bytes less",
     )
 
     _memory: ClassVar = Heading("Memory and precision")
-    activation_offload: bool = Field(default=False, description="Keep activations in host memory until they are needed")
+    activation_offload: bool = Field(
+        default=False, description="Keep activations in host memory until they are needed"
+    )
     memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(as_list)] = Field(
-        default=None, description="What saves memory, any of them together (default: recomputation where the card needs it)"
+        default=None,
+        description="What saves memory, any of them together (default: recomputation where the "
+        "card needs it)",
     )
     logits_chunk_size: Positive = Field(
-        default=4352, description="Rows of logits that exist at a time in the loss; fewer take less memory and more time"
+        default=4352,
+        description="Rows of logits that exist at a time in the loss; fewer take less memory and "
+        "more time",
     )
     check_memory: bool = Field(
-        default=True, description="End the run before its first step where it is expected to hold more than the card has"
+        default=True,
+        description="End the run before its first step where it is expected to hold more than the "
+        "card has",
     )
-    mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
+    mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(
+        default="bf16", description="Type of the products"
+    )
     use_fp8: bool = Field(
         default=False,
-        description="Products large enough for it to pay in FP8 (docs/fp8.md): all of full fine-tuning, or a frozen base",
+        description="Products large enough for it to pay in FP8 (docs/fp8.md): all of full "
+        "fine-tuning, or a frozen base",
     )
 
     _objective: ClassVar = Heading("Objective")
     objective: str = Field(
         default="sft",
-        description="sft trains what the rows mark (answers, completions); pretraining every token; distill on a teacher's "
+        description="sft trains what the rows mark (answers, completions); pretraining every "
+        "token; distill on a teacher's "
         "predictions; the others on preferences",
     )
     sections: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Settings of the objective by name: --distill.alpha 0.5, or in a recipe distill: {alpha: 0.5}; --teacher "
+        description="Settings of the objective by name: --distill.alpha 0.5, or in a recipe "
+        "distill: {alpha: 0.5}; --teacher "
         "is --distill.teacher",
     )
 
     _tokens: ClassVar = Heading("Data")
     train_on: TrainOn | None = Field(
-        default=None, description="The answers, completions and texts of rows, or all tokens (default: the objective's)"
+        default=None,
+        description="The answers, completions and texts of rows, or all tokens (default: the "
+        "objective's)",
     )
     train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(as_list)] = Field(
         default=["assistant"], description="Whose messages of a conversation are trained"
     )
-    train_on_turns: Turns = Field(default="all", description="All messages of those roles, or the last of a conversation")
+    train_on_turns: Turns = Field(
+        default="all", description="All messages of those roles, or the last of a conversation"
+    )
     train_after_stop: bool = Field(
         default=False,
-        description="Train what a chat template writes behind the stop token of an answer, too, as TRL does: a newline, which "
+        description="Train what a chat template writes behind the stop token of an answer, too, "
+        "as TRL does: a newline, which "
         "is never generated",
     )
     completions_as_chat: bool = Field(
-        default=False, description="Render rows of prompt and completion by the chat template, as a question and its answer"
+        default=False,
+        description="Render rows of prompt and completion by the chat template, as a question and "
+        "its answer",
     )
     packing_strategy: Literal["best-fit", "first-fit", "in-order"] = Field(
         default="best-fit",
-        description="best-fit and first-fit take the longest documents first, and packs are shuffled; in-order keeps the order "
+        description="best-fit and first-fit take the longest documents first, and packs are "
+        "shuffled; in-order keeps the order "
         "of the data, within a step and from step to step",
     )
-    max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
+    max_documents: Positive | None = Field(
+        default=None, description="Most documents in a pack (default: as they fit)"
+    )
     resize_embeddings: bool = Field(
-        default=False, description="Give embedding and head rows for tokens of the tokenizer that have none, and train them"
+        default=False,
+        description="Give embedding and head rows for tokens of the tokenizer that have none, and "
+        "train them",
     )
 
     _evaluation: ClassVar = Heading("Evaluation")
-    validation_split: Share = Field(default=0.0, description="Share of the rows held out, instead of data of their own")
-    eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps (default: at the end)")
+    validation_split: Share = Field(
+        default=0.0, description="Share of the rows held out, instead of data of their own"
+    )
+    eval_steps: Positive | None = Field(
+        default=None, description="Evaluate every so many steps (default: at the end)"
+    )
     early_stopping_patience: Positive | None = Field(
         default=None, description="Stop after so many evaluations without a better loss"
     )
     keep: Literal["best", "last"] | None = Field(
         default=None,
-        description="Whose weights the run leaves: best, of the step with the lowest held-out loss, for which every better "
-        "evaluation writes a whole checkpoint, which takes time and space; or last (default: best where something is held out)",
+        description="Whose weights the run leaves: best, of the step with the lowest held-out "
+        "loss, for which every better "
+        "evaluation writes a whole checkpoint, which takes time and space; or last (default: best "
+        "where something is held out)",
     )
 
     _rows: ClassVar = Heading("Data")
     overlong: Overlong | None = Field(
-        default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
+        default=None,
+        description="What becomes of rows longer than max_seq_length (default: texts are split, "
+        "others cut)",
     )
     dataset_num_proc: Positive | None = Field(
-        default=None, description="Processes that tokenise where there is much to do (default: one a core; 1: none but this)"
+        default=None,
+        description="Processes that tokenise where there is much to do (default: one a core; 1: "
+        "none but this)",
     )
     gate: Annotated[dict[str, Finite], BeforeValidator(as_shares)] = Field(
         default_factory=dict,
-        description="Largest share of the rows a finding may touch before it is an error, by its name",
+        description="Largest share of the rows a finding may touch before it is an error, by its "
+        "name",
     )
 
     _output: ClassVar = Heading("Run and output")
-    save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
-    save_total_limit: Positive = Field(default=2, description="Checkpoints kept; the last and the best always are")
-    trackers: Annotated[
-        list[Literal["tensorboard", "wandb", "mlflow"]] | None, BeforeValidator(as_list), BeforeValidator(none_as_empty)
-    ] = Field(default=None, description="Experiment trackers, or none (default: TensorBoard where it is installed)")
-    project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
-    run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
-    report_samples: Annotated[int, Field(ge=0)] = Field(
-        default=2, description="Prompts that the report shows answers to, before and after training, where that takes seconds"
+    save_steps: Positive | None = Field(
+        default=500, description="Checkpoint every so many steps; one always at the end"
     )
-    output_dir: OwnPath = Field(default=Path("chronicals-output"), description="Where the run is written")
+    save_total_limit: Positive = Field(
+        default=2, description="Checkpoints kept; the last and the best always are"
+    )
+    trackers: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow"]] | None,
+        BeforeValidator(as_list),
+        BeforeValidator(none_as_empty),
+    ] = Field(
+        default=None,
+        description="Experiment trackers, or none (default: TensorBoard where it is installed)",
+    )
+    project: str | None = Field(
+        default=None, description="Project in W&B, experiment in MLflow (default: theirs)"
+    )
+    run_name: str | None = Field(
+        default=None, description="Name of the run in W&B and MLflow (default: theirs)"
+    )
+    report_samples: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="Prompts that the report shows answers to, before and after training, where "
+        "that takes seconds",
+    )
+    output_dir: OwnPath = Field(
+        default=Path("chronicals-output"), description="Where the run is written"
+    )
     overwrite: bool = Field(
         default=False,
-        description="Replace the run that is in output_dir, once the new one has its first checkpoint; only files of runs are "
+        description="Replace the run that is in output_dir, once the new one has its first "
+        "checkpoint; only files of runs are "
         "replaced",
     )
-    cache_dir: OwnPath | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
+    cache_dir: OwnPath | None = Field(
+        default=None, description="Where token stores are kept (default: ~/.cache/chronicals)"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=42, description="Seed of order, adapters and dropout"
+    )
 
     _cards: ClassVar = Heading("Several cards")
     sharding: Literal["none", "optimizer", "weights"] = Field(
         default="optimizer",
-        description="Of several processes: what each has only a share of: nothing; gradients' sums and optimizer states; the "
+        description="Of several processes: what each has only a share of: nothing; gradients' "
+        "sums and optimizer states; the "
         "weights, too, as is chosen where they would not fit",
     )
     sharding_ranks: Positive | None = Field(
         default=None,
-        description="With sharding=weights: how many neighbours share one copy of the weights; by default those of a machine "
+        description="With sharding=weights: how many neighbours share one copy of the weights; by "
+        "default those of a machine "
         "where that fits, else all",
     )
     context_parallel: Positive = Field(
         default=1,
-        description="Of several processes: how many share each pack; documents stay whole on one, those longer than its share "
+        description="Of several processes: how many share each pack; documents stay whole on one, "
+        "those longer than its share "
         "are split over all",
     )
     context_heads: Positive | None = Field(
         default=None,
-        description="With context_parallel: how many neighbours exchange heads to attend to split documents; keys are gathered "
+        description="With context_parallel: how many neighbours exchange heads to attend to split "
+        "documents; keys are gathered "
         "from others (default: those of a machine, where their number divides the key heads)",
     )
     pack_parts: Positive | None = Field(
         default=None,
-        description="Parts of a pack; a document that fits in one stays in one (default: context_parallel). Runs with the same "
+        description="Parts of a pack; a document that fits in one stays in one (default: "
+        "context_parallel). Runs with the same "
         "number take the same documents in each step, however many processes share packs",
     )
     rank_timeout: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT)] = Field(
         default=300.0,
-        description="Of several processes: seconds in which none of them is done with a micro-batch, in a step or while "
-        "evaluating, or in which all wait for each other elsewhere, before all end and say where each is; at most a week",
+        description="Of several processes: seconds in which none of them is done with a "
+        "micro-batch, in a step or while "
+        "evaluating, or in which all wait for each other elsewhere, before all end and say where "
+        "each is; at most a week",
     )
 
     explicit = frozenset[str]()
@@ -490,55 +672,81 @@ class ChronicalsConfig:
     def check(self) -> None:
         """Check what concerns more than one field; all that is wrong is told at once."""
         raise_together(
-            self._check_length, self._check_dora, self._check_target_parameters, self._check_quantization, self._check_loftq,
-            self._check_memory, self._check_optimizer, self._check_patience,
-        )  # fmt: skip
+            self._check_length,
+            self._check_dora,
+            self._check_target_parameters,
+            self._check_quantization,
+            self._check_loftq,
+            self._check_memory,
+            self._check_optimizer,
+            self._check_patience,
+        )
 
     def _check_length(self) -> None:
         if self.max_steps is not None and self.num_epochs is not None:
-            raise ConfigurationError(f"num_epochs={self.num_epochs} and max_steps={self.max_steps}: give one of the two")
+            raise ConfigurationError(
+                f"num_epochs={self.num_epochs} and max_steps={self.max_steps}: give one of the two"
+            )
         if "warmup_steps" in self.explicit and self.warmup_ratio is not None:
             raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: each says how long the learning rate "
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: each "
+                "says how long the learning rate "
                 "rises; give one of the two"
             )
-        if "warmup_steps" in self.explicit and self.max_steps is not None and self.warmup_steps > self.max_steps:
+        if (
+            "warmup_steps" in self.explicit
+            and self.max_steps is not None
+            and self.warmup_steps > self.max_steps
+        ):
             raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak would never be reached"
+                f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak "
+                "would never be reached"
             )
 
     def _check_dora(self) -> None:
         if self.use_dora and self.lora_init not in ("default", "gaussian", "loftq"):
             raise ConfigurationError(
-                f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole weights; leave one of them out"
+                f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole "
+                "weights; leave one of them out"
             )
 
     def _check_loftq(self) -> None:
         if self.lora_init == "loftq" and self.quantization is None:
             raise ConfigurationError(
-                "lora_init='loftq': makes up for what quantising takes from the weights, and quantization is not set; set "
+                "lora_init='loftq': makes up for what quantising takes from the weights, and "
+                "quantization is not set; set "
                 "quantization='nf4', or take lora_init='pissa' over 16 bits"
             )
 
     def _check_optimizer(self) -> None:
         if self.use_8bit_optimizer and self.optimizer_state_dtype == "bf16":
             raise ConfigurationError(
-                "use_8bit_optimizer=True and optimizer_state_dtype='bf16': each says how states are kept; leave out one"
+                "use_8bit_optimizer=True and optimizer_state_dtype='bf16': each says how states "
+                "are kept; leave out one"
             )
         if not self.master_weights and (self.use_lora or self.mixed_precision != "bf16"):
-            other = "use_lora=True" if self.use_lora else f"mixed_precision={self.mixed_precision!r}"
-            raise ConfigurationError(f"master_weights=False: with {other} no bf16 weight is trained; leave it out")
+            other = (
+                "use_lora=True" if self.use_lora else f"mixed_precision={self.mixed_precision!r}"
+            )
+            raise ConfigurationError(
+                f"master_weights=False: with {other} no bf16 weight is trained; leave it out"
+            )
 
     def _check_patience(self) -> None:
         if self.early_stopping_patience is not None and self.eval_steps is None:
-            raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
+            raise ConfigurationError(
+                "early_stopping_patience needs eval_steps: without evaluations nothing can stop"
+            )
 
     def _check_target_parameters(self) -> None:
-        """An adapter of a parameter has no input to drop, no rows with a length, and takes nothing from the weight."""
+        """An adapter of a parameter has no input to drop, no rows with a length, and takes
+        nothing from the weight.
+        """
         if not self.lora_target_parameters:
             if self.lora_target_modules == []:
                 raise ConfigurationError(
-                    "lora_target_modules='none': nothing is adapted; set lora_target_parameters, or name layers"
+                    "lora_target_modules='none': nothing is adapted; set lora_target_parameters, "
+                    "or name layers"
                 )
             return
         if "lora_dropout" not in self.explicit:
@@ -550,15 +758,22 @@ class ChronicalsConfig:
         ):
             if is_set:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} with lora_target_parameters={self.lora_target_parameters}: adapters of "
-                    f"parameters do not have it; leave out {name}, or adapt linear layers alone (lora_target_modules)"
+                    f"{name}={getattr(self, name)!r} with "
+                    f"lora_target_parameters={self.lora_target_parameters}: adapters of "
+                    f"parameters do not have it; leave out {name}, or adapt linear layers alone "
+                    "(lora_target_modules)"
                 )
 
     def _check_quantization(self) -> None:
-        """``load_in_4bit`` is ``quantization='nf4'``, and weights in 4 bits are trained by adapters."""
-        if {"load_in_4bit", "quantization"} <= self.explicit and self.load_in_4bit != (self.quantization is not None):
+        """``load_in_4bit`` is ``quantization='nf4'``, and weights in 4 bits are trained by
+        adapters.
+        """
+        if {"load_in_4bit", "quantization"} <= self.explicit and self.load_in_4bit != (
+            self.quantization is not None
+        ):
             raise ConfigurationError(
-                f"quantization={self.quantization!r} and load_in_4bit={self.load_in_4bit}: they contradict; keep one"
+                f"quantization={self.quantization!r} and load_in_4bit={self.load_in_4bit}: they "
+                "contradict; keep one"
             )
         if self.load_in_4bit:
             vars(self)["quantization"] = "nf4"
@@ -569,7 +784,8 @@ class ChronicalsConfig:
         said = f"quantization={self.quantization!r}"
         if not self.use_lora:
             raise ConfigurationError(
-                f"{said}: weights in 4 bits are frozen, and use_lora=False trains all; leave out use_lora, or quantization"
+                f"{said}: weights in 4 bits are frozen, and use_lora=False trains all; leave out "
+                "use_lora, or quantization"
             )
         if self.use_fp8:
             raise ConfigurationError(f"{said} and use_fp8=True: a weight has one format; keep one")
@@ -582,19 +798,26 @@ class ChronicalsConfig:
             self._check_optimizer_in_backward()
         if "offload_frozen_weights" in self.memory and not self.use_fp8:
             raise ConfigurationError(
-                "memory=['offload_frozen_weights']: moves weights that FP8 stands in for; set use_fp8=True, or leave it out"
+                "memory=['offload_frozen_weights']: moves weights that FP8 stands in for; set "
+                "use_fp8=True, or leave it out"
             )
         if set(self.memory) >= RECOMPUTE:
-            raise ConfigurationError(f"memory={self.memory}: recompute_layers makes everything again; leave out the other")
+            raise ConfigurationError(
+                f"memory={self.memory}: recompute_layers makes everything again; leave out the "
+                "other"
+            )
         for switch, entry in ALIASES.items():
             same = RECOMPUTE if entry in RECOMPUTE else {entry}
             if switch in self.explicit and getattr(self, switch) != bool(same & set(self.memory)):
                 raise ConfigurationError(
-                    f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; keep one"
+                    f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; "
+                    "keep one"
                 )
 
     def _check_optimizer_in_backward(self) -> None:
-        """Each gradient is used as it is when it is made: nothing may be added to it, and nothing asked of all of them."""
+        """Each gradient is used as it is when it is made: nothing may be added to it, and
+        nothing asked of all of them.
+        """
         changes = {
             "max_grad_norm": "inf" if self.max_grad_norm is not None else "",
             "gradient_accumulation_steps": "1" if self.gradient_accumulation_steps > 1 else "",
@@ -604,13 +827,17 @@ class ChronicalsConfig:
         if wrong:
             remedy = ", ".join(f"{name}={instead}" for name, instead in changes.items() if instead)
             raise ConfigurationError(
-                f"memory=['optimizer_in_backward']: updates a weight before the other gradients are there, which "
-                f"{' and '.join(wrong)} cannot go with; set {remedy}, or leave out optimizer_in_backward"
+                "memory=['optimizer_in_backward']: updates a weight before the other gradients "
+                "are there, which "
+                f"{' and '.join(wrong)} cannot go with; set {remedy}, or leave out "
+                "optimizer_in_backward"
             )
 
     @property
     def epochs(self) -> int | None:
-        """Passes over the data: one where neither they nor steps were given, None where steps were."""
+        """Passes over the data: one where neither they nor steps were given, None where steps
+        were.
+        """
         return None if self.max_steps is not None else self.num_epochs or 1
 
     @property
@@ -623,7 +850,11 @@ class ChronicalsConfig:
         """The entries of ``memory``, or those that its aliases ask for."""
         if self.memory is not None:
             return frozenset(self.memory)
-        return frozenset(entry for switch, entry in ALIASES.items() if switch in self.explicit and getattr(self, switch))
+        return frozenset(
+            entry
+            for switch, entry in ALIASES.items()
+            if switch in self.explicit and getattr(self, switch)
+        )
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values; what was explicit stays so."""
@@ -648,12 +879,18 @@ class ChronicalsConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a YAML mapping of fields; ``overrides`` win, a length of the run over the other way to say it as well.
+        """Read a YAML mapping of fields; ``overrides`` win, a length of the run over the other way
+        to say it as well.
 
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.
         """
-        return cls(**laid_over(cls.read_yaml(path), gathered(overrides, {field.name for field in dataclasses.fields(cls)})))
+        return cls(
+            **laid_over(
+                cls.read_yaml(path),
+                gathered(overrides, {field.name for field in dataclasses.fields(cls)}),
+            )
+        )
 
     @classmethod
     def read_yaml(cls, path: str | Path) -> dict[str, Any]:
@@ -670,10 +907,14 @@ class ChronicalsConfig:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}: not YAML: {error}") from error
         if not isinstance(fields, dict):
-            raise ConfigurationError(f"{path}: expected 'field: value' lines, found {type(fields).__name__}")
+            raise ConfigurationError(
+                f"{path}: expected 'field: value' lines, found {type(fields).__name__}"
+            )
         fields = {str(name): value for name, value in fields.items()}
         for name in ("learning_rate", "adam_epsilon"):  # YAML 1.1 reads 2e-4 as text
             if isinstance(fields.get(name), str) and not is_auto(name, fields[name]):
-                with contextlib.suppress(ValueError):  # what is no number is told with what else is wrong
+                with contextlib.suppress(
+                    ValueError
+                ):  # what is no number is told with what else is wrong
                     fields[name] = float(fields[name])
         return gathered(fields, {field.name for field in dataclasses.fields(cls)})

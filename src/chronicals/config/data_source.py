@@ -27,7 +27,9 @@ def _raises_configuration_errors(cls: T) -> T:
     @functools.wraps(validated)
     def __init__(self: Any, *values: Any, **fields: Any) -> None:
         try:
-            validated(self, *values[len(names) :], **dict(zip(names, values)), **fields)  # an error then has the field's name
+            validated(
+                self, *values[len(names) :], **dict(zip(names, values)), **fields
+            )  # an error then has the field's name
         except pydantic.ValidationError as error:
             raise explain(cls, error, unknown=no_such_field_of_data) from None
 
@@ -45,12 +47,15 @@ class DataSource:
     """Where rows come from, and how often each is seen in an epoch.
 
     Attributes:
-        path: a file, a folder, a pattern such as ``parts/*.jsonl``, or ``owner/name`` on the hub; what exists here wins.
+        path: a file, a folder, a pattern such as ``parts/*.jsonl``, or ``owner/name`` on the hub;
+            what exists here wins.
         subset: configuration of a hub name.
         split: split of a hub name or of a saved ``DatasetDict`` (``train`` where it is not given).
-        weight: how often a row is seen in an epoch: 0.5 takes half of the rows, 2 each row twice, 2.5 each row twice and
-            half of them a third time. Which rows make up the half depends on the seed and on nothing else.
-        columns: new names of columns, ours to theirs: ``{"prompt": "question"}``; a dot leads into nested objects.
+        weight: how often a row is seen in an epoch: 0.5 takes half of the rows, 2 each row twice,
+            2.5 each row twice and half of them a third time. Which rows make up the half depends on
+            the seed and on nothing else.
+        columns: new names of columns, ours to theirs: ``{"prompt": "question"}``; a dot leads into
+            nested objects.
         name: what messages call it beside file and row.
 
     Raises:
@@ -65,16 +70,40 @@ class DataSource:
     name: str | None = None
 
 
-FIELDS = frozenset({
-    "messages", "conversations", "prompt", "completion", "response", "label", "instruction", "output", "chosen", "rejected",
-    "responses", "scores", "input_ids", "text", "question", "answer", "query", "input", "history", "system", "tools", "labels",
-    "attention_mask",
-})  # fmt: skip
+FIELDS = frozenset(
+    {
+        "messages",
+        "conversations",
+        "prompt",
+        "completion",
+        "response",
+        "label",
+        "instruction",
+        "output",
+        "chosen",
+        "rejected",
+        "responses",
+        "scores",
+        "input_ids",
+        "text",
+        "question",
+        "answer",
+        "query",
+        "input",
+        "history",
+        "system",
+        "tools",
+        "labels",
+        "attention_mask",
+    }
+)
 """Names of the fields of rows that are read."""
 
 
 def _columns(value: Any) -> Any:
-    """A mapping from our names to theirs; ``theirs=ours`` texts, as the command line has them, as one."""
+    """A mapping from our names to theirs; ``theirs=ours`` texts, as the command line has them,
+    as one.
+    """
     texts = as_list(value)
     if not isinstance(texts, list):
         return _of_our_names(texts)
@@ -84,7 +113,9 @@ def _columns(value: Any) -> Any:
     for text in pairs:
         theirs, sign, ours = (part.strip() for part in text.partition("="))
         if not (sign and theirs and ours):
-            raise PydanticCustomError("columns", "{text} is not THEIRS=OURS, as in question=prompt", {"text": repr(text)})
+            raise PydanticCustomError(
+                "columns", "{text} is not THEIRS=OURS, as in question=prompt", {"text": repr(text)}
+            )
         if theirs in FIELDS and ours not in FIELDS:
             theirs, ours = ours, theirs
         if ours in mapping:
@@ -97,9 +128,10 @@ def _of_our_names(value: Any) -> Any:
     unknown = sorted(map(str, set(value) - FIELDS)) if isinstance(value, Mapping) else []
     if unknown:
         raise PydanticCustomError(
-            "columns", "{name} is no field that is read; there are {known}",
+            "columns",
+            "{name} is no field that is read; there are {known}",
             {"name": ", ".join(map(repr, unknown)), "known": ", ".join(sorted(FIELDS))},
-        )  # fmt: skip
+        )
     return value
 
 
@@ -112,12 +144,18 @@ def with_columns(sources: str | list[DataSource] | None, columns: Mapping[str, s
     if not sources or not columns:
         return sources
     several = [DataSource(sources)] if isinstance(sources, str) else sources
-    return [one if one.columns else dataclasses.replace(one, columns=dict(columns)) for one in several]
+    return [
+        one if one.columns else dataclasses.replace(one, columns=dict(columns)) for one in several
+    ]
 
 
 def _parsed(value: Any) -> Any:
     """A string without a weight as it is; anything else as a list of sources."""
-    values = [one for given in (value if isinstance(value, (list, tuple)) else [value]) for one in _named_in(given)]
+    values = [
+        one
+        for given in (value if isinstance(value, (list, tuple)) else [value])
+        for one in _named_in(given)
+    ]
     if not values:
         raise PydanticCustomError(OF_SOURCES, "an empty list; name at least one source")
     try:
@@ -128,7 +166,9 @@ def _parsed(value: Any) -> Any:
 
 
 def _named_in(value: Any) -> list[Any]:
-    """Return the sources of a text, which has commas between several unless a file has that name or that pattern."""
+    """Return the sources of a text, which has commas between several unless a file has that name
+    or that pattern.
+    """
     if not isinstance(value, str) or _is_there(value) or _is_there(_weighted(value)[0]):
         return [value]
     return divided(value)
@@ -142,7 +182,9 @@ def _source(value: Any) -> DataSource:
         return DataSource(path, weight=weight)
     if isinstance(value, Mapping):
         return DataSource(**{str(name): field for name, field in value.items()})
-    raise ConfigurationError(f"{value!r} is {type(value).__name__}; a source is a string or a mapping with 'path'")
+    raise ConfigurationError(
+        f"{value!r} is {type(value).__name__}; a source is a string or a mapping with 'path'"
+    )
 
 
 def _weighted(text: str) -> tuple[str, float]:
@@ -167,13 +209,19 @@ def _plain(value: str | list[DataSource] | None) -> Any:
     if value is None or isinstance(value, str):
         return value
     return [
-        {name: chosen for name, chosen in dataclasses.asdict(one).items() if chosen != getattr(DataSource, name, None)}
+        {
+            name: chosen
+            for name, chosen in dataclasses.asdict(one).items()
+            if chosen != getattr(DataSource, name, None)
+        }
         for one in value
     ]
 
 
 Sources = Annotated[str | list[DataSource], BeforeValidator(_parsed), PlainSerializer(_plain)]
-"""What a recipe takes as data: a string (a path, or ``path=weight``), a mapping of the fields of ``DataSource``, or a list."""
+"""What a recipe takes as data: a string (a path, or ``path=weight``), a mapping of the fields of
+``DataSource``, or a list.
+"""
 
 OptionalSources = Annotated[
     str | list[DataSource] | None,

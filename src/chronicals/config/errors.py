@@ -2,4 +2,6 @@
 
 
 class ConfigurationError(ValueError):
-    """A field has a value that is wrong or cannot be honoured here; the message names field, value and remedy."""
+    """A field has a value that is wrong or cannot be honoured here; the message names field,
+    value and remedy.
+    """

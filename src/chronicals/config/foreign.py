@@ -1,6 +1,7 @@
 """What fields are called in other trainers, and what to write here instead.
 
-The names are those of transformers and TRL, PEFT, Axolotl, LLaMA-Factory, Unsloth, torchtune and nanoGPT.
+The names are those of transformers and TRL, PEFT, Axolotl, LLaMA-Factory, Unsloth, torchtune and
+nanoGPT.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ RENAMED: dict[str, str] = {
     "num_epochs": "epochs num_train_epochs num_train_epoch n_epochs max_epochs total_epochs",
     "overwrite": "overwrite_output_dir",
     "max_steps": "steps num_steps train_steps max_train_steps total_steps max_iters num_iterations",
-    "batch_size": "bs micro_batch micro_batch_size per_device_train_batch_size per_device_batch_size train_batch_size "
+    "batch_size": "bs micro_batch micro_batch_size per_device_train_batch_size "
+    "per_device_batch_size train_batch_size "
     "per_gpu_train_batch_size device_batch_size local_batch_size",
-    "gradient_accumulation_steps": "grad_accum grad_accum_steps gradient_accumulation grad_accumulation_steps "
+    "gradient_accumulation_steps": "grad_accum grad_accum_steps gradient_accumulation "
+    "grad_accumulation_steps "
     "accumulate_grad_batches accumulation_steps",
-    "max_seq_length": "max_length max_seq_len max_sequence_length seq_len seq_length sequence_len sequence_length cutoff_len "
+    "max_seq_length": "max_length max_seq_len max_sequence_length seq_len seq_length sequence_len "
+    "sequence_length cutoff_len "
     "block_size context_length context_len model_max_length",
     "warmup_steps": "warmup num_warmup_steps lr_warmup_steps warmup_iters",
     "warmup_ratio": "warmup_proportion warmup_fraction",
@@ -35,7 +39,8 @@ RENAMED: dict[str, str] = {
     "use_flash_attention": "flash_attention flash_attention_2 flash_attn use_flash_attention_2",
     "use_fused_kernels": "use_liger_kernel use_liger enable_liger_kernel",
     "use_sequence_packing": "packing sample_packing pack packed neat_packing",
-    "use_gradient_checkpointing": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing",
+    "use_gradient_checkpointing": "gradient_checkpointing activation_checkpointing "
+    "enable_activation_checkpointing",
     "use_torch_compile": "torch_compile compile",
     "use_lora": "lora peft use_peft",
     "lora_rank": "r rank lora_r lora_dim",
@@ -57,14 +62,16 @@ RENAMED: dict[str, str] = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "adam_eps epsilon eps",
-    "max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm clip_grad grad_clip max_norm",
+    "max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm clip_grad grad_clip "
+    "max_norm",
     "activation_offload": "activation_offloading enable_activation_offloading",
     "use_fp8": "fp8",
     "objective": "stage rl",
     "train_on_roles": "roles_to_train",
     "max_documents": "max_packed_sequences",
     "validation_split": "val_set_size val_size test_size eval_split",
-    "eval_steps": "evaluation_steps eval_every eval_interval eval_every_n_steps run_val_every_n_steps",
+    "eval_steps": "evaluation_steps eval_every eval_interval eval_every_n_steps "
+    "run_val_every_n_steps",
     "dataset_num_proc": "num_proc preprocessing_num_workers dataset_processes",
     "save_steps": "save_every save_interval save_every_n_steps",
     "save_total_limit": "keep_last_n_checkpoints max_checkpoints",
@@ -76,14 +83,16 @@ RENAMED: dict[str, str] = {
     "chat_template": "chat_template_path",
     "seed": "random_seed random_state data_seed",
     "model": "model_name_or_path model_name model_id pretrained_model_name_or_path",
-    "data": "dataset datasets dataset_name dataset_path dataset_id train_file train_data train_dataset data_path "
+    "data": "dataset datasets dataset_name dataset_path dataset_id train_file train_data "
+    "train_dataset data_path "
     "pretraining_dataset data_files",
     "validation_data": "eval_dataset eval_data val_data validation_file test_datasets",
-}  # fmt: skip
+}
 """Ours, and what others call it, the value being the same."""
 
 BESIDE: dict[str, str] = {
-    "lora_plus_ratio": "LoRA+ is on by default: A learns at learning_rate, B at lora_plus_ratio times that (A 2.0e-4, B 3.2e-3 "
+    "lora_plus_ratio": "LoRA+ is on by default: A learns at learning_rate, B at lora_plus_ratio "
+    "times that (A 2.0e-4, B 3.2e-3 "
     "by default); use_lora_plus=False for one rate",
 }
 """What else to say where one of our fields is meant."""
@@ -113,12 +122,18 @@ SETTINGS: dict[str, str] = {
 """Settings of an objective, in a section of its name, and what others call them."""
 
 OBJECTIVE_NAMES: dict[str, str] = {
-    "rm": "reward", "reward_model": "reward", "gkd": "distill", "kd": "distill", "pt": "pretraining", "pretrain": "pretraining",
-}  # fmt: skip
+    "rm": "reward",
+    "reward_model": "reward",
+    "gkd": "distill",
+    "kd": "distill",
+    "pt": "pretraining",
+    "pretrain": "pretraining",
+}
 """Objectives by the names that others have for them."""
 
 INSTEAD: dict[str, str] = {
-    "precompute_ref_log_probs": "dpo={'reference': 'stored'}, or the same in the section of another objective",
+    "precompute_ref_log_probs": "dpo={'reference': 'stored'}, or the same in the section of "
+    "another objective",
     "reference_free": "objective='simpo' (or cpo, or orpo), which has no reference",
     "kd_trainer": "objective='distill'",
     "max_prompt_length": "max_seq_length, which bounds prompt and answer together",
@@ -137,9 +152,12 @@ INSTEAD: dict[str, str] = {
     "eta_min": "min_lr_ratio, the final learning rate as a share of the peak",
     "min_lr": "min_lr_ratio, the final learning rate as a share of the peak",
     "lr_scheduler_kwargs": "min_lr_ratio and wsd_decay_ratio",
-    "global_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
-    "total_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
-    "attn_implementation": "use_flash_attention; the attention that fits card and model is chosen by itself",
+    "global_batch_size": "batch_size and gradient_accumulation_steps, whose product every process "
+    "takes in a step",
+    "total_batch_size": "batch_size and gradient_accumulation_steps, whose product every process "
+    "takes in a step",
+    "attn_implementation": "use_flash_attention; the attention that fits card and model is chosen "
+    "by itself",
     "adapter": "use_lora=True",
     "finetuning_type": "use_lora=True, or leave it out to train all weights",
     "peft_config": "use_lora=True with lora_rank, lora_alpha, lora_dropout and lora_target_modules",
@@ -156,12 +174,15 @@ INSTEAD: dict[str, str] = {
     "lora_target_linear": "use_lora=True, which adapts every linear layer but the head",
     "quantization_bit": "quantization='nf4', which is 4 bits",
     "loftq_config": "lora_init='loftq' with quantization='nf4': 4 bits and one alternation",
-    "loftq_iter": "lora_init='loftq', one alternation: further ones change the base, which would have to be saved, too",
+    "loftq_iter": "lora_init='loftq', one alternation: further ones change the base, which would "
+    "have to be saved, too",
     "loftq_bits": "quantization='nf4', which is 4 bits",
     "use_qlora": "quantization='nf4', which trains adapters over 4 bits",
     "assistant_only_loss": "train_on_roles=['assistant'], the default",
-    "completion_only_loss": "objective='sft', the default, which trains of prompts and completions the completions alone",
-    "train_on_inputs": "train_on_roles, whose messages are trained; or objective='pretraining' for every token",
+    "completion_only_loss": "objective='sft', the default, which trains of prompts and "
+    "completions the completions alone",
+    "train_on_inputs": "train_on_roles, whose messages are trained; or objective='pretraining' "
+    "for every token",
     "mask_history": "train_on_turns='last'",
     "eval_strategy": "eval_steps, a number of steps",
     "evaluation_strategy": "eval_steps, a number of steps",
@@ -182,14 +203,18 @@ TURNED_OFF: dict[str, str] = {
     "completion_only_loss": "objective='pretraining', which trains every token",
     "truncation": INSTEAD["truncation"],
 }
-"""Of these, what to write in the place of false where the default here is otherwise; others are left out."""
+"""Of these, what to write in the place of false where the default here is otherwise; others are
+left out.
+"""
 
 NOWHERE: dict[str, str] = {
     "sync_ref_model": "the reference stays what the run began with",
     "ref_model_sync_steps": "the reference stays what the run began with",
     "ref_model_mixup_alpha": "the reference stays what the run began with",
-    "rpo_alpha": "cross-entropy beside DPO is not part of this version; the objectives cpo and orpo have it",
-    "pref_ftx": "cross-entropy beside DPO is not part of this version; the objectives cpo and orpo have it",
+    "rpo_alpha": "cross-entropy beside DPO is not part of this version; the objectives cpo and "
+    "orpo have it",
+    "pref_ftx": "cross-entropy beside DPO is not part of this version; the objectives cpo and "
+    "orpo have it",
     "ld_alpha": "it is not part of this version",
     "use_weighting": "it is not part of this version",
     "loss_weights": "sums of several losses are not part of this version",
@@ -237,8 +262,11 @@ NOT_SHOWN = object()
 """In the place of a value that is not known."""
 
 
-def suggestion(name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None) -> str | None:
-    """Return what to do about a field that there is not, in a few words; None where nothing is like it.
+def suggestion(
+    name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return what to do about a field that there is not, in a few words; None where nothing is like
+    it.
 
     Args:
         value: that it was given, or ``NOT_SHOWN``.
@@ -246,14 +274,19 @@ def suggestion(name: str, value: Any, fields: Collection[str], given: Mapping[st
         given: the other fields, which say for which objective a setting is.
     """
     name = name.replace("-", "_")
-    known = name in OURS or name in INSTEAD or name in NOWHERE or name in SETTING or name in BY_VALUE
+    known = (
+        name in OURS or name in INSTEAD or name in NOWHERE or name in SETTING or name in BY_VALUE
+    )
     if value is None and known:
         return "leave it out"
     meant = _by_value(name, value, fields) or _renamed(name, value, fields)
     if meant is not None:
         return meant
     if OURS.get(name) in ("model", "data", "validation_data"):
-        return "model and data are arguments: ChronicalsTrainer(model, tokenizer, config).train(train_dataset, eval_dataset)"
+        return (
+            "model and data are arguments: ChronicalsTrainer(model, tokenizer, "
+            "config).train(train_dataset, eval_dataset)"
+        )
     if value is False and name in TURNED_OFF:
         return f"use {TURNED_OFF[name]}"
     if name in INSTEAD:
@@ -266,7 +299,9 @@ def suggestion(name: str, value: Any, fields: Collection[str], given: Mapping[st
 
 
 def _by_value(name: str, value: Any, fields: Collection[str]) -> str | None:
-    """Return the answer for a name whose value decides it; None where there is none, or it names what ``fields`` lack."""
+    """Return the answer for a name whose value decides it; None where there is none, or it names
+    what ``fields`` lack.
+    """
     answers = BY_VALUE.get(name, {})
     answer = answers.get("true" if value is NOT_SHOWN else as_key(value), answers.get(ANY))
     if answer is None:
@@ -283,7 +318,9 @@ def _by_value(name: str, value: Any, fields: Collection[str]) -> str | None:
 
 def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
     """Return the answer for a field that has another name here; None where it has none."""
-    ours = OURS.get(name) or (name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None)
+    ours = OURS.get(name) or (
+        name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None
+    )
     if ours is not None and ours not in fields:
         ours = ours.removeprefix("lora_")
     if ours is None or ours not in fields:
@@ -307,7 +344,9 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
 
 
 def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
-    """Return the answer for a setting of an objective: that of the run where it has it, else of the first that does."""
+    """Return the answer for a setting of an objective: that of the run where it has it, else of
+    the first that does.
+    """
     objective = objective_of(given)
     several = [ours.partition(".") for ours in SETTING[name]]
     section, _, setting = next((one for one in several if one[0] == objective), several[0])
@@ -316,7 +355,9 @@ def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
 
 
 def objective_of(given: Mapping[str, Any]) -> str:
-    """Return the objective that fields name, as here or as other trainers do; empty where none does."""
+    """Return the objective that fields name, as here or as other trainers do; empty where none
+    does.
+    """
     for name in ("objective", *RENAMED["objective"].split()):
         if isinstance(given.get(name), str):
             named = given[name].lower()
@@ -332,11 +373,15 @@ def no_such_objective(name: str, known: Collection[str]) -> str:
     if called in ABSENT_OBJECTIVES:
         return f"objective={name!r}: not part of this version: {ABSENT_OBJECTIVES[called]}; {there}"
     near = [called] if called in known else difflib.get_close_matches(name, known, n=1)
-    return f"objective={name!r}: no such objective; " + (f"did you mean {near[0]!r}?" if near else there)
+    return f"objective={name!r}: no such objective; " + (
+        f"did you mean {near[0]!r}?" if near else there
+    )
 
 
 def own_value(name: str, value: Any) -> str | None:
-    """Return what to write in the place of another trainer's value of a field that is called the same here."""
+    """Return what to write in the place of another trainer's value of a field that is called the
+    same here.
+    """
     answer = OWN_VALUES.get(name, {}).get(as_key(value))
     if answer is None or answer.startswith("leave it out"):
         return answer
@@ -349,7 +394,9 @@ def _near(name: str, fields: Collection[str]) -> str | None:
 
 
 def setting_called(name: str, known: Collection[str]) -> str | None:
-    """What to do about a setting that the section of an objective does not have; None where nothing is like it."""
+    """What to do about a setting that the section of an objective does not have; None where
+    nothing is like it.
+    """
     for ours in SETTING.get(name, ()):
         if ours.partition(".")[2] in known:
             return f"use {ours.partition('.')[2]}"
@@ -358,13 +405,17 @@ def setting_called(name: str, known: Collection[str]) -> str | None:
     return _near(name, known)
 
 
-def no_such_field(name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None) -> str:
+def no_such_field(
+    name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
+) -> str:
     """What an error says of a field that there is not; see ``suggestion``."""
     meant = suggestion(name, value, fields, given)
     return f"{name}: no such field" + (f"; {meant}" if meant else "")
 
 
-def no_such_field_of_data(name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None) -> str:
+def no_such_field_of_data(
+    name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
+) -> str:
     """Return what an error says of a field that an entry of data does not have."""
     meant = foreign_data.answer(name, value) or _near(name, fields)
     return f"{name}: no such field of data" + (f"; {meant}" if meant else "")
@@ -374,13 +425,19 @@ T = TypeVar("T", bound=type)
 
 
 def suggests_fields(cls: T) -> T:
-    """A dataclass that answers a field it does not have with a ConfigurationError that names the one that is meant."""
+    """A dataclass that answers a field it does not have with a ConfigurationError that names the
+    one that is meant.
+    """
     made = cls.__init__  # type: ignore[misc]
     fields = [field.name for field in dataclasses.fields(cls)]
 
     @functools.wraps(made)
     def __init__(self: Any, *values: Any, **given: Any) -> None:
-        wrong = [no_such_field(name, value, fields) for name, value in given.items() if name not in fields]
+        wrong = [
+            no_such_field(name, value, fields)
+            for name, value in given.items()
+            if name not in fields
+        ]
         if wrong:
             raise ConfigurationError("; ".join(wrong))
         made(self, *values, **given)

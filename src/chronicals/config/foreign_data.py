@@ -11,11 +11,24 @@ from typing import Any
 from chronicals.config.foreign_values import ROLE_NAMES
 
 COLUMNS: dict[str, str] = {
-    "field": "text", "text_column": "text", "text_field": "text", "dataset_text_field": "text", "field_messages": "messages",
-    "field_tools": "tools", "field_system": "system", "field_instruction": "instruction", "field_input": "input",
-    "field_output": "output", "field_prompt": "prompt", "field_completion": "completion", "field_label": "label",
-    "field_chosen": "chosen", "field_rejected": "rejected", "field_human": "prompt", "field_model": "completion",
-}  # fmt: skip
+    "field": "text",
+    "text_column": "text",
+    "text_field": "text",
+    "dataset_text_field": "text",
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field_system": "system",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_prompt": "prompt",
+    "field_completion": "completion",
+    "field_label": "label",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_human": "prompt",
+    "field_model": "completion",
+}
 """Fields that name a column, and what the column is called here."""
 
 PATHS = ("data_files", "file_name", "hf_hub_url", "file", "url", "dataset")
@@ -31,12 +44,16 @@ _NOT_NEEDED = {
     FOUND: "type ds_type conversation format formatting input_format input_transform ranking",
     TURNS: "message_field_role message_field_content message_property_mappings tags",
     "the token that ends a trained message is trained": "train_on_eos train_on_eot",
-    "which messages are trained is decided by their role": "message_field_training message_field_training_detail",
+    "which messages are trained is decided by their role": "message_field_training "
+    "message_field_training_detail",
     "roles have their usual names": "roles",
     SHARDED: "shards shards_idx preprocess_shards num_samples skip",
-    "the chat template is one for all, chat_template of the recipe": "chat_template chat_template_jinja",
-    "the system message is part of the conversation": "drop_system_message system_prompt system_format",
-    "the tokenizer's chat template decides it": "split_thinking field_thinking template_thinking_key no_input_format",
+    "the chat template is one for all, chat_template of the recipe": "chat_template "
+    "chat_template_jinja",
+    "the system message is part of the conversation": "drop_system_message system_prompt "
+    "system_format",
+    "the tokenizer's chat template decides it": "split_thinking field_thinking "
+    "template_thinking_key no_input_format",
     "hub data are read at their newest revision": "revision",
     "code of data sets is not run": "trust_remote_code",
     "the column name decides it": "subset_column",
@@ -46,9 +63,15 @@ NOT_NEEDED = {name: reason for reason, names in _NOT_NEEDED.items() for name in 
 
 
 def answer(name: str, value: Any) -> str | None:
-    """Return what to do about a field of an entry of data that there is not; None where it is unknown."""
+    """Return what to do about a field of an entry of data that there is not; None where it is
+    unknown.
+    """
     if name in COLUMNS:
-        return f"use columns={{{COLUMNS[name]!r}: {value!r}}}" if value != COLUMNS[name] else f"leave it out: {value!r} is read"
+        return (
+            f"use columns={{{COLUMNS[name]!r}: {value!r}}}"
+            if value != COLUMNS[name]
+            else f"leave it out: {value!r} is read"
+        )
     if name in PATHS:
         return f"use path={value!r}"
     if name in WEIGHTS:
@@ -68,7 +91,8 @@ def roles(value: Any) -> Any:
 
 
 def converted(value: Any, fields: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """Return the data that another trainer's list of data sets names, and fields of the recipe that stand in its entries.
+    """Return the data that another trainer's list of data sets names, and fields of the recipe that
+    stand in its entries.
 
     Args:
         fields: of an entry of data here.
@@ -83,7 +107,10 @@ def converted(value: Any, fields: Collection[str]) -> tuple[Any, dict[str, Any]]
         entries.append(_entry(given, fields) if isinstance(given, Mapping) else given)
         if isinstance(given, Mapping) and given.get("roles_to_train"):
             beside["train_on_roles"] = roles(given["roles_to_train"])
-    paths = [entry["path"] if isinstance(entry, dict) and list(entry) == ["path"] else entry for entry in entries]
+    paths = [
+        entry["path"] if isinstance(entry, dict) and list(entry) == ["path"] else entry
+        for entry in entries
+    ]
     return (paths[0] if len(paths) == 1 and isinstance(paths[0], str) else paths), beside
 
 

@@ -1,7 +1,8 @@
-"""Answers that depend on the value: a name of another trainer, what was set, and what to write here.
+"""Answers that depend on the value: a name of another trainer, what was set, and what to write
+here.
 
-An answer is written as in Python, ``use_lora=True and quantization='nf4'``, with ``VALUE`` for what was set; one that begins
-with ``leave it out`` says why nothing is needed.
+An answer is written as in Python, ``use_lora=True and quantization='nf4'``, with ``VALUE`` for what
+was set; one that begins with ``leave it out`` says why nothing is needed.
 """
 
 from __future__ import annotations
@@ -19,33 +20,57 @@ OFFLOADED = "memory=['recompute_layers', 'offload_activations']"
 CHOSEN_ATTENTION = "leave it out: the attention that fits card and model is chosen"
 OWN_TEMPLATE = "leave it out: the tokenizer's own chat template is used"
 CONSTANT_RATE = "lr_scheduler='constant', which warms up, too"
-EVALUATED_AT_END = "leave it out: without eval_steps it is evaluated at the end, where something is held out"
+EVALUATED_AT_END = (
+    "leave it out: without eval_steps it is evaluated at the end, where something is held out"
+)
 OTHER_LOSS = (
-    "leave it out: this loss is not part of this version; dpo has sigmoid, hinge, robust and sigmoid_norm, and ipo, simpo, "
+    "leave it out: this loss is not part of this version; dpo has sigmoid, hinge, robust and "
+    "sigmoid_norm, and ipo, simpo, "
     "cpo, orpo and kto are objectives"
 )
-INSTALLED_TRACKERS = "leave it out: TensorBoard is used where it is installed; trackers names others"
+INSTALLED_TRACKERS = (
+    "leave it out: TensorBoard is used where it is installed; trackers names others"
+)
 OTHER_BITS = "quantization='nf4', which is 4 bits; others are not part of this version"
 
 _OPTIMIZERS = {
     **dict.fromkeys(
-        ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "optimi_adamw",
-         "flash_adamw", "adam", "flash_adam"),
+        (
+            "adamw",
+            "adamw_torch",
+            "adamw_torch_fused",
+            "adamw_hf",
+            "adamw_apex_fused",
+            "adamw_torch_xla",
+            "optimi_adamw",
+            "flash_adamw",
+            "adam",
+            "flash_adam",
+        ),
         ADAMW,
     ),
     **dict.fromkeys(
-        ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "ao_adamw_8bit", "adamw_torch_4bit", "ao_adamw_4bit",
-         "ao_adamw_fp8"),
+        (
+            "adamw_8bit",
+            "adamw_bnb_8bit",
+            "adamw_torch_8bit",
+            "ao_adamw_8bit",
+            "adamw_torch_4bit",
+            "ao_adamw_4bit",
+            "ao_adamw_fp8",
+        ),
         "use_8bit_optimizer=True",
     ),
     "paged_adamw_8bit": f"use_8bit_optimizer=True and {PAGED}",
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), PAGED),
     "adamw_anyprecision": "optimizer_state_dtype='bf16'",
     ANY: OTHER_OPTIMIZER,
-}  # fmt: skip
+}
 
 _PAIR_LOSSES = {
-    **{loss: f"dpo={{'loss': {loss!r}}}" for loss in ("sigmoid", "hinge", "robust", "sigmoid_norm")},
+    **{
+        loss: f"dpo={{'loss': {loss!r}}}" for loss in ("sigmoid", "hinge", "robust", "sigmoid_norm")
+    },
     **{loss: f"objective={loss!r}" for loss in ("ipo", "orpo", "simpo", "cpo", "kto")},
     "kto_pair": "objective='kto'",
     "nll": "leave it out: objective='sft' has this loss",
@@ -53,11 +78,19 @@ _PAIR_LOSSES = {
 }
 
 _PRECISIONS = {
-    **dict.fromkeys(("bf16", "bfloat16", "bf16_mixed", "bf16-mixed", "bf16-true", "torch.bfloat16"), "mixed_precision='bf16'"),
-    **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "16-true", "torch.float16"), "mixed_precision='fp16'"),
-    **dict.fromkeys(("fp32", "float32", "32", "32-true", "no", "torch.float32"), "mixed_precision='fp32'"),
+    **dict.fromkeys(
+        ("bf16", "bfloat16", "bf16_mixed", "bf16-mixed", "bf16-true", "torch.bfloat16"),
+        "mixed_precision='bf16'",
+    ),
+    **dict.fromkeys(
+        ("fp16", "float16", "half", "16", "16-mixed", "16-true", "torch.float16"),
+        "mixed_precision='fp16'",
+    ),
+    **dict.fromkeys(
+        ("fp32", "float32", "32", "32-true", "no", "torch.float32"), "mixed_precision='fp32'"
+    ),
     "auto": "leave it out: products are in bf16 unless mixed_precision says otherwise",
-}  # fmt: skip
+}
 
 _SCHEDULES = {
     "constant_with_warmup": CONSTANT_RATE,
@@ -74,7 +107,9 @@ _INITS = {
 }
 
 _ATTENTION = {
-    **dict.fromkeys(("eager", "sdpa", "flex_attention", "xformers", "disabled"), "use_flash_attention=False"),
+    **dict.fromkeys(
+        ("eager", "sdpa", "flex_attention", "xformers", "disabled"), "use_flash_attention=False"
+    ),
     ANY: CHOSEN_ATTENTION,
 }
 
@@ -127,16 +162,35 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "chat_template_jinja": {ANY: f"{OWN_TEMPLATE}; chat_template takes a file with Jinja text"},
     "bf16": {"auto": "leave it out: products are in bf16"},
     "fp16": {"auto": "leave it out: products are in bf16"},
-    **{name: _PRECISIONS for name in ("dtype", "torch_dtype", "precision", "compute_dtype", "infer_dtype")},
+    **{
+        name: _PRECISIONS
+        for name in ("dtype", "torch_dtype", "precision", "compute_dtype", "infer_dtype")
+    },
     "gradient_checkpointing": _RECOMPUTATION,
-    "disable_gradient_checkpointing": {"true": "use_gradient_checkpointing=False", "false": "leave it out"},
+    "disable_gradient_checkpointing": {
+        "true": "use_gradient_checkpointing=False",
+        "false": "leave it out",
+    },
     "use_unsloth_gc": {"true": OFFLOADED},
     "attn_implementation": _ATTENTION,
-    **{name: _OTHER_ATTENTION for name in ("xformers_attention", "sdp_attention", "flex_attention", "eager_attention")},
-    "flash_attn": {**_ATTENTION, "true": "use_flash_attention=True", "false": "use_flash_attention=False"},
+    **{
+        name: _OTHER_ATTENTION
+        for name in ("xformers_attention", "sdp_attention", "flex_attention", "eager_attention")
+    },
+    "flash_attn": {
+        **_ATTENTION,
+        "true": "use_flash_attention=True",
+        "false": "use_flash_attention=False",
+    },
     "truncation": {"true": "overlong='cut'"},
-    "truncation_mode": {"keep_start": "overlong='cut'", ANY: "overlong='cut', which keeps the beginning; or 'split' or 'drop'"},
-    "excess_length_strategy": {"drop": "overlong='drop'", ANY: "overlong='cut', or 'split' or 'drop'"},
+    "truncation_mode": {
+        "keep_start": "overlong='cut'",
+        ANY: "overlong='cut', which keeps the beginning; or 'split' or 'drop'",
+    },
+    "excess_length_strategy": {
+        "drop": "overlong='drop'",
+        ANY: "overlong='cut', or 'split' or 'drop'",
+    },
     "train_on_inputs": {"true": "train_on='all'"},
     "train_on_prompt": {"true": "train_on='all'", "false": "leave it out"},
     "eval_strategy": _EVALUATIONS,
@@ -158,30 +212,45 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "mlflow_run_name": {ANY: "run_name=VALUE and trackers=['mlflow']"},
     "use_mlflow": {"true": "trackers=['mlflow']", "false": "leave it out"},
     "use_tensorboard": {"true": "trackers=['tensorboard']", "false": "leave it out"},
-    "reward_model": {"true": "objective='reward'", "false": "leave it out", ANY: "leave it out: no objective here uses one"},
-    "do_train": {"true": "leave it out: train trains", "false": "leave it out: evaluate is a command of its own"},
-    "adapter_name_or_path": {ANY: "model=VALUE, an adapter, which is trained on and names its own model"},
+    "reward_model": {
+        "true": "objective='reward'",
+        "false": "leave it out",
+        ANY: "leave it out: no objective here uses one",
+    },
+    "do_train": {
+        "true": "leave it out: train trains",
+        "false": "leave it out: evaluate is a command of its own",
+    },
+    "adapter_name_or_path": {
+        ANY: "model=VALUE, an adapter, which is trained on and names its own model"
+    },
     "lora_model_dir": {ANY: "model=VALUE, an adapter, which is trained on and names its own model"},
-}  # fmt: skip
+}
 """By the name, the answers by the value as lower-case text."""
 
 TEMPLATES = (
-    "tokenizer_default llama3_2_vision phi_4 jamba jinja qwen3_5 metharme pixtral llava gemma4 command_a default qwen mistral "
+    "tokenizer_default llama3_2_vision phi_4 jamba jinja qwen3_5 metharme pixtral llava gemma4 "
+    "command_a default qwen mistral "
     "unsloth"
 )
-"""Names of chat templates in other trainers that ours has not; where a tokenizer has one it is its own."""
+"""Names of chat templates in other trainers that ours has not; where a tokenizer has one it is
+its own.
+"""
 
 OUR_TEMPLATES = "a name of docs/templates.md (chatml, llama3, ...), or a file with Jinja text"
 
 OWN_VALUES: dict[str, dict[str, str]] = {
     "chat_template": {
         **dict.fromkeys(TEMPLATES.split(), f"{OWN_TEMPLATE}; for one without: {OUR_TEMPLATES}"),
-        "tokenizer_default_fallback_chatml": "leave it out, or set chat_template='chatml' for a tokenizer without one",
+        "tokenizer_default_fallback_chatml": "leave it out, or set chat_template='chatml' for a "
+        "tokenizer without one",
     },
     "lora_target_modules": {"all": LINEAR},
     "lora_init": _INITS,
     "lr_scheduler": {name: answer for name, answer in _SCHEDULES.items() if name != ANY},
-    "mixed_precision": {name: answer for name, answer in _PRECISIONS.items() if name not in ("bf16", "fp16", "fp32")},
+    "mixed_precision": {
+        name: answer for name, answer in _PRECISIONS.items() if name not in ("bf16", "fp16", "fp32")
+    },
     "use_gradient_checkpointing": _RECOMPUTATION,
     "packing_strategy": {
         "bfd": "packing_strategy='best-fit'",
@@ -189,22 +258,47 @@ OWN_VALUES: dict[str, dict[str, str]] = {
         "wrapped": "packing_strategy='in-order' and overlong='split'",
     },
     "max_steps": {"-1": "leave it out", "0": "leave it out"},
-    "max_grad_norm": {"0": "max_grad_norm=inf, which does not clip", "0.0": "max_grad_norm=inf, which does not clip"},
+    "max_grad_norm": {
+        "0": "max_grad_norm=inf, which does not clip",
+        "0.0": "max_grad_norm=inf, which does not clip",
+    },
     "trackers": {"all": INSTALLED_TRACKERS},
-}  # fmt: skip
+}
 """Of fields that have the same name here, what others write and is not taken here."""
 
 NOT_GENERATED = "answers are not generated during training"
 ABSENT_OBJECTIVES: dict[str, str] = {
     **dict.fromkeys(
-        ("grpo", "gdpo", "gspo", "dapo", "dr_grpo", "ppo", "rloo", "reinforce", "online_dpo", "xpo", "nash_md", "ebft", "gold"),
+        (
+            "grpo",
+            "gdpo",
+            "gspo",
+            "dapo",
+            "dr_grpo",
+            "ppo",
+            "rloo",
+            "reinforce",
+            "online_dpo",
+            "xpo",
+            "nash_md",
+            "ebft",
+            "gold",
+        ),
         NOT_GENERATED,
     ),
-    **dict.fromkeys(("prm", "process_reward_model", "bco", "exo", "nca", "sppo"), "its loss is not written yet"),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("prm", "process_reward_model", "bco", "exo", "nca", "sppo"), "its loss is not written yet"
+    ),
+}
 """Objectives of other trainers that are not here, and what is missing."""
 
-ROLE_NAMES = {"gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant", "human": "user"}
+ROLE_NAMES = {
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "human": "user",
+}
 """Roles as other data call them."""
 
 

@@ -1,4 +1,6 @@
-"""Headings: which fields belong together, written between the fields themselves; help texts are divided by them."""
+"""Headings: which fields belong together, written between the fields themselves; help texts are
+divided by them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ class Heading:
 
 
 def headings_of(cls: type) -> dict[str, str]:
-    """Return the heading of each field of a dataclass by name, a class's own fields before those that it inherits.
+    """Return the heading of each field of a dataclass by name, a class's own fields before those
+    that it inherits.
 
     A field that stands above all headings of its class has none, and is left out.
     """

@@ -8,7 +8,11 @@ from pathlib import Path
 
 
 def lasting(name: str | Path) -> str:
-    """The absolute path where ``name`` is something here, or a pattern of it; any other, such as a hub name, as it is."""
+    """The absolute path where ``name`` is something here, or a pattern of it; any other, such as
+    a hub name, as it is.
+    """
     path = os.path.expanduser(name)
-    here = bool(path) and (os.path.exists(path) or (glob.has_magic(path) and bool(glob.glob(path, recursive=True))))
+    here = bool(path) and (
+        os.path.exists(path) or (glob.has_magic(path) and bool(glob.glob(path, recursive=True)))
+    )
     return os.path.abspath(path) if here else str(name)

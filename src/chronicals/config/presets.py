@@ -5,7 +5,11 @@ from typing import Any
 from chronicals.config.config import ChronicalsConfig, ConfigurationError
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {"batch_size": 8, "gradient_accumulation_steps": 2, "use_gradient_checkpointing": False},
+    "fast": {
+        "batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "use_gradient_checkpointing": False,
+    },
     "memory-lean": {
         "batch_size": 1,
         "gradient_accumulation_steps": 16,
@@ -24,7 +28,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **overrides: Any) -> ChronicalsConfig:
-    """The configuration called ``name`` (``fast``, ``memory-lean``, ``long-context``), with ``overrides``."""
+    """The configuration called ``name`` (``fast``, ``memory-lean``, ``long-context``), with
+    ``overrides``.
+    """
     return ChronicalsConfig(**{**preset_fields(name), **overrides})
 
 

@@ -1,4 +1,6 @@
-"""Values of fields in the forms that people give them in: texts of the command line, words with commas, ranges."""
+"""Values of fields in the forms that people give them in: texts of the command line, words with
+commas, ranges.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ OPENING, CLOSING = "([{", ")]}"
 def divided(text: str) -> list[str]:
     r"""Return the values of a list that is given as one text: those between its commas.
 
-    A comma that is part of a value stands within brackets (``a{1,2}``) or behind a backslash (``\,``, which is read as a
-    comma). A text whose brackets do not match is divided at all of its commas but those.
+    A comma that is part of a value stands within brackets (``a{1,2}``) or behind a backslash
+    (``\,``, which is read as a comma). A text whose brackets do not match is divided at all of its
+    commas but those.
 
     Raises:
         PydanticCustomError: there is nothing between two commas, or before or after one.
@@ -45,7 +48,9 @@ def divided(text: str) -> list[str]:
         return [parts[0].strip() or parts[0]]
     if not all(part.strip() for part in parts):
         raise PydanticCustomError(
-            "list", "an empty entry beside a comma; leave out the comma, or write one that is part of a value as \\,"
+            "list",
+            "an empty entry beside a comma; leave out the comma, or write one that is part of a "
+            "value as \\,",
         )
     return [part.strip() for part in parts]
 
@@ -72,7 +77,9 @@ def undivided(value: str) -> str:
 
 
 def as_list(value: Any) -> Any:
-    """Return a text as the list that it is meant as; a list as it is, with its values as they stand in it."""
+    """Return a text as the list that it is meant as; a list as it is, with its values as they
+    stand in it.
+    """
     return divided(value) if isinstance(value, str) else value
 
 
@@ -83,7 +90,9 @@ def as_shares(value: Any) -> Any:
         return value
     shares = dict[str, str]()
     for text in texts:
-        name, sign, share = (part.strip() for part in str(text).rpartition("="))  # a pattern may hold the sign, too
+        name, sign, share = (
+            part.strip() for part in str(text).rpartition("=")
+        )  # a pattern may hold the sign, too
         if not (sign and name and share):
             raise PydanticCustomError("shares", "{text} is not NAME=VALUE", {"text": repr(text)})
         if name in shares:
@@ -97,7 +106,9 @@ def as_pattern(value: Any) -> Any:
     try:
         re.compile(value if isinstance(value, str) else "")
     except re.error as error:
-        raise PydanticCustomError("pattern", "is no regular expression: {reason}", {"reason": str(error)}) from None
+        raise PydanticCustomError(
+            "pattern", "is no regular expression: {reason}", {"reason": str(error)}
+        ) from None
     return value
 
 
@@ -119,7 +130,9 @@ NAME = re.compile(r"\w+(\.\w+)*")
 
 
 def as_names(value: Any) -> Any:
-    """Return a text with several values, or with one name, as a list; another one, a regular expression, as it is."""
+    """Return a text with several values, or with one name, as a list; another one, a regular
+    expression, as it is.
+    """
     if not isinstance(value, str):
         return value
     names = divided(value)
@@ -128,7 +141,13 @@ def as_names(value: Any) -> Any:
 
 def as_numbers(value: Any) -> Any:
     """``0-7,20`` as the list of these numbers; a list of such texts and of numbers likewise."""
-    parts = value if isinstance(value, list) else as_list(str(value)) if isinstance(value, (str, int)) else None
+    parts = (
+        value
+        if isinstance(value, list)
+        else as_list(str(value))
+        if isinstance(value, (str, int))
+        else None
+    )
     if parts is None:
         return value
     found: list[int] = []
@@ -136,7 +155,9 @@ def as_numbers(value: Any) -> Any:
         match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise PydanticCustomError("numbers", "{part} is no number and no range as 0-7", {"part": repr(part)})
+            raise PydanticCustomError(
+                "numbers", "{part} is no number and no range as 0-7", {"part": repr(part)}
+            )
         found += range(first, last + 1)
     return sorted(set(found))
 
@@ -145,8 +166,14 @@ def as_tokens(value: Any) -> Any:
     """Ids and texts of tokens; digits alone, as the command line has them, are an id."""
     if isinstance(value, dict):
         return {name: as_tokens(tokens) for name, tokens in value.items()}
-    listed = as_list(value) if isinstance(value, str) else [value] if isinstance(value, int) else value
-    return [int(x) if isinstance(x, str) and x.isdecimal() else x for x in listed] if isinstance(listed, list) else listed
+    listed = (
+        as_list(value) if isinstance(value, str) else [value] if isinstance(value, int) else value
+    )
+    return (
+        [int(x) if isinstance(x, str) and x.isdecimal() else x for x in listed]
+        if isinstance(listed, list)
+        else listed
+    )
 
 
 FOREIGN = "foreign"
@@ -154,7 +181,9 @@ FOREIGN = "foreign"
 
 
 def not_foreign(name: str) -> Callable[[Any], Any]:
-    """Return a validator that refuses another trainer's values of a field that would take them as names."""
+    """Return a validator that refuses another trainer's values of a field that would take them
+    as names.
+    """
 
     def validated(value: Any) -> Any:
         meant = own_value(name, value)

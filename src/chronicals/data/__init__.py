@@ -1,4 +1,6 @@
-"""From records to Batches: sources → template → tokens → store → packs → batches. Knows no model."""
+"""From records to Batches: sources → template → tokens → store → packs → batches. Knows no
+model.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -51,8 +53,8 @@ _HOME = {
     "source_fingerprint": "sources",
     "stop_token_ids": "template",
 }
-"""Which file of this room each name is from; none is read before it is asked for, so that a process that only tokenises starts
-without torch."""
+"""Which file of this room each name is from; none is read before it is asked for, so that a
+process that only tokenises starts without torch."""
 
 __all__ = sorted(_HOME)
 
@@ -61,7 +63,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOME.values():
         return import_module(f"chronicals.data.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'chronicals.data' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'chronicals.data' has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     return getattr(import_module(f"chronicals.data.{_HOME[name]}"), name)
 
 

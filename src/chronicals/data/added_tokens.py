@@ -30,11 +30,15 @@ class Cuts:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Cuts | None:
-        """None where they cannot be followed in a text: some are taken only between words, or take the blanks around."""
+        """None where they cannot be followed in a text: some are taken only between words, or
+        take the blanks around.
+        """
         added = tokenizer.added_tokens_decoder
         plain = {id: token for id, token in added.items() if not token.normalized}
         stripping = any(token.lstrip or token.rstrip for token in plain.values())
-        if not plain or any(token.single_word or (stripping and token.content.isspace()) for token in plain.values()):
+        if not plain or any(
+            token.single_word or (stripping and token.content.isspace()) for token in plain.values()
+        ):
             return None
         among = np.zeros(max(max(plain) + 1, len(tokenizer)), bool)
         among[list(plain)] = True
@@ -46,7 +50,8 @@ class Cuts:
     def find(self, text: str, ids: np.ndarray, places: list[int]) -> Row | None:
         """Where each of them lies in the text, given its places among the ids.
 
-        Each is the first of its kind after the one before it: an earlier one would have been cut out, too.
+        Each is the first of its kind after the one before it: an earlier one would have been cut
+            out, too.
         """
         begins, ends = [], []
         end = 0
@@ -65,17 +70,24 @@ class Cuts:
         return self.reversible and (not self.composes or unicodedata.is_normalized("NFC", text))
 
     def stands_alone(self, token: int) -> bool:
-        """Whether this is one of them, and no other contains its text: what follows cannot make it another."""
+        """Whether this is one of them, and no other contains its text: what follows cannot make
+        it another.
+        """
         if token not in self._alone:
             content = self.contents.get(token)
-            found = content is not None and sum(content in other for other in self.contents.values()) == 1
+            found = (
+                content is not None
+                and sum(content in other for other in self.contents.values()) == 1
+            )
             self._alone[token] = found
         return self._alone[token]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A text, its ids, and its added tokens: the place of each among the ids, and where it begins and ends in the text."""
+    """A text, its ids, and its added tokens: the place of each among the ids, and where it
+    begins and ends in the text.
+    """
 
     cuts: Cuts
     text: str
@@ -90,7 +102,9 @@ class Row:
 
 
 def _is_byte_level(described: dict[str, Any]) -> bool:
-    """Whether a tokenizer, as its file describes it, maps every byte to a token, and nothing else before (but NFC)."""
+    """Whether a tokenizer, as its file describes it, maps every byte to a token, and nothing
+    else before (but NFC).
+    """
     steps = described["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     known = all(

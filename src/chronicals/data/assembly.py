@@ -1,7 +1,9 @@
-"""Assembly: the documents of a step, written from the token store's file into the tensors of its Batches.
+"""Assembly: the documents of a step, written from the token store's file into the tensors of its
+Batches.
 
-It runs in numba without the GIL. Ids, targets and positions of the micro-batches lie in one array, int64
-``[steps, batches, 3, T]``, the bounds of their documents in another, int32 ``[steps, batches, bounds]``.
+It runs in numba without the GIL. Ids, targets and positions of the micro-batches lie in one array,
+int64 ``[steps, batches, 3, T]``, the bounds of their documents in another, int32 ``[steps, batches,
+bounds]``.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ from chronicals.batch import IGNORED
 from chronicals.data.compiled import compiled
 
 BUCKETS = 8
-"""``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this many filler documents."""
+"""``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this
+many filler documents.
+"""
 
 ENTRY_SHARES = 8
-"""Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward holds 128 rows more for each."""
+"""Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward
+holds 128 rows more for each.
+"""
 
 FILLER = -1
 """In the place of a document's number."""
 
 LONGEST, ENTRIES, TRAINED = 0, 1, 2
-"""What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its targets."""
+"""What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its
+targets.
+"""
 
 
 class PackedDocuments(NamedTuple):
@@ -32,9 +40,11 @@ class PackedDocuments(NamedTuple):
     Attributes:
         ids: int32, the store's file.
         trained: uint8, the same file.
-        id_starts, trained_starts: int64 ``[documents]``, where each begins in ``ids`` and in ``trained``.
+        id_starts, trained_starts: int64 ``[documents]``, where each begins in ``ids`` and in
+            ``trained``.
         lengths: int64 ``[documents]``.
-        before: int64 ``[documents]``, the position of each one's first token: behind a shared prompt not 0.
+        before: int64 ``[documents]``, the position of each one's first token: behind a shared
+            prompt not 0.
         packed: int64, documents pack after pack.
         offsets: int64 ``[packs + 1]``: pack p holds ``packed[offsets[p]:offsets[p + 1]]``.
     """
@@ -97,19 +107,27 @@ def assemble(
     Args:
         columns: int64 ``[steps, batches, 3, T]``, filled here: ids, targets and positions.
         bounds: int32 ``[steps, batches, bounds]``, filled here as far as they are used.
-        held: int64 ``[steps, batches, bounds]``, filled here: the document that begins at each bound, or ``FILLER``.
+        held: int64 ``[steps, batches, bounds]``, filled here: the document that begins at each
+            bound, or ``FILLER``.
         packs: int64 ``[steps, batches · packs]``, by their number in the plan.
-        facts: int64 ``[steps, batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED`` of each micro-batch.
+        facts: int64 ``[steps, batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED``
+            of each micro-batch.
 
     Returns:
-        How many steps are written; and the document that lies outside the file or does not fit in its pack, at which it
-        stopped, or -1.
+        How many steps are written; and the document that lies outside the file or does not fit in
+        its pack, at which it stopped, or -1.
     """
     for step in range(len(packs)):
         for batch in range(sizes.batches):
             mine = packs[step, batch * sizes.packs : (batch + 1) * sizes.packs]
             wrong = _assemble_batch(
-                columns[step, batch], bounds[step, batch], held[step, batch], mine, facts[step, batch], documents, sizes
+                columns[step, batch],
+                bounds[step, batch],
+                held[step, batch],
+                mine,
+                facts[step, batch],
+                documents,
+                sizes,
             )
             if wrong >= 0:
                 return step, wrong
@@ -132,15 +150,22 @@ def _assemble_batch(
     held[:] = FILLER
     for number in range(packs.size):
         at, end = number * sizes.width, (number + 1) * sizes.width
-        for document in documents.packed[documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]]:
+        for document in documents.packed[
+            documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]
+        ]:
             length = documents.lengths[document]
             first, first_trained = documents.id_starts[document], documents.trained_starts[document]
-            inside = 0 <= first <= documents.ids.size - length and 0 <= first_trained <= documents.trained.size - length
+            inside = (
+                0 <= first <= documents.ids.size - length
+                and 0 <= first_trained <= documents.trained.size - length
+            )
             if not (inside and 0 < length <= end - at):
                 return document
             ids = documents.ids[first : first + length]
             mask = documents.trained[first_trained : first_trained + length]
-            trained += _write_document(columns[:, at : at + length], ids, mask, documents.before[document])
+            trained += _write_document(
+                columns[:, at : at + length], ids, mask, documents.before[document]
+            )
             held[entries] = document
             at += length
             entries += 1
@@ -159,7 +184,9 @@ def _assemble_batch(
 
 @compiled(nogil=True)
 def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
-    """The least of width / 8, / 4, / 2 and / 1, rounded up, that bounds the length of every document of the packs."""
+    """The least of width / 8, / 4, / 2 and / 1, rounded up, that bounds the length of every
+    document of the packs.
+    """
     longest = 1
     for pack in packs:
         for document in documents.packed[documents.offsets[pack] : documents.offsets[pack + 1]]:
@@ -172,7 +199,9 @@ def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
 
 @compiled(nogil=True)
 def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray, before: int) -> int:
-    """Ids, targets (the next token where it is trained) and positions; three loops, for each becomes vector code."""
+    """Ids, targets (the next token where it is trained) and positions; three loops, for each
+    becomes vector code.
+    """
     written, targets, positions = columns[0], columns[1], columns[2]
     last = ids.size - 1
     for place in range(ids.size):

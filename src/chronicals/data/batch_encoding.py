@@ -53,7 +53,9 @@ MANY_ANSWERS = 12
 """From so many on it is worth looking how the template comes to its parts."""
 
 LONGEST_KEPT = 64
-"""Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody said."""
+"""Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody
+said.
+"""
 
 
 class BatchEncoder:
@@ -66,17 +68,25 @@ class BatchEncoder:
         self.beginning, self.ending = encoder.tokenizer.bos_token_id, encoder.tokenizer.eos_token_id
         self._begin_kind: dict[str, Callable[[Record, str, Texts], Finish | Conversation]] = {}
         if self.fast:
-            self._begin_kind = {"text": self._text, "completion": self._completion, "chat": self._conversation}
+            self._begin_kind = {
+                "text": self._text,
+                "completion": self._completion,
+                "chat": self._conversation,
+            }
         self._before: dict[str, list[int]] = {}
         self._byte_pairs: BytePairs | None = None
 
     def on_one_core(self) -> None:
-        """From now on tokenise in the caller's own thread by tiktoken, and as before what that may give other ids."""
+        """From now on tokenise in the caller's own thread by tiktoken, and as before what that
+        may give other ids.
+        """
         self.encoder.template.copy_globals_once()
         if self.fast:
             self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 
-    def encode_batch(self, rows: Sequence[NormalRow], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
+    def encode_batch(
+        self, rows: Sequence[NormalRow], wheres: Sequence[str]
+    ) -> list[TokenArrays | DataError]:
         """What ``Tokenizer.encode_normalised`` gives for each row, or the error it raises.
 
         Args:
@@ -85,9 +95,11 @@ class BatchEncoder:
         return next(self.encode([(rows, wheres)]))
 
     def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
-        """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for them.
+        """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for
+        them.
 
-        While a batch is tokenised, without the GIL, the next is rendered and the one before is the caller's.
+        While a batch is tokenised, without the GIL, the next is rendered and the one before is the
+        caller's.
         """
         if self._byte_pairs is not None:
             for rows, wheres in batches:
@@ -108,24 +120,34 @@ class BatchEncoder:
             if earlier is not None:
                 yield earlier()
 
-    def _awaited(self, tokenised: Future[None], begun: list[Finish | DataError], texts: Texts) -> list[TokenArrays | DataError]:
+    def _awaited(
+        self, tokenised: Future[None], begun: list[Finish | DataError], texts: Texts
+    ) -> list[TokenArrays | DataError]:
         tokenised.result()
         return self._finished(begun, texts)
 
     def _by_rust(self, texts: Sequence[str], special: bool) -> Sequence[HasIds]:
-        """Without what the last caller left in the tokenizer, which calling it by transformers would reset, too."""
+        """Without what the last caller left in the tokenizer, which calling it by transformers
+        would reset, too.
+        """
         backend = self.encoder.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
         return backend.encode_batch_fast(texts, add_special_tokens=special)
 
-    def _finished(self, begun: list[Finish | DataError], texts: Texts) -> list[TokenArrays | DataError]:
+    def _finished(
+        self, begun: list[Finish | DataError], texts: Texts
+    ) -> list[TokenArrays | DataError]:
         texts.collect(self.beginning, self.ending)
         return [row if isinstance(row, DataError) else _caught(row) for row in begun]
 
-    def _begun(self, rows: Sequence[NormalRow], wheres: Sequence[str], texts: Texts) -> list[Finish | DataError]:
-        """Hand the texts of the rows to the tokenizer; what is returned makes the rows of their ids."""
+    def _begun(
+        self, rows: Sequence[NormalRow], wheres: Sequence[str], texts: Texts
+    ) -> list[Finish | DataError]:
+        """Hand the texts of the rows to the tokenizer; what is returned makes the rows of their
+        ids.
+        """
         begun = [_caught(self._begin, *row, texts) for row in zip(rows, wheres, strict=True)]
         chats = {n: row for n, row in enumerate(begun) if isinstance(row, Conversation)}
         for number, chat in self._rendered(chats, wheres).items():
@@ -155,12 +177,18 @@ class BatchEncoder:
         behind = self.encoder.continuation
         mark, mark_ids = (behind.mark, behind.mark_ids) if record["prompt"] else ("", [])
         asked = texts.add(check_text(record["prompt"], "prompt", where), special=True)
-        said = texts.add(mark + check_text(record["completion"], "completion", where), special=False, whole=True)
+        said = texts.add(
+            mark + check_text(record["completion"], "completion", where), special=False, whole=True
+        )
 
         def finish() -> TokenArrays:
-            before = without_end(without_double_beginning(texts[asked], self.beginning), self.ending)
+            before = without_end(
+                without_double_beginning(texts[asked], self.beginning), self.ending
+            )
             if mark and texts[said][: len(mark_ids)].tolist() != mark_ids:
-                return _arrays(self.encoder.encode_normalised(NormalRow("completion", record), where))
+                return _arrays(
+                    self.encoder.encode_normalised(NormalRow("completion", record), where)
+                )
             ids = np.concatenate((before, texts[said][len(mark_ids) :]))
             trained = np.ones(len(ids), np.uint8)
             trained[: len(before)] = self.encoder.train_on == "all"
@@ -173,15 +201,22 @@ class BatchEncoder:
         if self.ending is None:
             self.encoder.end(where)
 
-    # --- conversations -------------------------------------------------------------------------------------------
+    # --- conversations
+    # -------------------------------------------------------------------------------------------
 
     def _conversation(self, record: Record, where: str, texts: Texts) -> Conversation:
         return self.encoder.conversation(record, where)
 
-    def _rendered(self, chats: Mapping[int, Conversation], wheres: Sequence[str]) -> dict[int, RenderedChat | DataError]:
-        """The conversations by number of row, rendered together, with their parts that tell where the answers lie."""
+    def _rendered(
+        self, chats: Mapping[int, Conversation], wheres: Sequence[str]
+    ) -> dict[int, RenderedChat | DataError]:
+        """The conversations by number of row, rendered together, with their parts that tell
+        where the answers lie.
+        """
         template = self.encoder.template
-        wholes = template.texts([(chat.messages, chat.tools, wheres[n]) for n, chat in chats.items()])
+        wholes = template.texts(
+            [(chat.messages, chat.tools, wheres[n]) for n, chat in chats.items()]
+        )
         rendered: dict[int, RenderedChat | DataError] = {
             n: whole if isinstance(whole, DataError) else RenderedChat(chat, whole)
             for (n, chat), whole in zip(chats.items(), wholes, strict=True)
@@ -194,30 +229,51 @@ class BatchEncoder:
                 answers += [(chat, number, wheres[n]) for number in numbers]
         for some in _grouped(answers, lambda answer: len(answer[0].whole)):
             asked = [answer for answer in some if answer[1] not in answer[0].before]
-            before = template.texts([chat.up_to(number, where) for chat, number, where in asked], generation=True)
+            before = template.texts(
+                [chat.up_to(number, where) for chat, number, where in asked], generation=True
+            )
             for (chat, number, _), text in zip(asked, before, strict=True):
                 chat.before[number] = self._shared(text, chat.whole)
-            asked = [answer for answer in some if answer[0].is_early(answer[1]) and answer[1] not in answer[0].through]
-            through = template.texts([chat.up_to(number + 1, where) for chat, number, where in asked])
+            asked = [
+                answer
+                for answer in some
+                if answer[0].is_early(answer[1]) and answer[1] not in answer[0].through
+            ]
+            through = template.texts(
+                [chat.up_to(number + 1, where) for chat, number, where in asked]
+            )
             for (chat, number, _), text in zip(asked, through, strict=True):
                 chat.through[number] = self._shared(text, chat.whole)
         return rendered
 
     def _prove(self, chat: RenderedChat, numbers: list[int]) -> None:
-        """Tell ``before`` and ``through`` of a long conversation without rendering its parts, as far as that can be proved."""
+        """Tell ``before`` and ``through`` of a long conversation without rendering its parts, as
+        far as that can be proved.
+        """
         if not numbers:
             return
-        prefixes = Prefixes(self.encoder.template, chat.conversation.messages, chat.conversation.tools, chat.whole)
+        prefixes = Prefixes(
+            self.encoder.template, chat.conversation.messages, chat.conversation.tools, chat.whole
+        )
         exact = self.cuts is not None and self.cuts.is_exact(chat.whole)
         for number in numbers:
-            for found, count, generation in ((chat.before, number, True), (chat.through, number + 1, False)):
-                part = prefixes.part(count, generation) if generation or chat.is_early(number) else None
+            for found, count, generation in (
+                (chat.before, number, True),
+                (chat.through, number + 1, False),
+            ):
+                part = (
+                    prefixes.part(count, generation)
+                    if generation or chat.is_early(number)
+                    else None
+                )
                 shared = part and _shared_part(chat.whole, *part, exact)
                 if shared is not None:
                     found[number] = shared
 
     def _shared(self, text: str | DataError, whole: str) -> Shared | None:
-        """What a rendering of a part has in common with that of the whole conversation; None where the part is refused."""
+        """What a rendering of a part has in common with that of the whole conversation; None
+        where the part is refused.
+        """
         if isinstance(text, DataError):
             return None
         if whole.startswith(text):
@@ -229,7 +285,11 @@ class BatchEncoder:
         """Numbers of the trained messages whose place the text may tell."""
         if self.encoder.train_on == "all" or self.cuts is None:
             return []
-        return [number for number in chat.trained if number and chat.messages[number]["role"] == "assistant"]
+        return [
+            number
+            for number in chat.trained
+            if number and chat.messages[number]["role"] == "assistant"
+        ]
 
     def _chat(self, chat: RenderedChat, where: str, texts: Texts) -> Finish:
         def by_definition() -> TokenArrays:
@@ -245,7 +305,9 @@ class BatchEncoder:
 
         return finish
 
-    def _mask(self, chat: RenderedChat, texts: Texts, place: tuple[bool, int], where: str) -> np.ndarray | None:
+    def _mask(
+        self, chat: RenderedChat, texts: Texts, place: tuple[bool, int], where: str
+    ) -> np.ndarray | None:
         """What is trained, or None where the text does not decide it."""
         ids = texts[place]
         if self.encoder.train_on == "all":
@@ -258,16 +320,25 @@ class BatchEncoder:
             span = None if row is None else self._answer(chat, number, row, where)
             if span is None:
                 return None
-            trained[span[0] : self.encoder.end_of_answer(chat.conversation, number, ids, span[1])] = 1
+            trained[
+                span[0] : self.encoder.end_of_answer(chat.conversation, number, ids, span[1])
+            ] = 1
         return trained
 
-    def _answer(self, chat: RenderedChat, number: int, row: Row, where: str) -> tuple[int, int] | None:
-        """What ``trained_span`` gives for this message, or None where the text does not decide it."""
+    def _answer(
+        self, chat: RenderedChat, number: int, row: Row, where: str
+    ) -> tuple[int, int] | None:
+        """What ``trained_span`` gives for this message, or None where the text does not decide
+        it.
+        """
         before, message = chat.before.get(number), chat.conversation.messages[number]
         template, whole = self.encoder.template, row.text
         if before is None or not before.entire:
             return None
-        start, closed = self._place(row, before.letters), self._closing(chat, number, row, before.letters, where)
+        start, closed = (
+            self._place(row, before.letters),
+            self._closing(chat, number, row, before.letters, where),
+        )
         if start is None or closed is None:
             return None
         span = start, row.places[closed] + 1
@@ -283,16 +354,26 @@ class BatchEncoder:
         last = bisect.bisect_right(row.ends, bound) - 1
         if last + 1 < len(row.ends) and row.begins[last + 1] < bound:
             return None
-        text, place = (row.text[row.begins[last] : bound], row.places[last]) if last >= 0 else (row.text[:bound], 0)
+        text, place = (
+            (row.text[row.begins[last] : bound], row.places[last])
+            if last >= 0
+            else (row.text[:bound], 0)
+        )
         ids = self._before.get(text)
         if ids is None:
-            ids = self.encoder.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self.encoder.tokenizer.backend_tokenizer.encode(
+                text, add_special_tokens=False
+            ).ids
             if len(text) <= LONGEST_KEPT:
                 self._before[text] = ids
         return place + len(ids) if row.ids[place : place + len(ids)].tolist() == ids else None
 
-    def _closing(self, chat: RenderedChat, number: int, row: Row, bound: int, where: str) -> int | None:
-        """Which of the row's added tokens is the stop token that closes the answer beginning at ``bound``."""
+    def _closing(
+        self, chat: RenderedChat, number: int, row: Row, bound: int, where: str
+    ) -> int | None:
+        """Which of the row's added tokens is the stop token that closes the answer beginning at
+        ``bound``.
+        """
         stop = self.encoder.template.stop
         if not row.cuts.stands_alone(stop):
             return None
@@ -307,12 +388,16 @@ class BatchEncoder:
         return None
 
     def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
-        """What is rendered of the conversation up to and with an answer, alone and followed by a stand-in."""
+        """What is rendered of the conversation up to and with an answer, alone and followed by a
+        stand-in.
+        """
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
         if chat.is_early(number):
             conversation = chat.conversation
             seen = followed_by_another(conversation.messages, number)
-            yield self._shared(self.encoder.template.text(seen, conversation.tools, where=where), chat.whole)
+            yield self._shared(
+                self.encoder.template.text(seen, conversation.tools, where=where), chat.whole
+            )
 
 
 @dataclass(frozen=True)
@@ -322,7 +407,8 @@ class Shared:
     Attributes:
         letters: how many.
         entire: the text has no others.
-        exact: their tokens are as different as the texts: what follows in either does not change the ids of what is shared.
+        exact: their tokens are as different as the texts: what follows in either does not change
+            the ids of what is shared.
     """
 
     letters: int
@@ -336,7 +422,8 @@ class RenderedChat:
 
     Attributes:
         before: for the number of an answer, how much of ``whole`` the template writes before it.
-        through: for those that are not the last message, what it writes of the conversation up to and with them.
+        through: for those that are not the last message, what it writes of the conversation up to
+            and with them.
     """
 
     conversation: Conversation
@@ -362,10 +449,12 @@ def is_plain(tokenizer: Any) -> bool:
 
 
 def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | None:
-    """Of a part that begins as ``whole`` does up to ``place`` and goes on with ``rest``; None where tokens may say otherwise.
+    """Of a part that begins as ``whole`` does up to ``place`` and goes on with ``rest``; None where
+    tokens may say otherwise.
 
     Args:
-        exact: no other text has the tokens of ``whole``; with ASCII letters behind some of it this stays so.
+        exact: no other text has the tokens of ``whole``; with ASCII letters behind some of it this
+            stays so.
     """
     if whole.startswith(rest, place):
         return Shared(place + len(rest), True, True)
@@ -399,7 +488,9 @@ def _caught(step: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _common_prefix(left: str, right: str) -> int:
-    """Letters that two texts have in common at their beginning, by halving: slices are compared at once."""
+    """Letters that two texts have in common at their beginning, by halving: slices are compared
+    at once.
+    """
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

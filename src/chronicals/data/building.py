@@ -1,7 +1,8 @@
 """Building a token store: rows are read in chunks, become documents, are counted, and written.
 
-Memory is bounded whatever the size of the data: some chunks at a time are on their way, by the Rust tokenizer's threads
-(``chunks``) or, where there are many, by other processes (``processes``). The gate judges at the end.
+Memory is bounded whatever the size of the data: some chunks at a time are on their way, by the Rust
+tokenizer's threads (``chunks``) or, where there are many, by other processes (``processes``). The
+gate judges at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from chronicals.data.ledger import Ledger
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
 from chronicals.data.rows import TRAINED
-from chronicals.data.sources import Source, bytes_to_read, file_digests, read_unparsed, source_fingerprint
+from chronicals.data.sources import (
+    Source,
+    bytes_to_read,
+    file_digests,
+    read_unparsed,
+    source_fingerprint,
+)
 from chronicals.data.store import OF_ITEMS, SCHEMA, TokenStore
 from chronicals.data.template import Tokenizer
 
@@ -39,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 10
 EARLIER_FORMATS = (9, 8, 7)
-"""Formats of which a store may hold the same tokens, so that a run that began with one can go on."""
+"""Formats of which a store may hold the same tokens, so that a run that began with one can go
+on.
+"""
 
 MINUTE, PATIENCE = 60.0, 30
 """Minutes without a byte written after which whoever waits for another process gives it up."""
@@ -79,7 +88,9 @@ def open_store(
     store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
     if training is not None:
         note_overlap(store, training)
-    return _judged(name, store, _ledger_of_one(store, scored or training is not None), config, report_file)
+    return _judged(
+        name, store, _ledger_of_one(store, scored or training is not None), config, report_file
+    )
 
 
 def open_divided(
@@ -92,7 +103,8 @@ def open_divided(
     report_file: Path | None = None,
     kinds: Collection[str] = TRAINED,
 ) -> tuple[TokenStore, TokenStore]:
-    """As ``open_store``, in two: what is trained, and the share ``validation_split``, which ``open_held_out`` reports on.
+    """As ``open_store``, in two: what is trained, and the share ``validation_split``, which
+    ``open_held_out`` reports on.
 
     Raises:
         DataError: training on it would be wrong, or the share leaves nothing to train on.
@@ -114,20 +126,34 @@ def _name_of(source: Source) -> str:
 
 
 def _tokenised(
-    source: Source, tokenizer: Any, config: ChronicalsConfig, builder: bool, embedding_rows: int | None, kinds: Collection[str]
+    source: Source,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    builder: bool,
+    embedding_rows: int | None,
+    kinds: Collection[str],
 ) -> TokenStore:
     """The store of ``source``, and in its report what of it the model's embedding does not hold."""
     check_shares(config.gate)
     encoder = Tokenizer.configured(tokenizer, config, kinds)
     store = build_store(
-        source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong, config.seed, config.dataset_num_proc
+        source,
+        encoder,
+        config.max_seq_length,
+        config.cache_dir,
+        builder,
+        config.overlong,
+        config.seed,
+        config.dataset_num_proc,
     )
     if embedding_rows is not None:
         note_foreign_ids(store, len(tokenizer), embedding_rows)
     return store
 
 
-def open_held_out(held_out: TokenStore, config: ChronicalsConfig, report_file: Path | None = None) -> TokenStore:
+def open_held_out(
+    held_out: TokenStore, config: ChronicalsConfig, report_file: Path | None = None
+) -> TokenStore:
     """The part of a store that is held out, with a report of its own.
 
     Args:
@@ -137,9 +163,17 @@ def open_held_out(held_out: TokenStore, config: ChronicalsConfig, report_file: P
         DataError: it holds nothing that is trained.
     """
     kinds, before = held_out.rows_by_kind, held_out.report
-    own = DataReport(sum(kinds.values()), kinds=kinds, forms=dict(before.forms), answers=before.answers)
+    own = DataReport(
+        sum(kinds.values()), kinds=kinds, forms=dict(before.forms), answers=before.answers
+    )
     held_out = replace(held_out, report=_with_documents_of(held_out, own))
-    return _judged(f"validation_split={config.validation_split}", held_out, Ledger(kinds, held_out=kinds), config, report_file)
+    return _judged(
+        f"validation_split={config.validation_split}",
+        held_out,
+        Ledger(kinds, held_out=kinds),
+        config,
+        report_file,
+    )
 
 
 def _with_documents_of(store: TokenStore, report: DataReport) -> DataReport:
@@ -147,7 +181,12 @@ def _with_documents_of(store: TokenStore, report: DataReport) -> DataReport:
     prompts, mismatched = (0, 0) if store.items is None else (store.prompts, store.mismatched)
     tokens, targets = int(store.lengths.sum()), int(store.targets.sum())
     return replace(
-        report, documents=len(store), tokens=tokens, targets=targets, prompts=prompts, mismatched=mismatched
+        report,
+        documents=len(store),
+        tokens=tokens,
+        targets=targets,
+        prompts=prompts,
+        mismatched=mismatched,
     )
 
 
@@ -158,24 +197,39 @@ def _ledger_of_one(store: TokenStore, scored: bool = False) -> Ledger:
 
 
 def _ledger_of_two(store: TokenStore, training: TokenStore, held_out: TokenStore) -> Ledger:
-    """What became of the rows of a data set of which some are held out; a text in pieces counts where any of it is trained."""
+    """What became of the rows of a data set of which some are held out; a text in pieces counts
+    where any of it is trained.
+    """
     alone = held_out.subset(np.flatnonzero(~np.isin(held_out.rows, training.rows)))
     divided = len(np.intersect1d(held_out.rows, training.rows))
     report = store.report
     return Ledger(report.kinds, training.rows_by_kind, alone.rows_by_kind, report.left_out, divided)
 
 
-def _judged(name: str, store: TokenStore, ledger: Ledger, config: ChronicalsConfig, file: Path | None) -> TokenStore:
-    """The store with its ledger; write and log the report, and raise where training would be wrong."""
+def _judged(
+    name: str, store: TokenStore, ledger: Ledger, config: ChronicalsConfig, file: Path | None
+) -> TokenStore:
+    """The store with its ledger; write and log the report, and raise where training would be
+    wrong.
+    """
     report = store.report
     if file is not None:
-        counts = {field: value for field, value in report.to_dict().items() if field != "left_out"}  # the ledger has it
-        content = {"data": name, **counts, "ledger": ledger.to_dict(), "findings": report.entries(config.gate)}
+        counts = {
+            field: value for field, value in report.to_dict().items() if field != "left_out"
+        }  # the ledger has it
+        content = {
+            "data": name,
+            **counts,
+            "ledger": ledger.to_dict(),
+            "findings": report.entries(config.gate),
+        }
         try:  # one process of several writes it, and must not stop alone
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(content, indent=1))
         except OSError as error:
-            logger.error("%s: the report on the data cannot be written there (%s)", file, error.strerror)
+            logger.error(
+                "%s: the report on the data cannot be written there (%s)", file, error.strerror
+            )
             with suppress(OSError):
                 file.unlink()
     log_report(name, report, config.gate, ledger)
@@ -183,7 +237,9 @@ def _judged(name: str, store: TokenStore, ledger: Ledger, config: ChronicalsConf
     return replace(store, ledger=ledger)
 
 
-def log_report(name: str, report: DataReport, shares: Mapping[str, float], ledger: Ledger | None = None) -> None:
+def log_report(
+    name: str, report: DataReport, shares: Mapping[str, float], ledger: Ledger | None = None
+) -> None:
     """The summary, then a table of what was found."""
     for level, line in report.table(shares, ledger):
         logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", name, line)
@@ -193,11 +249,17 @@ def note_foreign_ids(store: TokenStore, vocabulary: int, embedding_rows: int) ->
     """Count what of the tokenizer and of the data the model's embedding does not hold."""
     if vocabulary > embedding_rows:
         example = f"{vocabulary:,} tokens, {embedding_rows:,} rows of the embedding"
-        store.report.note("vocabulary_too_large", example=example, count=vocabulary - embedding_rows)
+        store.report.note(
+            "vocabulary_too_large", example=example, count=vocabulary - embedding_rows
+        )
     if store.max_id >= embedding_rows:
-        foreign = np.array([store.document(n)[0].max() >= embedding_rows for n in range(len(store))])
+        foreign = np.array(
+            [store.document(n)[0].max() >= embedding_rows for n in range(len(store))]
+        )
         for row in np.unique(store.rows[foreign]):
-            store.report.note("id_out_of_range", int(row), f"token id {store.max_id} of {embedding_rows:,}")
+            store.report.note(
+                "id_out_of_range", int(row), f"token id {store.max_id} of {embedding_rows:,}"
+            )
 
 
 def note_overlap(held_out: TokenStore, training: TokenStore) -> None:
@@ -230,22 +292,29 @@ def build_store(
     Raises:
         ChildProcessError: one of these has died; nothing is left behind.
         ConfigurationError: ``cache_dir`` cannot be made, read or written.
-        DataError: a file cannot be read, or the process that is waited for has stopped; nothing is left behind. What is wrong
-            with single rows is in the store's report.
+        DataError: a file cannot be read, or the process that is waited for has stopped; nothing is
+            left behind. What is wrong with single rows is in the store's report.
     """
     if isinstance(source, Iterator):
         source = list(source)
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
     with _naming(cache_dir):
         content = file_digests(source, cache_dir)
-        made_of: list[Any] = [max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
+        made_of: list[Any] = [
+            max_seq_length,
+            overlong,
+            tokenizer.fingerprint(),
+            source_fingerprint(source, cache_dir, seed),
+        ]
         made_of += ["prompts once, answers of other prompts"] if _has_items(tokenizer) else []
         key, *earlier = (_key([version, *made_of]) for version in (FORMAT, *EARLIER_FORMATS))
         path = cache_dir / f"{key}.arrow"
         if builder and not (path.exists() and path.with_suffix(".json").exists()):
             path.parent.mkdir(parents=True, exist_ok=True)
             encoder = ChunkEncoder(tokenizer, max_seq_length, overlong)
-            rows = _unchanged(read_unparsed(source, seed), content, lambda: file_digests(source, cache_dir))
+            rows = _unchanged(
+                read_unparsed(source, seed), content, lambda: file_digests(source, cache_dir)
+            )
             _write(path, rows, TokenizingProcesses(encoder, processes, bytes_to_read(source)))
         elif not builder:
             _wait_for(path)
@@ -271,18 +340,28 @@ def _naming(cache_dir: Path) -> Iterator[None]:
         if not place or not (place.is_relative_to(cache_dir) or cache_dir.is_relative_to(place)):
             raise
         raise ConfigurationError(
-            f"cache_dir={str(cache_dir)!r}: token stores cannot be kept there ({place}: {error.strerror}); name a folder that "
+            f"cache_dir={str(cache_dir)!r}: token stores cannot be kept there ({place}: "
+            f"{error.strerror}); name a folder that "
             "can be written"
         ) from error
 
 
-def _unchanged(rows: Iterable[Unparsed], before: dict[Path, str], now: Callable[[], dict[Path, str]]) -> Iterator[Unparsed]:
-    """The rows, and at their end an error where the files they came from hold something else than before."""
+def _unchanged(
+    rows: Iterable[Unparsed], before: dict[Path, str], now: Callable[[], dict[Path, str]]
+) -> Iterator[Unparsed]:
+    """The rows, and at their end an error where the files they came from hold something else
+    than before.
+    """
     yield from rows
     after = now()
-    changed = sorted({str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file)})
+    changed = sorted(
+        {str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file)}
+    )
     if changed:
-        raise DataError(f"{', '.join(changed)}: was written to while it was tokenised; start again when it is whole")
+        raise DataError(
+            f"{', '.join(changed)}: was written to while it was tokenised; start again when it is "
+            "whole"
+        )
 
 
 def _wait_for(path: Path) -> None:
@@ -299,8 +378,10 @@ def _wait_for(path: Path) -> None:
             quiet, before = (quiet + 1, before) if written == before else (0, written)
             if quiet == PATIENCE:
                 raise DataError(
-                    f"{path}: waited for another process to tokenise the data, which has written nothing for {PATIENCE} "
-                    "minutes; its log says why, or start this one where it can build the store itself"
+                    f"{path}: waited for another process to tokenise the data, which has written "
+                    f"nothing for {PATIENCE} "
+                    "minutes; its log says why, or start this one where it can build the store "
+                    "itself"
                 )
         time.sleep(0.2)
         waited = round(waited + 0.2, 1)
@@ -321,17 +402,24 @@ def _bytes_aside(path: Path) -> int:
 
 
 def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses) -> None:
-    """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
+    """Write the tokens aside, then the description, and last give the tokens their name: who
+    sees it sees all.
+    """
     schema, kinds = SCHEMA, tokenising.encoder.tokenizer.kinds
     if _has_items(tokenising.encoder.tokenizer):
         for name in OF_ITEMS:
             schema = schema.append(pa.field(name, pa.int64()))
-    counts, aside = _Counts(), _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
+    counts, aside = (
+        _Counts(),
+        _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}"),
+    )  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
         with _collecting_by_chunks(), tokenising, open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), schema) as writer:
-                for chunk, encoded in tokenising.encoded(chunks_of(rows, EARLIER if JUDGED in kinds else 0)):
+                for chunk, encoded in tokenising.encoded(
+                    chunks_of(rows, EARLIER if JUDGED in kinds else 0)
+                ):
                     counts.add(chunk, encoded)
                     if len(encoded.documents):
                         writer.write_batch(_record_batch(encoded, schema))
@@ -348,7 +436,9 @@ def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses
 
 @contextmanager
 def _collecting_by_chunks() -> Iterator[None]:
-    """Keep Python's collector from walking through a chunk's thousands of rows, which hold no cycles, many times over."""
+    """Keep Python's collector from walking through a chunk's thousands of rows, which hold no
+    cycles, many times over.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -361,15 +451,23 @@ def _collecting_by_chunks() -> Iterator[None]:
 def _record_batch(encoded: Encoded, schema: pa.Schema) -> pa.RecordBatch:
     documents = encoded.documents
     offsets = _column(documents.offsets.astype(np.int32))
-    lists = [pa.ListArray.from_arrays(offsets, _column(values)) for values in (documents.ids, documents.trained)]
+    lists = [
+        pa.ListArray.from_arrays(offsets, _column(values))
+        for values in (documents.ids, documents.trained)
+    ]
     of_rows = documents.targets, documents.rows, encoded.hashes, encoded.row_kinds
-    numbers = [_column(values) for values in (*of_rows, documents.sides, documents.shared, documents.labels)]
+    numbers = [
+        _column(values)
+        for values in (*of_rows, documents.sides, documents.shared, documents.labels)
+    ]
     return pa.RecordBatch.from_arrays([*lists, *numbers][: len(schema)], schema=schema)
 
 
 def _column(values: np.ndarray) -> pa.Array:
     """Without a copy, and without pandas, which ``pa.array`` would import."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+    )
 
 
 @dataclass
@@ -392,7 +490,9 @@ class _Counts:
         rows, first = np.unique(encoded.documents.rows, return_index=True)
         self.rows.append(rows)
         self.hashes.append(encoded.hashes[first])
-        self.places.append(np.array([hash(chunk.wheres[at]) for at in (rows - chunk.first).tolist()], np.int64))
+        self.places.append(
+            np.array([hash(chunk.wheres[at]) for at in (rows - chunk.first).tolist()], np.int64)
+        )
 
     def description(self) -> dict[str, Any]:
         self._note_duplicates()
@@ -401,11 +501,15 @@ class _Counts:
 
     def _note_one_label(self) -> None:
         if len(judged := self.labels - {UNJUDGED}) == 1:
-            self.report.note("one_label", example=f"every answer is {'good' if judged == {1} else 'bad'}")
+            self.report.note(
+                "one_label", example=f"every answer is {'good' if judged == {1} else 'bad'}"
+            )
 
     def _note_duplicates(self) -> None:
         hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])
-        rows, places = (np.concatenate([*found, np.zeros(0, np.int64)]) for found in (self.rows, self.places))
+        rows, places = (
+            np.concatenate([*found, np.zeros(0, np.int64)]) for found in (self.rows, self.places)
+        )
         _, first, group = np.unique(hashes, return_index=True, return_inverse=True)
         earliest = first[group]
         again = np.flatnonzero((earliest != np.arange(len(hashes))) & (places != places[earliest]))

@@ -1,20 +1,25 @@
-"""Byte-level BPE by tiktoken: the ids that a fast tokenizer's Rust part gives, in a third of its time.
+"""Byte-level BPE by tiktoken: the ids that a fast tokenizer's Rust part gives, in a third of its
+time.
 
-The two give the same ids because, and where, they agree in each of three steps; what is not known to agree is left to
-the Rust part, texts that its normaliser would change among it.
+The two give the same ids because, and where, they agree in each of three steps; what is not known
+to agree is left to the Rust part, texts that its normaliser would change among it.
 
-- Added tokens are cut out of the text first, the leftmost and of these the longest, here by a regular expression.
-- Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``PATTERNS``. Both programs split it alike if its
-  characters are ``SETTLED``: later versions of Unicode gave others a class, and each program has its own version.
-- In each piece neighbours are merged: by tokenizers the pair that stands first in its list of merges, by tiktoken the
-  one whose union has the lowest id, of equal ones the leftmost. What two neighbours are made of was merged without regard
-  to what lies outside them, so they stand as they would on the way of their union's bytes alone. A union that its bytes
-  alone become can therefore be merged by both whenever its halves meet. The halves of any other never meet, unless its
-  bytes alone end as these two, which tokenizers leaves and tiktoken, if it knows the union, merges; ``_ranks`` tells them
-  apart. Where ids do not fall along the list of merges, both choose the same of the pairs that they can merge.
+- Added tokens are cut out of the text first, the leftmost and of these the longest, here by a
+  regular expression.
+- Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``PATTERNS``. Both programs
+  split it alike if its characters are ``SETTLED``: later versions of Unicode gave others a class,
+  and each program has its own version.
+- In each piece neighbours are merged: by tokenizers the pair that stands first in its list of
+  merges, by tiktoken the one whose union has the lowest id, of equal ones the leftmost. What two
+  neighbours are made of was merged without regard to what lies outside them, so they stand as they
+  would on the way of their union's bytes alone. A union that its bytes alone become can therefore
+  be merged by both whenever its halves meet. The halves of any other never meet, unless its bytes
+  alone end as these two, which tokenizers leaves and tiktoken, if it knows the union, merges;
+  ``_ranks`` tells them apart. Where ids do not fall along the list of merges, both choose the same
+  of the pairs that they can merge.
 
-tiktoken takes a piece that is a token without merging, as tokenizers does under ``ignore_merges``; without it, tokens
-that no merges reach are left out.
+tiktoken takes a piece that is a token without merging, as tokenizers does under ``ignore_merges``;
+without it, tokens that no merges reach are left out.
 """
 
 from __future__ import annotations
@@ -36,10 +41,14 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_MARKS[0]}*{_MARKS[1]}+ENDINGS|[^\r\n\p{{L}}\
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 GPT2 = _GPT2.replace("NUMBERS", r" ?\p{N}+").replace("NO_BLANK", r"\S")
-"""What ``ByteLevel(use_regex=True)`` splits by, in a form that takes a quarter less of tiktoken's time."""
+"""What ``ByteLevel(use_regex=True)`` splits by, in a form that takes a quarter less of
+tiktoken's time.
+"""
 
 GPT2_DIGITS = _GPT2.replace("NUMBERS", r"\p{N}").replace("NO_BLANK", r"[^\s\p{N}]")
-"""The same after ``Digits(individual_digits=True)``, as SmolLM and StarCoder have it: blanks end where a digit is."""
+"""The same after ``Digits(individual_digits=True)``, as SmolLM and StarCoder have it: blanks end
+where a digit is.
+"""
 
 PATTERNS = {
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}": "Llama 3",
@@ -48,18 +57,22 @@ PATTERNS = {
     rf"{_CASED.replace('ENDINGS', _ENDINGS + '?')}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}": "GPT-OSS",
     rf"{_CASED.replace('ENDINGS', '')}|\p{{N}}|{_SYMBOLS}|{_BLANKS}": "Tekken",
 }
-"""Patterns of ``Split``, and whose they are. Each takes every character of a text into some piece."""
+"""Patterns of ``Split``, and whose they are. Each takes every character of a text into some
+piece.
+"""
 
 SETTLED = re.compile(
     "[\0-\u024f\u0370-\u0373\u0391-\u03a1\u03a3-\u03ff\u0400-\u04ff\u1e00-\u1eff\u2000-\u2064\u20a0-\u20b5\u2100-\u214f"
     "\u2190-\u23f3\u2460-\u2b4c\u3001-\u303f\u3041-\u3096\u3099-\u30ff\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5e"
     "\ufe0f\U0001f300-\U0001f64f\U0001f680-\U0001f6c5]*"
 )
-"""Characters of the scripts and symbols most written. Their letters, marks and numbers have been such since Unicode 6.1 or
-longer; a symbol that was no character before falls where it fell then."""
+"""Characters of the scripts and symbols most written. Their letters, marks and numbers have been
+such since Unicode 6.1 or longer; a symbol that was no character before falls where it fell then."""
 
 LONGEST = 1 << 18
-"""Letters from which on a text is left to the Rust part: tiktoken panics where a million blanks follow each other."""
+"""Letters from which on a text is left to the Rust part: tiktoken panics where a million blanks
+follow each other.
+"""
 
 PROBES = ["", "a", " It's 12 o'clock\n\n  already,\tand\u00a0LATE (caf\u00e9)."]
 """Texts that both tokenise before the first row."""
@@ -101,10 +114,12 @@ class BytePairs:
 
     @classmethod
     def of(cls, backend: Any, rust: Encode) -> BytePairs | None:
-        """None where tiktoken is not known to give the same ids as this ``tokenizers.Tokenizer``, as it was read from a file.
+        """None where tiktoken is not known to give the same ids as this ``tokenizers.Tokenizer``,
+        as it was read from a file.
 
         Args:
-            rust: tokenises by it, with added tokens found in the text, nothing cut off and nothing padded.
+            rust: tokenises by it, with added tokens found in the text, nothing cut off and nothing
+                padded.
         """
         described = json.loads(backend.to_str())
         pattern, around = _pattern(described), _around(rust, described["post_processor"])
@@ -115,7 +130,9 @@ class BytePairs:
             return None
         import tiktoken
 
-        encoding = tiktoken.Encoding("byte pairs", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        encoding = tiktoken.Encoding(
+            "byte pairs", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
         added = {token["content"]: token["id"] for token in described["added_tokens"]}
         longest_first = sorted(filter(None, added), key=len, reverse=True)
         cut = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
@@ -123,7 +140,9 @@ class BytePairs:
         return pairs if all(pairs._probed(special) for special in (False, True)) else None
 
     def _probed(self, special: bool) -> bool:
-        """Whether both give the same for a few texts, as they do not where a text is put between special tokens twice."""
+        """Whether both give the same for a few texts, as they do not where a text is put between
+        special tokens twice.
+        """
         found, expected = self.encode(PROBES, special), self.rust(PROBES, special)
         return [encoding.ids for encoding in found] == [encoding.ids for encoding in expected]
 
@@ -133,7 +152,10 @@ class BytePairs:
         left = [text for text, own in zip(texts, known) if not own]
         others = iter(self.rust(left, special) if left else ())
         before, after = self.around if special else ([], [])
-        return [Ids([*before, *self._ids(text), *after]) if own else next(others) for text, own in zip(texts, known)]
+        return [
+            Ids([*before, *self._ids(text), *after]) if own else next(others)
+            for text, own in zip(texts, known)
+        ]
 
     def _knows(self, text: str) -> bool:
         if text.isascii():
@@ -152,7 +174,9 @@ class BytePairs:
 
 
 def _pattern(described: dict[str, Any]) -> str | None:
-    """What a tokenizer, as its file describes it, splits texts by before it looks at their bytes."""
+    """What a tokenizer, as its file describes it, splits texts by before it looks at their
+    bytes.
+    """
     steps = described["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     *splits, last = steps or [{}]
@@ -164,21 +188,33 @@ def _pattern(described: dict[str, Any]) -> str | None:
     if not more and first == {"type": "Digits", "individual_digits": True} and last["use_regex"]:
         return GPT2_DIGITS
     split = first.get("pattern", {}).get("Regex")
-    isolated = first == {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+    isolated = first == {
+        "type": "Split",
+        "pattern": {"Regex": split},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return split if isolated and not more and not last["use_regex"] and split in PATTERNS else None
 
 
 def _cuts_plainly(described: dict[str, Any]) -> bool:
-    """Whether added tokens are found in the text as it is, wherever they stand, and nothing but NFC changes the rest."""
+    """Whether added tokens are found in the text as it is, wherever they stand, and nothing but
+    NFC changes the rest.
+    """
     ways = ("single_word", "lstrip", "rstrip", "normalized")
     plain = not any(token[way] for token in described["added_tokens"] for way in ways)
     return plain and (described["normalizer"] is None or described["normalizer"] == {"type": "NFC"})
 
 
 def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
-    """Ids of the tokens that merging may give, by their bytes; None where merging by lowest id may give others."""
+    """Ids of the tokens that merging may give, by their bytes; None where merging by lowest id
+    may give others.
+    """
     vocabulary, merges = model["vocab"], [(left, right) for left, right in model.get("merges", ())]
-    altered = any(model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
+    altered = any(
+        model.get(name)
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    )
     if model["type"] != "BPE" or altered:
         return None
     unions = [vocabulary.get("".join(merge), -1) for merge in merges]
@@ -186,7 +222,9 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
         return None
     from tokenizers.models import BPE
 
-    merging = BPE(vocab=vocabulary, merges=merges, cache_capacity=0)  # the tokenizer's own keeps the words it has seen
+    merging = BPE(
+        vocab=vocabulary, merges=merges, cache_capacity=0
+    )  # the tokenizer's own keeps the words it has seen
     ranks = dict[bytes, int]()
     for word, id in vocabulary.items():
         try:
@@ -202,12 +240,19 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
 
 
 def _byte_letters() -> dict[int, int]:
-    """The byte that each letter of a byte-level vocabulary stands for, by their code points (GPT-2): printable ones stand for
-    themselves. What stands for none becomes a letter that is no byte.
+    """The byte that each letter of a byte-level vocabulary stands for, by their code points
+    (GPT-2): printable ones stand for themselves. What stands for none becomes a letter that is no
+    byte.
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    return dict.fromkeys(others, ord("\uffff")) | {256 + number: byte for number, byte in enumerate(others)}
+    return dict.fromkeys(others, ord("\uffff")) | {
+        256 + number: byte for number, byte in enumerate(others)
+    }
 
 
 _BYTES = _byte_letters()
@@ -216,7 +261,9 @@ _BYTES = _byte_letters()
 def _around(rust: Encode, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:
     """What is put before and after a text, or None where that might depend on the text."""
     steps = post["processors"] if post and post["type"] == "Sequence" else [post]
-    if not all(step is None or step["type"] in ("ByteLevel", "TemplateProcessing") for step in steps):
+    if not all(
+        step is None or step["type"] in ("ByteLevel", "TemplateProcessing") for step in steps
+    ):
         return None
     text, whole = (rust(["a"], special)[0].ids for special in (False, True))
     places = [n for n in range(len(whole)) if whole[n : n + len(text)] == text]

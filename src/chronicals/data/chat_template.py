@@ -1,4 +1,6 @@
-"""A tokenizer's own chat template, unedited: what it renders, what form it takes messages in, and where answers stop."""
+"""A tokenizer's own chat template, unedited: what it renders, what form it takes messages in,
+and where answers stop.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Dialect:
     text_arguments: bool = False
 
     def message(self, message: Message) -> Message:
-        """The message in this form, without what is ours (``train``); thoughts under both names that templates read."""
+        """The message in this form, without what is ours (``train``); thoughts under both names
+        that templates read.
+        """
         formed = {name: value for name, value in message.items() if name != "train"}
         thought = next((formed[name] for name in THOUGHTS if formed.get(name) is not None), None)
         if thought is not None:
@@ -77,10 +81,12 @@ class ChatTemplate:
     def copy_globals_once(self) -> None:
         """Render faster from now on, in this whole process.
 
-        For each text jinja copies the template's globals, which it keeps in a ``ChainMap``; a dict is copied in a tenth of the
-        time, and nothing is put into either afterwards.
+        For each text jinja copies the template's globals, which it keeps in a ``ChainMap``; a dict
+        is copied in a tenth of the time, and nothing is put into either afterwards.
         """
-        with contextlib.suppress(ValueError, jinja2.TemplateError):  # what is wrong with it is said where it is used
+        with contextlib.suppress(
+            ValueError, jinja2.TemplateError
+        ):  # what is wrong with it is said where it is used
             compiled = self.compiled() if self.tokenizer.chat_template is not None else None
             if compiled is not None:
                 compiled.globals = dict(compiled.globals)
@@ -90,7 +96,9 @@ class ChatTemplate:
         return self.tokenizer.get_chat_template(tools=tools)
 
     def compiled(self, tools: Any = None) -> Any:
-        """The template as transformers has compiled it, or None where this transformers does not show it."""
+        """The template as transformers has compiled it, or None where this transformers does not
+        show it.
+        """
         from transformers.utils import chat_template_utils
 
         compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
@@ -99,17 +107,27 @@ class ChatTemplate:
     @functools.cached_property
     def dialect(self) -> Dialect:
         """Found by asking the template for an answer and for a call, in either form."""
-        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "chronicals"}
+        question, answer = (
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "chronicals"},
+        )
         in_parts = [Dialect(parts=True).message(message) for message in (question, answer)]
-        parts = not self._shows("chronicals", [question, answer]) and self._shows("chronicals", in_parts)
+        parts = not self._shows("chronicals", [question, answer]) and self._shows(
+            "chronicals", in_parts
+        )
         if parts:
             question = in_parts[0]
 
         def calls(arguments: Any) -> list[Message]:
             function = {"name": "chronicals", "arguments": arguments}
-            return [question, {"role": "assistant", "content": "", "tool_calls": [_call_of(function)]}]
+            return [
+                question,
+                {"role": "assistant", "content": "", "tool_calls": [_call_of(function)]},
+            ]
 
-        text = not self._shows("chronicals", calls({"a": "b"})) and self._shows("chronicals", calls('{"a": "b"}'))
+        text = not self._shows("chronicals", calls({"a": "b"})) and self._shows(
+            "chronicals", calls('{"a": "b"}')
+        )
         return Dialect(parts, text)
 
     def _shows(self, text: str, messages: list[Message]) -> bool:
@@ -133,11 +151,29 @@ class ChatTemplate:
                 raise DataError(f"{where}: message {number}: {error}") from error
         return formed
 
-    def ids(self, formed: Sequence[Message], tools: Any = None, generation: bool = False, where: str = "chat") -> list[int]:
-        """Ids of messages already in form; with ``generation`` up to where the assistant begins to answer."""
-        return list(self._apply(formed, tools, generation, where, tokenize=True, return_dict=True)["input_ids"])
+    def ids(
+        self,
+        formed: Sequence[Message],
+        tools: Any = None,
+        generation: bool = False,
+        where: str = "chat",
+    ) -> list[int]:
+        """Ids of messages already in form; with ``generation`` up to where the assistant begins
+        to answer.
+        """
+        return list(
+            self._apply(formed, tools, generation, where, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
+        )
 
-    def text(self, formed: Sequence[Message], tools: Any = None, generation: bool = False, where: str = "chat") -> str:
+    def text(
+        self,
+        formed: Sequence[Message],
+        tools: Any = None,
+        generation: bool = False,
+        where: str = "chat",
+    ) -> str:
         """What ``ids`` are the ids of."""
         return self._apply(formed, tools, generation, where, tokenize=False)
 
@@ -149,16 +185,22 @@ class ChatTemplate:
             found += render(list(part), generation)
         return found
 
-    def _texts_together(self, asked: Sequence[Asked], generation: bool) -> list[str | TemplateError]:
+    def _texts_together(
+        self, asked: Sequence[Asked], generation: bool
+    ) -> list[str | TemplateError]:
         """Of conversations without tools; where one is refused, each half by itself."""
         try:
             conversations = [list(formed) for formed, _, _ in asked]
-            return self.tokenizer.apply_chat_template(conversations, add_generation_prompt=generation, tokenize=False)
+            return self.tokenizer.apply_chat_template(
+                conversations, add_generation_prompt=generation, tokenize=False
+            )
         except Exception:  # jinja raises whatever the template author chose
             half = len(asked) // 2
             if not half:
                 return self._texts_alone(asked, generation)
-            return self._texts_together(asked[:half], generation) + self._texts_together(asked[half:], generation)
+            return self._texts_together(asked[:half], generation) + self._texts_together(
+                asked[half:], generation
+            )
 
     def _texts_alone(self, asked: Sequence[Asked], generation: bool) -> list[str | TemplateError]:
         found: list[str | TemplateError] = []
@@ -169,18 +211,26 @@ class ChatTemplate:
                 found.append(error)
         return found
 
-    def _apply(self, formed: Sequence[Message], tools: Any, generation: bool, where: str, **how: Any) -> Any:
+    def _apply(
+        self, formed: Sequence[Message], tools: Any, generation: bool, where: str, **how: Any
+    ) -> Any:
         self._require(where)
         try:
-            return self.tokenizer.apply_chat_template(list(formed), tools=tools, add_generation_prompt=generation, **how)
+            return self.tokenizer.apply_chat_template(
+                list(formed), tools=tools, add_generation_prompt=generation, **how
+            )
         except Exception as error:  # jinja raises whatever the template author chose
-            raise TemplateError(f"{where}: the chat template refuses the conversation: {error}") from error
+            raise TemplateError(
+                f"{where}: the chat template refuses the conversation: {error}"
+            ) from error
 
     def _require(self, where: str) -> None:
         if self.tokenizer.chat_template is None:
             raise TemplateError(
-                f"{where}: has messages, but the tokenizer has no chat template; set tokenizer.chat_template, or "
-                "chat_template='chatml' (or another name of docs/templates.md, or a file), use the instruct version of the "
+                f"{where}: has messages, but the tokenizer has no chat template; set "
+                "tokenizer.chat_template, or "
+                "chat_template='chatml' (or another name of docs/templates.md, or a file), use "
+                "the instruct version of the "
                 "model, or bring the rows as prompt and completion"
             )
 
@@ -200,10 +250,14 @@ class ChatTemplate:
             after -= 1
         stops = [token for token in ids[after:] if token in special] if after else []
         if not after:
-            raise TemplateError("the chat template does not render the content of an assistant's message given as text")
+            raise TemplateError(
+                "the chat template does not render the content of an assistant's message given as "
+                "text"
+            )
         if not stops:
             raise TemplateError(
-                "the chat template writes no special token after an assistant's answer, so the model would never "
+                "the chat template writes no special token after an assistant's answer, so the "
+                "model would never "
                 "learn to stop; use a template that closes the assistant's turn",
                 "no_stop_token",
             )
@@ -211,7 +265,9 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, nothing left out and nothing tidied."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
 
 def _call_of(function: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +278,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"the arguments of a call, {text[:40]!r}, do not parse as JSON: {error}") from error
+        raise DataError(
+            f"the arguments of a call, {text[:40]!r}, do not parse as JSON: {error}"
+        ) from error
     if not isinstance(value, dict):
         raise DataError(f"the arguments of a call must be a JSON object, these are {text[:40]!r}")
     return value

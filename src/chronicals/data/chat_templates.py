@@ -20,11 +20,15 @@ LOOP = "{% for message in messages %}{{ BEGIN + message['content'] + END + '\\n'
 ASKED = "{% if add_generation_prompt %}{{ ASSISTANT }}{% endif %}"
 
 NAMED = {
-    "chatml": ("'<|im_start|>' + message['role'] + '\\n'", "'<|im_start|>assistant\\n'", "<|im_end|>"),
+    "chatml": (
+        "'<|im_start|>' + message['role'] + '\\n'",
+        "'<|im_start|>assistant\\n'",
+        "<|im_end|>",
+    ),
     "zephyr": ("'<|' + message['role'] + '|>\\n'", "'<|assistant|>\\n'", ""),
 }
-"""By name: what begins a message, what asks for an answer, and the token that ends a message where the tokenizer has it; else
-its end of text does."""
+"""By name: what begins a message, what asks for an answer, and the token that ends a message
+where the tokenizer has it; else its end of text does."""
 
 FOLDER = Path(__file__).parent / "templates"
 """Where each template of ``FAMILIES`` has a Jinja file."""
@@ -65,7 +69,9 @@ DEEPSEEK_TOOLS = tuple(
     )
 )
 EXAONE_TURN = ("[|system|]", "[|user|]", "[|assistant|]")
-LFM_TOOLS = tuple(f"<|tool_{part}_{end}|>" for part in ("list", "call", "response") for end in ("start", "end"))
+LFM_TOOLS = tuple(
+    f"<|tool_{part}_{end}|>" for part in ("list", "call", "response") for end in ("start", "end")
+)
 PHI_TURN = ("<|system|>", "<|user|>", "<|assistant|>")
 
 FAMILIES = {
@@ -75,11 +81,19 @@ FAMILIES = {
     "llama3": Family("llama3", "<|eot_id|>", LLAMA3_TURN),
     "llama3.1": Family("llama3.1", "<|eot_id|>", LLAMA3_TURN),
     "llama3.2": Family("llama3.2", "<|eot_id|>", LLAMA3_TURN),
-    "llama4": Family("llama4", "<|eot|>", ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>")),
+    "llama4": Family(
+        "llama4",
+        "<|eot|>",
+        ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>"),
+    ),
     "mistral-v1": Family("mistral-v1", END_OF_TEXT),
     "mistral-v3": Family("mistral-v3", END_OF_TEXT, MISTRAL_V3),
     "mistral-v3-tekken": Family("mistral-v3-tekken", END_OF_TEXT, MISTRAL_V3),
-    "mistral-v7-tekken": Family("mistral-v7-tekken", END_OF_TEXT, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
+    "mistral-v7-tekken": Family(
+        "mistral-v7-tekken",
+        END_OF_TEXT,
+        ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    ),
     "gemma": Family("gemma", "<end_of_turn>", GEMMA_TURN),
     "gemma2": Family("gemma", "<end_of_turn>", GEMMA_TURN),
     "gemma3": Family("gemma3", "<end_of_turn>", GEMMA_TURN),
@@ -91,12 +105,18 @@ FAMILIES = {
     "command-r": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
     "aya": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
     "deepseek-v2": Family("deepseek-v2", END_OF_TEXT, DEEPSEEK_TURN),
-    "deepseek-v3": Family("deepseek-v3", "<\uff5cend\u2581of\u2581sentence\uff5c>", DEEPSEEK_TURN + DEEPSEEK_TOOLS),
+    "deepseek-v3": Family(
+        "deepseek-v3", "<\uff5cend\u2581of\u2581sentence\uff5c>", DEEPSEEK_TURN + DEEPSEEK_TOOLS
+    ),
     "exaone": Family("exaone", "[|endofturn|]", EXAONE_TURN),
     "exaone4": Family("exaone4", "[|endofturn|]", (*EXAONE_TURN, "[|tool|]")),
     "falcon-h1": Family("falcon-h1", "<|im_end|>", IM_START),
-    "gpt-oss": Family("gpt-oss", "<|return|>", ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")),
-    "granite": Family("granite", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
+    "gpt-oss": Family(
+        "gpt-oss", "<|return|>", ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
+    ),
+    "granite": Family(
+        "granite", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
+    ),
     "lfm2": Family("lfm2", "<|im_end|>", IM_START + LFM_TOOLS),
     "openchat": Family("openchat", "<|end_of_turn|>"),
     "saiga": Family("saiga", END_OF_TEXT),
@@ -117,10 +137,12 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     """The same tokenizer, which from now on has the template and saves it.
 
     Args:
-        name: one of ``NAMED`` or ``FAMILIES``, or the path of a file with Jinja text; None changes nothing.
+        name: one of ``NAMED`` or ``FAMILIES``, or the path of a file with Jinja text; None changes
+            nothing.
 
     Raises:
-        ConfigurationError: there is no such name or file, it is no template, or the tokenizer lacks a token that it writes.
+        ConfigurationError: there is no such name or file, it is no template, or the tokenizer lacks
+            a token that it writes.
     """
     if name is None:
         return tokenizer
@@ -130,7 +152,9 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     try:
         ChatTemplate(tokenizer).compiled()
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigurationError(f"chat_template={name!r}: line {error.lineno}: {error.message}") from error
+        raise ConfigurationError(
+            f"chat_template={name!r}: line {error.lineno}: {error.message}"
+        ) from error
     return tokenizer
 
 
@@ -151,12 +175,16 @@ def _of_family(tokenizer: Any, name: str, family: Family) -> str:
     lacking = [token for token in needed if token not in (END_OF_TEXT, *special)]
     if lacking:
         raise ConfigurationError(
-            f"chat_template={name!r}: the tokenizer lacks {', '.join(lacking)}, which this template writes as special "
-            "tokens; add them (tokenizer.add_special_tokens) and resize the model's embeddings, or take "
+            f"chat_template={name!r}: the tokenizer lacks {', '.join(lacking)}, which this "
+            "template writes as special "
+            "tokens; add them (tokenizer.add_special_tokens) and resize the model's embeddings, "
+            "or take "
             "chat_template='chatml', which can do with the tokenizer's own eos_token"
         )
     if family.stop == END_OF_TEXT and tokenizer.eos_token is None:
-        raise ConfigurationError(f"chat_template={name!r}: the tokenizer has no eos_token to end an answer with; set one")
+        raise ConfigurationError(
+            f"chat_template={name!r}: the tokenizer has no eos_token to end an answer with; set one"
+        )
     return (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
 
 
@@ -165,10 +193,15 @@ def _named(tokenizer: Any, name: str) -> str:
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     if end not in known:
         if tokenizer.eos_token is None:
-            raise ConfigurationError(f"chat_template={name!r}: the tokenizer has no eos_token to end a message with; set one")
+            raise ConfigurationError(
+                f"chat_template={name!r}: the tokenizer has no eos_token to end a message with; "
+                "set one"
+            )
         lacking = f", for there is no {end}" if end else ""
         logger.info("chat_template=%r: messages end with %r%s", name, tokenizer.eos_token, lacking)
-    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [
+        tokenizer.bos_token_id
+    ]
     filled = LOOP.replace("BEGIN", begin).replace("END", repr(end) if end in known else "eos_token")
     return ("{{ bos_token }}" if begins else "") + filled + ASKED.replace("ASSISTANT", asked)
 
@@ -178,12 +211,17 @@ def _read(name: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"chat_template={name!r}: not UTF-8 text ({error.reason})") from error
+        raise ConfigurationError(
+            f"chat_template={name!r}: not UTF-8 text ({error.reason})"
+        ) from error
     except OSError as error:
         names = ", ".join([*NAMED, *FAMILIES])
         raise ConfigurationError(
-            f"chat_template={name!r}: cannot be read ({error.strerror}); give a file, or one of {names}"
+            f"chat_template={name!r}: cannot be read ({error.strerror}); give a file, or one of "
+            f"{names}"
         ) from error
     if "{" not in text:
-        raise ConfigurationError(f"chat_template={name!r}: holds no Jinja text, which has {{{{ }}}} and {{% %}}")
+        raise ConfigurationError(
+            f"chat_template={name!r}: holds no Jinja text, which has {{{{ }}}} and {{% %}}"
+        )
     return text

@@ -1,7 +1,9 @@
-"""Chunks of rows, and the documents they become: recognised, tokenised, fitted and checked, each chunk by itself.
+"""Chunks of rows, and the documents they become: recognised, tokenised, fitted and checked, each
+chunk by itself.
 
-What a chunk gives depends on nothing but its rows and those it has from before them, so that it may be made in any process. A
-row that cannot be used is left out and counted; the gate judges at the end.
+What a chunk gives depends on nothing but its rows and those it has from before them, so that it may
+be made in any process. A row that cannot be used is left out and counted; the gate judges at the
+end.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from chronicals.data.rows import (
     texts_of,
     unread_fields,
     with_conversations,
-)  # fmt: skip
+)
 from chronicals.data.shared_prompts import share_prompt
 from chronicals.data.template import Tokenizer
 from chronicals.data.unusable_rows import refuse, refuse_halves
@@ -57,7 +59,9 @@ CHUNK_ROWS, CHUNK_LETTERS = 512, 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
 
 SEVERAL = 3
-"""Words of a prompt from which on an answer that begins with it repeats it, and is no greeting that is returned."""
+"""Words of a prompt from which on an answer that begins with it repeats it, and is no greeting
+that is returned.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ def _letters(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_letters, value.values()))
     if isinstance(value, (list, tuple)):
-        return len(value) if not value or isinstance(value[0], Number) else sum(map(_letters, value))
+        return (
+            len(value) if not value or isinstance(value[0], Number) else sum(map(_letters, value))
+        )
     return math.prod(getattr(value, "shape", ()))
 
 
@@ -155,14 +161,23 @@ class _Recognised:
 
     def leave_out(self, rows: set[int], rule: str) -> None:
         self.left_out |= dict.fromkeys(rows, rule)
-        kept = [at for at, row in enumerate(self.rows) if row not in rows] if rows else range(len(self.rows))
+        kept = (
+            [at for at, row in enumerate(self.rows) if row not in rows]
+            if rows
+            else range(len(self.rows))
+        )
         self.rows, self.sides = [self.rows[at] for at in kept], [self.sides[at] for at in kept]
-        self.wheres, self.normal = [self.wheres[at] for at in kept], [self.normal[at] for at in kept]
+        self.wheres, self.normal = (
+            [self.wheres[at] for at in kept],
+            [self.normal[at] for at in kept],
+        )
 
 
 @dataclass
 class _RowReport:
-    """Counts what is said of a row's documents: every rule once, and the kind of the first one as the row's."""
+    """Counts what is said of a row's documents: every rule once, and the kind of the first one
+    as the row's.
+    """
 
     report: DataReport
     row: int
@@ -187,7 +202,8 @@ class ChunkEncoder:
     Args:
         width: most tokens of a document.
         overlong: what becomes of longer rows (None: texts are split, other rows cut).
-        at_once: rows of a chunk that the tokenizer is given at once; its threads share them, and it holds 20 kB for each.
+        at_once: rows of a chunk that the tokenizer is given at once; its threads share them, and it
+            holds 20 kB for each.
     """
 
     tokenizer: Tokenizer
@@ -201,7 +217,9 @@ class ChunkEncoder:
         self.beyond = self.tokenizer.kinds - {*TRAINED}
 
     def encoded(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Each chunk and what it became; while one is tokenised, without the GIL, the next is taken and recognised."""
+        """Each chunk and what it became; while one is tokenised, without the GIL, the next is
+        taken and recognised.
+        """
         begun: deque[_Recognised] = deque()
 
         def batches() -> Iterator[tuple[list[NormalRow], list[str]]]:
@@ -220,8 +238,13 @@ class ChunkEncoder:
                 tokens = []
 
     def _recognised(self, chunk: Chunk) -> _Recognised:
-        found = _Recognised(chunk, DataReport(rows=len(chunk.records), answers=self.tokenizer.kinds.isdisjoint(TRAINED)))
-        for row, (where, record) in enumerate(zip(chunk.wheres, chunk.records, strict=True), chunk.first):
+        found = _Recognised(
+            chunk,
+            DataReport(rows=len(chunk.records), answers=self.tokenizer.kinds.isdisjoint(TRAINED)),
+        )
+        for row, (where, record) in enumerate(
+            zip(chunk.wheres, chunk.records, strict=True), chunk.first
+        ):
             try:
                 documents = self._documents(row, parsed(record), where, found)
             except DataError as fault:
@@ -236,9 +259,13 @@ class ChunkEncoder:
         return found
 
     def _add_mismatched(self, found: _Recognised) -> None:
-        """To every judged answer a document more: its prompt with the answer to another one; rows without such go."""
+        """To every judged answer a document more: its prompt with the answer to another one;
+        rows without such go.
+        """
         wheres = dict(zip(found.rows, found.wheres, strict=True))
-        others = of_other_prompts([found.judged[row] for row in wheres], [*self._judged_before(found.chunk)])
+        others = of_other_prompts(
+            [found.judged[row] for row in wheres], [*self._judged_before(found.chunk)]
+        )
         alone = set[int]()
         for (row, where), other in zip(wheres.items(), others, strict=True):
             if other is None:
@@ -255,11 +282,15 @@ class ChunkEncoder:
             kind, mismatched = "instruction", as_instruction(mismatched)
         return NormalRow.of(mismatched, kind, where)
 
-    def _with_other_answers(self, found: _Recognised, encoded: list[TokenArrays | DataError]) -> list[TokenArrays | DataError]:
-        """The tokens; a row that was given the answer of one that is refused or holds no target has another one's now, or goes
-        where there is none."""
+    def _with_other_answers(
+        self, found: _Recognised, encoded: list[TokenArrays | DataError]
+    ) -> list[TokenArrays | DataError]:
+        """The tokens; a row that was given the answer of one that is refused or holds no target
+        has another one's now, or goes where there is none."""
         places = {key: at for at, key in enumerate(zip(found.rows, found.sides, strict=True))}
-        good = [row for row, side in places if side == 0 and _has_target(encoded[places[row, side]])]
+        good = [
+            row for row, side in places if side == 0 and _has_target(encoded[places[row, side]])
+        ]
         wanting = {row for row in good if not _has_target(encoded[places[row, 1]])}
         if not wanting:
             return encoded
@@ -290,7 +321,9 @@ class ChunkEncoder:
                 self._documents(row, record, "", before)
                 yield before.judged[row]
 
-    def _documents(self, row: int, record: Record | BadRow, where: str, found: _Recognised) -> list[NormalRow]:
+    def _documents(
+        self, row: int, record: Record | BadRow, where: str, found: _Recognised
+    ) -> list[NormalRow]:
         """What a row's documents are made of; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
@@ -312,7 +345,10 @@ class ChunkEncoder:
 
         if kind == PREFERENCE and kind in kinds:
             sides = zip(SIDES, sides_of(record, where, tell), strict=True)
-            return [self._normal(kind_of(side, where), side, f"{where} ({name})", counted) for name, side in sides]
+            return [
+                self._normal(kind_of(side, where), side, f"{where} ({name})", counted)
+                for name, side in sides
+            ]
         if kind == JUDGED and kind in kinds:
             found.labels[row] = judgement(record, where)
             record = found.judged[row] = answered(record, where, tell)
@@ -336,28 +372,45 @@ class ChunkEncoder:
         return normal
 
     def _completion(self, record: Record, where: str, counted: _RowReport) -> tuple[str, Record]:
-        """A plain completion, as an instruction if it is to go through the chat template; counts other names of its fields."""
+        """A plain completion, as an instruction if it is to go through the chat template; counts
+        other names of its fields.
+        """
         if (pair := pair_of(record)) is not None and pair[0] != "prompt":
-            counted.note("columns_recognised", f"{where}: {pair[0]} is the prompt, {pair[1]} the completion")
+            counted.note(
+                "columns_recognised", f"{where}: {pair[0]} is the prompt, {pair[1]} the completion"
+            )
         if self.tokenizer.completions_as_chat:
             return "instruction", as_instruction(record)
         return "completion", record
 
     def _check_answers(self, normal: NormalRow, where: str, counted: _RowReport) -> None:
-        """Raise where a row teaches to say nothing, or has nobody who says it; count what is odd."""
+        """Raise where a row teaches to say nothing, or has nobody who says it; count what is
+        odd.
+        """
         kind, record = normal
-        if kind == "completion" and isinstance(record["completion"], str) and not record["completion"].strip():
+        if (
+            kind == "completion"
+            and isinstance(record["completion"], str)
+            and not record["completion"].strip()
+        ):
             raise DataError(f"{where}: completion is empty", "empty_answer")
         if kind != "chat":
             return
         messages, prompt = messages_of(record)
         roles, turns = self.tokenizer.train_on_roles, self.tokenizer.train_on_turns
-        if not check_answers(messages, prompt, where) and not chosen(messages, prompt, roles, turns, where):
-            raise DataError(f"{where}: no message of the assistant among {len(messages) - prompt}", "no_assistant_turn")
+        if not check_answers(messages, prompt, where) and not chosen(
+            messages, prompt, roles, turns, where
+        ):
+            raise DataError(
+                f"{where}: no message of the assistant among {len(messages) - prompt}",
+                "no_assistant_turn",
+            )
         for rule in conversation_oddities(messages):
             counted.note(rule, where)
 
-    def _inspect(self, row: int, documents: list[NormalRow], where: str, report: DataReport) -> None:
+    def _inspect(
+        self, row: int, documents: list[NormalRow], where: str, report: DataReport
+    ) -> None:
         """Count what the gate finds in what people wrote."""
         texts = [text for normal in documents for text in texts_of(normal.record)]
         if documents[0].kind == "text" and sum(map(len, texts)) == 1:
@@ -377,7 +430,9 @@ class ChunkEncoder:
             encoded = self._with_other_answers(found, encoded)
         items, report = dict[int, tuple[str, list[Piece]]](), found.report
         refused = dict[int, DataError]()
-        for row, side, normal, tokens in zip(found.rows, found.sides, found.normal, encoded, strict=True):
+        for row, side, normal, tokens in zip(
+            found.rows, found.sides, found.normal, encoded, strict=True
+        ):
             if isinstance(tokens, DataError):
                 refused.setdefault(row, tokens)
             else:
@@ -388,9 +443,15 @@ class ChunkEncoder:
             found.left_out[row] = error.rule
             items.pop(row, None)
         whole = [piece for _, item in items.values() for piece in item]
-        pieces = [piece for kind, item in items.values() for piece in self._fitted(kind, item, found)]
+        pieces = [
+            piece for kind, item in items.values() for piece in self._fitted(kind, item, found)
+        ]
         read = Documents.joined(whole)
-        fitted = read if len(pieces) == len(whole) and all(map(operator.is_, pieces, whole)) else Documents.joined(pieces)
+        fitted = (
+            read
+            if len(pieces) == len(whole) and all(map(operator.is_, pieces, whole))
+            else Documents.joined(pieces)
+        )
         read.inspect(self.marks, report)
         kept = fitted.trained_items()
         for row in np.setdiff1d(fitted.rows, kept.rows):
@@ -398,18 +459,24 @@ class ChunkEncoder:
             found.left_out[int(row)] = "masked_by_cut" if lost else "masked_row"
             report.note(found.left_out[int(row)], int(row))
         hashes = read.hashes_of(kept.rows)
-        report.documents, report.tokens, report.targets = len(kept), len(kept.ids), int(kept.targets.sum())
+        report.documents, report.tokens, report.targets = (
+            len(kept),
+            len(kept.ids),
+            int(kept.targets.sum()),
+        )
         report.prompts, report.mismatched = kept.prompts, kept.mismatched
         row_kinds = _row_kinds(found, kept)
         for finding in report.findings.values():
             if not finding.example and finding.rows:
                 finding.example = found.chunk.wheres[finding.rows[0] - 1 - found.chunk.first]
-            finding.places = [found.chunk.wheres[row - 1 - found.chunk.first] for row in finding.rows]
+            finding.places = [
+                found.chunk.wheres[row - 1 - found.chunk.first] for row in finding.rows
+            ]
         return Encoded(kept, hashes, row_kinds, report)
 
     def _fitted(self, kind: str, item: list[Piece], found: _Recognised) -> list[Piece]:
-        """A row's item in documents of at most the width together, or the pieces of a text; nothing of a pair without a
-        difference."""
+        """A row's item in documents of at most the width together, or the pieces of a text;
+        nothing of a pair without a difference."""
         whole = kind != "text" and self.tokenizer.train_on == "answers"
         row, overlong = item[0].row, self.overlong or ("cut" if whole else "split")
         fitted = fit(share_prompt(item), self.width, overlong, found.report)
@@ -423,7 +490,9 @@ class ChunkEncoder:
 
 
 def _row_kinds(found: _Recognised, kept: Documents) -> np.ndarray:
-    """Count the rows of a chunk by kind, and by cause those that gave no document; return the kinds of the documents' rows."""
+    """Count the rows of a chunk by kind, and by cause those that gave no document; return the
+    kinds of the documents' rows.
+    """
     report, there = found.report, {*kept.rows.tolist()}
     for row in range(found.chunk.first, found.chunk.first + len(found.chunk.records)):
         kind = found.row_kinds.get(row, UNRECOGNISED)
@@ -435,7 +504,9 @@ def _row_kinds(found: _Recognised, kept: Documents) -> np.ndarray:
 
 
 def _repeats(record: Record) -> bool:
-    """Whether the completion, a text, begins with the prompt, of several words; a greeting may well be greeted back."""
+    """Whether the completion, a text, begins with the prompt, of several words; a greeting may
+    well be greeted back.
+    """
     prompt, completion = record["prompt"], record["completion"]
     both = isinstance(prompt, str) and isinstance(completion, str)
     return both and completion.startswith(prompt) and len(prompt.split(None, SEVERAL)) >= SEVERAL

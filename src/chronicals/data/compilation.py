@@ -1,7 +1,8 @@
-"""What numba compiles for a run's data: by which sources its machine code is told apart, and all of it at once.
+"""What numba compiles for a run's data: by which sources its machine code is told apart, and all of
+it at once.
 
-Compiling takes some ten seconds, once. ``chronicals.beforehand`` runs ``main`` as a process of its own, so this module imports
-what is heavy in functions.
+Compiling takes some ten seconds, once. ``chronicals.beforehand`` runs ``main`` as a process of its
+own, so this module imports what is heavy in functions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def sources() -> str:
 
 def facts() -> list[str]:
     """What else machine code depends on, and where it is kept."""
-    kept = (os.environ.get(f"NUMBA_{name}", "") for name in ("CACHE_DIR", "CPU_NAME", "DISABLE_JIT"))
+    kept = (
+        os.environ.get(f"NUMBA_{name}", "") for name in ("CACHE_DIR", "CPU_NAME", "DISABLE_JIT")
+    )
     return [sources(), str(PACKAGE), version("numba"), version("numpy"), *kept]
 
 
@@ -43,8 +46,13 @@ def main() -> None:
     from chronicals.data.loader import BatchStream
     from chronicals.data.store import TokenStore
 
-    numbers, content = np.arange(2), bytes(16)  # arrays over a file cannot be written, and numba tells them apart
+    numbers, content = (
+        np.arange(2),
+        bytes(16),
+    )  # arrays over a file cannot be written, and numba tells them apart
     ids, trained = np.frombuffer(content, np.int32), np.frombuffer(content, np.uint8)
     lengths, starts, hashes = np.full(2, 2), 2 * numbers, numbers.astype(np.uint64)
-    store = TokenStore(Path(), lengths, lengths - 1, numbers, hashes, DataReport(), 0, ids, trained, starts, starts)
+    store = TokenStore(
+        Path(), lengths, lengths - 1, numbers, hashes, DataReport(), 0, ids, trained, starts, starts
+    )
     next(BatchStream(store, ChronicalsConfig(max_seq_length=4)).steps(count=1))

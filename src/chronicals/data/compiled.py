@@ -1,8 +1,9 @@
 """Functions compiled by numba, and where their machine code is kept between processes.
 
-A cached function holds the code of everything that it calls and the values of the constants that it reads, but numba checks
-the function's own file only. So the code lies in a folder named by a hash of all the sources it may have been compiled from:
-after any change of them it is compiled again. Where no folder can be written, nothing is kept.
+A cached function holds the code of everything that it calls and the values of the constants that it
+reads, but numba checks the function's own file only. So the code lies in a folder named by a hash
+of all the sources it may have been compiled from: after any change of them it is compiled again.
+Where no folder can be written, nothing is kept.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class _Cache(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """None where there is no machine code, also none that is being made by another process."""
         try:
-            while (found := super().load_overload(sig, target_context)) is None and beforehand.running(compilation.__name__):
+            while (
+                found := super().load_overload(sig, target_context)
+            ) is None and beforehand.running(compilation.__name__):
                 time.sleep(LOOKS_AGAIN)
             return found
         except OSError as error:
@@ -107,6 +110,7 @@ class _Cache(FunctionCache):
 @functools.cache
 def _warn(reason: str) -> None:
     logger.warning(
-        "machine code is not kept, so every process compiles it anew (%s); set NUMBA_CACHE_DIR to a folder with room for it",
+        "machine code is not kept, so every process compiles it anew (%s); set NUMBA_CACHE_DIR to "
+        "a folder with room for it",
         reason,
     )

@@ -1,9 +1,9 @@
 """Token ids of a text that goes on after another one, as a completion does after its prompt.
 
-Some tokenizers put a blank before every text (those of Llama 2 and Mistral, others with SentencePiece's prefix, byte-level
-ones with ``add_prefix_space``). A completion tokenised by itself would begin with a blank that its row does not hold. So under
-such a tokenizer it is tokenised behind a mark, a short text whose own ids stay the same in front of it, and these are taken
-off.
+Some tokenizers put a blank before every text (those of Llama 2 and Mistral, others with
+SentencePiece's prefix, byte-level ones with ``add_prefix_space``). A completion tokenised by itself
+would begin with a blank that its row does not hold. So under such a tokenizer it is tokenised
+behind a mark, a short text whose own ids stay the same in front of it, and these are taken off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Continuation:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._marks: dict[str, list[int]] = {mark: ids for mark in MARKS if (ids := self._ids(mark))}
+        self._marks: dict[str, list[int]] = {
+            mark: ids for mark in MARKS if (ids := self._ids(mark))
+        }
         if not any(self._differs(mark, probe) for mark in self._marks for probe in PROBES):
             self._marks = {}
         self.mark, self.mark_ids = next(iter(self._marks.items()), ("", []))
@@ -44,7 +46,10 @@ class Continuation:
         for mark in self._marks:
             if (ids := self._behind(mark, text)) is not None:
                 return ids
-        raise DataError(f"{where}: the tokenizer cannot be made to tokenise {text[:20]!r} as the continuation of a prompt")
+        raise DataError(
+            f"{where}: the tokenizer cannot be made to tokenise {text[:20]!r} as the continuation "
+            "of a prompt"
+        )
 
     def _behind(self, mark: str, text: str) -> list[int] | None:
         ids = self._ids(mark + text)

@@ -1,4 +1,6 @@
-"""Digests of files, remembered beside the stores: a file of many gigabytes is read once, and then known by its stamp."""
+"""Digests of files, remembered beside the stores: a file of many gigabytes is read once, and
+then known by its stamp.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ REMEMBERED = 10_000
 """Files; the earliest are forgotten first."""
 
 TICK = 0.1
-"""Seconds. A file written again within one tick of its file system's clock (4 to 10 ms on ext4 and xfs) keeps its stamp;
-what is younger than this when it is read is not remembered."""
+"""Seconds. A file written again within one tick of its file system's clock (4 to 10 ms on ext4
+and xfs) keeps its stamp; what is younger than this when it is read is not remembered."""
 
 
 class FileDigests:
-    """SHA-256 of the content of files, by path, size, inode and times of change. To be used in a ``with`` statement."""
+    """SHA-256 of the content of files, by path, size, inode and times of change. To be used in a
+    ``with`` statement.
+    """
 
     def __init__(self, folder: Path):
         self.path = folder / "file-digests.json"
@@ -35,7 +39,12 @@ class FileDigests:
     def __enter__(self) -> FileDigests:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._new:
             self._save()
 
@@ -56,7 +65,9 @@ class FileDigests:
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror})") from error
         if after != stamp:
-            raise DataError(f"{file}: was written to while it was read; start again when it is whole")
+            raise DataError(
+                f"{file}: was written to while it was read; start again when it is whole"
+            )
         if began - max(stamp[1:3]) / 1e9 > TICK:
             self._known[name] = self._new[name] = {"stamp": stamp, "sha256": digest}
         return digest
@@ -72,8 +83,8 @@ class FileDigests:
         return known if isinstance(known, dict) else {}
 
     def _save(self) -> None:
-        """Written aside and renamed, over what others have learned since; of two at once the later wins, the other's files
-        are read again some time."""
+        """Written aside and renamed, over what others have learned since; of two at once the
+        later wins, the other's files are read again some time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         earlier = {name: entry for name, entry in self._load().items() if name not in self._new}
         entries = list({**earlier, **self._new}.items())[-REMEMBERED:]

@@ -1,6 +1,8 @@
-"""Formats of files: each a function from a path to rows with their places, in memory that does not grow with the file.
+"""Formats of files: each a function from a path to rows with their places, in memory that does not
+grow with the file.
 
-A row that cannot be read in a file that can is handed on as ``BadRow``; a file that cannot be read raises ``DataError``.
+A row that cannot be read in a file that can is handed on as ``BadRow``; a file that cannot be read
+raises ``DataError``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ CHARACTERS_AT_ONCE = 1 << 20
 """Of a JSON text; more where a single row is longer."""
 
 LONGEST_TEXT = 1 << 22
-"""Characters of a text file that are one row, more than most books have; a longer file is several."""
+"""Characters of a text file that are one row, more than most books have; a longer file is
+several.
+"""
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
@@ -39,20 +43,27 @@ def read_file(path: Path) -> Iterator[Unparsed]:
     """The rows of a file, each with its place; lines of JSON as they lie there, for ``parsed``.
 
     Raises:
-        DataError: there is no such file, its name has no known ending, or it cannot be read as what the name says.
+        DataError: there is no such file, its name has no known ending, or it cannot be read as what
+            the name says.
     """
     reader = reader_of(path)
     if reader is None:
-        raise DataError(f"{path}: files ending in {path.suffix!r} cannot be read; give {', '.join(READERS)}")
+        raise DataError(
+            f"{path}: files ending in {path.suffix!r} cannot be read; give {', '.join(READERS)}"
+        )
     try:
         yield from reader(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({_undecodable(path) or error.reason}); save it as UTF-8") from error
+        raise DataError(
+            f"{path}: not UTF-8 text ({_undecodable(path) or error.reason}); save it as UTF-8"
+        ) from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{path}: cannot be read ({reason}); it may be damaged or only partly copied") from error
+        raise DataError(
+            f"{path}: cannot be read ({reason}); it may be damaged or only partly copied"
+        ) from error
 
 
 def reader_of(path: Path) -> Reader | None:
@@ -95,7 +106,9 @@ def _undecodable(path: Path) -> str:
 
 
 def _read_text(path: Path) -> Iterator[Row]:
-    """The whole of it, or of a long one parts that end with a paragraph, a line, a word, or anywhere."""
+    """The whole of it, or of a long one parts that end with a paragraph, a line, a word, or
+    anywhere.
+    """
     with _open_text(path, newline=None) as stream:
         text, where, lines = stream.read(LONGEST_TEXT + 1), f"{path}", 0
         while len(text) > LONGEST_TEXT:
@@ -123,7 +136,9 @@ def _read_json_lines(path: Path) -> Iterator[Unparsed]:
 
 
 def _read_json(path: Path) -> Iterator[Unparsed]:
-    """An array of objects, an object that holds one, or, as many a ``.json`` is, objects line by line."""
+    """An array of objects, an object that holds one, or, as many a ``.json`` is, objects line by
+    line.
+    """
     with _open_text(path) as stream:
         window = _Window(path, stream)
         first = window.next()
@@ -136,7 +151,9 @@ def _read_json(path: Path) -> Iterator[Unparsed]:
         for number, value in enumerate(values, 1):
             yield f"{path}: row {number}", value
         if window.next():
-            raise window.fault("something follows the end of the text; objects line by line belong in .jsonl")
+            raise window.fault(
+                "something follows the end of the text; objects line by line belong in .jsonl"
+            )
 
 
 def _elements(window: _Window) -> Iterator[Any]:
@@ -152,7 +169,9 @@ def _elements(window: _Window) -> Iterator[Any]:
 
 
 def _elements_within(window: _Window) -> Iterator[Any]:
-    """The values of the one array of objects in the object that begins here; its other fields are passed over."""
+    """The values of the one array of objects in the object that begins here; its other fields
+    are passed over.
+    """
     rows_of = None
     window.take("{")
     more = window.next() != "}"
@@ -166,9 +185,15 @@ def _elements_within(window: _Window) -> Iterator[Any]:
             first = next(values, None)
             if isinstance(first, (Mapping, BadRow)):
                 if name in ("messages", "conversations"):
-                    raise DataError(f"{window.path}: is one conversation; put it into an array, [ … ], or write .jsonl")
+                    raise DataError(
+                        f"{window.path}: is one conversation; put it into an array, [ … ], or "
+                        "write .jsonl"
+                    )
                 if rows_of is not None:
-                    raise DataError(f"{window.path}: holds two arrays of objects, {rows_of!r} and {name!r}; write one a file")
+                    raise DataError(
+                        f"{window.path}: holds two arrays of objects, {rows_of!r} and {name!r}; "
+                        "write one a file"
+                    )
                 rows_of = name
                 yield first
                 yield from values
@@ -176,14 +201,17 @@ def _elements_within(window: _Window) -> Iterator[Any]:
                 pass
         more = window.take(",", "}") == ","
     if rows_of is None:
-        raise DataError(f"{window.path}: holds no array of objects; write one, or a row a line in .jsonl")
+        raise DataError(
+            f"{window.path}: holds no array of objects; write one, or a row a line in .jsonl"
+        )
 
 
 class _Window:
     """The part of a JSON text that is in memory, and how far it has been read.
 
-    Of libraries, ijson takes 20 % less time, but names no line, refuses NaN and integers over 64 bits, turns half of a
-    surrogate pair into "?", and does not come back from an array nested 100,000 deep; pyarrow reads objects line by line only.
+    Of libraries, ijson takes 20 % less time, but names no line, refuses NaN and integers over 64
+    bits, turns half of a surrogate pair into "?", and does not come back from an array nested
+    100,000 deep; pyarrow reads objects line by line only.
     """
 
     _decoder = json.JSONDecoder()
@@ -234,11 +262,15 @@ class _Window:
         return bool(rest.strip()) and isinstance(parsed(Line(line.encode())), Mapping)
 
     def fault(self, reason: str, position: int | None = None) -> DataError:
-        line = 1 + self._lines + self._text.count("\n", 0, self._at if position is None else position)
+        line = (
+            1 + self._lines + self._text.count("\n", 0, self._at if position is None else position)
+        )
         return DataError(f"{self.path}:{line}: does not parse as JSON: {reason}")
 
     def _read_on(self) -> None:
-        """Let go of what was read, and read as much again as is left, so that a long row is not scanned too often."""
+        """Let go of what was read, and read as much again as is left, so that a long row is not
+        scanned too often.
+        """
         self._lines += self._text.count("\n", 0, self._at)
         kept = self._text[self._at :]
         more = self._stream.read(max(CHARACTERS_AT_ONCE, len(kept)))
@@ -246,7 +278,9 @@ class _Window:
 
 
 def _is_cut(error: json.JSONDecodeError) -> bool:
-    """Whether the text may be right and only end too early: an open string, or an error at the very end."""
+    """Whether the text may be right and only end too early: an open string, or an error at the
+    very end.
+    """
     longest = len("-Infinity")
     return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc) - longest
 
@@ -278,23 +312,37 @@ def _read_separated(path: Path, separator: str) -> Iterator[Row]:
             if len(fields) == len(names):
                 yield where, dict(zip(names, fields))
             elif fields:
-                yield where, BadRow(f"has {len(fields)} fields where the header names {len(names)}: {', '.join(names)}")
+                yield (
+                    where,
+                    BadRow(
+                        f"has {len(fields)} fields where the header names {len(names)}: "
+                        f"{', '.join(names)}"
+                    ),
+                )
 
 
 def _check_header(path: Path, names: list[str]) -> None:
     _check_names(path, names)
     if len(names) == 1 and re.search(r"[;,\t|]", names[0]):
-        raise DataError(f"{path}: the header is one column, {names[0]!r}; separate columns by commas (.csv) or tabs (.tsv)")
+        raise DataError(
+            f"{path}: the header is one column, {names[0]!r}; separate columns by commas (.csv) "
+            "or tabs (.tsv)"
+        )
 
 
 def _check_names(path: Path, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise DataError(f"{path}: the header names {', '.join(map(repr, twice))} twice; give every column a name of its own")
+        raise DataError(
+            f"{path}: the header names {', '.join(map(repr, twice))} twice; give every column a "
+            "name of its own"
+        )
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # pages one by one, never a whole row group
+    with pq.ParquetFile(
+        path, buffer_size=1 << 20, pre_buffer=False
+    ) as file:  # pages one by one, never a whole row group
         yield from _read_batches(path, file.iter_batches(ROWS_AT_ONCE))
 
 
@@ -311,14 +359,18 @@ def _read_arrow(path: Path) -> Iterator[Row]:
 
 
 def _batches_of_stream(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Up to the marker of its end, which the format leaves to the writer: without it nobody knows whether more followed."""
+    """Up to the marker of its end, which the format leaves to the writer: without it nobody
+    knows whether more followed.
+    """
     stream = pa.ipc.open_stream(source)
     end = source.tell()
     for batch in stream:
         end = source.tell()
         yield batch
     if source.tell() == end:
-        raise pa.ArrowInvalid("its end-of-stream marker is missing, which closing the writer writes")
+        raise pa.ArrowInvalid(
+            "its end-of-stream marker is missing, which closing the writer writes"
+        )
 
 
 def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
@@ -333,12 +385,19 @@ def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row
 
 
 def _records(batch: pa.RecordBatch) -> list[Record | BadRow]:
-    """The rows as Python objects; where one holds a value that Python has none for, that row is bad."""
+    """The rows as Python objects; where one holds a value that Python has none for, that row is
+    bad.
+    """
     try:
         return batch.to_pylist(maps_as_pydicts="lossy")
-    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999, nanoseconds
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # text that is not UTF-8, a date after the year 9999, nanoseconds
         if batch.num_rows > 1:
-            return [record for row in range(batch.num_rows) for record in _records(batch.slice(row, 1))]
+            return [
+                record for row in range(batch.num_rows) for record in _records(batch.slice(row, 1))
+            ]
         return [BadRow(f"column {_column_at_fault(batch)!r} cannot be read: {error}", "wrong_type")]
 
 
@@ -351,7 +410,11 @@ def _column_at_fault(row: pa.RecordBatch) -> str:
     return ", ".join(row.schema.names)
 
 
-COLUMNAR: dict[str, Reader] = {".parquet": _read_parquet, ".arrow": _read_arrow, ".feather": _read_arrow}
+COLUMNAR: dict[str, Reader] = {
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
+}
 READERS: dict[str, Reader] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,

@@ -1,6 +1,8 @@
-"""What goes between the process that builds a store and those that tokenise for it: chunks there, documents back.
+"""What goes between the process that builds a store and those that tokenise for it: chunks there,
+documents back.
 
-A frame is two lengths (uint64), a header in JSON, and bytes: rows as JSON one behind the other, or arrays.
+A frame is two lengths (uint64), a header in JSON, and bytes: rows as JSON one behind the other, or
+arrays.
 """
 
 from __future__ import annotations
@@ -52,14 +54,21 @@ def _exactly(stream: IO[bytes], length: int) -> bytes:
 
 
 def frame_of_chunk(chunk: Chunk) -> Frame | None:
-    """Its rows without the fields that nobody reads; None where one holds what JSON has no word for."""
+    """Its rows without the fields that nobody reads; None where one holds what JSON has no word
+    for.
+    """
     records = [*chunk.earlier, *chunk.records]
     try:
         lines = [_line(record) for record in records]
     except (TypeError, ValueError, RecursionError):  # half of a surrogate pair is a ValueError, too
         return None
     bad = {n: [row.reason, row.rule] for n, row in enumerate(records) if isinstance(row, BadRow)}
-    header = {"first": chunk.first, "wheres": chunk.wheres, "lengths": [*map(len, lines)], "bad": bad}
+    header = {
+        "first": chunk.first,
+        "wheres": chunk.wheres,
+        "lengths": [*map(len, lines)],
+        "bad": bad,
+    }
     header["earlier"] = len(chunk.earlier)
     return header, b"".join(lines)
 
@@ -71,7 +80,10 @@ def _line(record: Any) -> bytes:
         return b""
     if not isinstance(record, Mapping) or not all(isinstance(name, str) for name in record):
         raise TypeError("no object")
-    read = {name: value if name in READ or value is None else _sign_of(name, value) for name, value in record.items()}
+    read = {
+        name: value if name in READ or value is None else _sign_of(name, value)
+        for name, value in record.items()
+    }
     if any(isinstance(value, tuple) for value in read.values()):
         raise TypeError("a tuple would come back as a list")
     return json.dumps(read, ensure_ascii=False).encode()
@@ -95,9 +107,19 @@ def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
 
 def frame_of_encoded(encoded: Encoded) -> Frame:
     documents = encoded.documents
-    arrays = [documents.offsets, documents.rows, documents.sides, documents.shared, documents.labels]
+    arrays = [
+        documents.offsets,
+        documents.rows,
+        documents.sides,
+        documents.shared,
+        documents.labels,
+    ]
     arrays += [encoded.hashes, documents.ids, documents.trained, encoded.row_kinds]
-    header = {"documents": len(documents), "tokens": len(documents.ids), "report": asdict(encoded.report)}
+    header = {
+        "documents": len(documents),
+        "tokens": len(documents.ids),
+        "report": asdict(encoded.report),
+    }
     return header, b"".join(array.tobytes() for array in arrays)
 
 

@@ -1,4 +1,6 @@
-"""Judged answers: a row with one answer to a prompt and a label that calls it good or bad (KTO's data)."""
+"""Judged answers: a row with one answer to a prompt and a label that calls it good or bad (KTO's
+data).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ JUDGED = "unpaired preference"
 """The kind of these rows."""
 
 ANSWER = ("completion", "response", "output", "answer", *CONVERSATIONS)
-"""Names of the answer; of a conversation it is the last message, if it is not in a field of its own."""
+"""Names of the answer; of a conversation it is the last message, if it is not in a field of its
+own.
+"""
 
 JUDGEMENTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Labels as the texts that a table has."""
@@ -29,7 +33,10 @@ EARLIER = 32
 
 def lacks_a_judgement(record: Mapping[str, Any]) -> bool:
     """Whether the row would be a judged answer if it had a label."""
-    return record.get("label") is None and kind_among({*fields_of(record), "label"}, (JUDGED,)) is not None
+    return (
+        record.get("label") is None
+        and kind_among({*fields_of(record), "label"}, (JUDGED,)) is not None
+    )
 
 
 def judgement(record: Record, where: str) -> int:
@@ -41,9 +48,15 @@ def judgement(record: Record, where: str) -> int:
     label = record.get("label")
     said = JUDGEMENTS.get(label.strip().lower()) if isinstance(label, str) else label
     if not isinstance(said, (bool, np.bool_, numbers.Real)) or said not in (0, 1):
-        named = "; where columns are named, name it too: columns={'label': 'label'}" if label is None else ""
+        named = (
+            "; where columns are named, name it too: columns={'label': 'label'}"
+            if label is None
+            else ""
+        )
         raise DataError(
-            f"{where}: label={label!r}: must be true for a good answer or false for a bad one{named}", "unusable_label"
+            f"{where}: label={label!r}: must be true for a good answer or false for a bad "
+            f"one{named}",
+            "unusable_label",
         )
     return int(said == 1)
 
@@ -56,20 +69,31 @@ def answered(record: Record, where: str, tell: Tell | None = None) -> Record:
     """
     name = next(name for name in ANSWER if record.get(name) is not None)
     answer = conversation_in(record[name], name, where) if name in CONVERSATIONS else record[name]
-    if name in CONVERSATIONS and isinstance(chat := as_list(answer), list) and chat and role_of(chat[-1]) != "assistant":
-        raise DataError(f"{where}: {name} does not end with the assistant, whose answer is judged", "no_assistant_turn")
+    if (
+        name in CONVERSATIONS
+        and isinstance(chat := as_list(answer), list)
+        and chat
+        and role_of(chat[-1]) != "assistant"
+    ):
+        raise DataError(
+            f"{where}: {name} does not end with the assistant, whose answer is judged",
+            "no_assistant_turn",
+        )
     kept = {field: value for field, value in record.items() if field not in ("label", name)}
     return rows_of(kept, {name: answer}, where, tell)[0]
 
 
 def with_answer_of(own: Record, other: Record) -> Record:
-    """A row of prompt and completion, both as ``answered`` gives them: the prompt of one with the answer of the other."""
+    """A row of prompt and completion, both as ``answered`` gives them: the prompt of one with
+    the answer of the other.
+    """
     prompt, (_, theirs) = alike(own["prompt"], [own["completion"], other["completion"]])
     return {**own, "prompt": prompt, "completion": theirs}
 
 
 def of_other_prompts(rows: Sequence[Record], earlier: Sequence[Record] = ()) -> list[Record | None]:
-    """For each of ``rows``, as ``answered`` gives them, the nearest before it with another prompt, else the nearest behind it.
+    """For each of ``rows``, as ``answered`` gives them, the nearest before it with another prompt,
+    else the nearest behind it.
 
     Args:
         earlier: rows before the first.

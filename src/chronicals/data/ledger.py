@@ -1,7 +1,7 @@
 """The ledger of a data set: the rows that were read, by kind, and what became of each.
 
-It is made once, when the data are opened; the log, the report and ``train --check`` render it. A row is in one of three
-places, so what was read is what is trained, held out and left out together.
+It is made once, when the data are opened; the log, the report and ``train --check`` render it. A
+row is in one of three places, so what was read is what is trained, held out and left out together.
 """
 
 from __future__ import annotations
@@ -46,12 +46,18 @@ class Ledger:
             read, trained, held_out, left_out = self._of_kind(kind)
             if read != trained + held_out + left_out:
                 raise ValueError(
-                    f"{kind}: {read} rows read, but {trained} trained, {held_out} held out and {left_out} left out"
+                    f"{kind}: {read} rows read, but {trained} trained, {held_out} held out and "
+                    f"{left_out} left out"
                 )
 
     def _of_kind(self, kind: str) -> tuple[int, int, int, int]:
         left_out = sum(self.left_out.get(kind, {}).values())
-        return self.read.get(kind, 0), self.trained.get(kind, 0), self.held_out.get(kind, 0), left_out
+        return (
+            self.read.get(kind, 0),
+            self.trained.get(kind, 0),
+            self.held_out.get(kind, 0),
+            left_out,
+        )
 
     @property
     def causes(self) -> Counts:
@@ -67,7 +73,9 @@ class Ledger:
         return _named(self.read)
 
     def words(self) -> str:
-        """Return the ledger in one line; what became of the rows is left out where all are trained, or all held out."""
+        """Return the ledger in one line; what became of the rows is left out where all are
+        trained, or all held out.
+        """
         read, left_out = sum(self.read.values()), sum(self.causes.values())
         parts = []
         if self.trained and (self.held_out or left_out):
@@ -83,10 +91,14 @@ class Ledger:
         return f"{read:,} rows ({self.kinds}){became}" if read else "0 rows"
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return a row for each kind, and one of the sums where there are several, in the columns ``COLUMNS``."""
+        """Return a row for each kind, and one of the sums where there are several, in the
+        columns ``COLUMNS``.
+        """
         rows = []
         for kind in sorted(self.read):
-            why = ", ".join(f"{count:,} {rule}" for rule, count in self.left_out.get(kind, {}).items())
+            why = ", ".join(
+                f"{count:,} {rule}" for rule, count in self.left_out.get(kind, {}).items()
+            )
             rows.append((kind, *(f"{count:,}" for count in self._of_kind(kind)), why))
         if len(rows) > 1:
             sums = [sum(counts) for counts in zip(*map(self._of_kind, self.read))]

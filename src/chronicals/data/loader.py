@@ -1,9 +1,11 @@
-"""From a token store to Batches: packs in a shuffled endless stream, divided over steps, micro-batches and ranks.
+"""From a token store to Batches: packs in a shuffled endless stream, divided over steps,
+micro-batches and ranks.
 
-The stream is a function of the seed: epoch e is the plan's packs in the order of generator (seed, e). A position in it is
-the number of packs consumed by all ranks together. Step s takes ``batch_size × accumulation × ranks`` packs in a row, so
-its documents depend on that product alone; which micro-batch and rank takes which of them is decided by their
-cost (``balancing``). Past the last epoch the stream goes on with empty packs, which count nothing.
+The stream is a function of the seed: epoch e is the plan's packs in the order of generator (seed,
+e). A position in it is the number of packs consumed by all ranks together. Step s takes
+``batch_size × accumulation × ranks`` packs in a row, so its documents depend on that product alone;
+which micro-batch and rank takes which of them is decided by their cost (``balancing``). Past the
+last epoch the stream goes on with empty packs, which count nothing.
 """
 
 from __future__ import annotations
@@ -54,15 +56,17 @@ PREFETCHED_STEPS, PREFETCHED_BYTES = (2, 64), 1 << 26
 """Steps that are prefetched: so many as take 64 MiB, within these bounds."""
 
 SUMS, COST = ("targets", "tokens", "documents", "items", "first_targets"), 5
-"""Names of what is summed over the documents of each pack, ``first_targets`` over the first ones of items alone; and the column
-behind them: what attention costs, Σ length² of documents that stand behind no prompt."""
+"""Names of what is summed over the documents of each pack, ``first_targets`` over the first ones
+of items alone; and the column behind them: what attention costs, Σ length² of documents that
+stand behind no prompt."""
 
 WEIGHT, GROUP = "weight", "group"
 """The column that becomes ``Batch.weights``, and the segment that numbers the items of a Batch."""
 
 CALLS = 4
-"""Calls that assemble the prefetched steps, each several of them. Between two calls the thread needs the GIL, which it gets
-after ``sys.getswitchinterval()`` (5 ms) where others run Python: longer than a small step takes."""
+"""Calls that assemble the prefetched steps, each several of them. Between two calls the thread
+needs the GIL, which it gets after ``sys.getswitchinterval()`` (5 ms) where others run Python:
+longer than a small step takes."""
 
 
 def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
@@ -70,11 +74,15 @@ def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
     items, parts = store.items, config.pack_parts or config.context_parallel
     widest = 1 if items is None else int(np.diff(items).max(initial=1))
     limit = config.max_documents if config.use_sequence_packing else widest * parts
-    return plan_parts(store.lengths, config.max_seq_length, limit, config.packing_strategy, items, parts)
+    return plan_parts(
+        store.lengths, config.max_seq_length, limit, config.packing_strategy, items, parts
+    )
 
 
 def filler_token(tokenizer: Any, embedding_rows: int) -> int:
-    """The token that filler documents are made of: the tokenizer's padding token, or 0 where the model's embedding lacks it."""
+    """The token that filler documents are made of: the tokenizer's padding token, or 0 where the
+    model's embedding lacks it.
+    """
     token = tokenizer.pad_token_id
     if token is None or 0 <= token < embedding_rows:
         return token or 0
@@ -84,11 +92,17 @@ def filler_token(tokenizer: Any, embedding_rows: int) -> int:
 
 @functools.cache
 def _say_filler(name: str, token: int, rows: int) -> None:
-    logger.info("padding token %r has id %d, the embedding %d rows: packs are filled with token 0 instead", name, token, rows)
+    logger.info(
+        "padding token %r has id %d, the embedding %d rows: packs are filled with token 0 instead",
+        name,
+        token,
+        rows,
+    )
 
 
 class BatchStream:
-    """``Steps`` of deterministic Batches from a store; see the module's docstring. A state is a number of packs.
+    """``Steps`` of deterministic Batches from a store; see the module's docstring. A state is a
+    number of packs.
 
     Args:
         store: tokenised documents.
@@ -96,10 +110,12 @@ class BatchStream:
         padding_token_id: the token that filler documents are made of.
         epochs: passes after which only empty packs follow; None never ends.
         rank, ranks: this process and how many there are.
-        shuffle: False keeps the plan's order (evaluation), as ``packing_strategy="in-order"`` always does.
+        shuffle: False keeps the plan's order (evaluation), as ``packing_strategy="in-order"``
+            always does.
         pin: build into pinned memory, for copies that do not wait.
         plan: ``plan_of(store, config)`` where it was made before.
-        context: the ranks to which each micro-batch is dealt; ``rank`` is then the same of all of them.
+        context: the ranks to which each micro-batch is dealt; ``rank`` is then the same of all of
+            them.
 
     Raises:
         ValueError: the parts of the plan's packs cannot be divided among the ranks that share them.
@@ -119,7 +135,12 @@ class BatchStream:
         context: Context | None = None,
     ):
         self.in_order = config.packing_strategy == IN_ORDER
-        self.store, self.epochs, self.shuffle, self.pin = store, epochs, shuffle and not self.in_order, pin
+        self.store, self.epochs, self.shuffle, self.pin = (
+            store,
+            epochs,
+            shuffle and not self.in_order,
+            pin,
+        )
         self.width, self.batch_size = config.max_seq_length, config.batch_size
         self.accumulation, self.rank, self.ranks = config.gradient_accumulation_steps, rank, ranks
         self.seed = config.seed
@@ -127,17 +148,33 @@ class BatchStream:
         self._dealing = None if context is None else Dealing.of(self.plan, context)
         most_entries = self.batch_size * (self.plan.max_documents + BUCKETS)
         share = -(-most_entries // ENTRY_SHARES)
-        self._sizes = StepSizes(self.accumulation, self.batch_size, self.width, share, padding_token_id)
+        self._sizes = StepSizes(
+            self.accumulation, self.batch_size, self.width, share, padding_token_id
+        )
         # The number after the last pack stands for an empty one.
         offsets = np.append(self.plan.offsets, self.plan.offsets[-1])
         self._documents = PackedDocuments(
-            store.ids, store.trained, store.id_starts, store.trained_starts, store.lengths, store.before, self.plan.documents,
+            store.ids,
+            store.trained,
+            store.id_starts,
+            store.trained_starts,
+            store.lengths,
+            store.before,
+            self.plan.documents,
             offsets,
-        )  # fmt: skip
-        first = np.ones(len(store), np.int64) if store.items is None else (store.columns[SIDE] == 0).astype(np.int64)
+        )
+        first = (
+            np.ones(len(store), np.int64)
+            if store.items is None
+            else (store.columns[SIDE] == 0).astype(np.int64)
+        )
         lengths, attended = store.lengths, (store.lengths + store.before) ** 2 - store.before**2
         summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets
-        cost = self._sum_in_packs(attended) if context is None else self._slowest(attended, context.count)
+        cost = (
+            self._sum_in_packs(attended)
+            if context is None
+            else self._slowest(attended, context.count)
+        )
         self._sums = np.stack([*(self._sum_in_packs(values) for values in summed), cost], axis=1)
         self._judged = None
         if LABEL in store.columns:
@@ -146,9 +183,13 @@ class BatchStream:
             self._mismatched = self._sum_in_packs(mismatched.astype(np.int64))
         self._weights = None
         if WEIGHT in store.columns:
-            self._weights = self._sum_in_packs(store.columns[WEIGHT].astype(np.float64) * store.targets)
+            self._weights = self._sum_in_packs(
+                store.columns[WEIGHT].astype(np.float64) * store.targets
+            )
         shared = SHARED in store.columns and bool((store.columns[SHARED] > 0).any())
-        self._columns = {name: values for name, values in store.columns.items() if shared or name != SHARED}
+        self._columns = {
+            name: values for name, values in store.columns.items() if shared or name != SHARED
+        }
         self._order = -1, np.zeros(0, np.int64)
 
     @property
@@ -180,7 +221,9 @@ class BatchStream:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the order in which documents come, which a state counts in; how many a step takes is not part of it."""
+        """Of the order in which documents come, which a state counts in; how many a step takes
+        is not part of it.
+        """
         order = hashlib.sha256(f"{self.shuffle} {self.seed}".encode())
         for column in (self.store.id_starts[self.plan.documents], self.plan.offsets):
             order.update(column.tobytes())
@@ -200,7 +243,8 @@ class BatchStream:
             yield from step.batches
 
     def steps(self, state: int | None = None, count: int | None = None) -> Iterator[Step]:
-        """Steps from ``state`` on, assembled by a thread before they are asked for; ends after ``count`` of them, if given.
+        """Steps from ``state`` on, assembled by a thread before they are asked for; ends after
+        ``count`` of them, if given.
 
         Args:
             state: packs consumed by all ranks before.
@@ -214,21 +258,26 @@ class BatchStream:
         position = state or 0
         end = sys.maxsize if count is None else position + count * self.packs_a_step
         starts = range(position, end, self.packs_a_step)
-        tasks = (self._assembly(starts[first : first + size]) for first in range(0, len(starts), size))
+        tasks = (
+            self._assembly(starts[first : first + size]) for first in range(0, len(starts), size)
+        )
         with closing(prefetch(tasks, depth // size)) as assembled:
             for steps, unreadable in assembled:
                 yield from steps
                 if unreadable >= 0:
                     raise DataError(
-                        f"{self.store.path}: document {unreadable} is not where the store says it is; the file is damaged: "
+                        f"{self.store.path}: document {unreadable} is not where the store says it "
+                        "is; the file is damaged: "
                         "delete it, and it will be built again"
                     )
 
     def _assembly(self, positions: Sequence[int]) -> Callable[[], tuple[Iterator[Step], int]]:
-        """What assembles the steps that begin at ``positions``; it returns them, and the document that it could not read, or
-        -1."""
+        """What assembles the steps that begin at ``positions``; it returns them, and the
+        document that it could not read, or -1."""
         packs = [self._packs_at(position) for position in positions]
-        memory = Memory(self._sizes, len(packs), self.pin, self._columns, self.store.of_targets, self._dealing)
+        memory = Memory(
+            self._sizes, len(packs), self.pin, self._columns, self.store.of_targets, self._dealing
+        )
         mine = np.stack([self._balanced(step)[:, self.rank].ravel() for step in packs])
         counts = [self._counts(step) for step in packs]
 
@@ -243,12 +292,16 @@ class BatchStream:
         return position if self.epochs is None else min(position, len(self.plan) * self.epochs)
 
     def packs_of(self, position: int) -> list[np.ndarray]:
-        """The documents of each pack of the step that begins at ``position``, of all ranks, by their number in the store."""
+        """The documents of each pack of the step that begins at ``position``, of all ranks, by
+        their number in the store.
+        """
         packed, offsets = self._documents.packed, self._documents.offsets
         return [packed[offsets[pack] : offsets[pack + 1]] for pack in self._packs_at(position)]
 
     def _packs_at(self, position: int) -> np.ndarray:
-        """Packs of the step that begins at ``position``, by their number in the plan, empty ones past the last epoch."""
+        """Packs of the step that begins at ``position``, by their number in the plan, empty ones
+        past the last epoch.
+        """
         packs = np.full(self.packs_a_step, len(self.plan), np.int64)
         taken = 0
         while taken < self.packs_a_step:
@@ -270,28 +323,43 @@ class BatchStream:
         return order
 
     def _balanced(self, packs: np.ndarray) -> np.ndarray:
-        """``[accumulation, ranks, batch_size]``: the packs of a step, micro-batches and ranks balanced by cost, or as they come
-        where documents keep their order."""
+        """``[accumulation, ranks, batch_size]``: the packs of a step, micro-batches and ranks
+        balanced by cost, or as they come where documents keep their order."""
         if self.in_order:
             return packs.reshape(self.accumulation, self.ranks, self.batch_size)
-        return packs[balance(self._sums[packs, COST], self.accumulation, self.ranks, self.batch_size)]
+        return packs[
+            balance(self._sums[packs, COST], self.accumulation, self.ranks, self.batch_size)
+        ]
 
     def _counts(self, packs: np.ndarray) -> Counts:
         counts = dict(zip(SUMS, self._sums[packs].sum(0).tolist()))
-        counts |= {"packs": int((packs < len(self.plan)).sum()), "slots": self.packs_a_step * self.width}
+        counts |= {
+            "packs": int((packs < len(self.plan)).sum()),
+            "slots": self.packs_a_step * self.width,
+        }
         if self._judged is not None:
             counts["good_items"] = int(self._judged[packs].sum())
             counts["bad_items"] = counts["items"] - counts["good_items"]
             counts["mismatched_items"] = int(self._mismatched[packs].sum())
-        return counts if self._weights is None else {**counts, "weight": float(self._weights[packs].sum())}
+        return (
+            counts
+            if self._weights is None
+            else {**counts, "weight": float(self._weights[packs].sum())}
+        )
 
     def _sum_in_packs(self, values: np.ndarray) -> np.ndarray:
-        """``[packs + 1]``: sums over the documents of each pack of what each document has; the last pack is the empty one."""
-        running = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self._documents.packed])])
+        """``[packs + 1]``: sums over the documents of each pack of what each document has; the
+        last pack is the empty one.
+        """
+        running = np.concatenate(
+            [np.zeros(1, values.dtype), np.cumsum(values[self._documents.packed])]
+        )
         return np.diff(running[self._documents.offsets])
 
     def _slowest(self, values: np.ndarray, ranks: int) -> np.ndarray:
-        """``[packs + 1]``: as ``_sum_in_packs``, of the rank that has the most of each pack, as if all had so much."""
+        """``[packs + 1]``: as ``_sum_in_packs``, of the rank that has the most of each pack, as
+        if all had so much.
+        """
         assert self._dealing is not None
         rank_of = self._dealing.rank_of[:-1]
         split = self._sum_in_packs(np.where(rank_of == SPLIT, values, 0))
@@ -300,26 +368,44 @@ class BatchStream:
 
 
 class Memory:
-    """What several steps are assembled in; their Batches are views of it, so it lives until the last of them is dropped.
+    """What several steps are assembled in; their Batches are views of it, so it lives until the
+    last of them is dropped.
 
-    Operations of torch give the GIL away, which another thread may then keep for 5 ms; those of numpy do not. So pinned
-    memory alone is torch's: it must know which copies to the card still read from it.
+    Operations of torch give the GIL away, which another thread may then keep for 5 ms; those of
+    numpy do not. So pinned memory alone is torch's: it must know which copies to the card still
+    read from it.
     """
 
     def __init__(
-        self, sizes: StepSizes, steps: int, pin: bool, columns: Mapping[str, np.ndarray] | None = None,
-        of_targets: Mapping[str, TargetColumn] | None = None, dealing: Dealing | None = None,
-    ):  # fmt: skip
+        self,
+        sizes: StepSizes,
+        steps: int,
+        pin: bool,
+        columns: Mapping[str, np.ndarray] | None = None,
+        of_targets: Mapping[str, TargetColumn] | None = None,
+        dealing: Dealing | None = None,
+    ):
         self.dealing = dealing
-        self.sizes, self.pin, self.of_documents, self.of_targets = sizes, pin, columns or {}, of_targets or {}
-        of_columns, of_bounds = (steps, sizes.batches, 3, sizes.tokens), (steps, sizes.batches, sizes.bounds)
+        self.sizes, self.pin, self.of_documents, self.of_targets = (
+            sizes,
+            pin,
+            columns or {},
+            of_targets or {},
+        )
+        of_columns, of_bounds = (
+            (steps, sizes.batches, 3, sizes.tokens),
+            (steps, sizes.batches, sizes.bounds),
+        )
         self.columns: Any
         self.bounds: Any
         if pin:
             self.columns = torch.empty(of_columns, dtype=torch.int64, pin_memory=True)
             self.bounds = torch.empty(of_bounds, dtype=torch.int32, pin_memory=True)
         else:
-            self.columns, self.bounds = np.empty(of_columns, np.int64), np.empty(of_bounds, np.int32)
+            self.columns, self.bounds = (
+                np.empty(of_columns, np.int64),
+                np.empty(of_bounds, np.int32),
+            )
         self.held = np.empty((steps, sizes.batches, sizes.bounds), np.int64)
         self.facts = np.zeros((steps, sizes.batches, 3), np.int64)
 
@@ -330,7 +416,9 @@ class Memory:
 
     def batches(self, steps: int) -> Iterator[list[Batch]]:
         """The Batches of each of the first ``steps``, once they are assembled."""
-        for columns, bounds, held, facts in zip(self.columns[:steps], self.bounds, self.held, self.facts.tolist()):
+        for columns, bounds, held, facts in zip(
+            self.columns[:steps], self.bounds, self.held, self.facts.tolist()
+        ):
             yield [
                 self._batch(*of_batch) if self.dealing is None else self._dealt(*of_batch)
                 for of_batch in zip(columns, bounds, held, facts)
@@ -338,7 +426,11 @@ class Memory:
 
     def _batch(self, columns: Any, bounds: Any, held: np.ndarray, fact: list[int]) -> Batch:
         """All of a micro-batch."""
-        (ids, targets, positions), numbers, ends = columns, held[: fact[ENTRIES]], bounds[: fact[ENTRIES] + 1]
+        (ids, targets, positions), numbers, ends = (
+            columns,
+            held[: fact[ENTRIES]],
+            bounds[: fact[ENTRIES] + 1],
+        )
         return Batch(
             torch.as_tensor(ids),
             torch.as_tensor(targets),
@@ -354,7 +446,9 @@ class Memory:
         """This rank's share of it."""
         assert self.dealing is not None
         (ids, targets, positions), numbers = np.asarray(columns), held[: fact[ENTRIES]]
-        share = self.dealing.share(numbers, np.asarray(bounds[: fact[ENTRIES] + 1]), self.sizes.share)
+        share = self.dealing.share(
+            numbers, np.asarray(bounds[: fact[ENTRIES] + 1]), self.sizes.share
+        )
         own = np.where(share.documents >= 0, numbers[share.documents], FILLER)
         trained = share.of_rows(targets, IGNORED)
         return Batch(
@@ -369,29 +463,47 @@ class Memory:
             **self._of_documents(own, share.bounds),
         )
 
-    def _of_tokens(self, numbers: np.ndarray, targets: np.ndarray, share: Share | None = None) -> dict[str, Tensor]:
+    def _of_tokens(
+        self, numbers: np.ndarray, targets: np.ndarray, share: Share | None = None
+    ) -> dict[str, Tensor]:
         """Further columns of a Batch with these documents and targets, or of a share of it."""
         documents = numbers[numbers >= 0]
-        laid = {name: column.laid(documents, targets != IGNORED) for name, column in self.of_targets.items()}
-        return {name: self._tensor(column if share is None else share.of_rows(column, 0)) for name, column in laid.items()}
+        laid = {
+            name: column.laid(documents, targets != IGNORED)
+            for name, column in self.of_targets.items()
+        }
+        return {
+            name: self._tensor(column if share is None else share.of_rows(column, 0))
+            for name, column in laid.items()
+        }
 
     def _of_documents(self, numbers: np.ndarray, bounds: np.ndarray) -> dict[str, Any]:
-        """``weights`` and ``segments`` of a Batch with these documents, none where the store has no further columns."""
+        """``weights`` and ``segments`` of a Batch with these documents, none where the store has
+        no further columns.
+        """
         if not self.of_documents:
             return {}
         there = numbers >= 0
         segments = {
-            name: np.where(there, values[numbers], FILLER).astype(values.dtype) for name, values in self.of_documents.items()
+            name: np.where(there, values[numbers], FILLER).astype(values.dtype)
+            for name, values in self.of_documents.items()
         }
         weights, shared = segments.pop(WEIGHT, None), segments.pop(SHARED, None)
         first = segments[SIDE] == 0 if SIDE in segments else there
         segments[GROUP] = np.where(there, np.cumsum(first) - 1, FILLER)
-        found: dict[str, Any] = {"segments": {name: self._tensor(values) for name, values in segments.items()}}
+        found: dict[str, Any] = {
+            "segments": {name: self._tensor(values) for name, values in segments.items()}
+        }
         if shared is not None:
-            found["keys"] = shared_keys(np.where(there, shared, 0), segments[SIDE], bounds, self.sizes.width).map(self._pinned)
+            found["keys"] = shared_keys(
+                np.where(there, shared, 0), segments[SIDE], bounds, self.sizes.width
+            ).map(self._pinned)
         if weights is None:
             return found
-        return {**found, "weights": self._tensor(np.repeat(weights, np.diff(bounds)).astype(np.float32))}
+        return {
+            **found,
+            "weights": self._tensor(np.repeat(weights, np.diff(bounds)).astype(np.float32)),
+        }
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return self._pinned(torch.as_tensor(values))
@@ -412,7 +524,8 @@ def create_dataloader(dataset: Source, tokenizer: Any, config: ChronicalsConfig)
         An iterable of ``Batch`` with a length.
 
     Raises:
-        DataError: training on it would be wrong; the message names the rules, the rows and the remedies.
+        DataError: training on it would be wrong; the message names the rules, the rows and the
+            remedies.
     """
     store = open_store(dataset, tokenizer, config)
     return BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs or 1)

@@ -1,8 +1,9 @@
-"""Nulls of columnar data, which fills every object up to the fields that any object of its column has.
+"""Nulls of columnar data, which fills every object up to the fields that any object of its column
+has.
 
-Within a list of objects (messages, calls, tools) such a null says that the row had no such field, so it is left out. In JSON
-a null is written by whoever wrote the row, and is kept. Objects outside of lists keep their nulls, too: ``columns`` may lead
-into them.
+Within a list of objects (messages, calls, tools) such a null says that the row had no such field,
+so it is left out. In JSON a null is written by whoever wrote the row, and is kept. Objects outside
+of lists keep their nulls, too: ``columns`` may lead into them.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ VALUES_OF_USERS = ("tools", "arguments")
 
 
 def cleaner(schema: pa.Schema) -> Clean | None:
-    """What makes of a row, a dict, the same row without such nulls; None where no column can hold one.
+    """What makes of a row, a dict, the same row without such nulls; None where no column can hold
+    one.
 
     A value that is not of its column's type, because a transform has replaced it, stays as it is.
     """
-    columns = {field.name: clean for field in schema if (clean := _clean(field.type, field.name)) is not None}
+    columns = {
+        field.name: clean
+        for field in schema
+        if (clean := _clean(field.type, field.name)) is not None
+    }
     if not columns:
         return None
 
     def clean_row(row: Any) -> Any:
         if not isinstance(row, Mapping):
             return row
-        return {name: columns[name](value) if name in columns else value for name, value in row.items()}
+        return {
+            name: columns[name](value) if name in columns else value for name, value in row.items()
+        }
 
     return clean_row
 
@@ -47,8 +55,14 @@ def without_nulls(value: Any, inside: bool = False) -> Any:
         inside: of a list.
     """
     if isinstance(value, Mapping):
-        return {name: without_nulls(one, inside) for name, one in value.items() if not (inside and one is None)}
-    return [without_nulls(one, True) for one in value] if isinstance(value, (list, tuple)) else value
+        return {
+            name: without_nulls(one, inside)
+            for name, one in value.items()
+            if not (inside and one is None)
+        }
+    return (
+        [without_nulls(one, True) for one in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 def _clean(kind: pa.DataType, name: str, inside: bool = False) -> Clean | None:
@@ -62,12 +76,22 @@ def _clean(kind: pa.DataType, name: str, inside: bool = False) -> Clean | None:
 
 
 def _clean_list(clean: Clean, values: Any) -> Any:
-    return [clean(value) for value in values] if isinstance(values, (list, tuple, np.ndarray)) else values
+    return (
+        [clean(value) for value in values]
+        if isinstance(values, (list, tuple, np.ndarray))
+        else values
+    )
 
 
 def _clean_map(clean: Clean, values: Any) -> Any:
-    pairs = isinstance(values, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in values)
-    return {name: clean(value) for name, value in dict(values).items()} if pairs or isinstance(values, Mapping) else values
+    pairs = isinstance(values, (list, tuple)) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in values
+    )
+    return (
+        {name: clean(value) for name, value in dict(values).items()}
+        if pairs or isinstance(values, Mapping)
+        else values
+    )
 
 
 def _clean_struct(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
@@ -88,7 +112,11 @@ def _clean_struct(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
             if name in VALUES_OF_USERS:
                 _say(name)
             value = {field: one for field, one in value.items() if one is not None}
-        return {field: fields[field](one) if field in fields else one for field, one in value.items()} if fields else value
+        return (
+            {field: fields[field](one) if field in fields else one for field, one in value.items()}
+            if fields
+            else value
+        )
 
     return clean_struct
 
@@ -96,7 +124,8 @@ def _clean_struct(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
 @functools.cache
 def _say(name: str) -> None:
     logger.info(
-        "a null in %s of columnar data (Parquet, Arrow, datasets) counts as a field that is not there; where nulls are meant, "
+        "a null in %s of columnar data (Parquet, Arrow, datasets) counts as a field that is not "
+        "there; where nulls are meant, "
         "write %s as JSON text, or the rows as .jsonl",
         name,
         name,

@@ -1,12 +1,14 @@
 """Packing: which documents share a row of ``max_seq_length`` tokens.
 
-- ``best-fit``: longest documents first, each into the fullest pack that still holds it (best-fit decreasing; Johnson,
-  1973). Lengths are small integers, so packs are kept by the room they have left, and a bitmap finds the smallest
-  sufficient room: O(n) for n documents plus a short scan each.
-- ``first-fit``: longest documents first, each into the first pack that still holds it (first-fit decreasing). A tree of
-  the most room in each half of the packs finds it: O(n log n).
-- ``in-order``: documents as they come, a new pack where the next one does not fit (next-fit). Nothing is sorted, and packs are
-  not shuffled: what stands together in the data stays together, and steps take it in its order.
+- ``best-fit``: longest documents first, each into the fullest pack that still holds it (best-fit
+  decreasing; Johnson, 1973). Lengths are small integers, so packs are kept by the room they have
+  left, and a bitmap finds the smallest sufficient room: O(n) for n documents plus a short scan
+  each.
+- ``first-fit``: longest documents first, each into the first pack that still holds it (first-fit
+  decreasing). A tree of the most room in each half of the packs finds it: O(n log n).
+- ``in-order``: documents as they come, a new pack where the next one does not fit (next-fit).
+  Nothing is sorted, and packs are not shuffled: what stands together in the data stays together,
+  and steps take it in its order.
 
 Plans run in numba without the GIL.
 """
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Which documents go into which pack, and into which part of it where several processes share it.
+    """Which documents go into which pack, and into which part of it where several processes share
+    it.
 
     Attributes:
         documents: int64 ``[n]``, indices of all documents, pack after pack.
@@ -39,7 +42,8 @@ class PackPlan:
         tokens: documents' tokens in all packs.
         max_seq_length: width of a pack.
         parts: of a pack, of equal width (``parts.py``).
-        part_of: int64 ``[n]``, the part in which each of ``documents`` lies whole, or ``SPLIT``; None of packs with one part.
+        part_of: int64 ``[n]``, the part in which each of ``documents`` lies whole, or ``SPLIT``;
+            None of packs with one part.
     """
 
     documents: np.ndarray
@@ -83,18 +87,24 @@ def plan_packs(
         max_seq_length: width of a pack.
         max_documents: most documents in a pack; no limit by default.
         strategy: ``best-fit``, ``first-fit`` or ``in-order``; see the module's docstring.
-        items: int64 ``[items + 1]``: item i is the documents ``items[i]:items[i + 1]``; by default every document is one.
+        items: int64 ``[items + 1]``: item i is the documents ``items[i]:items[i + 1]``; by default
+            every document is one.
 
     Raises:
-        ValueError: a length is out of range, an item is longer than a pack or has more than ``max_documents``, which is below
-            1, or there is no such strategy.
+        ValueError: a length is out of range, an item is longer than a pack or has more than
+            ``max_documents``, which is below 1, or there is no such strategy.
     """
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}: no such strategy; there are {', '.join(STRATEGIES)}")
+        raise ValueError(
+            f"strategy={strategy!r}: no such strategy; there are {', '.join(STRATEGIES)}"
+        )
     sizes = np.ascontiguousarray(lengths, dtype=np.int64)
     if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
         wrong = int(np.flatnonzero((sizes < 1) | (sizes > max_seq_length))[0])
-        raise ValueError(f"lengths[{wrong}]={sizes[wrong]}: must be between 1 and max_seq_length={max_seq_length}")
+        raise ValueError(
+            f"lengths[{wrong}]={sizes[wrong]}: must be between 1 and "
+            f"max_seq_length={max_seq_length}"
+        )
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents={max_documents}: a pack must hold at least one document")
     limit = max_documents or max(sizes.size, 1)
@@ -104,14 +114,24 @@ def plan_packs(
         totals, widest = np.add.reduceat(sizes, items[:-1]), int(np.diff(items).max())
         if totals.max() > max_seq_length:
             wrong = int(np.argmax(totals > max_seq_length))
-            raise ValueError(f"item {wrong} has {totals[wrong]} tokens: must be at most max_seq_length={max_seq_length}")
+            raise ValueError(
+                f"item {wrong} has {totals[wrong]} tokens: must be at most "
+                f"max_seq_length={max_seq_length}"
+            )
         if limit < widest:
-            raise ValueError(f"max_documents={max_documents}: an item has {widest} documents, which must share a pack")
-        documents, offsets = documents_of(items, *STRATEGIES[strategy](totals, max_seq_length, limit // widest, *NO_PACKS))
+            raise ValueError(
+                f"max_documents={max_documents}: an item has {widest} documents, which must share "
+                "a pack"
+            )
+        documents, offsets = documents_of(
+            items, *STRATEGIES[strategy](totals, max_seq_length, limit // widest, *NO_PACKS)
+        )
     return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
 
 
-def documents_of(items: np.ndarray, packed: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def documents_of(
+    items: np.ndarray, packed: np.ndarray, offsets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Documents pack after pack and where packs begin, from the same of items."""
     counts = np.diff(items)[packed]
     ends = np.append(0, np.cumsum(counts))
@@ -127,7 +147,9 @@ def _count_trailing_zeros(_context, bits):  # type: ignore[no-untyped-def]
 
 
 _trailing_zeros: Any = intrinsic(_count_trailing_zeros)
-"""``_trailing_zeros(bits)`` of a uint64, one instruction; a search by halves is mispredicted at every other branch."""
+"""``_trailing_zeros(bits)`` of a uint64, one instruction; a search by halves is mispredicted at
+every other branch.
+"""
 
 
 @compiled(nogil=True)
@@ -154,10 +176,12 @@ def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> 
 @compiled(nogil=True)
 def _best_fit_decreasing(
     sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     order, decreasing = _longest_first(sizes, width)
     n = sizes.size + rooms.size
-    head = np.full(width + 1, -1, np.int32)  # head[room]: a pack with that room left, chained by `below`
+    head = np.full(
+        width + 1, -1, np.int32
+    )  # head[room]: a pack with that room left, chained by `below`
     below = np.empty(n, np.int32)
     held = np.zeros(n, np.int32)
     words = np.zeros((width >> 6) + 2, np.uint64)
@@ -199,14 +223,18 @@ def _best_fit_decreasing(
 @compiled(nogil=True)
 def _first_fit_decreasing(
     sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     order, decreasing = _longest_first(sizes, width)
-    # Two packs that were not closed at the limit hold more than one width: that bounds their number.
-    most_packs = rooms.size + min(sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2)
+    # Two packs that were not closed at the limit hold more than one width: that bounds their
+    # number.
+    most_packs = rooms.size + min(
+        sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2
+    )
     leaves = 1
     while leaves < most_packs:
         leaves *= 2
-    # most[leaves + pack] is the room of a pack (all of it before it is opened), most[node] the most below a node.
+    # most[leaves + pack] is the room of a pack (all of it before it is opened), most[node] the most
+    # below a node.
     most = np.full(2 * leaves, width, np.int32)
     held = np.zeros(leaves, np.int32)
     pack_of = np.empty(sizes.size, np.int32)
@@ -239,7 +267,7 @@ def _first_fit_decreasing(
 @compiled(nogil=True)
 def _next_fit(
     sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.zeros(sizes.size + 1, np.int64)
     packs = held = room = 0
     for document in range(sizes.size):
@@ -254,7 +282,9 @@ def _next_fit(
 
 @compiled(nogil=True)
 def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices by decreasing size, equal sizes in their first order (counting sort), and the sizes in that order."""
+    """Indices by decreasing size, equal sizes in their first order (counting sort), and the
+    sizes in that order.
+    """
     start = np.zeros(width + 2, np.int64)
     for size in sizes:
         start[width - size + 1] += 1
@@ -269,8 +299,12 @@ def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarra
 
 
 @compiled(nogil=True)
-def _pack_after_pack(order: np.ndarray, pack_of: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of pack 0, of pack 1 and so on, from documents in an order and the pack of each; where packs begin."""
+def _pack_after_pack(
+    order: np.ndarray, pack_of: np.ndarray, held: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of pack 0, of pack 1 and so on, from documents in an order and the pack of each;
+    where packs begin.
+    """
     offsets = np.zeros(held.size + 1, np.int64)
     offsets[1:] = np.cumsum(held)
     place = offsets[:-1].copy()
@@ -282,18 +316,25 @@ def _pack_after_pack(order: np.ndarray, pack_of: np.ndarray, held: np.ndarray) -
     return documents, offsets
 
 
-STRATEGIES = {"best-fit": _best_fit_decreasing, "first-fit": _first_fit_decreasing, "in-order": _next_fit}
-"""From lengths, width, most documents in a pack, and of packs that are there already the room that is left and the documents in
-each, to documents and offsets of a plan; those packs come first. ``in-order`` goes back to none and takes ``NO_PACKS``."""
+STRATEGIES = {
+    "best-fit": _best_fit_decreasing,
+    "first-fit": _first_fit_decreasing,
+    "in-order": _next_fit,
+}
+"""From lengths, width, most documents in a pack, and of packs that are there already the room
+that is left and the documents in each, to documents and offsets of a plan; those packs come
+first. ``in-order`` goes back to none and takes ``NO_PACKS``."""
 
 NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class SequencePacker:
-    """Packs tokenised rows into rows of exactly ``max_seq_length`` tokens, for loops that are not ours.
+    """Packs tokenised rows into rows of exactly ``max_seq_length`` tokens, for loops that are not
+    ours.
 
     Args:
-        max_seq_length: width of a packed row; longer documents are cut there, counted and warned about.
+        max_seq_length: width of a packed row; longer documents are cut there, counted and warned
+            about.
         padding_token_id: what fills the tail of a row.
     """
 
@@ -311,15 +352,19 @@ class SequencePacker:
 
     @property
     def efficiency(self) -> float:
-        """Documents' tokens as a share of the positions in the packed rows, after the last ``pack``."""
+        """Documents' tokens as a share of the positions in the packed rows, after the last
+        ``pack``.
+        """
         return self.original_tokens / self.packed_tokens if self.packed_tokens else 0.0
 
     def pack(self, dataset: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
-        """Rows of ``input_ids``, ``labels``, ``position_ids`` and ``sequence_ids``, each ``max_seq_length`` long.
+        """Rows of ``input_ids``, ``labels``, ``position_ids`` and ``sequence_ids``, each
+        ``max_seq_length`` long.
 
         Args:
-            dataset: rows with ``input_ids`` and optionally ``labels`` (aligned, not shifted, -100 where nothing is
-                trained). The first label of every document becomes -100: nothing precedes it.
+            dataset: rows with ``input_ids`` and optionally ``labels`` (aligned, not shifted, -100
+                where nothing is trained). The first label of every document becomes -100: nothing
+                precedes it.
 
         Raises:
             ValueError: a row is empty, or its labels are not as long as its ids.
@@ -329,19 +374,31 @@ class SequencePacker:
         for number, row in enumerate(dataset):
             tokens, marks = list(row["input_ids"]), list(row.get("labels", row["input_ids"]))
             if not tokens or len(tokens) != len(marks):
-                raise ValueError(f"row {number}: {len(tokens)} input_ids and {len(marks)} labels; need equal, non-zero counts")
+                raise ValueError(
+                    f"row {number}: {len(tokens)} input_ids and {len(marks)} labels; need equal, "
+                    "non-zero counts"
+                )
             self.truncated_documents += len(tokens) > self.max_seq_length
             ids.append(tokens[: self.max_seq_length])
             labels.append([-100, *marks[1 : self.max_seq_length]])
         if self.truncated_documents:
-            logger.warning("%d documents were cut at max_seq_length=%d", self.truncated_documents, self.max_seq_length)
+            logger.warning(
+                "%d documents were cut at max_seq_length=%d",
+                self.truncated_documents,
+                self.max_seq_length,
+            )
         plan = plan_packs([len(tokens) for tokens in ids], self.max_seq_length)
         self.original_tokens = plan.tokens
         self.packed_tokens = len(plan) * self.max_seq_length
         return [self._row([(ids[n], labels[n]) for n in pack]) for pack in plan]
 
     def _row(self, documents: list[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
-        row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "sequence_ids": []}
+        row: dict[str, list[int]] = {
+            "input_ids": [],
+            "labels": [],
+            "position_ids": [],
+            "sequence_ids": [],
+        }
         for number, (tokens, marks) in enumerate(documents):
             row["input_ids"] += tokens
             row["labels"] += marks
@@ -354,11 +411,14 @@ class SequencePacker:
         row["sequence_ids"] += [self.PADDING] * tail
         return row
 
-    def create_attention_mask(self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True) -> Tensor:
-        """bool ``[B, 1, S, S]`` from ``sequence_ids`` ``[B, S]``; True where the row's position may attend to the column's.
+    def create_attention_mask(
+        self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True
+    ) -> Tensor:
+        """bool ``[B, 1, S, S]`` from ``sequence_ids`` ``[B, S]``; True where the row's position may
+        attend to the column's.
 
-        A position attends to its own document, with ``causal`` no further than itself. Padding attends to itself alone,
-        so that no row of the softmax is empty; nothing attends to padding.
+        A position attends to its own document, with ``causal`` no further than itself. Padding
+        attends to itself alone, so that no row of the softmax is empty; nothing attends to padding.
         """
         ids = torch.as_tensor(sequence_ids)
         if ids.ndim == 1:

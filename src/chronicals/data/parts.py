@@ -1,12 +1,15 @@
-"""Packs in parts: documents that stay whole on one of the processes that share a pack, and those that are split over all.
+"""Packs in parts: documents that stay whole on one of the processes that share a pack, and those
+that are split over all.
 
-A pack of W tokens has P parts of W / P. A document that fits in a part lies whole in one, and whoever has the part needs
-nothing from others to attend to it. A longer one of L tokens is cut into 2 P chunks of ⌈L / 2P⌉, of which every part takes two;
-so the parts of a pack have the same room left for others. Long documents are packed first, the others into the room of parts.
+A pack of W tokens has P parts of W / P. A document that fits in a part lies whole in one, and
+whoever has the part needs nothing from others to attend to it. A longer one of L tokens is cut into
+2 P chunks of ⌈L / 2P⌉, of which every part takes two; so the parts of a pack have the same room
+left for others. Long documents are packed first, the others into the room of parts.
 
-Where the strategy sorts documents, parts are made even: attention in a part costs the sum of its whole documents' squared
-lengths. Parts without a long document share a pack with those next to them in cost; then the documents of a pack are dealt to
-its parts anew, longest first, each to the least costly part with room (Graham's rule), where that is more even.
+Where the strategy sorts documents, parts are made even: attention in a part costs the sum of its
+whole documents' squared lengths. Parts without a long document share a pack with those next to them
+in cost; then the documents of a pack are dealt to its parts anew, longest first, each to the least
+costly part with room (Graham's rule), where that is more even.
 """
 
 from __future__ import annotations
@@ -23,36 +26,50 @@ IN_ORDER = "in-order"
 
 
 def plan_parts(
-    lengths: np.ndarray, max_seq_length: int, max_documents: int | None, strategy: str, items: np.ndarray | None, parts: int
-) -> PackPlan:  # fmt: skip
-    """As ``plan_packs``, of packs with ``parts``. A part holds ``max_documents // parts`` documents at most.
+    lengths: np.ndarray,
+    max_seq_length: int,
+    max_documents: int | None,
+    strategy: str,
+    items: np.ndarray | None,
+    parts: int,
+) -> PackPlan:
+    """As ``plan_packs``, of packs with ``parts``. A part holds ``max_documents // parts`` documents
+    at most.
 
     Raises:
-        ValueError: as ``plan_packs``; the width is no multiple of twice the parts, a part can hold no document, or an item of
-            several documents is longer than a part.
+        ValueError: as ``plan_packs``; the width is no multiple of twice the parts, a part can hold
+            no document, or an item of several documents is longer than a part.
     """
     if parts == 1:
         return plan_packs(lengths, max_seq_length, max_documents, strategy, items)
     if max_seq_length % (2 * parts):
         raise ValueError(
-            f"max_seq_length={max_seq_length}: packs in {parts} parts (context_parallel, pack_parts) need a multiple of "
+            f"max_seq_length={max_seq_length}: packs in {parts} parts (context_parallel, "
+            "pack_parts) need a multiple of "
             f"{2 * parts}"
         )
     plan_packs(lengths[:0], max_seq_length, max_documents, strategy)  # its checks
     sizes, width = np.ascontiguousarray(lengths, np.int64), max_seq_length // parts
     if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
-        raise ValueError(f"lengths of {sizes.min()} to {sizes.max()}: must be between 1 and max_seq_length={max_seq_length}")
+        raise ValueError(
+            f"lengths of {sizes.min()} to {sizes.max()}: must be between 1 and "
+            f"max_seq_length={max_seq_length}"
+        )
     bounds = np.arange(sizes.size + 1) if items is None else items
     totals, counts = np.add.reduceat(sizes, bounds[:-1]) if sizes.size else sizes, np.diff(bounds)
     if (wrong := np.flatnonzero((totals > width) & (counts > 1))).size:
         raise ValueError(
-            f"item {wrong[0]} has {totals[wrong[0]]} tokens in {counts[wrong[0]]} documents, which one process must have: at "
-            f"most max_seq_length / {parts} = {width}; raise max_seq_length, or lower context_parallel (pack_parts)"
+            f"item {wrong[0]} has {totals[wrong[0]]} tokens in {counts[wrong[0]]} documents, "
+            "which one process must have: at "
+            f"most max_seq_length / {parts} = {width}; raise max_seq_length, or lower "
+            "context_parallel (pack_parts)"
         )
     widest = int(counts.max(initial=1))
     limit = (max_documents or max(sizes.size, 1) * parts * widest) // (parts * widest)
     if not limit:
-        raise ValueError(f"max_documents={max_documents}: {parts} parts of a pack must hold {widest} each")
+        raise ValueError(
+            f"max_documents={max_documents}: {parts} parts of a pack must hold {widest} each"
+        )
     if strategy == IN_ORDER:
         order, pack_of, part_of = _in_order(totals, width, limit, parts)
     else:
@@ -61,7 +78,14 @@ def plan_parts(
         order, pack_of, part_of = _evened(*packed, totals, costs, width, limit, parts)
     offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=1 if sizes.size else 0)))
     documents, offsets = documents_of(bounds, order, offsets)
-    return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length, parts, np.repeat(part_of, counts[order]))
+    return PackPlan(
+        documents,
+        offsets,
+        int(sizes.sum()),
+        max_seq_length,
+        parts,
+        np.repeat(part_of, counts[order]),
+    )
 
 
 def _split_size(totals: np.ndarray, parts: int) -> np.ndarray:
@@ -71,7 +95,7 @@ def _split_size(totals: np.ndarray, parts: int) -> np.ndarray:
 
 def _sorted(
     totals: np.ndarray, costs: np.ndarray, width: int, limit: int, parts: int, strategy: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Items, and the pack and the part of each."""
     long, short = np.flatnonzero(totals > width), np.flatnonzero(totals <= width)
     sizes = _split_size(totals[long], parts)
@@ -80,12 +104,16 @@ def _sorted(
     of_long = np.repeat(np.arange(first), np.diff(offsets))
     held = np.bincount(of_long, minlength=first)
     rooms = width - np.bincount(of_long, sizes[placed], first).astype(np.int64)
-    filled, ends = STRATEGIES[strategy](totals[short], width, limit, np.repeat(rooms, parts), np.repeat(held, parts))
+    filled, ends = STRATEGIES[strategy](
+        totals[short], width, limit, np.repeat(rooms, parts), np.repeat(held, parts)
+    )
     bins = len(ends) - 1
     bin_of, items = np.repeat(np.arange(bins), np.diff(ends)), short[filled]
     cost = np.bincount(bin_of, costs[items], bins)
     place = np.arange(bins)  # new parts of like cost share a pack
-    place[first * parts + np.argsort(-cost[first * parts :], kind="stable")] = np.arange(first * parts, bins)
+    place[first * parts + np.argsort(-cost[first * parts :], kind="stable")] = np.arange(
+        first * parts, bins
+    )
     return (
         np.append(long[placed], items),
         np.append(of_long, place[bin_of] // parts),
@@ -94,9 +122,15 @@ def _sorted(
 
 
 def _evened(
-    order: np.ndarray, pack_of: np.ndarray, part_of: np.ndarray, totals: np.ndarray, costs: np.ndarray, width: int, limit: int,
+    order: np.ndarray,
+    pack_of: np.ndarray,
+    part_of: np.ndarray,
+    totals: np.ndarray,
+    costs: np.ndarray,
+    width: int,
+    limit: int,
     parts: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same pack after pack, the longest items of each first, dealt to its parts evenly."""
     by_pack = np.lexsort((-totals[order], pack_of))
     order, pack_of, part_of = order[by_pack], pack_of[by_pack], part_of[by_pack]
@@ -109,8 +143,14 @@ def _evened(
 
 @compiled(nogil=True)
 def _deal(
-    part_of: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, costs: np.ndarray, width: int, limit: int, parts: int
-) -> None:  # fmt: skip
+    part_of: np.ndarray,
+    offsets: np.ndarray,
+    sizes: np.ndarray,
+    costs: np.ndarray,
+    width: int,
+    limit: int,
+    parts: int,
+) -> None:
     """Change ``part_of`` in each pack where all items fit and the costliest part costs less."""
     for pack in range(offsets.size - 1):
         first, end = offsets[pack], offsets[pack + 1]
@@ -145,8 +185,10 @@ def _deal(
 
 def _in_order(
     totals: np.ndarray, width: int, limit: int, parts: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Items as they come, each in the first part from the last one's on that has room, a new pack where there is none."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Items as they come, each in the first part from the last one's on that has room, a new
+    pack where there is none.
+    """
     pack_of, part_of = _next_parts(totals, _split_size(totals, parts), width, limit, parts)
     in_packs = np.lexsort((np.arange(totals.size), pack_of))
     return in_packs, pack_of, part_of
@@ -155,7 +197,7 @@ def _in_order(
 @compiled(nogil=True)
 def _next_parts(
     sizes: np.ndarray, split: np.ndarray, width: int, limit: int, parts: int
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     pack_of, part_of = np.empty(sizes.size, np.int64), np.empty(sizes.size, np.int64)
     room, held = np.full(parts, width), np.zeros(parts, np.int64)
     pack = last = 0

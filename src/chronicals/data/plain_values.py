@@ -1,7 +1,8 @@
-"""Values as JSON has them, from whatever library a row came: lists, objects, text, numbers, and None for what is missing.
+"""Values as JSON has them, from whatever library a row came: lists, objects, text, numbers, and
+None for what is missing.
 
-A missing value has many spellings: None, NaN, NaT, pandas' NA, a null of Arrow. A list may be a tuple, an array of numpy, a
-column of pandas or a tensor. Text is never a list, whatever its length.
+A missing value has many spellings: None, NaN, NaT, pandas' NA, a null of Arrow. A list may be a
+tuple, an array of numpy, a column of pandas or a tensor. Text is never a list, whatever its length.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def is_null(value: Any) -> bool:
 
 
 def is_missing(value: Any) -> bool:
-    """Return True where a field holds nothing: a null in any spelling, or an empty list, array or object.
+    """Return True where a field holds nothing: a null in any spelling, or an empty list, array or
+    object.
 
     Empty text is text: an empty answer is refused, and not passed over.
     """
@@ -53,11 +55,15 @@ def is_missing(value: Any) -> bool:
         return True
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
         return False
-    return getattr(value, "shape", None) != () and len(value) == 0  # without dimensions an array has no length
+    return (
+        getattr(value, "shape", None) != () and len(value) == 0
+    )  # without dimensions an array has no length
 
 
 def items_of(value: Any) -> list[Any] | None:
-    """Return what a list, tuple, array or column holds, as a list; None where ``value`` is no sequence, as text is none."""
+    """Return what a list, tuple, array or column holds, as a list; None where ``value`` is no
+    sequence, as text is none.
+    """
     if type(value) is list:
         return value
     if isinstance(value, (str, bytes, bytearray, memoryview, Mapping)):
@@ -69,7 +75,8 @@ def items_of(value: Any) -> list[Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it, with None for every null; what JSON has no word for stays what it is.
+    """Return ``value`` as JSON has it, with None for every null; what JSON has no word for stays
+    what it is.
 
     Raises:
         RecursionError: it is nested too deeply.
@@ -89,5 +96,7 @@ def plain(value: Any) -> Any:
 
 
 def _is_scalar_of_arrow(value: Any) -> bool:
-    """Return True for a ``pyarrow.Scalar``, without importing pyarrow: processes that tokenise start sooner."""
+    """Return True for a ``pyarrow.Scalar``, without importing pyarrow: processes that tokenise
+    start sooner.
+    """
     return type(value).__module__ == "pyarrow.lib" and hasattr(value, "as_py")

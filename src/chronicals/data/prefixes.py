@@ -1,16 +1,20 @@
-"""What a chat template writes of the first messages of a long conversation, without rendering each of these parts.
+"""What a chat template writes of the first messages of a long conversation, without rendering each
+of these parts.
 
-A template is a program that is run on a list of messages. On the first i of them it does what it does on all, until it first
-looks at message i or at the end of the list. Where it looks there only by going on in its one loop over the messages:
+A template is a program that is run on a list of messages. On the first i of them it does what it
+does on all, until it first looks at message i or at the end of the list. Where it looks there only
+by going on in its one loop over the messages:
 
 - what it has written by then is common to both renderings;
-- what it writes from there on, behind the loop, depends on nothing but its namespaces, because Jinja's other variables do not
-  outlive an iteration, provided that it looks at no message again. So it is rendered once for each state of the namespaces.
+- what it writes from there on, behind the loop, depends on nothing but its namespaces, because
+  Jinja's other variables do not outlive an iteration, provided that it looks at no message again.
+  So it is rendered once for each state of the namespaces.
 
-All of this is observed while it runs, on lists and namespaces that record what is done with them. Of templates that look ahead,
-at the length or from the end, that loop within a macro or a buffer, or that keep what they see elsewhere, nothing is told.
-What is kept elsewhere may be the position of an iterator: a lazy filter that is not consumed where it stands, ``loop`` itself,
-or one in a namespace.
+All of this is observed while it runs, on lists and namespaces that record what is done with them.
+Of templates that look ahead, at the length or from the end, that loop within a macro or a buffer,
+or that keep what they see elsewhere, nothing is told. What is kept elsewhere may be the position of
+an iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a
+namespace.
 """
 
 from __future__ import annotations
@@ -26,9 +30,22 @@ from jinja2.utils import Namespace
 from chronicals.data.chat_template import ChatTemplate, Message
 
 MOST_STATES = 16
-"""Namespaces' states whose rests are rendered; with more of them there is no gain, and no more are recorded."""
+"""Namespaces' states whose rests are rendered; with more of them there is no gain, and no more
+are recorded.
+"""
 
-LAZY = {"batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "unique"}
+LAZY = {
+    "batch",
+    "items",
+    "map",
+    "reject",
+    "rejectattr",
+    "reverse",
+    "select",
+    "selectattr",
+    "slice",
+    "unique",
+}
 """Filters that return an iterator."""
 
 CONSUMING = {"first", "join", "list", "max", "min", "sort", "sum"}
@@ -52,14 +69,18 @@ class Prefixes:
         if compiled is None or not _keeps_nothing(compiled, template.source(tools)):
             return
         try:
-            runs = {generation: _Run(template, messages, tools, generation) for generation in (False, True)}
+            runs = {
+                generation: _Run(template, messages, tools, generation)
+                for generation in (False, True)
+            }
         except Exception:  # jinja raises whatever the template author chose
             return
         if runs[False].text == whole:
             self._runs = runs
 
     def part(self, count: int, generation: bool) -> tuple[int, str] | None:
-        """What is written of the first ``count`` messages: letters in common with the whole, and what follows these.
+        """What is written of the first ``count`` messages: letters in common with the whole, and
+        what follows these.
 
         None where it is not proved.
         """
@@ -88,16 +109,29 @@ class Prefixes:
             text = self._template.text(part, self._tools, generation)
         except Exception:
             return None
-        return text[place:] if run.ended == place and not run.looked_again and run.text == text else None
+        return (
+            text[place:]
+            if run.ended == place and not run.looked_again and run.text == text
+            else None
+        )
 
 
 def _keeps_nothing(compiled: Any, source: str) -> bool:
     """Whether the template loops outside of buffers, and has no state but namespaces."""
     tree = compiled.environment.parse(source)
-    if any(_keeps(parent, child) for parent in tree.find_all(nodes.Node) for child in parent.iter_child_nodes()):
+    if any(
+        _keeps(parent, child)
+        for parent in tree.find_all(nodes.Node)
+        for child in parent.iter_child_nodes()
+    ):
         return False
-    buffered = any(next(block.find_all(nodes.For), None) for block in tree.find_all((nodes.AssignBlock, nodes.FilterBlock)))
-    return not buffered and not any(name.name in ("cycler", "joiner", "lipsum") for name in tree.find_all(nodes.Name))
+    buffered = any(
+        next(block.find_all(nodes.For), None)
+        for block in tree.find_all((nodes.AssignBlock, nodes.FilterBlock))
+    )
+    return not buffered and not any(
+        name.name in ("cycler", "joiner", "lipsum") for name in tree.find_all(nodes.Name)
+    )
 
 
 def _keeps(parent: nodes.Node, child: nodes.Node) -> bool:
@@ -108,7 +142,11 @@ def _keeps(parent: nodes.Node, child: nodes.Node) -> bool:
         return False
     if isinstance(parent, nodes.For):
         return child is not parent.iter
-    return not (isinstance(parent, nodes.Filter) and child is parent.node and parent.name in LAZY | CONSUMING)
+    return not (
+        isinstance(parent, nodes.Filter)
+        and child is parent.node
+        and parent.name in LAZY | CONSUMING
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -125,14 +163,17 @@ class _Run:
 
     Attributes:
         text: what was written.
-        places: for each message the letters written when the loop first took it; None where it was seen otherwise.
+        places: for each message the letters written when the loop first took it; None where it was
+            seen otherwise.
         states: of the namespaces at that time.
         ended: letters written when the loop met the end; None where the end was seen otherwise.
         looked_again: whether messages were looked at after that.
         compared: letters of ``text`` that are known to be those of the whole.
     """
 
-    def __init__(self, template: ChatTemplate, messages: Sequence[Message], tools: Any, generation: bool):
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: Any, generation: bool
+    ):
         self.messages = messages
         self.places: list[int | None] = []
         self.states: list[State] = []
@@ -147,7 +188,11 @@ class _Run:
         variables = {**template.tokenizer.special_tokens_map, "namespace": self._recorded_namespace}
         watched = _Watched(self)
         for piece in template.compiled(tools).generate(
-            messages=watched, tools=tools, documents=None, add_generation_prompt=generation, **variables
+            messages=watched,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=generation,
+            **variables,
         ):
             pieces.append(piece)
             self._letters += len(piece)
@@ -157,7 +202,9 @@ class _Run:
         """The template looks at a message, or where there is none any more."""
         self.looked_again |= self._seen_end
         while len(self.places) <= min(number, len(self.messages) - 1):
-            proper = in_loop and len(self.places) == number and self.loops == 1 and not self._seen_end
+            proper = (
+                in_loop and len(self.places) == number and self.loops == 1 and not self._seen_end
+            )
             state = self._current_state()
             self.places.append(self._letters if proper and self._recording else None)
             self.states.append(state)
@@ -171,7 +218,9 @@ class _Run:
         self._seen_end = True
 
     def _current_state(self) -> State:
-        """One object for equal states; empty, and the recording stops, once there are too many of them."""
+        """One object for equal states; empty, and the recording stops, once there are too many
+        of them.
+        """
         state = tuple(sorted(self._state.items()))
         if state not in self._known and len(self._known) == MOST_STATES:
             self._stop_recording()
@@ -219,13 +268,22 @@ class _Watched(Sequence[Message]):
     def __getitem__(self, index: slice) -> Sequence[Message]: ...
     def __getitem__(self, index: Any) -> Any:
         run = self._run
-        if isinstance(index, slice) and index.stop is None and index.step is None and (index.start or 0) >= 0:
+        if (
+            isinstance(index, slice)
+            and index.stop is None
+            and index.step is None
+            and (index.start or 0) >= 0
+        ):
             return _Watched(run, self._first + (index.start or 0))
         if isinstance(index, int) and index >= 0:
             run.look(self._first + index, in_loop=False)
         else:
             run.look_at_end()
-        return run.messages[self._first + index] if isinstance(index, int) and index >= 0 else self._plain()[index]
+        return (
+            run.messages[self._first + index]
+            if isinstance(index, int) and index >= 0
+            else self._plain()[index]
+        )
 
     def __len__(self) -> int:
         self._run.look_at_end()

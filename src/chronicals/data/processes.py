@@ -1,11 +1,14 @@
-"""Processes that tokenise chunks for the one that builds a store, which by itself renders and checks on one core only.
+"""Processes that tokenise chunks for the one that builds a store, which by itself renders and
+checks on one core only.
 
-They are those of ``chronicals.data.worker``, a program of its own, so that neither the caller's script nor its threads nor its
-device come along. Whoever is free takes the next chunk; what chunks become comes back in their order.
+They are those of ``chronicals.data.worker``, a program of its own, so that neither the caller's
+script nor its threads nor its device come along. Whoever is free takes the next chunk; what chunks
+become comes back in their order.
 
-A standard pool with an initializer starts later: it imports transformers and reads the tokenizer in every process, where the
-worker does so once and forks. Four processes, a tokenizer of 128 thousand tokens, 2 cores: 3.6 s of CPU and 185 MiB in all; of
-``ProcessPoolExecutor`` with spawn 17 s and 719 MiB, and ``forkserver`` is no better. Both also run the caller's script again.
+A standard pool with an initializer starts later: it imports transformers and reads the tokenizer in
+every process, where the worker does so once and forks. Four processes, a tokenizer of 128 thousand
+tokens, 2 cores: 3.6 s of CPU and 185 MiB in all; of ``ProcessPoolExecutor`` with spawn 17 s and 719
+MiB, and ``forkserver`` is no better. Both also run the caller's script again.
 """
 
 from __future__ import annotations
@@ -37,18 +40,24 @@ from chronicals.data.worker import HOW
 logger = logging.getLogger(__name__)
 
 LETTERS_ALONE, BYTES_AT_LEAST = 1 << 21, 1 << 24
-"""Letters that the building process takes before it asks for help, a second of work: a process starts in two. Of files that
-hold so many bytes it asks at once."""
+"""Letters that the building process takes before it asks for help, a second of work: a process
+starts in two. Of files that hold so many bytes it asks at once."""
 
 MOST = 32
-"""Processes, unless told; beyond it, whoever reads the rows and writes the store is what they wait for."""
+"""Processes, unless told; beyond it, whoever reads the rows and writes the store is what they
+wait for.
+"""
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def one_a_core() -> int:
-    """Processes for the cores that this one may use: by its affinity, and by its container's quota (cgroup v2)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processes for the cores that this one may use: by its affinity, and by its container's
+    quota (cgroup v2).
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         quota, period = map(int, QUOTA.read_text().split())
         cores = min(cores, max(quota // period, 1))
@@ -56,7 +65,8 @@ def one_a_core() -> int:
 
 
 class TokenizingProcesses:
-    """Processes with the tokenizer of ``encoder``, which begin when there is enough to do and end with the context.
+    """Processes with the tokenizer of ``encoder``, which begin when there is enough to do and end
+    with the context.
 
     Args:
         count: how many; by default ``one_a_core()``. With one there is no other.
@@ -75,7 +85,12 @@ class TokenizingProcesses:
         self._threads = ThreadPoolExecutor(max(self.count, 1), thread_name_prefix="tokenizing")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with self._changing:
             self._ended = True
             if self._program is not None:
@@ -86,7 +101,8 @@ class TokenizingProcesses:
             self._folder.cleanup()
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """What ``ChunkEncoder.encoded`` gives. This process begins, and hands over when the first of the others is ready.
+        """What ``ChunkEncoder.encoded`` gives. This process begins, and hands over when the first
+        of the others is ready.
 
         Raises:
             ChildProcessError: one of them has died.
@@ -127,9 +143,12 @@ class TokenizingProcesses:
                 raise ChildProcessError("the processes that tokenise have ended")
             return encoded_of_frame(*process.answer(frame))
         finally:
-            self._free.put(process)  # also one that has died: whoever waits for one must learn of it
+            self._free.put(
+                process
+            )  # also one that has died: whoever waits for one must learn of it
 
-    # --- their beginning, beside what this process does ----------------------------------------------------------
+    # --- their beginning, beside what this process does
+    # ----------------------------------------------------------
 
     def _start(self) -> None:
         try:
@@ -152,15 +171,23 @@ class TokenizingProcesses:
         inner, kind = tokenizer.tokenizer, type(tokenizer.tokenizer)
         changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
         if getattr(transformers, kind.__name__, None) is not kind or not is_plain(inner) or changed:
-            raise TypeError(f"{kind.__name__} is no fast tokenizer of transformers' own, as another process would read it")
+            raise TypeError(
+                f"{kind.__name__} is no fast tokenizer of transformers' own, as another process "
+                "would read it"
+            )
         inner.save_pretrained(folder)
         how = {
-            "class": kind.__name__, "fingerprint": tokenizer.fingerprint(), "width": self.encoder.width,
-            "overlong": self.encoder.overlong, "train_on": tokenizer.train_on,
-            "train_on_roles": sorted(tokenizer.train_on_roles), "train_on_turns": tokenizer.train_on_turns,
-            "completions_as_chat": tokenizer.completions_as_chat, "kinds": sorted(tokenizer.kinds),
+            "class": kind.__name__,
+            "fingerprint": tokenizer.fingerprint(),
+            "width": self.encoder.width,
+            "overlong": self.encoder.overlong,
+            "train_on": tokenizer.train_on,
+            "train_on_roles": sorted(tokenizer.train_on_roles),
+            "train_on_turns": tokenizer.train_on_turns,
+            "completions_as_chat": tokenizer.completions_as_chat,
+            "kinds": sorted(tokenizer.kinds),
             "train_after_stop": tokenizer.train_after_stop,
-        }  # fmt: skip
+        }
         (folder / HOW).write_text(json.dumps(how))
 
     def _welcome(self, process: _Process) -> None:
@@ -193,7 +220,9 @@ class _Program:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             questions = [_pipe(theirs, ours) for _ in range(count)]
             answers = [_pipe(ours, theirs) for _ in range(count)]
-            self._program = self._begun(folder, [(question[0], answer[1]) for question, answer in zip(questions, answers)])
+            self._program = self._begun(
+                folder, [(question[0], answer[1]) for question, answer in zip(questions, answers)]
+            )
             ours.pop_all()
         self.processes = [
             _Process(self, os.fdopen(question[1], "wb"), os.fdopen(answer[0], "rb"))
@@ -201,25 +230,40 @@ class _Program:
         ]
 
     def _begun(self, folder: Path, pipes: list[tuple[int, int]]) -> subprocess.Popen[bytes]:
-        alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "3"}
+        alone = {
+            "RAYON_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "MALLOC_ARENA_MAX": "3",
+        }
         quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder)]
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 [*command, *(f"{chunks}:{out}" for chunks, out in pipes)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **alone, **quiet, "PYTHONPATH": path},
-                start_new_session=True, pass_fds=[*itertools.chain(*pipes)],
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **alone, **quiet, "PYTHONPATH": path},
+                start_new_session=True,
+                pass_fds=[*itertools.chain(*pipes)],
+            )
 
     def last_words(self) -> str:
         """What is to be said of it when one of its processes has ended."""
         status = self._program.wait()
         status = 128 - status if status > 128 else status
         said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
-        ended = f"a process that tokenises has ended with status {status}: {(said or 'it said nothing').splitlines()[-1]}"
+        ended = (
+            f"a process that tokenises has ended with status {status}: "
+            f"{(said or 'it said nothing').splitlines()[-1]}"
+        )
         if status < 0:
-            return f"{ended}; a machine short of memory ends them so: set dataset_num_proc to fewer, 1 for none but this one"
+            return (
+                f"{ended}; a machine short of memory ends them so: set dataset_num_proc to "
+                "fewer, 1 for none but this one"
+            )
         return f"{ended}\n{said}"
 
     def end(self) -> None:

@@ -1,4 +1,6 @@
-"""Where the prompt stands of a row whose answers have fields of their own: pairs, ranked lists, judged answers."""
+"""Where the prompt stands of a row whose answers have fields of their own: pairs, ranked lists,
+judged answers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import Any
 from chronicals.data.gate import DataError
 from chronicals.data.plain_values import is_missing, is_null, items_of
 from chronicals.data.records import Record
-from chronicals.data.rows import PAIRS, SPEAKERS, asked_of, conversation_in, is_filled, is_object, parsed_json
+from chronicals.data.rows import (
+    PAIRS,
+    SPEAKERS,
+    asked_of,
+    conversation_in,
+    is_filled,
+    is_object,
+    parsed_json,
+)
 
 CONVERSATIONS = ("messages", "conversations")
 """Fields of a conversation, which is a prompt where its answers stand elsewhere."""
@@ -34,8 +44,8 @@ def prompt_names(record: Record, without: Collection[str] = ()) -> list[str]:
 
 
 def prompt_called(name: str, record: Record, where: str) -> Any:
-    """The prompt in the field ``name``, a text or messages; an ``instruction`` with its ``input`` and ``history`` is messages,
-    as where it is trained on, and so is any text with a ``history``.
+    """The prompt in the field ``name``, a text or messages; an ``instruction`` with its ``input``
+    and ``history`` is messages, as where it is trained on, and so is any text with a ``history``.
 
     Raises:
         DataError: a field is of the wrong type, or a conversation ends with the assistant.
@@ -50,27 +60,37 @@ def prompt_called(name: str, record: Record, where: str) -> Any:
         return asked if len(asked) > 1 else value
     prompt = as_list(conversation_in(record[name], name, where))
     if not isinstance(prompt, list):
-        raise DataError(f"{where}: {name} must be a list of messages, this is {type(prompt).__name__}", "wrong_type")
+        raise DataError(
+            f"{where}: {name} must be a list of messages, this is {type(prompt).__name__}",
+            "wrong_type",
+        )
     if role_of(prompt[-1]) == "assistant":
         raise DataError(
-            f"{where}: {name} ends with the assistant, so that it is not the prompt of the answers; give them a prompt, or "
-            "leave that message out", "missing_field",
-        )  # fmt: skip
+            f"{where}: {name} ends with the assistant, so that it is not the prompt of the "
+            "answers; give them a prompt, or "
+            "leave that message out",
+            "missing_field",
+        )
     return prompt
 
 
 def asked_in(name: str, record: Record, where: str) -> list[Any]:
-    """What a field that may be the prompt asks, as messages; of a conversation what stands before its answer.
+    """What a field that may be the prompt asks, as messages; of a conversation what stands before
+    its answer.
 
     Raises:
         DataError: a field is of the wrong type.
     """
     if name == "instruction":
         return asked_of(record, where)
-    value = as_list(conversation_in(record[name], name, where) if name in CONVERSATIONS else record[name])
+    value = as_list(
+        conversation_in(record[name], name, where) if name in CONVERSATIONS else record[name]
+    )
     if isinstance(value, list):
         return value[:-1] if value and role_of(value[-1]) == "assistant" else value
-    return [] if isinstance(value, str) and not value.strip() else [{"role": "user", "content": value}]
+    return (
+        [] if isinstance(value, str) and not value.strip() else [{"role": "user", "content": value}]
+    )
 
 
 def as_list(value: Any) -> Any:
@@ -102,7 +122,9 @@ def words_of(message: Any) -> Any:
 
 
 def said_in(messages: list[Any]) -> list[Any]:
-    """Messages in a form that is the same where the same is said and called, whatever the dialect."""
+    """Messages in a form that is the same where the same is said and called, whatever the
+    dialect.
+    """
     return [(role_of(message), words_of(message), calls_of(message)) for message in messages]
 
 
@@ -116,6 +138,9 @@ def calls_of(message: Any) -> list[Any]:
         if is_object(called):
             given = called.get("arguments")
             read = parsed_json(given) if isinstance(given, str) else None
-            called = called.get("name"), json.dumps(given if read is None else read, sort_keys=True, default=str)
+            called = (
+                called.get("name"),
+                json.dumps(given if read is None else read, sort_keys=True, default=str),
+            )
         found.append(called)
     return found

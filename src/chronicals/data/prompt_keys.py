@@ -10,10 +10,14 @@ from chronicals.data.assembly import BUCKETS
 from chronicals.data.shared_prompts import IS_SHARED
 
 KEY_SHARES = 16
-"""Keys of a Batch are filled up to a multiple of such a share of its tokens, so that few numbers occur."""
+"""Keys of a Batch are filled up to a multiple of such a share of its tokens, so that few numbers
+occur.
+"""
 
 
-def shared_keys(shared: np.ndarray, sides: np.ndarray, bounds: np.ndarray, width: int) -> SharedKeys:
+def shared_keys(
+    shared: np.ndarray, sides: np.ndarray, bounds: np.ndarray, width: int
+) -> SharedKeys:
     """What the documents of a Batch attend to.
 
     Args:
@@ -22,10 +26,16 @@ def shared_keys(shared: np.ndarray, sides: np.ndarray, bounds: np.ndarray, width
         bounds: int32 ``[N + 1]``, of the documents.
         width: tokens of a pack.
     """
-    starts, lengths, tokens = bounds[:-1].astype(np.int64), np.diff(bounds).astype(np.int64), int(bounds[-1])
+    starts, lengths, tokens = (
+        bounds[:-1].astype(np.int64),
+        np.diff(bounds).astype(np.int64),
+        int(bounds[-1]),
+    )
     before, number = np.maximum(shared, 0), np.arange(len(shared))
     prompts = np.where(shared == IS_SHARED, number, len(shared) - 1)
-    prompt = starts[np.minimum.accumulate(prompts[::-1])[::-1]]  # an item's is the next one behind its answers
+    prompt = starts[
+        np.minimum.accumulate(prompts[::-1])[::-1]
+    ]  # an item's is the next one behind its answers
     ends = np.append(0, np.cumsum(before + lengths))
     document = np.repeat(number, before + lengths)
     within = np.arange(ends[-1]) - ends[document]
@@ -41,5 +51,8 @@ def shared_keys(shared: np.ndarray, sides: np.ndarray, bounds: np.ndarray, width
     while -(-width // divisor) < longest and divisor > 1:
         divisor //= 2
     return SharedKeys(
-        torch.as_tensor(filled), torch.as_tensor(ends.astype(np.int32)), torch.as_tensor(places), -(-width // divisor)
+        torch.as_tensor(filled),
+        torch.as_tensor(ends.astype(np.int32)),
+        torch.as_tensor(places),
+        -(-width // divisor),
     )

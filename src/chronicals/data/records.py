@@ -1,4 +1,6 @@
-"""Records, and what may stand in the place of one: a line that is not parsed yet, a row that cannot be read."""
+"""Records, and what may stand in the place of one: a line that is not parsed yet, a row that
+cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def parsed(record: Any) -> Any:
 
 
 def encodable(value: Any, text: str) -> Any:
-    """``value``, which ``text`` holds, unless half of a surrogate pair is in it: no tokenizer takes one."""
+    """``value``, which ``text`` holds, unless half of a surrogate pair is in it: no tokenizer
+    takes one.
+    """
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()

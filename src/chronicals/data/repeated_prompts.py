@@ -1,6 +1,8 @@
-"""Answers that are conversations and hold the prompt, too: whole, or the end of it, which then stands once.
+"""Answers that are conversations and hold the prompt, too: whole, or the end of it, which then
+stands once.
 
-Messages are the same where role and words are, whatever the dialect and the white space around them.
+Messages are the same where role and words are, whatever the dialect and the white space around
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ class OtherPromptError(ValueError):
 
 def shared_messages(chats: Sequence[list[Any]]) -> int:
     """How many messages all begin with, an answer being left to each."""
-    shared = sum(1 for _ in itertools.takewhile(lambda each: all(_is_same(other, each[0]) for other in each), zip(*chats)))
+    shared = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda each: all(_is_same(other, each[0]) for other in each), zip(*chats)
+        )
+    )
     return min(shared, *(len(chat) - 1 for chat in chats))
 
 
@@ -30,7 +37,9 @@ def holds(messages: list[Any], asked: list[Any]) -> bool:
     return any(there[at : at + len(wanted)] == wanted for at in range(len(there) - len(wanted) + 1))
 
 
-def taken_once(prompt: list[Any], answers: Sequence[Any], shared: list[Any]) -> tuple[list[Any], list[Any]]:
+def taken_once(
+    prompt: list[Any], answers: Sequence[Any], shared: list[Any]
+) -> tuple[list[Any], list[Any]]:
     """The prompt, and the answers (text or messages) without what they repeat of its end.
 
     Args:
@@ -41,14 +50,18 @@ def taken_once(prompt: list[Any], answers: Sequence[Any], shared: list[Any]) -> 
     """
     if again := _repeated(prompt, shared):
         return [*prompt[:-again], *shared], [answer[len(shared) :] for answer in answers]
-    return prompt, [_behind(prompt, answer) if isinstance(answer, list) else answer for answer in answers]
+    return prompt, [
+        _behind(prompt, answer) if isinstance(answer, list) else answer for answer in answers
+    ]
 
 
 def _behind(prompt: list[Any], chat: list[Any]) -> list[Any]:
     """What goes on from the prompt."""
     if again := _repeated(prompt, chat[:-1]):
         return chat[again:]
-    if (first := role_of(chat[0])) in FIRST or (first == "user" and prompt and role_of(prompt[-1]) == "user"):
+    if (first := role_of(chat[0])) in FIRST or (
+        first == "user" and prompt and role_of(prompt[-1]) == "user"
+    ):
         raise OtherPromptError
     return chat
 
@@ -56,7 +69,9 @@ def _behind(prompt: list[Any], chat: list[Any]) -> list[Any]:
 def _repeated(prompt: list[Any], messages: list[Any]) -> int:
     """How many of the last messages of the prompt are the first of others."""
     asked, there = said_in(prompt), said_in(messages)
-    return next((n for n in range(min(len(asked), len(there)), 0, -1) if asked[-n:] == there[:n]), 0)
+    return next(
+        (n for n in range(min(len(asked), len(there)), 0, -1) if asked[-n:] == there[:n]), 0
+    )
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -68,4 +83,6 @@ def _is_same(one: Any, other: Any) -> bool:
 def _beside_words(message: Mapping[str, Any]) -> dict[str, Any]:
     """What a message has beside its role and what is said."""
     said = ("role", "from", "content", "value")
-    return {name: value for name, value in message.items() if name not in said and not is_missing(value)}
+    return {
+        name: value for name, value in message.items() if name not in said and not is_missing(value)
+    }

@@ -6,15 +6,15 @@ With R(·) the ids the template renders, and i the message. An answer of the ass
     end    = common prefix of R(messages[:i + 1]) and R(messages)
     trained = [start, last stop token before end]           the stop token included
 
-A turn that calls tools may end otherwise (``<|call|>``): then with the special token that ends R(messages[:i + 1]).
-A message of anybody else, with R' rendered with another content in its place:
+A turn that calls tools may end otherwise (``<|call|>``): then with the special token that ends
+R(messages[:i + 1]). A message of anybody else, with R' rendered with another content in its place:
 
     start   = common prefix of R(messages) and R'
-    content = up to their common suffix, and nothing but the content
-    trained = [start, first special token after the content], which must belong to R(messages[:i + 1]) and follow at once
+    content = up to their common suffix, and nothing but the content trained = [start, first special
+    token after the content], which must belong to R(messages[:i + 1]) and follow at once
 
-Masks go by position, never by id, so ``pad_token = eos_token`` is harmless. Where this does not hold, the conversation
-is refused by name.
+Masks go by position, never by id, so ``pad_token = eos_token`` is harmless. Where this does not
+hold, the conversation is refused by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def trained_span(
     """Start and end, in the conversation's ``ids``, of what is trained of message ``number``.
 
     Raises:
-        TemplateError: the template does not delimit it; ``where``, the message and the reason are named.
+        TemplateError: the template does not delimit it; ``where``, the message and the reason are
+            named.
     """
     role = conversation.messages[number]["role"]
     if role == "assistant":
@@ -41,32 +42,48 @@ def trained_span(
     return _other(template, conversation, number, ids, f"{where}: message {number + 1} ({role})")
 
 
-def _answer(template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], where: str) -> tuple[int, int]:
+def _answer(
+    template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], where: str
+) -> tuple[int, int]:
     messages, tools = conversation.messages, conversation.tools
     if number == 0:
-        raise TemplateError(f"{where}: the conversation begins with the assistant; it needs a message to answer")
+        raise TemplateError(
+            f"{where}: the conversation begins with the assistant; it needs a message to answer"
+        )
     here = f"{where}: message {number + 1}"
     before = template.ids(messages[:number], tools, generation=True, where=where)
     start = len(before)
     if ids[:start] != before:
         raise TemplateError(
-            f"{here}: what the chat template asks the model to continue is not how it renders the answered "
+            f"{here}: what the chat template asks the model to continue is not how it renders the "
+            "answered "
             f"conversation, so training would not match generation; {REMEDY}",
             "template_differs",
         )
     end = _answer_end(template, conversation, number, ids, start, where)
     if end == start:
         stop = template.tokenizer.convert_ids_to_tokens(template.stop)
-        raise TemplateError(f"{here}: the stop token {stop!r} does not close this assistant turn; {REMEDY}", "no_stop_token")
+        raise TemplateError(
+            f"{here}: the stop token {stop!r} does not close this assistant turn; {REMEDY}",
+            "no_stop_token",
+        )
     if unsaid := not_said(template, messages[number], ids[start:end]):
         raise TemplateError(
-            f"{here}: the chat template does not render {unsaid[:40]!r} in this assistant turn, so it would not be "
+            f"{here}: the chat template does not render {unsaid[:40]!r} in this assistant turn, "
+            "so it would not be "
             f"trained; {REMEDY}"
         )
     return start, end
 
 
-def _answer_end(template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], start: int, where: str) -> int:
+def _answer_end(
+    template: ChatTemplate,
+    conversation: Conversation,
+    number: int,
+    ids: list[int],
+    start: int,
+    where: str,
+) -> int:
     """Where the answer that begins at ``start`` ends; ``start`` if nothing closes it."""
     messages, tools = conversation.messages, conversation.tools
     for seen in (messages[: number + 1], followed_by_another(messages, number)):
@@ -86,14 +103,20 @@ def _answer_end(template: ChatTemplate, conversation: Conversation, number: int,
 def followed_by_another(messages: list[Message], number: int) -> list[Message]:
     """The messages up to ``number`` and a stand-in for the next.
 
-    Where a template renders its last answer otherwise (Qwen3), this shows where an earlier one ends.
+    Where a template renders its last answer otherwise (Qwen3), this shows where an earlier one
+    ends.
     """
-    return [*messages[: number + 1], *(_saying(message, "?!") for message in messages[number + 1 : number + 2])]
+    return [
+        *messages[: number + 1],
+        *(_saying(message, "?!") for message in messages[number + 1 : number + 2]),
+    ]
 
 
 def not_said(template: ChatTemplate, message: Message, ids: Sequence[int]) -> str | None:
     """A text of an assistant's message that is not among ``ids``."""
-    return first_unsaid(texts_said(message), template.decode(ids), lambda text: _as_read(template, text))
+    return first_unsaid(
+        texts_said(message), template.decode(ids), lambda text: _as_read(template, text)
+    )
 
 
 def _as_read(template: ChatTemplate, text: str) -> str:
@@ -101,7 +124,9 @@ def _as_read(template: ChatTemplate, text: str) -> str:
     return template.decode(template.tokenizer(text, add_special_tokens=False)["input_ids"]).strip()
 
 
-def _other(template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], here: str) -> tuple[int, int]:
+def _other(
+    template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], here: str
+) -> tuple[int, int]:
     messages, tools = conversation.messages, conversation.tools
     message = messages[number]
     content = _content(message)
@@ -112,7 +137,8 @@ def _other(template: ChatTemplate, conversation: Conversation, number: int, ids:
     rendered = template.decode(ids[start:after]).strip()
     if rendered not in (content.strip(), _as_read(template, content.strip())):
         raise TemplateError(
-            f"{here}: the chat template does not render its content once and as it is, but as {rendered[:40]!r}, so it "
+            f"{here}: the chat template does not render its content once and as it is, but as "
+            f"{rendered[:40]!r}, so it "
             "cannot be told what to train; leave this role out of train_on_roles"
         )
     shown = common_prefix(template.ids(messages[: number + 1], tools, where=here), ids)
@@ -120,7 +146,8 @@ def _other(template: ChatTemplate, conversation: Conversation, number: int, ids:
     closing = next((place for place in range(after, shown) if ids[place] in special), None)
     if closing is None or template.decode(ids[after:closing]).strip():
         raise TemplateError(
-            f"{here}: the chat template writes no special token of this message's own right after its content, so its end "
+            f"{here}: the chat template writes no special token of this message's own right after "
+            "its content, so its end "
             "cannot be told; leave this role out of train_on_roles"
         )
     return start, closing + 1
@@ -133,7 +160,12 @@ def _content(message: Message) -> str:
 
 def _saying(message: Message, text: str) -> Message:
     """The message with another content, in the form it has."""
-    return {**message, "content": text if not isinstance(message.get("content"), list) else [{"type": "text", "text": text}]}
+    return {
+        **message,
+        "content": text
+        if not isinstance(message.get("content"), list)
+        else [{"type": "text", "text": text}],
+    }
 
 
 def _unlike(content: str) -> str:

@@ -1,4 +1,6 @@
-"""Real text that every machine has: the documentation strings of Python's standard library, as questions and answers."""
+"""Real text that every machine has: the documentation strings of Python's standard library, as
+questions and answers.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ LONGEST_ANSWER = 300
 
 
 def questions_and_answers(folder: Path | None = None) -> list[dict]:
-    """Chat rows "What does json.dumps do?" → the first paragraph of its documentation, sorted by name.
+    """Chat rows "What does json.dumps do?" → the first paragraph of its documentation, sorted by
+    name.
 
     Args:
-        folder: the library's sources; those of the running Python by default. Files are parsed, never imported.
+        folder: the library's sources; those of the running Python by default. Files are parsed,
+            never imported.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     rows = {}
@@ -46,7 +50,9 @@ def questions_and_answers(folder: Path | None = None) -> list[dict]:
 def _documented(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
     """Names and documentation of public functions, classes and methods below ``node``."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or child.name.startswith("_"):
+        if not isinstance(
+            child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        ) or child.name.startswith("_"):
             continue
         name = f"{prefix}.{child.name}"
         text = ast.get_docstring(child)

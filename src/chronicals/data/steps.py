@@ -18,8 +18,9 @@ Counts = Mapping[str, int | float]
 - ``packs``: those with a document;
 - ``slots``: positions, filler included.
 
-``weight``, the sum of the weights of the targets, is there where Batches have weights; ``good_items`` and ``bad_items`` where
-rows may judge their answers, with ``mismatched_items``: those that have an answer to another prompt.
+``weight``, the sum of the weights of the targets, is there where Batches have weights;
+``good_items`` and ``bad_items`` where rows may judge their answers, with ``mismatched_items``:
+those that have an answer to another prompt.
 """
 
 
@@ -42,8 +43,8 @@ class Step:
 class Steps(Protocol):
     """Where a run's steps come from: packs of a store, or what a model itself writes.
 
-    A state says how far the run has come. It can be written as JSON, and only the ``Steps`` that gave it reads it; None is
-    the beginning.
+    A state says how far the run has come. It can be written as JSON, and only the ``Steps`` that
+    gave it reads it; None is the beginning.
     """
 
     @property
@@ -56,7 +57,9 @@ class Steps(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of the order in which data come; a state means the same wherever the fingerprint is the same."""
+        """Of the order in which data come; a state means the same wherever the fingerprint is
+        the same.
+        """
 
     def steps(self, state: Any = None, count: int | None = None) -> Iterator[Step]:
         """The steps from ``state`` on; they end after ``count``, if given."""

@@ -1,7 +1,8 @@
-"""Columns of what is trained: values for every target of a store, which lie in a Batch where the target stands.
+"""Columns of what is trained: values for every target of a store, which lie in a Batch where the
+target stands.
 
-A column has a row for each target, document after document, so it may be a file that is mapped into memory. What is stored of
-a teacher's predictions is one.
+A column has a row for each target, document after document, so it may be a file that is mapped into
+memory. What is stored of a teacher's predictions is one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class TargetColumn:
     def rows(self, documents: np.ndarray) -> np.ndarray:
         """int64, the rows of these documents' targets, one behind the other."""
         counts = self.counts[documents]
-        return np.repeat(self.starts[documents] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return np.repeat(self.starts[documents] - (np.cumsum(counts) - counts), counts) + np.arange(
+            counts.sum()
+        )
 
     def laid(self, documents: np.ndarray, is_target: np.ndarray) -> np.ndarray:
         """``[T, ...]``: the values at the targets, zero elsewhere.

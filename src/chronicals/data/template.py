@@ -1,8 +1,9 @@
-"""One way from a row to token ids and the mask of what is trained; training, evaluation and generation all take it.
+"""One way from a row to token ids and the mask of what is trained; training, evaluation and
+generation all take it.
 
-A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is found by rendering
-prefixes of it (``spans``). ``encode`` is the definition, a row at a time; ``batch_encoding`` gives the same for many rows at
-once.
+A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is
+found by rendering prefixes of it (``spans``). ``encode`` is the definition, a row at a time;
+``batch_encoding`` gives the same for many rows at once.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import TRAINED, NormalRow, Record, as_instruction, kind_of, plain_row, with_conversations
+from chronicals.data.rows import (
+    TRAINED,
+    NormalRow,
+    Record,
+    as_instruction,
+    kind_of,
+    plain_row,
+    with_conversations,
+)
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
 __all__ = ["Message", "TemplateError", "Tokenizer", "Tokens", "stop_token_ids"]
 
 PROBE = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
-"""A text that tokenizers of one vocabulary split in different ways; where Python does it, nothing else tells."""
+"""A text that tokenizers of one vocabulary split in different ways; where Python does it,
+nothing else tells.
+"""
 
 NAMES: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
 """What the names of stores are made of."""
@@ -40,14 +51,17 @@ class Tokenizer:
     """A transformers tokenizer with the one path from rows to tokens.
 
     Args:
-        tokenizer: a ``PreTrainedTokenizerBase``; its vocabulary and template must not change afterwards.
-        train_on: ``answers`` of conversations, completions and texts, or ``all`` tokens of every row.
+        tokenizer: a ``PreTrainedTokenizerBase``; its vocabulary and template must not change
+            afterwards.
+        train_on: ``answers`` of conversations, completions and texts, or ``all`` tokens of every
+            row.
         train_on_roles: whose messages of a conversation are trained.
         train_on_turns: ``all`` of those messages, or the ``last`` of each conversation.
-        completions_as_chat: rows of prompt and completion go through the chat template, as a question and its answer.
+        completions_as_chat: rows of prompt and completion go through the chat template, as a
+            question and its answer.
         kinds: of rows that the objective takes; a ``preference`` becomes an item of two documents.
-        train_after_stop: what the template writes behind the stop token of a trained answer is trained, too: white space, and
-            behind the last message everything.
+        train_after_stop: what the template writes behind the stop token of a trained answer is
+            trained, too: white space, and behind the last message everything.
 
     A message's own ``train`` (true or false) wins over both.
 
@@ -66,11 +80,18 @@ class Tokenizer:
         train_after_stop: bool = False,
     ):
         if not train_on_roles or not set(train_on_roles) <= set(get_args(Role)):
-            raise ConfigurationError(f"train_on_roles={list(train_on_roles)}: name at least one of {', '.join(get_args(Role))}")
+            raise ConfigurationError(
+                f"train_on_roles={list(train_on_roles)}: name at least one of "
+                f"{', '.join(get_args(Role))}"
+            )
         if train_on not in get_args(TrainOn):
-            raise ConfigurationError(f"train_on={train_on!r}: must be one of {', '.join(get_args(TrainOn))}")
+            raise ConfigurationError(
+                f"train_on={train_on!r}: must be one of {', '.join(get_args(TrainOn))}"
+            )
         if train_on_turns not in get_args(Turns):
-            raise ConfigurationError(f"train_on_turns={train_on_turns!r}: must be one of {', '.join(get_args(Turns))}")
+            raise ConfigurationError(
+                f"train_on_turns={train_on_turns!r}: must be one of {', '.join(get_args(Turns))}"
+            )
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.train_on_roles = frozenset(train_on_roles)
@@ -82,7 +103,9 @@ class Tokenizer:
         self.template = ChatTemplate(tokenizer)
 
     @classmethod
-    def configured(cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = TRAINED) -> Tokenizer:
+    def configured(
+        cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = TRAINED
+    ) -> Tokenizer:
         """As a run's configuration has it."""
         trained = config.trained_tokens, config.train_on_roles, config.train_on_turns
         return cls(tokenizer, *trained, config.completions_as_chat, kinds, config.train_after_stop)
@@ -91,7 +114,8 @@ class Tokenizer:
         """Token ids of a row and the mask of what is trained.
 
         Raises:
-            DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
+            DataError: the row lacks a field, a field has the wrong type, or the template refuses
+                it.
         """
         record = plain_row(with_conversations(record), where)
         kind = kind_of(record, where)
@@ -112,24 +136,48 @@ class Tokenizer:
         inner = self.tokenizer
         if getattr(inner, "is_fast", False):
             described = inner.backend_tokenizer.to_str()
-            # before the added tokens stand truncation and padding, left by whoever called the tokenizer last
+            # before the added tokens stand truncation and padding, left by whoever called the
+            # tokenizer last
             vocabulary = described.partition('"added_tokens":')[2] or described
         else:
-            vocabulary = json.dumps([sorted(inner.get_vocab().items()), type(inner).__qualname__, inner(PROBE)["input_ids"]])
-        trained: list[Any] = [NAMES[self.train_on], sorted(self.train_on_roles), self.train_on_turns]
-        trained += [True] if self.completions_as_chat else []  # without it the tokens, and so the name, are those of before
+            vocabulary = json.dumps(
+                [
+                    sorted(inner.get_vocab().items()),
+                    type(inner).__qualname__,
+                    inner(PROBE)["input_ids"],
+                ]
+            )
+        trained: list[Any] = [
+            NAMES[self.train_on],
+            sorted(self.train_on_roles),
+            self.train_on_turns,
+        ]
+        trained += (
+            [True] if self.completions_as_chat else []
+        )  # without it the tokens, and so the name, are those of before
         trained += ["after stop"] if self.train_after_stop else []
         trained += [] if self.kinds == frozenset(TRAINED) else [sorted(self.kinds)]
         splits = bool(getattr(inner, "split_special_tokens", False))
-        state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
+        state = json.dumps(
+            [inner.chat_template, inner.special_tokens_map, splits, *trained],
+            default=str,
+            sort_keys=True,
+        )
         return hashlib.sha256(f"{vocabulary}{state}".encode()).hexdigest()
 
-    # --- conversations -------------------------------------------------------------------------------------------
+    # --- conversations
+    # -------------------------------------------------------------------------------------------
 
     def render(
-        self, messages: Sequence[Message], tools: Any = None, generation: bool = False, where: str = "chat"
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        generation: bool = False,
+        where: str = "chat",
     ) -> list[int]:
-        """Ids the template renders; with ``generation`` up to where the assistant begins to answer."""
+        """Ids the template renders; with ``generation`` up to where the assistant begins to
+        answer.
+        """
         return self.template.ids(self.template.form(messages, where), tools, generation, where)
 
     def stop_token(self) -> int:
@@ -163,8 +211,10 @@ class Tokenizer:
 
     def end_of_answer(
         self, conversation: Conversation, number: int, ids: Sequence[int] | np.ndarray, end: int
-    ) -> int:  # fmt: skip
-        """Where what is trained of an answer ends in ``ids``, which its stop token closes just before ``end``."""
+    ) -> int:
+        """Where what is trained of an answer ends in ``ids``, which its stop token closes just
+        before ``end``.
+        """
         if not self.train_after_stop:
             return end
         if number + 1 == len(conversation.messages):
@@ -180,12 +230,15 @@ class Tokenizer:
             self._white[token] = is_text and not self.template.decode([token]).strip()
         return self._white[token]
 
-    # --- everything else -----------------------------------------------------------------------------------------
+    # --- everything else
+    # -----------------------------------------------------------------------------------------
 
     def prompt(self, text: str) -> list[int]:
         """Ids of a plain prompt as the model sees it in training and in generation."""
         ids = list(self.tokenizer(text)["input_ids"])
-        return without_end(without_double_beginning(ids, self.tokenizer.bos_token_id), self.tokenizer.eos_token_id)
+        return without_end(
+            without_double_beginning(ids, self.tokenizer.bos_token_id), self.tokenizer.eos_token_id
+        )
 
     def end(self, where: str) -> int:
         """The token that ends texts and completions.
@@ -195,7 +248,9 @@ class Tokenizer:
         """
         if self.tokenizer.eos_token_id is None:
             raise DataError(
-                f"{where}: the tokenizer has no eos_token, so the model would never learn to stop; set one", "no_stop_token"
+                f"{where}: the tokenizer has no eos_token, so the model would never learn to "
+                "stop; set one",
+                "no_stop_token",
             )
         return self.tokenizer.eos_token_id
 
@@ -222,10 +277,16 @@ class Tokenizer:
         if labels is None:
             raise DataError(f"{where}: labels must be a list of token ids and -100")
         if len(labels) != len(ids):
-            raise DataError(f"{where}: {len(ids)} input_ids but {len(labels)} labels; they must be aligned, not shifted")
+            raise DataError(
+                f"{where}: {len(ids)} input_ids but {len(labels)} labels; they must be aligned, "
+                "not shifted"
+            )
         for position in np.flatnonzero((labels != -100) & (labels != ids))[:1]:
             label, token = labels[position], ids[position]
-            raise DataError(f"{where}: labels[{position}]={label} is neither -100 nor input_ids[{position}]={token}")
+            raise DataError(
+                f"{where}: labels[{position}]={label} is neither -100 nor "
+                f"input_ids[{position}]={token}"
+            )
         return ids[seen].tolist(), (labels[seen] != -100).tolist()
 
 
@@ -235,12 +296,17 @@ def _attended(mask: Any, length: int, where: str) -> slice:
         return slice(0, length)
     values = _integers(mask, "iub")
     if values is None or len(values) != length or not np.isin(values, (0, 1)).all():
-        raise DataError(f"{where}: attention_mask must hold a 0 or a 1 for each of {length} input_ids")
+        raise DataError(
+            f"{where}: attention_mask must hold a 0 or a 1 for each of {length} input_ids"
+        )
     kept = np.flatnonzero(values)
     begin, end = (kept[0], kept[-1] + 1) if kept.size else (0, 0)
     if end - begin != kept.size:
         hole = begin + int(np.flatnonzero(values[begin:end] == 0)[0])
-        raise DataError(f"{where}: attention_mask[{hole}] is 0 between ones; only padding at either end can be left out")
+        raise DataError(
+            f"{where}: attention_mask[{hole}] is 0 between ones; only padding at either end can "
+            "be left out"
+        )
     return slice(int(begin), int(end))
 
 
@@ -273,7 +339,9 @@ def stop_token_ids(tokenizer: Any, chats: bool = True) -> list[int]:
     Raises:
         TemplateError: the template has no stop token.
     """
-    stops = [Tokenizer(tokenizer).stop_token()] if chats and tokenizer.chat_template is not None else []
+    stops = (
+        [Tokenizer(tokenizer).stop_token()] if chats and tokenizer.chat_template is not None else []
+    )
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
         stops.append(tokenizer.eos_token_id)
     return stops

@@ -1,4 +1,6 @@
-"""Plain texts on their way to and from the tokenizer: checked, with one beginning and no end of their own."""
+"""Plain texts on their way to and from the tokenizer: checked, with one beginning and no end of
+their own.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from chronicals.data.texts import closed
 
 
 class Texts:
-    """Texts to tokenise together, with and without the special tokens that the tokenizer puts around a text.
+    """Texts to tokenise together, with and without the special tokens that the tokenizer puts
+    around a text.
 
     Args:
         cuts: the added tokens whose places are to be told.
@@ -28,7 +29,9 @@ class Texts:
         self._ids: dict[bool, _Joined] = {}
 
     def add(self, text: str, special: bool, whole: bool = False) -> tuple[bool, int]:
-        """Where the text's ids will be found; one that is ``whole`` begins once and ends with the end of text."""
+        """Where the text's ids will be found; one that is ``whole`` begins once and ends with
+        the end of text.
+        """
         self._texts[special].append(text)
         self._whole[special].append(whole)
         return special, len(self._texts[special]) - 1
@@ -42,7 +45,9 @@ class Texts:
         """Take the ids over: Python's part, for which tokenising the next batch need not wait."""
         for special, encodings in self._encodings.items():
             lists = [
-                closed(encoding.ids, beginning if special else None, ending) if whole else encoding.ids
+                closed(encoding.ids, beginning if special else None, ending)
+                if whole
+                else encoding.ids
                 for encoding, whole in zip(encodings, self._whole[special], strict=True)
             ]
             self._ids[special] = _Joined.of(lists, self._cuts)

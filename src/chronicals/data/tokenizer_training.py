@@ -1,4 +1,6 @@
-"""A tokenizer trained from text, with a chat template whose stop token is trained like every other's."""
+"""A tokenizer trained from text, with a chat template whose stop token is trained like every
+other's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Byte-level BPE over ``texts`` as a transformers tokenizer, special tokens and chat template included."""
+    """Byte-level BPE over ``texts`` as a transformers tokenizer, special tokens and chat
+    template included.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -26,7 +30,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
         texts,
-        trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -1,11 +1,12 @@
-"""A program that tokenises chunks for another: it reads the tokenizer once and divides into processes, which share it.
+"""A program that tokenises chunks for another: it reads the tokenizer once and divides into
+processes, which share it.
 
     python -m chronicals.data.worker FOLDER IN:OUT [IN:OUT ...]
 
-The folder holds the tokenizer as ``save_pretrained`` writes it, and ``how.json``. Each process has two pipes, given as file
-descriptors: chunks come in by one, what they become goes out by the other. The first frame that goes out says whether this
-tokenizer is the same as there. A process ends where its chunks do, and with the one that started it; one that fails ends them
-all.
+The folder holds the tokenizer as ``save_pretrained`` writes it, and ``how.json``. Each process has
+two pipes, given as file descriptors: chunks come in by one, what they become goes out by the other.
+The first frame that goes out says whether this tokenizer is the same as there. A process ends where
+its chunks do, and with the one that started it; one that fails ends them all.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
 
     inner = getattr(transformers, how["class"]).from_pretrained(folder)
     trained = how["train_on"], how["train_on_roles"], how["train_on_turns"]
-    return Tokenizer(inner, *trained, how["completions_as_chat"], how["kinds"], how["train_after_stop"])
+    return Tokenizer(
+        inner, *trained, how["completions_as_chat"], how["kinds"], how["train_after_stop"]
+    )
 
 
 def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:
@@ -52,9 +55,13 @@ def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:
 
 
 def divided(pipes: list[Pipes], serving: Callable[[Pipes], None]) -> int:
-    """Once all have ended: the status of the first process that failed, or 128 and the number of its signal; else 0."""
+    """Once all have ended: the status of the first process that failed, or 128 and the number of
+    its signal; else 0.
+    """
     processes = {_begun(pipes, own, serving) for own in pipes}
-    signal.signal(signal.SIGTERM, lambda *_: None)  # it is sent to all of them, and this one sees them end
+    signal.signal(
+        signal.SIGTERM, lambda *_: None
+    )  # it is sent to all of them, and this one sees them end
     _close(pipes)
     failed = 0
     while processes:
@@ -70,7 +77,8 @@ def divided(pipes: list[Pipes], serving: Callable[[Pipes], None]) -> int:
 def _begun(pipes: list[Pipes], own: Pipes, serving: Callable[[Pipes], None]) -> int:
     """The number of a new process that serves its own pipes, and holds no other's open.
 
-    It serves them in a thread, whose memory is an arena of its own: the heap, full of holes that reading the tokenizer left,
+    It serves them in a thread, whose memory is an arena of its own: the heap, full of holes that
+        reading the tokenizer left,
     is not written to, and all processes go on sharing its pages.
     """
     parent = os.getpid()
@@ -106,7 +114,9 @@ def main() -> None:
     same = tokenizer.fingerprint() == how["fingerprint"]
     encoder = ChunkEncoder(tokenizer, how["width"], how["overlong"], AT_ONCE)
     encoder.rows.on_one_core()
-    list(encoder.encoded([Chunk(0, ["a row"], [{"text": "a"}])]))  # what the first row makes, all share
+    list(
+        encoder.encoded([Chunk(0, ["a row"], [{"text": "a"}])])
+    )  # what the first row makes, all share
     gc.freeze()
     sys.exit(divided(pipes, lambda own: serve(encoder, same, own)))
 

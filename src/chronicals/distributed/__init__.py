@@ -91,7 +91,7 @@ __all__ = [
     "weight_mesh",
     "whole_parts",
     "why_embedding_stays_whole",
-]  # fmt: skip
+]
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,6 @@
-"""What one process does while the others do something else must not need them: they would wait for each other for ever."""
+"""What one process does while the others do something else must not need them: they would wait
+for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 
 @contextmanager
 def alone(modules: Collection[nn.Module], refusal: Callable[[str], Exception]) -> Iterator[None]:
-    """Within: a forward pass of one of ``modules``, whose weights are divided among processes, raises before it begins, and so
-    does any other collective.
+    """Within: a forward pass of one of ``modules``, whose weights are divided among processes,
+    raises before it begins, and so does any other collective.
 
     Args:
         refusal: makes the error of what was called.
@@ -41,8 +43,14 @@ class _NoCollectives(TorchDispatchMode):
         self.refusal = refusal
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func.namespace in COLLECTIVES:
-            raise self.refusal(f"asked all processes for something ({func.name().partition('::')[2]})")
+            raise self.refusal(
+                f"asked all processes for something ({func.name().partition('::')[2]})"
+            )
         return func(*args, **(kwargs or {}))

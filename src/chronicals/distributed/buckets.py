@@ -1,8 +1,9 @@
-"""Gradients summed over the ranks by few collectives: small ones lie one behind the other in flat buckets.
+"""Gradients summed over the ranks by few collectives: small ones lie one behind the other in flat
+buckets.
 
-A collective takes its launch beside its bytes, and a model with adapters has hundreds of small gradients. A bucket costs a copy
-in and a copy out, at the bandwidth of the memory, which is many times that of what joins the cards. A gradient that fills a
-bucket by itself is summed where it is.
+A collective takes its launch beside its bytes, and a model with adapters has hundreds of small
+gradients. A bucket costs a copy in and a copy out, at the bandwidth of the memory, which is many
+times that of what joins the cards. A gradient that fills a bucket by itself is summed where it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ IN_FLIGHT = 3
 
 
 def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor]]:
-    """The gradients in order, those together that are in one bucket: neighbours of one dtype, no more than ``size`` bytes."""
+    """The gradients in order, those together that are in one bucket: neighbours of one dtype, no
+    more than ``size`` bytes.
+    """
     found, room = list[list[Tensor]](), 0
     for gradient in gradients:
         if not found or gradient.nbytes > room or gradient.dtype != found[-1][0].dtype:
@@ -57,4 +60,6 @@ def _land(bucket: list[Tensor], flat: Tensor, work: dist.Work) -> None:
     work.wait()
     if bucket:
         parts = flat.split([gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [part.view(gradient.shape) for part, gradient in zip(parts, bucket)])
+        torch._foreach_copy_(
+            bucket, [part.view(gradient.shape) for part, gradient in zip(parts, bucket)]
+        )

@@ -2,10 +2,11 @@
 
     y = W[x] · e        W [V, D], of which rank r of n has the columns r D/n to (r + 1) D/n; e: a scale that some classes have
 
-The ids of all ranks are gathered, each rank looks up its columns for all of them, and one all-to-all gives each rank its own
-tokens with all columns. Of T tokens in 16 bit a rank sends (n − 1) (8 T + 2 T D / n) bytes, where gathering W would take
-2 V D (n − 1) / n: of a Llama of 8 billion parameters, at 8,192 tokens on two cards, 34 MB instead of 525, in 0.2 ms over
-200 GB/s. There is no backward pass.
+The ids of all ranks are gathered, each rank looks up its columns for all of them, and one
+all-to-all gives each rank its own tokens with all columns. Of T tokens in 16 bit a rank sends (n −
+1) (8 T + 2 T D / n) bytes, where gathering W would take 2 V D (n − 1) / n: of a Llama of 8 billion
+parameters, at 8,192 tokens on two cards, 34 MB instead of 525, in 0.2 ms over 200 GB/s. There is no
+backward pass.
 """
 
 from __future__ import annotations
@@ -28,27 +29,43 @@ from chronicals.patching.fused_weights import is_hooked
 
 
 class EmbeddingInShards(nn.Module):
-    """``W[x]`` over columns of which this rank holds some. All ranks call it alike. Nothing of W is in a state dict.
+    """``W[x]`` over columns of which this rank holds some. All ranks call it alike. Nothing of W is
+    in a state dict.
 
     Args:
-        embedding: as a whole, one for which ``is_embedding`` is true; its weight may be in a file that is mapped to memory, of
-            which this reads its columns alone.
+        embedding: as a whole, one for which ``is_embedding`` is true; its weight may be in a file
+            that is mapped to memory, of which this reads its columns alone.
         rank, count: this one among those that hold a copy, whose number divides the columns.
         group: of these, all ranks by default.
 
     Attributes:
-        equal_lengths: whether all ranks look up as many ids; else they tell each other how many, and the host waits for that.
+        equal_lengths: whether all ranks look up as many ids; else they tell each other how many,
+            and the host waits for that.
     """
 
-    def __init__(self, embedding: nn.Embedding, rank: int, count: int, device: torch.device, group: Any = None):
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        rank: int,
+        count: int,
+        device: torch.device,
+        group: Any = None,
+    ):
         super().__init__()
-        (self.num_embeddings, self.embedding_dim), self.padding_idx = embedding.weight.shape, embedding.padding_idx
+        (self.num_embeddings, self.embedding_dim), self.padding_idx = (
+            embedding.weight.shape,
+            embedding.padding_idx,
+        )
         self.count, self.group, self.equal_lengths = count, group, False
         own = embedding.weight.detach().chunk(count, dim=1)[rank].to(device, copy=True).contiguous()
         self.weight = nn.Parameter(own, requires_grad=False)
         setattr(self.weight, PART, count)
         scale = getattr(embedding, "embed_scale", None)
-        self.register_buffer("embed_scale", None if scale is None else torch.as_tensor(scale).to(device), persistent=False)
+        self.register_buffer(
+            "embed_scale",
+            None if scale is None else torch.as_tensor(scale).to(device),
+            persistent=False,
+        )
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
@@ -67,7 +84,9 @@ class EmbeddingInShards(nn.Module):
     def _longest(self, length: int, device: torch.device) -> int:
         """The most ids that a rank looks up."""
         lengths = torch.empty(self.count, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(lengths, torch.tensor([length], device=device), group=self.group)
+        dist.all_gather_into_tensor(
+            lengths, torch.tensor([length], device=device), group=self.group
+        )
         return int(lengths.max())
 
     def _save_to_state_dict(self, *_: Any) -> None:
@@ -81,18 +100,27 @@ class EmbeddingInShards(nn.Module):
 
 
 def why_embedding_stays_whole(model: Any, count: int) -> str | None:
-    """Why ``count`` ranks all keep the whole input embedding of a model; None where they can divide it, or have."""
+    """Why ``count`` ranks all keep the whole input embedding of a model; None where they can
+    divide it, or have.
+    """
     layer = model.get_input_embeddings()
     if isinstance(layer, EmbeddingInShards):
         return None
-    own, width = [p for module in model.modules() for p in module._parameters.values()], embedding_table(model).shape[1]
+    own, width = (
+        [p for module in model.modules() for p in module._parameters.values()],
+        embedding_table(model).shape[1],
+    )
     reasons = {
         "it has an adapter, or tokens that are trained": lambda: hasattr(layer, "base_layer"),
         "it is trained": lambda: any(p.requires_grad for p in layer.parameters()),
-        "another layer, as a head, has the same weight": lambda: sum(p is layer.weight for p in own) > 1,
+        "another layer, as a head, has the same weight": lambda: (
+            sum(p is layer.weight for p in own) > 1
+        ),
         "it has hooks, or a forward that is not its class's": lambda: is_hooked(layer),
         f"{type(layer).__name__} is more than a table of rows": lambda: not is_embedding(layer),
-        "it has rows that its base lacks, and is saved with the adapter": lambda: bool(_saved_with_the_adapter(model)),
+        "it has rows that its base lacks, and is saved with the adapter": lambda: bool(
+            _saved_with_the_adapter(model)
+        ),
         f"its {width} columns cannot be divided by {count}": lambda: bool(width % count),
     }
     return next((reason for reason, there in reasons.items() if there()), None)
@@ -102,8 +130,11 @@ def _saved_with_the_adapter(model: Any) -> list[str]:
     return embeddings_to_store(model, lasting(model.config._name_or_path) or None)
 
 
-def shard_embedding(model: Any, rank: int, count: int, device: torch.device, group: Any = None) -> str | None:
-    """Divide the frozen input embedding of a model among ranks, in place; why it stays whole, or None.
+def shard_embedding(
+    model: Any, rank: int, count: int, device: torch.device, group: Any = None
+) -> str | None:
+    """Divide the frozen input embedding of a model among ranks, in place; why it stays whole, or
+    None.
 
     Args:
         rank, count: this one among those that hold a copy.
@@ -115,7 +146,9 @@ def shard_embedding(model: Any, rank: int, count: int, device: torch.device, gro
         return None
     if (reason := why_embedding_stays_whole(model, count)) is None:
         path = next(path for path, module in model.named_modules() if module is layer)
-        model.set_submodule(path, EmbeddingInShards(layer, rank, count, device, group).train(layer.training))
+        model.set_submodule(
+            path, EmbeddingInShards(layer, rank, count, device, group).train(layer.training)
+        )
     return reason
 
 

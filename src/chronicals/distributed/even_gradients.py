@@ -1,9 +1,11 @@
-"""Every rank sums the gradients of all of a unit's trained weights, also of those that its micro-batch did not use.
+"""Every rank sums the gradients of all of a unit's trained weights, also of those that its
+micro-batch did not use.
 
-FSDP lays the gradients that a rank has one after the other. Where ranks use other weights of a unit, such as experts that are
-modules of their own, the rows of one weight would be added to those of another. A weight that is not used has zeros here, as
-with torch's ``set_reduce_scatter_unused_params``, which torch 2.11 lacks; and it is known which weights were used, since one
-that no rank uses is not updated.
+FSDP lays the gradients that a rank has one after the other. Where ranks use other weights of a
+unit, such as experts that are modules of their own, the rows of one weight would be added to those
+of another. A weight that is not used has zeros here, as with torch's
+``set_reduce_scatter_unused_params``, which torch 2.11 lacks; and it is known which weights were
+used, since one that no rank uses is not updated.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ USED = "_chronicals_used"
 
 
 def sum_evenly(unit: nn.Module) -> None:
-    """Give weights without a gradient zeros before the unit, after ``fully_shard``, sums its gradients."""
+    """Give weights without a gradient zeros before the unit, after ``fully_shard``, sums its
+    gradients.
+    """
     if (group := _group(unit)) is None:
         return
     summed = group.post_backward
@@ -43,8 +47,8 @@ def _complete(one: Any) -> None:
 
 
 def forget_broken_step(model: nn.Module) -> None:
-    """Of a step that ended between its micro-batches: which weights were used, and what was to be added up among copies, which
-    FSDP would add to the first sums of the next step."""
+    """Of a step that ended between its micro-batches: which weights were used, and what was to
+    be added up among copies, which FSDP would add to the first sums of the next step."""
     groups = (_group(module) for module in model.modules() if isinstance(module, FSDPModule))
     for group in filter(None, groups):
         group._partial_reduce_output = None

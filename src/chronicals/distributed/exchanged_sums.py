@@ -1,8 +1,10 @@
-"""Gradients of FSDP's units are sent in the 16 bits in which they were computed, and summed in fp32 where they arrive.
+"""Gradients of FSDP's units are sent in the 16 bits in which they were computed, and summed in fp32
+where they arrive.
 
-A reduce-scatter adds on the way, so that sums in fp32 send fp32: 4 bytes a weight. Here every rank sends each other one its
-part, 2 bytes a weight, and adds what it received (as Megatron-Core's ``reduce_scatter_with_fp32_accumulation`` does). No number
-is rounded that a sum in fp32 does not round.
+A reduce-scatter adds on the way, so that sums in fp32 send fp32: 4 bytes a weight. Here every rank
+sends each other one its part, 2 bytes a weight, and adds what it received (as Megatron-Core's
+``reduce_scatter_with_fp32_accumulation`` does). No number is rounded that a sum in fp32 does not
+round.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from torch import Tensor
 
 
 class ExchangedSums:
-    """In place of the reduce-scatter of one unit (``FSDPModule.set_custom_reduce_scatter``), whose ``reduce_dtype`` is that of
-    its gradients.
+    """In place of the reduce-scatter of one unit (``FSDPModule.set_custom_reduce_scatter``), whose
+    ``reduce_dtype`` is that of its gradients.
 
-    FSDP asks for two tensors each time: ``[W · n]`` for the gradients, the parts of all W ranks, then ``[n]`` for this rank's
+    FSDP asks for two tensors each time: ``[W · n]`` for the gradients, the parts of all W ranks,
+        then ``[n]`` for this rank's
     sums.
 
     Args:
@@ -39,8 +42,15 @@ class ExchangedSums:
         self._sums = numbers // self.ranks
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp) -> None:
-        """Fill ``output_tensor [n]`` with the sums over ranks of this one's part of ``input_tensor [W · n]``.
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+    ) -> None:
+        """Fill ``output_tensor [n]`` with the sums over ranks of this one's part of ``input_tensor
+        [W · n]``.
 
         Raises:
             ValueError: ``op`` is not a sum.

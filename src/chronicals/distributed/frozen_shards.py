@@ -1,16 +1,18 @@
-"""Frozen weights of which every rank holds some rows: gathered as bytes for each decoder layer, read by its products.
+"""Frozen weights of which every rank holds some rows: gathered as bytes for each decoder layer,
+read by its products.
 
-QLoRA over ZeRO stage 3. A layer's weights, of whatever format, are one row of bytes a rank; they are gathered into one of two
-buffers when the first product of the layer asks for them, and those of the layer that follows, in the direction of the pass,
-beside it. A product writes the rows of all ranks into the dense buffer that its adapters are in, by a launch for each rank:
-nothing else is copied. Bytes of a pass, of N weights over W ranks: N (W − 1) / W times 2 in 16 bit, 0.516 in NF4.
+QLoRA over ZeRO stage 3. A layer's weights, of whatever format, are one row of bytes a rank; they
+are gathered into one of two buffers when the first product of the layer asks for them, and those of
+the layer that follows, in the direction of the pass, beside it. A product writes the rows of all
+ranks into the dense buffer that its adapters are in, by a launch for each rank: nothing else is
+copied. Bytes of a pass, of N weights over W ranks: N (W − 1) / W times 2 in 16 bit, 0.516 in NF4.
 
-Weights are cut at whole rows, in NF4 at whole blocks of scales (256 · 64 values), so that rows need nothing of other ranks;
-what cannot be cut so stays whole on every rank.
+Weights are cut at whole rows, in NF4 at whole blocks of scales (256 · 64 values), so that rows need
+nothing of other ranks; what cannot be cut so stays whole on every rank.
 
-A training pass begins and ends with nothing held (``Gathers.passing``): what it gathers, and in which order, depends on the
-pass alone. So ranks that replay a captured pass send what others send, whatever they did before, and a replayed pass reads
-nothing that it did not gather.
+A training pass begins and ends with nothing held (``Gathers.passing``): what it gathers, and in
+which order, depends on the pass alone. So ranks that replay a captured pass send what others send,
+whatever they did before, and a replayed pass reads nothing that it did not gather.
 """
 
 from __future__ import annotations
@@ -116,15 +118,19 @@ class PackedRows:
             return None
         (rows, width), scales = packed.shape, packed.scales
         own = replace(
-            scales, absmax=scales.absmax.view(-1).chunk(count)[rank].clone(),
-            absmax2=None if scales.absmax2 is None else scales.absmax2.view(-1).chunk(count)[rank].clone(),
-        )  # fmt: skip
+            scales,
+            absmax=scales.absmax.view(-1).chunk(count)[rank].clone(),
+            absmax2=None
+            if scales.absmax2 is None
+            else scales.absmax2.view(-1).chunk(count)[rank].clone(),
+        )
         codes = packed.codes.detach().view(-1).chunk(count)[rank].clone()
         return cls(replace(packed, codes=codes, scales=own, shape=(rows // count, width)))
 
 
 class Gathers:
-    """The units of a model in the order of its forward pass, and two buffers that they are gathered into by turns.
+    """The units of a model in the order of its forward pass, and two buffers that they are gathered
+    into by turns.
 
     Args:
         group: ranks that hold the parts of one copy, all of them by default.
@@ -145,7 +151,8 @@ class Gathers:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Within: a forward and a backward pass that gather all that they read, and wait for all that they began to gather.
+        """Within: a forward and a backward pass that gather all that they read, and wait for all
+        that they began to gather.
 
         A pass is captured within it. ``forget`` comes before the first, outside of a capture.
         """
@@ -157,23 +164,26 @@ class Gathers:
             self._hold_none()
 
     def forget(self) -> None:
-        """Wait for what another pass, an evaluation or one that was broken off, began to gather, and hold nothing of it."""
+        """Wait for what another pass, an evaluation or one that was broken off, began to gather,
+        and hold nothing of it.
+        """
         for flying in self._flying:
             if flying is not None:
                 flying.wait()
         self._hold_none()
 
     def _hold_none(self) -> None:
-        """Of a capture that failed nothing was gathered, and nothing can be waited for. Elsewhere a card gathers in the order
-        in which the host asked for it, as later gathers into the same buffer must; the host does not."""
+        """Of a capture that failed nothing was gathered, and nothing can be waited for.
+        Elsewhere a card gathers in the order in which the host asked for it, as later gathers
+        into the same buffer must; the host does not."""
         for flying, buffer in zip(self._flying, self._buffers):
             if flying is not None and not buffer.is_cuda:
                 flying.wait()
         self._holds, self._flying, self._now = [None, None], [None, None], None
 
     def of(self, unit: Unit) -> Tensor:
-        """The bytes of all ranks, uint8 ``[ranks, bytes]``, valid until the layer after the next is asked for. All ranks ask in
-        one order. The host does not wait for a card."""
+        """The bytes of all ranks, uint8 ``[ranks, bytes]``, valid until the layer after the next
+        is asked for. All ranks ask in one order. The host does not wait for a card."""
         backward = torch._C._current_graph_task_id() != -1
         slot = unit.number % 2
         self._begin(unit)
@@ -188,7 +198,9 @@ class Gathers:
         return self._place(unit)
 
     def _begin(self, unit: Unit) -> None:
-        """Unless it is there or on its way: gather it into the buffer of the unit before the last, which was read already."""
+        """Unless it is there or on its way: gather it into the buffer of the unit before the
+        last, which was read already.
+        """
         slot = unit.number % 2
         if self._holds[slot] is unit:
             return
@@ -196,13 +208,18 @@ class Gathers:
             self._flying[slot].wait()
         self._holds[slot] = unit
         there = self._place(unit).view(-1)
-        self._flying[slot] = dist.all_gather_into_tensor(there, unit.own, group=self.group, async_op=True)
+        self._flying[slot] = dist.all_gather_into_tensor(
+            there, unit.own, group=self.group, async_op=True
+        )
 
     def lay(self) -> None:
         """The buffers, which stay where they are: captured passes write to them."""
         size = max(len(unit.own) for unit in self.units) * self.count
         with torch.inference_mode(False):
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.units[0].own.device) for _ in range(2)]
+            self._buffers = [
+                torch.empty(size, dtype=torch.uint8, device=self.units[0].own.device)
+                for _ in range(2)
+            ]
 
     def _place(self, unit: Unit) -> Tensor:
         if not self._buffers:
@@ -281,7 +298,9 @@ class FrozenRows:
         return self.codes.nbytes
 
     @classmethod
-    def base(cls, packed: Sequence[FrozenRows], columns: int = 0, ranks: Sequence[int] = ()) -> FrozenBase:
+    def base(
+        cls, packed: Sequence[FrozenRows], columns: int = 0, ranks: Sequence[int] = ()
+    ) -> FrozenBase:
         return FrozenBase(packed, columns, ranks)
 
 
@@ -290,13 +309,15 @@ class FrozenBase(PackedBase):
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Of a dense weight that no other rank has a part of: the most; the gathered bytes are beside it."""
+        """Of a dense weight that no other rank has a part of: the most; the gathered bytes are
+        beside it.
+        """
         return float(itemsize)
 
 
 class LinearInShards(PackedLinear):
-    """``x Wᵀ + b`` over rows of which this rank holds some. All ranks call it alike. Nothing of W is in a state dict: adapters
-    are saved, their base is where it was loaded from.
+    """``x Wᵀ + b`` over rows of which this rank holds some. All ranks call it alike. Nothing of W
+    is in a state dict: adapters are saved, their base is where it was loaded from.
 
     Args:
         form: of this rank's rows.
@@ -304,7 +325,9 @@ class LinearInShards(PackedLinear):
         outputs: of the whole weight.
     """
 
-    def __init__(self, form: Form, unit: Unit, outputs: int, dtype: torch.dtype, bias: Tensor | None):
+    def __init__(
+        self, form: Form, unit: Unit, outputs: int, dtype: torch.dtype, bias: Tensor | None
+    ):
         super().__init__(torch.empty(0, dtype=torch.uint8), (outputs, form.shape[1]), dtype, bias)
         self.form, self.unit, self.places = form, unit, unit.place(form)
         self.in_4_bits = isinstance(form, PackedRows)
@@ -314,8 +337,13 @@ class LinearInShards(PackedLinear):
         """Once the unit is closed: put the rows where they are gathered from."""
         for name, tensor in self.form.parts().items():
             begin, size, _, _ = self.places[name]
-            self.unit.own[begin : begin + size].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        first, (last, size, _, _) = min(begin for begin, *_ in self.places.values()), max(self.places.values(), key=_begins)
+            self.unit.own[begin : begin + size].copy_(
+                tensor.contiguous().view(-1).view(torch.uint8)
+            )
+        first, (last, size, _, _) = (
+            min(begin for begin, *_ in self.places.values()),
+            max(self.places.values(), key=_begins),
+        )
         self.weight = nn.Parameter(self.unit.own[first : last + size], requires_grad=False)
         setattr(self.weight, PART, self.unit.gathers.count)
         setattr(self.weight, CODES, next(iter(self.places.values()))[1])
@@ -333,7 +361,9 @@ class LinearInShards(PackedLinear):
     @torch.no_grad()
     def squared_norms(self) -> Tensor:
         dense = self.packed.dense()
-        return torch.linalg.vector_norm(dense, dim=1, dtype=torch.promote_types(self.dtype, torch.float32)).square_()
+        return torch.linalg.vector_norm(
+            dense, dim=1, dtype=torch.promote_types(self.dtype, torch.float32)
+        ).square_()
 
     def _product(self, x: Tensor) -> Tensor:
         y: Tensor = _Product.apply(x, self.packed)
@@ -346,7 +376,9 @@ class LinearInShards(PackedLinear):
             self.bias.data = fn(self.bias.data)
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
@@ -364,16 +396,24 @@ def _begins(place: tuple[int, int, torch.dtype, torch.Size]) -> int:
 
 
 def _without_data(form: Form, device: torch.device) -> Form:
-    """The same without tensors that are gathered; those that every rank has whole on the device where rows are gathered."""
+    """The same without tensors that are gathered; those that every rank has whole on the device
+    where rows are gathered.
+    """
     if isinstance(form, DenseRows):
         return replace(form, rows=form.rows.to("meta"))
     assert isinstance(form, PackedRows)
     packed, scales = form.packed, form.packed.scales
     absmax2, code2, offset = (
         None if tensor is None else tensor.to(place)
-        for tensor, place in ((scales.absmax2, "meta"), (scales.code2, device), (scales.offset, device))
+        for tensor, place in (
+            (scales.absmax2, "meta"),
+            (scales.code2, device),
+            (scales.offset, device),
+        )
     )
-    empty = replace(scales, absmax=scales.absmax.to("meta"), absmax2=absmax2, code2=code2, offset=offset)
+    empty = replace(
+        scales, absmax=scales.absmax.to("meta"), absmax2=absmax2, code2=code2, offset=offset
+    )
     return PackedRows(replace(packed, codes=packed.codes.to("meta"), scales=empty))
 
 
@@ -390,14 +430,19 @@ class _Product(torch.autograd.Function):
 
 def gathers_of(model: nn.Module) -> Gathers | None:
     """Of a model whose frozen weights are divided among ranks; else None."""
-    return next((module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards)), None)
+    return next(
+        (module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards)),
+        None,
+    )
 
 
 FormOf = Callable[[nn.Module, int, int, torch.dtype], Form | None]
 
 
 class RowsRead(nn.Module):
-    """In the place of a linear layer, while a model is read: this rank's rows of it, or all where it cannot be cut."""
+    """In the place of a linear layer, while a model is read: this rank's rows of it, or all
+    where it cannot be cut.
+    """
 
     def __init__(self, linear: nn.Linear, form: Form | None, whole: nn.Linear | PackedLinear):
         super().__init__()
@@ -410,9 +455,9 @@ class RowsRead(nn.Module):
     @classmethod
     def reading(
         cls, ranks: Mesh, sharing: int, device: torch.device, dtype: torch.dtype, nf4: bool
-    ) -> Callable[[nn.Linear, Tensor], RowsRead]:  # fmt: skip
-        """What makes it of a weight that was read, quantised first if asked, on the device; no more than one weight is there
-        whole."""
+    ) -> Callable[[nn.Linear, Tensor], RowsRead]:
+        """What makes it of a weight that was read, quantised first if asked, on the device; no
+        more than one weight is there whole."""
 
         def take(linear: nn.Linear, weight: Tensor) -> RowsRead:
             plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -447,7 +492,9 @@ def rows_of_layer(layer: nn.Module, rank: int, count: int, dtype: torch.dtype) -
 
 
 def can_be_cut(layer: nn.Module, count: int) -> bool:
-    """Whether ``rows_of_layer`` finds rows for each of so many ranks; True where they have them already."""
+    """Whether ``rows_of_layer`` finds rows for each of so many ranks; True where they have them
+    already.
+    """
     if isinstance(layer, RowsRead):
         return layer.form is not None
     if isinstance(layer, Linear4bit):
@@ -458,7 +505,9 @@ def can_be_cut(layer: nn.Module, count: int) -> bool:
 
 
 def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The linear layers, by their paths in the decoder layer that they are in, of which nothing is trained."""
+    """The linear layers, by their paths in the decoder layer that they are in, of which nothing
+    is trained.
+    """
     for layer in layers:
         for path, child in list(layer.named_modules()):
             linear = isinstance(child, (nn.Linear, PackedLinear, RowsRead))
@@ -468,16 +517,22 @@ def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def shard_frozen(
-    layers: Sequence[nn.Module], ranks: Mesh, sharing: int, device: torch.device, dtype: torch.dtype,
+    layers: Sequence[nn.Module],
+    ranks: Mesh,
+    sharing: int,
+    device: torch.device,
+    dtype: torch.dtype,
     form_of: FormOf | None = None,
-) -> Gathers:  # fmt: skip
-    """Divide the frozen linear layers of decoder layers among ranks, in place, a layer after the other.
+) -> Gathers:
+    """Divide the frozen linear layers of decoder layers among ranks, in place, a layer after the
+    other.
 
     Args:
         sharing: neighbours that hold one copy.
         device: where parts stay.
         dtype: of weights that are not packed, and of products.
-        form_of: makes a rank's rows of a layer, which may have no weight as yet; by default they are cut out of its weight.
+        form_of: makes a rank's rows of a layer, which may have no weight as yet; by default they
+            are cut out of its weight.
 
     Raises:
         ValueError: none can be divided.
@@ -493,7 +548,9 @@ def shard_frozen(
                 whole.append(path)
                 continue
             bias = None if child.bias is None else child.bias.detach().to(device)
-            replaced.append(LinearInShards(form, unit, child.out_features, dtype, bias).train(child.training))
+            replaced.append(
+                LinearInShards(form, unit, child.out_features, dtype, bias).train(child.training)
+            )
             layer.set_submodule(path, replaced[-1])
         if not replaced:
             gathers.units.pop()
@@ -503,13 +560,20 @@ def shard_frozen(
             linear.settle()
         cut += len(replaced)
     if not cut:
-        raise ValueError("sharding='weights': no frozen linear layer of its decoder layers can be divided; leave it out")
+        raise ValueError(
+            "sharding='weights': no frozen linear layer of its decoder layers can be divided; "
+            "leave it out"
+        )
     if whole and ranks.writer:
         some = ", ".join(sorted(set(whole))[:5])
         logger.warning(
-            "sharding: %d linear layers stay whole on every process, their rows cannot be divided by %d at whole blocks of "
-            "scales (%s)", len(whole), sharing, some,
-        )  # fmt: skip
+            "sharding: %d linear layers stay whole on every process, their rows cannot be divided "
+            "by %d at whole blocks of "
+            "scales (%s)",
+            len(whole),
+            sharing,
+            some,
+        )
     gathers.lay()
     return gathers
 

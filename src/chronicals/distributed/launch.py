@@ -1,4 +1,6 @@
-"""Whether this process was started as one of several, read from the variables that launchers set."""
+"""Whether this process was started as one of several, read from the variables that launchers
+set.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
-"""Number of processes, this one among all, this one on its machine: torchrun and job operators, Open MPI, MVAPICH2, MPICH and
-Intel MPI, Slurm."""
+"""Number of processes, this one among all, this one on its machine: torchrun and job operators,
+Open MPI, MVAPICH2, MPICH and Intel MPI, Slurm."""
 
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 """Where the processes find each other."""
@@ -47,7 +49,8 @@ class Launch:
         """None where this process is alone.
 
         Raises:
-            ConfigurationError: a variable is no number, or the number of processes is known and not which one this is.
+            ConfigurationError: a variable is no number, or the number of processes is known and not
+                which one this is.
         """
         for size_name, rank_name, local_name in LAUNCHERS:
             if not environment.get(size_name):
@@ -60,9 +63,14 @@ class Launch:
                 return cls(rank, count, local_rank, f"{size_name}={count}")
             if size_name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
                 return None
-        if not environment.get("WORLD_SIZE") and environment.get("RANK") and _number("RANK", environment) > 0:
+        if (
+            not environment.get("WORLD_SIZE")
+            and environment.get("RANK")
+            and _number("RANK", environment) > 0
+        ):
             raise ConfigurationError(
-                f"RANK={environment['RANK']} is set and WORLD_SIZE is not: the number of processes is unknown; {remedy('RANK')}"
+                f"RANK={environment['RANK']} is set and WORLD_SIZE is not: the number of "
+                f"processes is unknown; {remedy('RANK')}"
             )
         return None
 
@@ -71,15 +79,17 @@ class Launch:
         missing = [name for name in MEETING_POINT if not environment.get(name)]
         if missing:
             raise ConfigurationError(
-                f"{self.told_by}: {self.count} processes were started to train together, but {' and '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not set, so they cannot find each other; each would train alone. "
+                f"{self.told_by}: {self.count} processes were started to train together, but "
+                f"{' and '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not set, so they cannot find each other; "
+                "each would train alone. "
                 f"{remedy(self.told_by.partition('=')[0], self.count)}"
             )
 
 
 def become_launcher(count: int, arguments: Sequence[str]) -> None:
-    """Become torchrun, which starts ``count`` processes of ``chronicals ARGUMENTS`` on this machine and ends with them; returns
-    where one process is asked for, this one.
+    """Become torchrun, which starts ``count`` processes of ``chronicals ARGUMENTS`` on this machine
+    and ends with them; returns where one process is asked for, this one.
 
     Without an ``OMP_NUM_THREADS`` of the caller's the processes share the cores.
 
@@ -88,7 +98,8 @@ def become_launcher(count: int, arguments: Sequence[str]) -> None:
     """
     if launch := Launch.found():
         raise ConfigurationError(
-            f"nproc={count}: {launch.told_by} says that {launch.count} processes were started already; leave nproc out, or "
+            f"nproc={count}: {launch.told_by} says that {launch.count} processes were started "
+            "already; leave nproc out, or "
             f"unset {launch.told_by.partition('=')[0]}"
         )
     if count == 1:
@@ -97,9 +108,17 @@ def become_launcher(count: int, arguments: Sequence[str]) -> None:
 
     cards = torch.cuda.device_count()
     if 0 < cards < count:
-        raise ConfigurationError(f"nproc={count}: this machine has {cards} card{'s' * (cards > 1)}; give at most as many")
+        raise ConfigurationError(
+            f"nproc={count}: this machine has {cards} card{'s' * (cards > 1)}; give at most as many"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    launcher = [sys.executable, "-m", "chronicals.distributed.torchrun", "--standalone", f"--nproc-per-node={count}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "chronicals.distributed.torchrun",
+        "--standalone",
+        f"--nproc-per-node={count}",
+    ]
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, "-m", "chronicals.cli", *arguments])
 
@@ -112,7 +131,8 @@ def require_one_process(command: str) -> None:
     """
     if launch := Launch.found():
         raise ConfigurationError(
-            f"{launch.told_by}: {command} runs in one process, and {launch.count} were started; start it without torchrun, "
+            f"{launch.told_by}: {command} runs in one process, and {launch.count} were started; "
+            "start it without torchrun, "
             f"srun or mpirun, or unset {launch.told_by.partition('=')[0]}"
         )
 
@@ -125,22 +145,29 @@ def warn_of_other_processes(command: str) -> None:
         return
     if launch is not None:
         logger.warning(
-            "%s: %s runs in one process; where several were started, each of them does all the work", launch.told_by, command
+            "%s: %s runs in one process; where several were started, each of them does all the "
+            "work",
+            launch.told_by,
+            command,
         )
 
 
 def remedy(variable: str, count: int | None = None) -> str:
     """How to start processes that train together, or one that trains alone."""
     return (
-        f"Start them with `torchrun --nproc-per-node={count or 'N'} -m chronicals.cli train ...` (or a script of yours), or "
-        f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each; for one process alone, unset {variable}"
+        f"Start them with `torchrun --nproc-per-node={count or 'N'} -m chronicals.cli train ...` "
+        "(or a script of yours), or "
+        "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each; for one process "
+        f"alone, unset {variable}"
     )
 
 
 def _place(
     rank_name: str, local_name: str, size_name: str, count: int, environment: Mapping[str, str]
-) -> tuple[int, int | None]:  # fmt: skip
-    """Rank and local rank: the launcher's own variables, or where these are missing those of one that counts as many."""
+) -> tuple[int, int | None]:
+    """Rank and local rank: the launcher's own variables, or where these are missing those of one
+    that counts as many.
+    """
     alike = [
         (rank, local)
         for size, rank, local in LAUNCHERS
@@ -149,19 +176,23 @@ def _place(
     rank_from = next((rank for rank, _ in alike if rank in environment), None)
     if rank_from is None:
         raise ConfigurationError(
-            f"{size_name}={count} is set and {rank_name} is not: which of the {count} processes this one is, is unknown; "
+            f"{size_name}={count} is set and {rank_name} is not: which of the {count} processes "
+            "this one is, is unknown; "
             f"{remedy(size_name, count)}"
         )
     rank = _number(rank_from, environment)
     if not 0 <= rank < count:
-        raise ConfigurationError(f"{rank_from}={rank}: {size_name}={count} says that ranks are 0 to {count - 1}")
+        raise ConfigurationError(
+            f"{rank_from}={rank}: {size_name}={count} says that ranks are 0 to {count - 1}"
+        )
     local_from = next((local for _, local in alike if local in environment), None)
     return rank, None if local_from is None else _number(local_from, environment)
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process, where Slurm says only what the job was allotted: a batch script and an
-    interactive shell (``salloc``) have SLURM_NTASKS too, and are one process."""
+    """Whether ``srun`` started this process, where Slurm says only what the job was allotted: a
+    batch script and an interactive shell (``salloc``) have SLURM_NTASKS too, and are one
+    process."""
     interactive = environment.get("SLURM_JOB_NAME") in ("interactive", "bash")
     batch_script = environment.get("ENVIRONMENT") == "BATCH"
     return "SLURM_PROCID" in environment and not interactive and not batch_script
@@ -172,4 +203,6 @@ def _number(name: str, environment: Mapping[str, str]) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigurationError(f"{name}={text!r}: expected a number, as a launcher sets it; {remedy(name)}") from None
+        raise ConfigurationError(
+            f"{name}={text!r}: expected a number, as a launcher sets it; {remedy(name)}"
+        ) from None

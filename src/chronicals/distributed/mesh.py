@@ -1,7 +1,8 @@
 """The processes that train together, by what each has of the work.
 
-Every rank holds the model, and gradients are summed over all once a step. There are two axes: ranks that are next to each other
-on the context axis have parts of the same packs; along the data axis packs differ.
+Every rank holds the model, and gradients are summed over all once a step. There are two axes: ranks
+that are next to each other on the context axis have parts of the same packs; along the data axis
+packs differ.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ MEETING = timedelta(minutes=30)
 """How long processes wait until all that were started are there."""
 
 PATIENCE = timedelta(seconds=LONGEST_TIMEOUT)
-"""What torch waits for a collective: longer than ``rank_timeout``, after which ``RankWatch`` ends all and names them."""
+"""What torch waits for a collective: longer than ``rank_timeout``, after which ``RankWatch``
+ends all and names them.
+"""
 
 PATTERNS = 8
 """Of parameters with a gradient: how many are kept on the device."""
 
 _announcements = itertools.count()
-"""Numbers of what the first rank has done, the same on all ranks, which take part in the same order."""
+"""Numbers of what the first rank has done, the same on all ranks, which take part in the same
+order.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,19 +66,25 @@ class Mesh:
     count: int = 1
     local_rank: int = 0
     context: Context | None = None
-    _patterns: dict[tuple[bool, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _patterns: dict[tuple[bool, ...], Tensor] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def current(cls) -> Mesh:
-        """Join the processes that were started with this one (nccl with cards, else gloo); alone without any.
+        """Join the processes that were started with this one (nccl with cards, else gloo); alone
+        without any.
 
         Raises:
-            ConfigurationError: several were started and cannot find each other; the message names the variable.
+            ConfigurationError: several were started and cannot find each other; the message names
+                the variable.
         """
         launch = Launch.found()
         if launch is None and not dist.is_initialized():
             return cls()
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # ranks would meet in each capture, where one may fail alone
+        os.environ.setdefault(
+            "NCCL_GRAPH_REGISTER", "0"
+        )  # ranks would meet in each capture, where one may fail alone
         local_rank = launch.local_rank if launch else None
         if local_rank is None:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -83,8 +94,11 @@ class Mesh:
             launch.require_meeting_point()
             logger.info(
                 "%s: waiting at %s:%s for the %d processes that train together",
-                launch.told_by, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], launch.count,
-            )  # fmt: skip
+                launch.told_by,
+                os.environ["MASTER_ADDR"],
+                os.environ["MASTER_PORT"],
+                launch.count,
+            )
             _join(launch)
         Presence.begin(dist.get_rank(), dist.get_world_size())
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
@@ -99,18 +113,22 @@ class Mesh:
             ConfigurationError: they cannot be divided so.
         """
         inner = inner or number
-        if (number, inner) == ((self.context.count, self.context.inner) if self.context else (1, 1)):
+        if (number, inner) == (
+            (self.context.count, self.context.inner) if self.context else (1, 1)
+        ):
             return self
         if number == 1:
             return replace(self, context=None)
         if self.count % number:
             raise ConfigurationError(
-                f"context_parallel={number}: {self.count} processes cannot share packs {number} by {number}; start "
+                f"context_parallel={number}: {self.count} processes cannot share packs {number} "
+                f"by {number}; start "
                 f"a multiple of {number} (--nproc {number}), or take a divisor"
             )
         if number % inner:
             raise ConfigurationError(
-                f"context_heads={inner}: {number} processes that share packs cannot exchange heads {inner} by {inner}; take a "
+                f"context_heads={inner}: {number} processes that share packs cannot exchange "
+                f"heads {inner} by {inner}; take a "
                 f"divisor of {number}"
             )
         inner_group = outer_group = None  # every rank takes part in making every group
@@ -121,7 +139,9 @@ class Mesh:
             for begin in range(first, first + inner) if inner < number else ():
                 group = group_of(ranks := list(range(begin, first + number, inner)))
                 outer_group = group if self.rank in ranks else outer_group
-        return replace(self, context=Context(self.rank % number, number, inner, inner_group, outer_group))
+        return replace(
+            self, context=Context(self.rank % number, number, inner, inner_group, outer_group)
+        )
 
     @property
     def data_rank(self) -> int:
@@ -140,10 +160,14 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes: on its own card, the current one if it is alone; on the CPU without cards."""
+        """Where this process computes: on its own card, the current one if it is alone; on the
+        CPU without cards.
+        """
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        return torch.device("cuda", card_of(self.local_rank) if self.count > 1 else torch.cuda.current_device())
+        return torch.device(
+            "cuda", card_of(self.local_rank) if self.count > 1 else torch.cuda.current_device()
+        )
 
     @torch.no_grad()
     def same_weights(self, tensors: Iterable[Tensor]) -> None:
@@ -152,7 +176,9 @@ class Mesh:
             for tensor in tensors:
                 sent = tensor.data.contiguous()
                 with WAITING.within():
-                    dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)  # not every type can be sent as it is
+                    dist.broadcast(
+                        sent.reshape(-1).view(torch.uint8), src=0
+                    )  # not every type can be sent as it is
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(sent)
             with WAITING.within():
@@ -160,10 +186,12 @@ class Mesh:
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor | None:
-        """Replace every gradient, and every scalar, by the sum over the ranks; a rank without a gradient adds zeros.
+        """Replace every gradient, and every scalar, by the sum over the ranks; a rank without a
+        gradient adds zeros.
 
         Returns:
-            fp32 ``[len(parameters)]`` on the device: how many ranks had a gradient of each; None where this one is alone.
+            fp32 ``[len(parameters)]`` on the device: how many ranks had a gradient of each; None
+            where this one is alone.
         """
         if self.count == 1:
             return None
@@ -181,18 +209,23 @@ class Mesh:
         return beside[len(scalars) :]
 
     def held_by(self, pattern: tuple[bool, ...], device: torch.device) -> Tensor:
-        """fp32, 1 for each parameter that has a gradient here; the last few are kept, since steps take turns with few."""
+        """fp32, 1 for each parameter that has a gradient here; the last few are kept, since
+        steps take turns with few.
+        """
         found = self._patterns.pop(pattern, None)
         if found is None:
             on_card = device.type == "cuda"  # from pinned memory, which the host does not wait for
-            found = torch.tensor(pattern, dtype=torch.float32, pin_memory=on_card).to(device, non_blocking=on_card)
+            found = torch.tensor(pattern, dtype=torch.float32, pin_memory=on_card).to(
+                device, non_blocking=on_card
+            )
         self._patterns[pattern] = found
         if len(self._patterns) > PATTERNS:
             del self._patterns[next(iter(self._patterns))]
         return found
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients together, an fp32 scalar on their device, without waiting for it.
+        """The norm of all gradients together, an fp32 scalar on their device, without waiting for
+        it.
 
         ``reduce`` has given every rank all of the sums, so each finds the same norm by itself.
         """
@@ -206,7 +239,9 @@ class Mesh:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, alike in shape and type, in the order of the ranks, where this one is."""
+        """The tensors of all ranks, alike in shape and type, in the order of the ranks, where
+        this one is.
+        """
         if self.count == 1:
             return [tensor]
         sent = tensor.to(self._device_sent_from)
@@ -223,16 +258,21 @@ class Mesh:
         lengths = [int(length) for length in self.gather(torch.tensor(len(content)))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(content)] = content
-        return [json.loads(other[:length].numpy().tobytes()) for other, length in zip(self.gather(padded), lengths)]
+        return [
+            json.loads(other[:length].numpy().tobytes())
+            for other, length in zip(self.gather(padded), lengths)
+        ]
 
     def writer_does(self, work: Callable[[], Result], error: type[Exception]) -> Result:
-        """Let the first rank do something while the others wait, however long; its result (plain JSON) on all of them.
+        """Let the first rank do something while the others wait, however long; its result (plain
+        JSON) on all of them.
 
-        They wait at the store over which the processes found each other, so no collective of the device times out and signals
-        are heard.
+        They wait at the store over which the processes found each other, so no collective of the
+        device times out and signals are heard.
 
         Raises:
-            Exception: what ``work`` raised, on the first rank; ``error`` with its words on the others, which do not wait on.
+            Exception: what ``work`` raised, on the first rank; ``error`` with its words on the
+                others, which do not wait on.
         """
         if self.count == 1:
             return work()
@@ -259,7 +299,9 @@ class Mesh:
 
     @property
     def _device_sent_from(self) -> torch.device:
-        """Where tensors must be to be sent; gloo sends from host memory, also where there are cards."""
+        """Where tensors must be to be sent; gloo sends from host memory, also where there are
+        cards.
+        """
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
@@ -276,23 +318,31 @@ def _join(launch: Launch) -> None:
         store.wait(keys, MEETING)
     except dist.DistError as error:
         raise ConfigurationError(
-            f"{launch.told_by}: not all of the {launch.count} processes that train together came to "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {MEETING.total_seconds():g} seconds ({error}); "
+            f"{launch.told_by}: not all of the {launch.count} processes that train together came "
+            "to "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+            f"{MEETING.total_seconds():g} seconds ({error}); "
             "look at what each of them wrote"
         ) from error
     store.set_timeout(PATIENCE)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.count, timeout=PATIENCE)
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.count, timeout=PATIENCE
+    )
 
 
 def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
-    """A process group of some ranks, of the default backend unless named; all ranks make every group, in the same order."""
+    """A process group of some ranks, of the default backend unless named; all ranks make every
+    group, in the same order.
+    """
     with WAITING.within():
         return dist.new_group(list(ranks), timeout=PATIENCE, backend=backend)
 
 
 def _say(store: dist.Store, key: str, text: str) -> None:
-    """Set a text for whoever asks by ``_heard``; a long one in parts, for the store refuses values of more than 8 MiB."""
+    """Set a text for whoever asks by ``_heard``; a long one in parts, for the store refuses
+    values of more than 8 MiB.
+    """
     parts = [text[begin : begin + PART] for begin in range(0, len(text), PART)]
     for number, part in enumerate(parts):
         store.set(f"{key}/{number}", part)
@@ -300,11 +350,15 @@ def _say(store: dist.Store, key: str, text: str) -> None:
 
 
 def _heard(store: dist.Store, key: str) -> str:
-    return "".join(store.get(f"{key}/{number}").decode() for number in range(int(awaited(store, key))))
+    return "".join(
+        store.get(f"{key}/{number}").decode() for number in range(int(awaited(store, key)))
+    )
 
 
 def awaited(store: dist.Store, key: str) -> bytes:
-    """What another rank sets, asked for more and more rarely; other threads may use the store meanwhile."""
+    """What another rank sets, asked for more and more rarely; other threads may use the store
+    meanwhile.
+    """
     pause = 0.001
     while not store.check([key]):
         time.sleep(pause)

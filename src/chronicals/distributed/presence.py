@@ -1,7 +1,9 @@
-"""That this process is alive, told to the others from where they found each other to its end, and what it ended with.
+"""That this process is alive, told to the others from where they found each other to its end, and
+what it ended with.
 
-One that loads for long is waited for, however long. One that has ended never comes: who waits for it outside of a run, where
-no ``RankWatch`` looks, would do so for as long as a collective may take, and ends instead.
+One that loads for long is waited for, however long. One that has ended never comes: who waits for
+it outside of a run, where no ``RankWatch`` looks, would do so for as long as a collective may take,
+and ends instead.
 """
 
 from __future__ import annotations
@@ -80,11 +82,15 @@ class Gone(NamedTuple):
         return Gone(*json.loads(store.compare_set(GONE, "", json.dumps(self))))
 
     def said(self, when: str = "") -> str:
-        return f"rank {self.rank} {self.how}{when}" + (f": {self.words}" if self.words else "; look at what it wrote")
+        return f"rank {self.rank} {self.how}{when}" + (
+            f": {self.words}" if self.words else "; look at what it wrote"
+        )
 
 
 class Presence:
-    """A thread that posts once a second, and ends this process where it waits, in no run, for one that is gone."""
+    """A thread that posts once a second, and ends this process where it waits, in no run, for
+    one that is gone.
+    """
 
     current: ClassVar[Presence | None] = None
 
@@ -108,14 +114,21 @@ class Presence:
         atexit.register(cls.current.end)
 
     def end(self) -> None:
-        """As the interpreter does; the others are told of the error that nobody caught, if there is one."""
+        """As the interpreter does; the others are told of the error that nobody caught, if there
+        is one.
+        """
         self._over.set()
         self._thread.join(GRACE)
         error = getattr(sys, "last_value", None)
         words = "" if error is None else f"{type(error).__name__}: {error}"
         with suppress(RuntimeError):
             self._first = self._first or Gone(self.rank, "ended", words).tell(self._own)
-        if words and self._first is not None and self._first.rank != self.rank and (self._first.words or "?") not in words:
+        if (
+            words
+            and self._first is not None
+            and self._first.rank != self.rank
+            and (self._first.words or "?") not in words
+        ):
             logger.error("%s", self._first.said())
         if words and self.rank == 0:
             time.sleep(2 * PAUSE)  # the store may be this process's, and the others are to read it
@@ -142,9 +155,13 @@ class Presence:
     def _post(self, beat: int) -> None:
         now, waiting = time.monotonic(), WAITING.since
         about = {
-            "beat": beat, "place": "outside of train()", "for": now - self._began,
-            "waits": None if waiting is None else now - waiting, "host": socket.gethostname(), "pid": os.getpid(),
-        }  # fmt: skip
+            "beat": beat,
+            "place": "outside of train()",
+            "for": now - self._began,
+            "waits": None if waiting is None else now - waiting,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         self._own.set(_key(self.rank), json.dumps(about))
 
     def _gone(self) -> Gone | None:
@@ -157,7 +174,9 @@ class Presence:
                 self._heard[other] = (-1 if about is None else about["beat"]), time.monotonic()
             elif time.monotonic() - at > LOST:
                 where = f"{about['host']}, process {about['pid']}"
-                return Gone(other, "is gone", f"it was not heard of for {LOST:g} seconds ({where})").tell(self._own)
+                return Gone(
+                    other, "is gone", f"it was not heard of for {LOST:g} seconds ({where})"
+                ).tell(self._own)
         return None
 
     def _leave(self, reason: str) -> None:

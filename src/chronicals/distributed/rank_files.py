@@ -1,9 +1,11 @@
-"""Files of all ranks in one folder, which the first rank writes: agreed over the store, by no collective of the device.
+"""Files of all ranks in one folder, which the first rank writes: agreed over the store, by no
+collective of the device.
 
-The first says where the folder is being written. A rank that sees it (a token lies there) writes its files into it; one on a
-machine with disks of its own writes them aside and sends them, a piece at a time. Each says when it is done, or why it is not.
-When all files are there, those ranks that see the folder may write more, out of what all wrote, each a share. The first goes
-on, to the manifest and the rename, when all are done; whatever happens before leaves no folder with a name.
+The first says where the folder is being written. A rank that sees it (a token lies there) writes
+its files into it; one on a machine with disks of its own writes them aside and sends them, a piece
+at a time. Each says when it is done, or why it is not. When all files are there, those ranks that
+see the folder may write more, out of what all wrote, each a share. The first goes on, to the
+manifest and the rename, when all are done; whatever happens before leaves no folder with a name.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import torch.distributed as dist
 from chronicals.distributed.mesh import Mesh, awaited
 
 PIECE = 1 << 22
-"""Bytes that are sent at a time; torch's store refuses values of more than 8 MiB, and the connection with them."""
+"""Bytes that are sent at a time; torch's store refuses values of more than 8 MiB, and the
+connection with them.
+"""
 
 PAUSE = 0.005
 """Seconds between two looks whether a piece was fetched."""
@@ -55,7 +59,8 @@ class RankFiles:
 
     @contextmanager
     def collecting(self, folder: Path) -> Iterator[None]:
-        """On the first rank, which within writes its own files into ``folder``: have the others' there, too.
+        """On the first rank, which within writes its own files into ``folder``: have the others'
+        there, too.
 
         Raises:
             Exception: ``error``, with the words of a rank that could not write its own.
@@ -69,8 +74,8 @@ class RankFiles:
         token.unlink()
 
     def share(self, folder: Path, write: Share) -> None:
-        """On the first rank, after ``collecting``: do one share of what is written, while all others that see the folder do
-        theirs.
+        """On the first rank, after ``collecting``: do one share of what is written, while all
+        others that see the folder do theirs.
 
         Raises:
             Exception: ``error``, with the words of a rank that could not write its own.
@@ -81,14 +86,16 @@ class RankFiles:
             self._receive(rank, folder)
 
     def give_up(self) -> None:
-        """On the first rank, where it failed: nobody needs to wait for a place, or until it has heard."""
+        """On the first rank, where it failed: nobody needs to wait for a place, or until it has
+        heard.
+        """
         for what in ("place", "turns"):
             self._store.set(f"{self._key}/{what}", json.dumps(None))
         self._store.set(f"{self._key}/over", "yes")
 
     def deliver(self, write: Write, share: Share | None = None) -> None:
-        """On another rank: write its files, by ``write``, into the folder that the first is writing; then, if it sees that
-        folder and the first does so, its share.
+        """On another rank: write its files, by ``write``, into the folder that the first is
+        writing; then, if it sees that folder and the first does so, its share.
 
         Raises:
             Exception: what ``write`` or ``share`` raised; the first rank was told.

@@ -1,4 +1,6 @@
-"""AdamW over the shares of this rank: others name weights, what is updated and has states is the share (``Shards``)."""
+"""AdamW over the shares of this rank: others name weights, what is updated and has states is the
+share (``Shards``).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from chronicals.saving import Piece
 class ShardedAdamW(FusedAdamW):
     """``FusedAdamW`` whose groups hold shares.
 
-    Its methods take weights. A step updates the shares from their own gradients and gives them to all ranks.
+    Its methods take weights. A step updates the shares from their own gradients and gives them to
+    all ranks.
 
     Args:
         groups: of weights, as ``FusedAdamW`` takes them.
@@ -28,15 +31,26 @@ class ShardedAdamW(FusedAdamW):
 
     def __init__(self, groups: list[dict[str, Any]], shards: Shards | WeightShards, **options: Any):
         self.shards = shards
-        super().__init__([{**group, "params": [shards.shares[p] for p in group["params"]]} for group in groups], **options)
+        super().__init__(
+            [{**group, "params": [shards.shares[p] for p in group["params"]]} for group in groups],
+            **options,
+        )
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, factor: Tensor | None = None, apply: Tensor | None = None,
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        factor: Tensor | None = None,
+        apply: Tensor | None = None,
         used: Mapping[Tensor, Tensor] | None = None,
-    ) -> float | None:  # fmt: skip
+    ) -> float | None:
         self.shards.adopt()
-        of_shares = None if used is None else {self.shards.shares[weight]: flag for weight, flag in used.items()}
+        of_shares = (
+            None
+            if used is None
+            else {self.shards.shares[weight]: flag for weight, flag in used.items()}
+        )
         loss = super().step(closure, factor=factor, apply=apply, used=of_shares)
         self.shards.publish()
         return loss
@@ -65,12 +79,18 @@ class ShardedAdamW(FusedAdamW):
         return super().state_of(self.shards.shares.get(parameter, parameter))
 
     def pieces(self, parameter: Tensor) -> dict[str, Piece]:
-        """This rank's states of a weight, as parts of whole ones; how often it was updated is the first rank's to say."""
+        """This rank's states of a weight, as parts of whole ones; how often it was updated is
+        the first rank's to say.
+        """
         own, begin = self.state_of(parameter), self.shards.begin(parameter)
         if not self.shards.keeps:
             return {}
         found = {
-            name: Piece(state.reshape(-1), begin // _unit(name), self.shards.shape_of(parameter, _unit(name)))
+            name: Piece(
+                state.reshape(-1),
+                begin // _unit(name),
+                self.shards.shape_of(parameter, _unit(name)),
+            )
             for name, state in own.items()
             if name != "step"
         }
@@ -95,12 +115,20 @@ class ShardedAdamW(FusedAdamW):
         self.shards.take_over(parameter)
         own = {}
         for name, value in state.items():
-            expected = value.shape if name == "step" else self.shards.shape_of(parameter, _unit(name))
+            expected = (
+                value.shape if name == "step" else self.shards.shape_of(parameter, _unit(name))
+            )
             if value.shape != expected:
-                raise ValueError(f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is misshapen")
-            own[name] = value if name == "step" else self.shards.own_part(parameter, value, _unit(name))
+                raise ValueError(
+                    f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is misshapen"
+                )
+            own[name] = (
+                value if name == "step" else self.shards.own_part(parameter, value, _unit(name))
+            )
         mine = self.state_of(parameter)
-        super().load_state(share, {name: part.view(mine[name].shape) for name, part in own.items() if name in mine})
+        super().load_state(
+            share, {name: part.view(mine[name].shape) for name, part in own.items() if name in mine}
+        )
 
 
 class ShardedAdam8bit(ShardedAdamW, Adam8bit):

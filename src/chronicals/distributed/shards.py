@@ -1,11 +1,14 @@
-"""Trained weights of which every rank updates a share: gradients are reduce-scattered, updated shares are gathered.
+"""Trained weights of which every rank updates a share: gradients are reduce-scattered, updated
+shares are gathered.
 
-Rajbhandari et al., 2020 (ZeRO), section 5: every rank holds all weights, and of gradients' sums and optimizer states a share
-of 1 / W over W ranks. The rank r of W has of each weight, by itself, the r-th of W equal ranges of whole blocks of 256
-elements (``share_of``), so that a state in 8 bits has the same blocks on any number of ranks. Bytes of a step and rank, of N
-weights: 4 N (W − 1) / W of gradients in fp32, and the weights' own size times (W − 1) / W, where an all-reduce has 8 N.
+Rajbhandari et al., 2020 (ZeRO), section 5: every rank holds all weights, and of gradients' sums and
+optimizer states a share of 1 / W over W ranks. The rank r of W has of each weight, by itself, the
+r-th of W equal ranges of whole blocks of 256 elements (``share_of``), so that a state in 8 bits has
+the same blocks on any number of ranks. Bytes of a step and rank, of N weights: 4 N (W − 1) / W of
+gradients in fp32, and the weights' own size times (W − 1) / W, where an all-reduce has 8 N.
 
-Weights are sent in buckets: small ones by one collective, the shares of a rank one behind the other.
+Weights are sent in buckets: small ones by one collective, the shares of a rank one behind the
+other.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ ROWS = 16
 
 
 def share_of(elements: int, rank: int, count: int) -> tuple[int, int]:
-    """Begin and end of what a rank has of a weight with so many elements; equal where it has none."""
+    """Begin and end of what a rank has of a weight with so many elements; equal where it has
+    none.
+    """
     most = width_of(elements, count)
     return min(rank * most, elements), min((rank + 1) * most, elements)
 
@@ -69,20 +74,28 @@ class Shards:
 
     def __init__(self, ranks: Mesh, weights: Sequence[Tensor], size: int = BUCKET):
         self.ranks, self.weights, self.size = ranks, list(weights), size
-        self.shares = {weight: _as(weight, self.own_part(weight)).clone() for weight in self.weights}
+        self.shares = {
+            weight: _as(weight, self.own_part(weight)).clone() for weight in self.weights
+        }
         self.buckets: list[Bucket] = []
         self._flying = deque[tuple[Any, Tensor, Tensor, Bucket]]()
         self._norm: Tensor | None = None
         self._stamps: dict[Tensor, tuple[int, int]] = {}
 
     def own_part(self, weight: Tensor, value: Tensor | None = None, unit: int = 1) -> Tensor:
-        """``[n]``, this rank's share of ``value``, of which an element goes with ``unit`` of the weight's; of the weight itself
-        where it is None."""
+        """``[n]``, this rank's share of ``value``, of which an element goes with ``unit`` of the
+        weight's; of the weight itself where it is None."""
         begin, end = share_of(weight.numel(), self.ranks.rank, self.ranks.count)
-        return (weight if value is None else value).detach().reshape(-1)[-(-begin // unit) : -(-end // unit)]
+        return (
+            (weight if value is None else value)
+            .detach()
+            .reshape(-1)[-(-begin // unit) : -(-end // unit)]
+        )
 
     def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
-        """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the weight's, or ``[n]``."""
+        """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the
+        weight's, or ``[n]``.
+        """
         return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
 
     @property
@@ -104,7 +117,9 @@ class Shards:
             weight.grad = None
 
     def lay(self) -> None:
-        """Make buckets of the weights as they are now; shares keep their values, but are of their weight's dtype."""
+        """Make buckets of the weights as they are now; shares keep their values, but are of
+        their weight's dtype.
+        """
         for weight, share in self.shares.items():
             if share.dtype != weight.dtype or share.device != weight.device:
                 share.data = _as(weight, self.own_part(weight)).clone()
@@ -137,22 +152,32 @@ class Shards:
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
-        """As ``Mesh.reduce``, but the sums of gradients are those of this rank's shares alone, their ``grad``; what the weights
-        themselves have as gradients is left as it was."""
+        """As ``Mesh.reduce``, but the sums of gradients are those of this rank's shares alone,
+        their ``grad``; what the weights themselves have as gradients is left as it was."""
         for bucket in self.buckets:
             self.scatter(bucket)
-        return self.finish(parameters, scalars, {parameter for parameter in parameters if parameter.grad is not None})
+        return self.finish(
+            parameters,
+            scalars,
+            {parameter for parameter in parameters if parameter.grad is not None},
+        )
 
     @torch.no_grad()
-    def finish(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor], held: Collection[Tensor]) -> Tensor:
+    def finish(
+        self, parameters: Sequence[Tensor], scalars: Sequence[Tensor], held: Collection[Tensor]
+    ) -> Tensor:
         """``reduce`` from where all buckets are on their way.
 
         Args:
             held: the parameters that had a gradient on this rank.
         """
         self._land(0)
-        square = gradient_norm([share.grad for share in self.shares.values() if share.grad is not None]).square()
-        numbers = torch.stack([*(scalar.float() for scalar in scalars), square.to(scalars[0].device)])
+        square = gradient_norm(
+            [share.grad for share in self.shares.values() if share.grad is not None]
+        ).square()
+        numbers = torch.stack(
+            [*(scalar.float() for scalar in scalars), square.to(scalars[0].device)]
+        )
         pattern = tuple(parameter in held for parameter in parameters)
         beside = torch.cat([numbers, self.ranks.held_by(pattern, numbers.device)])
         dist.all_reduce(beside)
@@ -163,20 +188,30 @@ class Shards:
 
     @torch.no_grad()
     def scatter(self, bucket: Bucket, add: bool = False) -> None:
-        """Begin to sum a bucket's gradients over the ranks; all ranks take the buckets in one order.
+        """Begin to sum a bucket's gradients over the ranks; all ranks take the buckets in one
+        order.
 
         Args:
             add: to the sums that the bucket has of earlier micro-batches.
         """
         self._land(IN_FLIGHT - 1)
-        sent = torch.zeros(self.ranks.count, sum(bucket.widths), dtype=torch.float32, device=bucket.own.device)
-        places = [(place, weight.grad) for weight, place in zip(bucket.weights, sent.split(bucket.widths, dim=1))]
+        sent = torch.zeros(
+            self.ranks.count, sum(bucket.widths), dtype=torch.float32, device=bucket.own.device
+        )
+        places = [
+            (place, weight.grad)
+            for weight, place in zip(bucket.weights, sent.split(bucket.widths, dim=1))
+        ]
         _copy_each([_spread(place, gradient) for place, gradient in places if gradient is not None])
         sums = torch.empty_like(bucket.gradients) if add else bucket.gradients
-        self._flying.append((dist.reduce_scatter_tensor(sums, sent.view(-1), async_op=True), sent, sums, bucket))
+        self._flying.append(
+            (dist.reduce_scatter_tensor(sums, sent.view(-1), async_op=True), sent, sums, bucket)
+        )
 
     def _land(self, left: int) -> None:
-        """Wait, in the order of the device's work, until no more than so many buckets are on their way."""
+        """Wait, in the order of the device's work, until no more than so many buckets are on
+        their way.
+        """
         while len(self._flying) > left:
             work, _, sums, bucket = self._flying.popleft()
             work.wait()
@@ -184,14 +219,16 @@ class Shards:
                 bucket.gradients.add_(sums)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """As ``Mesh.norm``, of the gradients that ``reduce`` summed last; it has found their norm."""
+        """As ``Mesh.norm``, of the gradients that ``reduce`` summed last; it has found their
+        norm.
+        """
         assert self._norm is not None, "reduce comes first"
         return self._norm
 
     @torch.no_grad()
     def bring_gradients(self) -> Iterator[None]:
-        """Put the sums of the last ``reduce`` into the weights' own ``grad``, a bucket after the other, for whoever inspects
-        them: there may be no room for all."""
+        """Put the sums of the last ``reduce`` into the weights' own ``grad``, a bucket after the
+        other, for whoever inspects them: there may be no room for all."""
         for bucket in self.buckets:
             for weight, sums in zip(bucket.weights, self._gathered(bucket, bucket.gradients)):
                 weight.grad = sums.view(weight.shape).to(weight.grad_dtype or weight.dtype)
@@ -204,13 +241,17 @@ class Shards:
         """Give all ranks the shares, which were updated."""
         for bucket in self.buckets:
             values = self._gathered(bucket, bucket.own)
-            torch._foreach_copy_(bucket.weights, [v.view(w.shape) for v, w in zip(values, bucket.weights)])
+            torch._foreach_copy_(
+                bucket.weights, [v.view(w.shape) for v, w in zip(values, bucket.weights)]
+            )
         self.remember()
 
     def _gathered(self, bucket: Bucket, own: Tensor) -> list[Tensor]:
         """Of every weight of a bucket all that the ranks have in the place of ``own``."""
         found = own.new_empty(self.ranks.count, len(own))
-        dist.all_gather_into_tensor(found.view(-1).view(torch.uint8), own.view(torch.uint8))  # not every type can be sent
+        dist.all_gather_into_tensor(
+            found.view(-1).view(torch.uint8), own.view(torch.uint8)
+        )  # not every type can be sent
         places = zip(bucket.weights, found.split(bucket.widths, dim=1))
         return [place.reshape(-1)[: weight.numel()] for weight, place in places]
 
@@ -238,8 +279,9 @@ def _as(weight: Tensor, part: Tensor) -> Tensor:
 
 
 def _spread(place: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Where the shares of all ranks lie in a bucket, ``[ranks, width]``, and what is to be copied there: a row at a time, which
-    one launch does for many weights, or, of many rows, all that are whole at once."""
+    """Where the shares of all ranks lie in a bucket, ``[ranks, width]``, and what is to be
+    copied there: a row at a time, which one launch does for many weights, or, of many rows, all
+    that are whole at once."""
     flat, width = gradient.detach().reshape(-1), place.shape[1]
     if len(place) <= ROWS:
         parts = flat.split(width)

@@ -1,9 +1,11 @@
 """Weights of one product side by side in the memory that FSDP gathers them into.
 
-FSDP gathers every weight into a buffer of its own, which it frees by ``storage.resize_(0)``. Here the buffers of several are
-views of one storage, so that they are one matrix for as long as they are gathered; the copy that FSDP makes out of the
-collective's result writes into place, and nothing is copied further. Their rows must be divisible by the ranks, for a gathered
-weight is padded otherwise. What is named in ``PRIVATE`` is not part of torch's interface; it is the same in 2.11 to 2.13.
+FSDP gathers every weight into a buffer of its own, which it frees by ``storage.resize_(0)``. Here
+the buffers of several are views of one storage, so that they are one matrix for as long as they are
+gathered; the copy that FSDP makes out of the collective's result writes into place, and nothing is
+copied further. Their rows must be divisible by the ranks, for a gathered weight is padded
+otherwise. What is named in ``PRIVATE`` is not part of torch's interface; it is the same in 2.11 to
+2.13.
 """
 
 from __future__ import annotations
@@ -15,9 +17,16 @@ import torch
 from torch import nn
 
 PRIVATE = (
-    "all_gather_outputs", "_unsharded_param", "alloc_all_gather_outputs", "free_unsharded_param", "init_all_gather_outputs",
-    "init_unsharded_param", "_orig_size", "_module_info", "sharded_param",
-)  # fmt: skip
+    "all_gather_outputs",
+    "_unsharded_param",
+    "alloc_all_gather_outputs",
+    "free_unsharded_param",
+    "init_all_gather_outputs",
+    "init_unsharded_param",
+    "_orig_size",
+    "_module_info",
+    "sharded_param",
+)
 """Names of torch's ``FSDPParam`` that are read or replaced here."""
 
 
@@ -35,7 +44,9 @@ class SideBySide:
         self.bytes = self.flat.nbytes
         for part, place in zip(parts, self.flat.split(sizes)):
             part.all_gather_outputs = [place]
-            part._unsharded_param = nn.Parameter(place.view(part._orig_size), part.sharded_param.requires_grad)
+            part._unsharded_param = nn.Parameter(
+                place.view(part._orig_size), part.sharded_param.requires_grad
+            )
             part.alloc_all_gather_outputs = self.allocate
             part.free_unsharded_param = self.free
         self.free()
@@ -50,8 +61,11 @@ class SideBySide:
         self.flat.untyped_storage().resize_(0)
 
 
-def lay_side_by_side(unit: Any, products: Sequence[tuple[nn.Module, tuple[str, ...]]], dtype: torch.dtype, ranks: int) -> int:
-    """Let the weights of each product of a unit, and their biases, be gathered side by side, where rows divide; how many do.
+def lay_side_by_side(
+    unit: Any, products: Sequence[tuple[nn.Module, tuple[str, ...]]], dtype: torch.dtype, ranks: int
+) -> int:
+    """Let the weights of each product of a unit, and their biases, be gathered side by side, where
+    rows divide; how many do.
 
     Args:
         unit: after ``fully_shard``, before its first forward pass.
@@ -62,7 +76,10 @@ def lay_side_by_side(unit: Any, products: Sequence[tuple[nn.Module, tuple[str, .
         RuntimeError: this torch's FSDP is built otherwise.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
-    there = {(id(part._module_info.module), part._module_info.param_name): part for part in group.fsdp_params}
+    there = {
+        (id(part._module_info.module), part._module_info.param_name): part
+        for part in group.fsdp_params
+    }
     laid = 0
     for owner, names in products:
         linears = [getattr(owner, name) for name in names]
@@ -78,9 +95,12 @@ def lay_side_by_side(unit: Any, products: Sequence[tuple[nn.Module, tuple[str, .
 
 
 def _check(parts: Sequence[Any]) -> None:
-    missing = [name for name in PRIVATE if name != "_unsharded_param" and not hasattr(parts[0], name)]
+    missing = [
+        name for name in PRIVATE if name != "_unsharded_param" and not hasattr(parts[0], name)
+    ]
     if missing or hasattr(parts[0], "_unsharded_param"):
         raise RuntimeError(
-            f"sharding='weights': torch {torch.__version__} has another FSDP than is known here ({', '.join(missing)} missing, "
+            f"sharding='weights': torch {torch.__version__} has another FSDP than is known here "
+            f"({', '.join(missing)} missing, "
             "or weights were gathered already); use torch 2.11 to 2.13, or sharding='optimizer'"
         )

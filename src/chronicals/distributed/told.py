@@ -1,4 +1,6 @@
-"""That something which the first rank does is over, told to the others over the store, by no collective."""
+"""That something which the first rank does is over, told to the others over the store, by no
+collective.
+"""
 
 from __future__ import annotations
 

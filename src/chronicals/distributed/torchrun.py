@@ -1,7 +1,9 @@
-"""torchrun for processes that save when they are told to end: ``python -m chronicals.distributed.torchrun ARGUMENTS``.
+"""torchrun for processes that save when they are told to end: ``python -m
+chronicals.distributed.torchrun ARGUMENTS``.
 
-torchrun passes Ctrl-C and SIGTERM on to its processes and kills those that have not ended 30 seconds later, in the middle of a
-long step or of a checkpoint; and it ends with a traceback of its own.
+torchrun passes Ctrl-C and SIGTERM on to its processes and kills those that have not ended 30
+seconds later, in the middle of a long step or of a checkpoint; and it ends with a traceback of its
+own.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import sys
 from typing import Any
 
 PATIENCE = 3600
-"""Seconds that processes may take to end: to finish a step, and to write a checkpoint. A second signal ends them at once."""
+"""Seconds that processes may take to end: to finish a step, and to write a checkpoint. A second
+signal ends them at once.
+"""
 
 
 def wait_for_processes(context: Any, interruption: type[Any]) -> None:
@@ -33,7 +37,9 @@ def wait_for_processes(context: Any, interruption: type[Any]) -> None:
 
 
 def main() -> None:
-    """Ends as a shell tells of a signal, with 128 and its number, where one stopped the processes."""
+    """Ends as a shell tells of a signal, with 128 and its number, where one stopped the
+    processes.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 

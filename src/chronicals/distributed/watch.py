@@ -1,9 +1,12 @@
-"""No process waits for ever for one that stopped: all end within seconds, and each says which one was the first and why.
+"""No process waits for ever for one that stopped: all end within seconds, and each says which one
+was the first and why.
 
-A collective waits until every process takes part. Where one has raised an error, was killed or hangs, the others would wait for
-as long as the backend does, minutes, and then name a socket. Here every process has a thread that posts once a second where it
-stands to the store over which the processes found each other, and reads where the others stand. A process whose main thread
-waits in a collective can only be ended from that thread, by leaving at once; checkpoints survive that at any moment.
+A collective waits until every process takes part. Where one has raised an error, was killed or
+hangs, the others would wait for as long as the backend does, minutes, and then name a socket. Here
+every process has a thread that posts once a second where it stands to the store over which the
+processes found each other, and reads where the others stand. A process whose main thread waits in a
+collective can only be ended from that thread, by leaving at once; checkpoints survive that at any
+moment.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class RankWatch:
     """Within ``with``: this process ends with the others.
 
     Args:
-        patience: seconds in which one of all processes must get on with a ``step``: begin it, or be done with a micro-batch.
+        patience: seconds in which one of all processes must get on with a ``step``: begin it, or be
+            done with a micro-batch.
         error: what is raised where another process raised an error first.
     """
 
@@ -56,7 +60,9 @@ class RankWatch:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> Literal[False]:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> Literal[False]:
         if self.ranks.count == 1:
             return False
         self._over.set()
@@ -71,7 +77,9 @@ class RankWatch:
         return False
 
     def _part(self) -> None:
-        """Leave together: the store ends with the first process, and the others may still be asking for its last word."""
+        """Leave together: the store ends with the first process, and the others may still be
+        asking for its last word.
+        """
         try:
             self._store.set(f"{self._key}/parted/{self.ranks.rank}", "yes")
             ends = time.monotonic() + GRACE
@@ -126,7 +134,8 @@ class RankWatch:
             self._place, self._limited = before, limited
             self.passed()
 
-    # --- the thread ------------------------------------------------------------------------------------------------------
+    # --- the thread
+    # ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         reason, since = None, 0.0
@@ -146,16 +155,22 @@ class RankWatch:
                 self._leave(reason)
             if hung is not None:
                 self._announce(hung)
-                self._over.wait(2 * PAUSE)  # the store may be this process's, and the others are to read it
+                self._over.wait(
+                    2 * PAUSE
+                )  # the store may be this process's, and the others are to read it
                 self._leave(hung)
 
     def _post(self, beat: int) -> None:
         place, began = self._place
         now, waiting = time.monotonic(), self._waiting_since()
         about = {
-            "beat": beat, "place": place, "for": now - began, "waits": None if waiting is None else now - waiting,
-            "host": socket.gethostname(), "pid": os.getpid(),
-        }  # fmt: skip
+            "beat": beat,
+            "place": place,
+            "for": now - began,
+            "waits": None if waiting is None else now - waiting,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         self._store.set(f"{self._key}/{self.ranks.rank}", json.dumps(about))
 
     def _posted(self, rank: int) -> dict[str, Any] | None:
@@ -163,15 +178,16 @@ class RankWatch:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _waiting_since(self) -> float | None:
-        """Since when the main thread has waited for other processes, as it does within a step from where it last got on; None
-        where it does not."""
+        """Since when the main thread has waited for other processes, as it does within a step
+        from where it last got on; None where it does not."""
         return WAITING.since if self._limited is None else max(self._place[1], self._passed_at)
 
     def _hung(self) -> str | None:
         """Where all stand, if all have waited for each other for too long.
 
-        One that is alive elsewhere, in a callback or writing a file, is waited for, however long it takes. The others are asked
-        only when this process has waited for too long, and again when that may have come true of all.
+        One that is alive elsewhere, in a callback or writing a file, is waited for, however long it
+        takes. The others are asked only when this process has waited for too long, and again when
+        that may have come true of all.
         """
         since = self._waiting_since()
         if since is None or time.monotonic() - max(since, self._all_waiting_since) <= self.patience:
@@ -180,22 +196,33 @@ class RankWatch:
         for rank, about in table.items():
             if self._is_waited_for(about):
                 if self._all_waiting_since < since:  # for the first time
-                    logger.warning("rank_timeout=%g: waiting on: rank %d %s", self.patience, rank, _standing(about))
+                    logger.warning(
+                        "rank_timeout=%g: waiting on: rank %d %s",
+                        self.patience,
+                        rank,
+                        _standing(about),
+                    )
                 self._all_waiting_since = now
                 return None
-        self._all_waiting_since = now - min((about["waits"] for about in table.values() if about is not None), default=0.0)
+        self._all_waiting_since = now - min(
+            (about["waits"] for about in table.values() if about is not None), default=0.0
+        )
         if now - self._all_waiting_since <= self.patience:
             return None
-        return f"rank_timeout={self.patience:g}: {self._limited or 'waiting for each other'} took longer: {_told(table)}"
+        return (
+            f"rank_timeout={self.patience:g}: {self._limited or 'waiting for each other'} took "
+            f"longer: {_told(table)}"
+        )
 
     def _is_waited_for(self, about: dict[str, Any] | None) -> bool:
-        """Whether a process is alive elsewhere; outside of steps also one that was never heard of, as where a script made the
-        process group and still loads."""
+        """Whether a process is alive elsewhere; outside of steps also one that was never heard
+        of, as where a script made the process group and still loads."""
         return self._limited is None if about is None else about["waits"] is None
 
     def _lost(self) -> str | None:
-        """Which process has not posted for too long; told to all. The first looks at every other, the others at the first, so
-        that the store is asked a few times a process and second."""
+        """Which process has not posted for too long; told to all. The first looks at every
+        other, the others at the first, so that the store is asked a few times a process and
+        second."""
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
             (beat, at), found = self._heard[rank], self._posted(rank) or present(self._store, rank)
             if found is None:
@@ -203,13 +230,19 @@ class RankWatch:
             if found["beat"] != beat:
                 self._heard[rank] = found["beat"], time.monotonic()
             elif time.monotonic() - at > LOST:
-                reason = f"rank {rank} is gone: it {_described(found)}, and was not heard of for {LOST:g} seconds"
+                reason = (
+                    f"rank {rank} is gone: it {_described(found)}, and was not heard of for "
+                    f"{LOST:g} seconds"
+                )
                 self._announce(reason)
                 return reason
         return None
 
     def _posts(self) -> dict[int, dict[str, Any] | None]:
-        return {rank: self._posted(rank) or present(self._store, rank) for rank in range(self.ranks.count)}
+        return {
+            rank: self._posted(rank) or present(self._store, rank)
+            for rank in range(self.ranks.count)
+        }
 
     def _table(self) -> str:
         """Where every process stands."""
@@ -222,14 +255,21 @@ class RankWatch:
         """End this process, whose main thread waits for others."""
         if self._over.is_set():
             return
-        logger.error("%s; this process (rank %d) ends, the last checkpoint is intact", reason, self.ranks.rank)
+        logger.error(
+            "%s; this process (rank %d) ends, the last checkpoint is intact",
+            reason,
+            self.ranks.rank,
+        )
         logging.shutdown()
         os._exit(1)
 
-    # --- errors ----------------------------------------------------------------------------------------------------------
+    # --- errors
+    # ----------------------------------------------------------------------------------------------------------
 
     def _announce(self, words: str) -> None:
-        """Tell the others of an error of this process, unless one of them was the first to have one."""
+        """Tell the others of an error of this process, unless one of them was the first to have
+        one.
+        """
         try:
             self._store.compare_set(f"{self._key}/error", "", json.dumps([self.ranks.rank, words]))
         except RuntimeError as failure:
@@ -239,7 +279,8 @@ class RankWatch:
         """What another process ended with, in this run or before it began it.
 
         Args:
-            wait: seconds to wait for it: the connections of a process that was killed break before it can say why, or never.
+            wait: seconds to wait for it: the connections of a process that was killed break before
+                it can say why, or never.
         """
         ends, key = time.monotonic() + wait, f"{self._key}/error"
         while True:
@@ -262,13 +303,20 @@ def _standing(about: dict[str, Any] | None) -> str:
     if about is None:
         return "has not begun"
     got_on = about["waits"] is not None and about["for"] - about["waits"] >= 1
-    return _described(about) + (f", the last {about['waits']:.0f} s without getting on" if got_on else "")
+    return _described(about) + (
+        f", the last {about['waits']:.0f} s without getting on" if got_on else ""
+    )
 
 
 def _described(about: dict[str, Any]) -> str:
-    return f"has been {about['place']} for {about['for']:.0f} s ({about['host']}, process {about['pid']})"
+    return (
+        f"has been {about['place']} for {about['for']:.0f} s ({about['host']}, process "
+        f"{about['pid']})"
+    )
 
 
 def _is_of_a_collective(error: Exception) -> bool:
     """Whether it is that a collective or the store failed; gloo raises a plain RuntimeError."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and "gloo" in str(error)
+    )

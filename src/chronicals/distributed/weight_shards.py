@@ -1,13 +1,16 @@
-"""Weights of which every rank holds some rows (FSDP2, ``fully_shard``): gathered for each layer's pass, updated where they are.
+"""Weights of which every rank holds some rows (FSDP2, ``fully_shard``): gathered for each layer's
+pass, updated where they are.
 
-Zhao et al., 2023 (FSDP); ZeRO stage 3. A decoder layer is a unit: its weights are gathered by one collective before its forward
-pass and again before its backward pass, its gradients exchanged after it and summed in fp32 (``ExchangedSums``). Shards are
-fp32, 4 bytes a weight, as many as the 16 + 16 bits of a bf16 weight with its master; layers compute with weights cast to bf16.
-The embedding, the head and the layers that ``stay_gathered`` names are gathered once. Bytes of a micro-batch and rank, of N
-weights in bf16 over W ranks of which S are gathered once: (4 N − 2 S) (W − 1) / W gathered, and 2 N (W − 1) / W of gradients.
+Zhao et al., 2023 (FSDP); ZeRO stage 3. A decoder layer is a unit: its weights are gathered by one
+collective before its forward pass and again before its backward pass, its gradients exchanged after
+it and summed in fp32 (``ExchangedSums``). Shards are fp32, 4 bytes a weight, as many as the 16 + 16
+bits of a bf16 weight with its master; layers compute with weights cast to bf16. The embedding, the
+head and the layers that ``stay_gathered`` names are gathered once. Bytes of a micro-batch and rank,
+of N weights in bf16 over W ranks of which S are gathered once: (4 N − 2 S) (W − 1) / W gathered,
+and 2 N (W − 1) / W of gradients.
 
-With copies on several machines (HSDP) a machine's ranks share the rows, and sums are all-reduced among the copies after the
-last micro-batch of a step.
+With copies on several machines (HSDP) a machine's ranks share the rows, and sums are all-reduced
+among the copies after the last micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from chronicals.distributed.even_gradients import sum_evenly, take_used
@@ -38,8 +46,8 @@ STAYS = "_chronicals_stays"
 
 Products = Sequence[tuple[nn.Module, tuple[str, ...]]]
 Read = Callable[[str, Tensor, range], Tensor]
-"""Of a weight's name, the weight (perhaps on the meta device) and the rows wanted: a tensor of the weight's shape, in which
-these rows are filled."""
+"""Of a weight's name, the weight (perhaps on the meta device) and the rows wanted: a tensor of
+the weight's shape, in which these rows are filled."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -53,13 +61,17 @@ def is_divided(weight: Tensor) -> bool:
 
 
 def rows_of(rows: int, rank: int, count: int) -> range:
-    """Those of a weight that a rank has, as torch's chunks are cut: all ranks but the last have as many."""
+    """Those of a weight that a rank has, as torch's chunks are cut: all ranks but the last have
+    as many.
+    """
     each = -(-rows // count)
     return range(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 def weight_mesh(ranks: Mesh, sharing: int) -> DeviceMesh:
-    """Neighbours that share a copy of the weights, ``sharing`` of them, and the copies. All ranks call it alike."""
+    """Neighbours that share a copy of the weights, ``sharing`` of them, and the copies. All
+    ranks call it alike.
+    """
     kind = ranks.device.type
     if sharing == ranks.count:
         with WAITING.within():
@@ -72,18 +84,28 @@ def weight_mesh(ranks: Mesh, sharing: int) -> DeviceMesh:
 
 
 def shard_weights(
-    model: Any, layers: Sequence[nn.Module], products: Products, mesh: DeviceMesh, dtype: torch.dtype, read: Read
-) -> int:  # fmt: skip
-    """Divide all weights of a model among the ranks, a layer after the other, so that no more than one is whole at a time; how
-    many products find their weights side by side.
+    model: Any,
+    layers: Sequence[nn.Module],
+    products: Products,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    read: Read,
+) -> int:
+    """Divide all weights of a model among the ranks, a layer after the other, so that no more than
+    one is whole at a time; how many products find their weights side by side.
 
     Args:
-        layers: units; what belongs to none of them, embedding and head, is one more, which stays gathered.
+        layers: units; what belongs to none of them, embedding and head, is one more, which stays
+            gathered.
         products: of several linear layers each.
         dtype: that weights are gathered in.
         read: gives the rows of a weight.
     """
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )
     shard = mesh["shard"]
     place, count = shard.get_local_rank(), shard.size()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
@@ -99,25 +121,33 @@ def shard_weights(
         if dtype != torch.float32:
             unit.set_custom_reduce_scatter(ExchangedSums(count))
         inside = {id(module) for module in unit.modules()}
-        laid += lay_side_by_side(unit, [pair for pair in products if id(pair[0]) in inside], dtype, count)
+        laid += lay_side_by_side(
+            unit, [pair for pair in products if id(pair[0]) in inside], dtype, count
+        )
         products = [pair for pair in products if id(pair[0]) not in inside]
     setattr(model, AS_FORWARD, MethodType(lambda _, compute: compute(), model))
     register_fsdp_forward_method(model, AS_FORWARD)
     gathered = getattr(model, AS_FORWARD)
-    setattr(model, AS_FORWARD, MethodType(lambda model, compute: _released(model, gathered(compute)), model))
+    setattr(
+        model,
+        AS_FORWARD,
+        MethodType(lambda model, compute: _released(model, gathered(compute)), model),
+    )
     return laid
 
 
 def _released(model: Any, result: Any) -> Any:
-    """What a pass returned; where no backward pass follows, units that stayed gathered are divided again."""
+    """What a pass returned; where no backward pass follows, units that stayed gathered are
+    divided again.
+    """
     if not torch.is_grad_enabled():
         divide_again(model)
     return result
 
 
 def divide_again(model: nn.Module) -> None:
-    """Free what is gathered still, after a pass that no backward pass followed, or that an exception ended: weights may be
-    written into the shares next."""
+    """Free what is gathered still, after a pass that no backward pass followed, or that an
+    exception ended: weights may be written into the shares next."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and (stays := vars(module).get(STAYS)) is not None:
             _let_stay(module, False)  # one that stays is not divided in the midst of a forward pass
@@ -126,8 +156,8 @@ def divide_again(model: nn.Module) -> None:
 
 
 def stay_gathered(layers: Sequence[nn.Module], count: int) -> None:
-    """Let the last ``count`` layers, after ``shard_weights``, stay gathered from their forward to their backward
-    pass, and the others be divided between both."""
+    """Let the last ``count`` layers, after ``shard_weights``, stay gathered from their forward
+    to their backward pass, and the others be divided between both."""
     for index, layer in enumerate(layers):
         _let_stay(layer, index >= len(layers) - count)
 
@@ -141,9 +171,17 @@ def _let_stay(unit: nn.Module, stays: bool) -> None:
 
 @torch.no_grad()
 def _fill(
-    unit: nn.Module, names: dict[int, str], place: int, count: int, device: torch.device, dtype: torch.dtype, read: Read
-) -> None:  # fmt: skip
-    """Put this rank's rows where whole weights are expected, on the device: fp32 where they are trained, else ``dtype``."""
+    unit: nn.Module,
+    names: dict[int, str],
+    place: int,
+    count: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    read: Read,
+) -> None:
+    """Put this rank's rows where whole weights are expected, on the device: fp32 where they are
+    trained, else ``dtype``.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in unit.modules():
         for name, parameter in module._parameters.items():
@@ -151,7 +189,10 @@ def _fill(
                 continue
             if id(parameter) not in made:
                 if not parameter.ndim:
-                    raise ValueError(f"sharding='weights': {names[id(parameter)]} has no rows; set sharding='optimizer'")
+                    raise ValueError(
+                        f"sharding='weights': {names[id(parameter)]} has no rows; set "
+                        "sharding='optimizer'"
+                    )
                 value = read(names[id(parameter)], parameter, rows_of(len(parameter), place, count))
                 kept = torch.float32 if parameter.requires_grad else dtype
                 made[id(parameter)] = nn.Parameter(value.to(device, kept), parameter.requires_grad)
@@ -185,7 +226,9 @@ class WeightShards:
         if not self.keeps:
             return {}
         return {
-            f"{name}:{VALUE}": Piece(local(weight.detach()).reshape(-1), self.begin(weight), weight.shape)
+            f"{name}:{VALUE}": Piece(
+                local(weight.detach()).reshape(-1), self.begin(weight), weight.shape
+            )
             for name, weight in names.items()
         }
 
@@ -205,23 +248,36 @@ class WeightShards:
         return rows_of(len(weight), self.place, self.count).start * (weight.numel() // len(weight))
 
     def own_part(self, weight: Tensor, value: Tensor, unit: int = 1) -> Tensor:
-        """``[n]``, this rank's elements of a whole tensor, of which an element goes with ``unit`` of the weight's."""
+        """``[n]``, this rank's elements of a whole tensor, of which an element goes with
+        ``unit`` of the weight's.
+        """
         begin = self.begin(weight)
         end = begin + local(weight.detach()).numel()
         return value.detach().reshape(-1)[-(-begin // unit) : -(-end // unit)]
 
     def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
-        """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the weight's, or ``[n]``."""
+        """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the
+        weight's, or ``[n]``.
+        """
         return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
-        """As ``Mesh.reduce``, of gradients that FSDP has summed: those of this rank's rows become their ``grad``."""
-        held = tuple(parameter.grad is not None and take_used(parameter) for parameter in parameters)
+        """As ``Mesh.reduce``, of gradients that FSDP has summed: those of this rank's rows
+        become their ``grad``.
+        """
+        held = tuple(
+            parameter.grad is not None and take_used(parameter) for parameter in parameters
+        )
         for weight, share in self.shares.items():
             share.grad = None if weight.grad is None or not share.numel() else local(weight.grad)
-        square = gradient_norm([x.grad for x in self.shares.values() if x.grad is not None]).square() / self.copies
-        numbers = torch.stack([*(scalar.float() for scalar in scalars), square.to(scalars[0].device)])
+        square = (
+            gradient_norm([x.grad for x in self.shares.values() if x.grad is not None]).square()
+            / self.copies
+        )
+        numbers = torch.stack(
+            [*(scalar.float() for scalar in scalars), square.to(scalars[0].device)]
+        )
         beside = torch.cat([numbers, self.ranks.held_by(held, numbers.device)])
         dist.all_reduce(beside)
         for scalar, total in zip(scalars, beside):
@@ -244,7 +300,9 @@ class WeightShards:
             take_used(weight)
 
     def settle(self) -> None:
-        """Weights are gathered from where they are updated: there is nothing to lay or to compare."""
+        """Weights are gathered from where they are updated: there is nothing to lay or to
+        compare.
+        """
 
     def adopt(self) -> None:
         """Whoever writes a weight writes the share."""
@@ -258,7 +316,11 @@ class WeightShards:
 
 def whole_parts(weights: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those of which every rank holds all."""
-    return (weight for weight in weights if not isinstance(weight, DTensor) and not getattr(weight, PART, 0))
+    return (
+        weight
+        for weight in weights
+        if not isinstance(weight, DTensor) and not getattr(weight, PART, 0)
+    )
 
 
 CODES = "_chronicals_codes"
@@ -266,7 +328,9 @@ CODES = "_chronicals_codes"
 
 
 def codes_here(weight: Tensor) -> Tensor:
-    """What this rank has of a weight, as whole weights hold it: of packed ones the codes, without their scales."""
+    """What this rank has of a weight, as whole weights hold it: of packed ones the codes,
+    without their scales.
+    """
     here = local(weight.detach())
     return here if (codes := getattr(weight, CODES, None)) is None else here[:codes]
 
@@ -278,7 +342,9 @@ def divided_among(module: Any) -> int:
 
 
 def copies_of(weight: Tensor, ranks: int) -> int:
-    """How many copies so many ranks have of a weight that is divided; 0 where it is not, and each has all."""
+    """How many copies so many ranks have of a weight that is divided; 0 where it is not, and
+    each has all.
+    """
     if isinstance(weight, DTensor):
         return ranks // weight.device_mesh["shard"].size()
     among: int = getattr(weight, PART, 0)
@@ -286,5 +352,7 @@ def copies_of(weight: Tensor, ranks: int) -> int:
 
 
 def last_micro_batch(model: Any, last: bool) -> None:
-    """Say whether the next backward pass is the last of a step, after which copies of the weights add up their sums."""
+    """Say whether the next backward pass is the last of a step, after which copies of the
+    weights add up their sums.
+    """
     model.set_requires_all_reduce(last)

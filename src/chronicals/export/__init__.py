@@ -1,6 +1,7 @@
 """Writing a trained model for others: merged, as GGUF, in FP8 or 4 bits.
 
-The package can be called: ``chronicals.export(folder, "gguf-q8_0")`` is ``chronicals.export.export(folder, "gguf-q8_0")``.
+The package can be called: ``chronicals.export(folder, "gguf-q8_0")`` is
+``chronicals.export.export(folder, "gguf-q8_0")``.
 """
 
 import sys
@@ -37,7 +38,9 @@ def __dir__() -> list[str]:
 
 
 class _CallablePackage(ModuleType):
-    """Let ``chronicals.export`` be both this package and the function that scripts look for under that name."""
+    """Let ``chronicals.export`` be both this package and the function that scripts look for
+    under that name.
+    """
 
     def __call__(self, *args: Any, **options: Any) -> list[Exported]:
         return export(*args, **options)

@@ -25,8 +25,13 @@ LEAST = 1e-6
 def write(source: Source, aside: Path) -> None:
     """Raises ValueError where the model is no adapter."""
     if not source.saved.adapted:
-        raise ValueError(f"{source.saved.place}: was trained whole and has no adapter; export it merged (--to merged)")
-    shutil.copytree(source.saved.place, aside, ignore=shutil.ignore_patterns(MANIFEST, "chronicals.json"))
+        raise ValueError(
+            f"{source.saved.place}: was trained whole and has no adapter; export it merged (--to "
+            "merged)"
+        )
+    shutil.copytree(
+        source.saved.place, aside, ignore=shutil.ignore_patterns(MANIFEST, "chronicals.json")
+    )
     save_tokenizer(source.tokenizer, aside, source.config)
     make_compatible(aside, [])
     (aside / "generation_config.json").unlink(missing_ok=True)
@@ -34,13 +39,19 @@ def write(source: Source, aside: Path) -> None:
 
 def size(source: Source) -> int:
     folder = Path(source.saved.place)
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
+    return (
+        sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        if folder.is_dir()
+        else 0
+    )
 
 
 def prove(source: Source, aside: Path, proof: Proof) -> None:
     """Load it by PEFT over its base, and compare, with the adapter and without."""
     tokenizer = load_tokenizer(aside)
-    proof.equal("chat template", "transformers", source.tokenizer.chat_template, tokenizer.chat_template)
+    proof.equal(
+        "chat template", "transformers", source.tokenizer.chat_template, tokenizer.chat_template
+    )
     proof.equal("ids of texts", "transformers", source.documents, documents_of(tokenizer))
     if importlib.util.find_spec("peft") is None:
         proof.not_run("logits", "PEFT", "peft is not installed: pip install peft")
@@ -50,13 +61,20 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     assert source.saved.base is not None
     base = load_model(source.saved.base, source.dtype, quantization=None)
     if source.saved.about.get("base"):
-        proof.not_run("logits", "PEFT", "the base was in 4 bits; PEFT over it is compared by chronicals verify")
+        proof.not_run(
+            "logits",
+            "PEFT",
+            "the base was in 4 bits; PEFT over it is compared by chronicals verify",
+        )
         return
     rows = len(tokenizer)
     if rows > base.get_input_embeddings().weight.shape[0]:
         base.resize_token_embeddings(rows)
     theirs = on_device(PeftModel.from_pretrained(base, aside))
-    found, expected = logits_of(theirs, source.documents), logits_of(source.trained(), source.documents)
+    found, expected = (
+        logits_of(theirs, source.documents),
+        logits_of(source.trained(), source.documents),
+    )
     with theirs.disable_adapter():
         without = logits_of(theirs, source.documents)
     error = largest_error(found, expected)
@@ -64,6 +82,10 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     change = largest_error(found, without)
     proof.equal("the adapter changes logits", "PEFT", True, change > LEAST)
     if (rank := rank_for_vllm(aside)) is None:
-        proof.not_run("log-probabilities", vllm.CLIENT, "it serves no DoRA and no saved modules; export it merged")
+        proof.not_run(
+            "log-probabilities",
+            vllm.CLIENT,
+            "it serves no DoRA and no saved modules; export it merged",
+        )
     else:
         vllm.prove(source, source.saved.base, source.trained, proof, aside, rank)

@@ -1,8 +1,10 @@
-"""What an adapter adds to the tensors of its base's files: ``s · B A`` of a layer, or the part of it that a tensor holds.
+"""What an adapter adds to the tensors of its base's files: ``s · B A`` of a layer, or the part of
+it that a tensor holds.
 
-A class may make one weight of several tensors: the experts of a layer are one parameter of the model, and a file has the
-matrices of each expert by themselves. Which part of the parameter each tensor is, transformers says: a small stand-in with the
-same number of experts goes the way that weights go when they are saved.
+A class may make one weight of several tensors: the experts of a layer are one parameter of the
+model, and a file has the matrices of each expert by themselves. Which part of the parameter each
+tensor is, transformers says: a small stand-in with the same number of experts goes the way that
+weights go when they are saved.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ from chronicals.lora.targets import Target, targets_of
 from chronicals.models.loading import load_without_weights
 
 SMALL = 24
-"""Rows and columns of a stand-in: a multiple of the numbers of parts that classes divide weights into."""
+"""Rows and columns of a stand-in: a multiple of the numbers of parts that classes divide weights
+into.
+"""
 
 
-NO_BLOCK = "is no block of the model's weight; load the adapter, call model.merge_and_unload(), and save that"
+NO_BLOCK = (
+    "is no block of the model's weight; load the adapter, call model.merge_and_unload(), "
+    "and save that"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,9 @@ class Part:
         """Of one expert's matrix."""
         (top, bottom), (left, right) = self.rows, self.columns
         height, width = matrix.shape
-        part = matrix[round(top * height) : round(bottom * height), round(left * width) : round(right * width)]
+        part = matrix[
+            round(top * height) : round(bottom * height), round(left * width) : round(right * width)
+        ]
         return part.t() if self.transposed else part
 
 
@@ -84,7 +93,9 @@ class Additions:
     read: Callable[[str], Tensor]
     names: Mapping[str, str]
 
-    def by_weight(self, paths: Collection[str], there: StoredNames, base: Path) -> dict[str, Addition]:
+    def by_weight(
+        self, paths: Collection[str], there: StoredNames, base: Path
+    ) -> dict[str, Addition]:
         """By the names of tensors in files.
 
         Args:
@@ -97,7 +108,9 @@ class Additions:
         embeddings = {path for path in paths if f"{path}.{LoRAEmbedding.MATRICES[0]}" in self.names}
         model = load_without_weights(base) if embeddings or self.shape.target_parameters else None
         alone = replace(self.shape, target_modules=[]) if self.shape.target_parameters else None
-        targets = {} if alone is None else {target.path: target for target in targets_of(model, alone)}
+        targets = (
+            {} if alone is None else {target.path: target for target in targets_of(model, alone)}
+        )
         found: dict[str, Addition] = {}
         for path in paths:
             if (target := targets.get(path)) is not None:
@@ -114,18 +127,24 @@ class Additions:
         found = there.find(*names)
         if found is None:
             raise ValueError(
-                f"{self.folder}: the base has no weight {names[0]} in its files; a head that is tied to the embedding, or "
-                "a layer that the class makes of several tensors, is merged by model.merge_and_unload() once it is loaded"
+                f"{self.folder}: the base has no weight {names[0]} in its files; a head that is "
+                "tied to the embedding, or "
+                "a layer that the class makes of several tensors, is merged by "
+                "model.merge_and_unload() once it is loaded"
             )
         return found
 
     def _refuse_a_tied_head(self, model: Any, path: str) -> None:
-        """Raises ValueError where the embedding's weight is the head's, which would be changed with it."""
+        """Raises ValueError where the embedding's weight is the head's, which would be changed
+        with it.
+        """
         head = model.get_output_embeddings()
         if head is not None and head.weight is model.get_submodule(path).weight:
             raise ValueError(
-                f"{self.folder}: {path} has an adapter, and its weight is that of the head, too, which has none; load the "
-                "adapter, call model.merge_and_unload(), which gives the head a weight of its own, and save that"
+                f"{self.folder}: {path} has an adapter, and its weight is that of the head, too, "
+                "which has none; load the "
+                "adapter, call model.merge_and_unload(), which gives the head a weight of its "
+                "own, and save that"
             )
 
     def _pair(self, path: str, names: tuple[str, str]) -> tuple[Tensor, Tensor]:
@@ -133,7 +152,9 @@ class Additions:
         return a, b
 
     def _of_layer(self, path: str, is_embedding: bool) -> Tensor:
-        down, up = self._pair(path, LoRAEmbedding.MATRICES if is_embedding else ("lora_A.weight", "lora_B.weight"))
+        down, up = self._pair(
+            path, LoRAEmbedding.MATRICES if is_embedding else ("lora_A.weight", "lora_B.weight")
+        )
         update = self.shape.at(path).scale * (up @ down)
         return update.t() if is_embedding or self.described.get("fan_in_fan_out") else update
 
@@ -164,7 +185,8 @@ class Additions:
 
 
 def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
-    """By the names of the tensors that are written of a parameter, stacked or a matrix, when the model is saved.
+    """By the names of the tensors that are written of a parameter, stacked or a matrix, when the
+    model is saved.
 
     Raises:
         ValueError: they are not blocks of an expert's matrix.
@@ -184,9 +206,13 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
         first, last = int(tensor[0, 0]), int(tensor[-1, -1])
         expert, top, left = first // SMALL**2, first // SMALL % SMALL, first % SMALL
         bottom, right = last // SMALL % SMALL + 1, last % SMALL + 1
-        transposed = tensor.shape != (bottom - top, right - left) or (len(tensor) > 1 and int(tensor[1, 0]) != first + SMALL)
+        transposed = tensor.shape != (bottom - top, right - left) or (
+            len(tensor) > 1 and int(tensor[1, 0]) != first + SMALL
+        )
         block = places[expert, top:bottom, left:right]
         if not torch.equal(tensor, block.t() if transposed else block):
             raise ValueError(f"{written} {NO_BLOCK}")
-        parts[written] = Part(expert, (top / SMALL, bottom / SMALL), (left / SMALL, right / SMALL), transposed)
+        parts[written] = Part(
+            expert, (top / SMALL, bottom / SMALL), (left / SMALL, right / SMALL), transposed
+        )
     return parts

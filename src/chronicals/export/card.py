@@ -1,4 +1,6 @@
-"""A model card: what the model was trained from and on, its curve, and how the artefact was compared with it."""
+"""A model card: what the model was trained from and on, its curve, and how the artefact was
+compared with it.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,26 @@ POINTS = 8
 """Steps of the curve that are shown."""
 
 SHOWN = (
-    "objective", "learning_rate", "num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "max_seq_length",
-    "use_lora", "lora_rank", "quantization", "mixed_precision", "seed",
-)  # fmt: skip
+    "objective",
+    "learning_rate",
+    "num_epochs",
+    "max_steps",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_seq_length",
+    "use_lora",
+    "lora_rank",
+    "quantization",
+    "mixed_precision",
+    "seed",
+)
 """Fields of a recipe that the card names."""
 
 
 def card(source: Source, name: str, kind: str, proof: Proof) -> str:
-    """Markdown with the front matter that the hub reads. Paths of this machine are not in it: of data, only their names are."""
+    """Markdown with the front matter that the hub reads. Paths of this machine are not in it: of
+    data, only their names are.
+    """
     recipe = _recipe(source)
     base = str(source.saved.base or recipe.get("model") or "")
     usual = "gguf" if kind.startswith(("gguf", "mmproj")) else "transformers"
@@ -31,10 +45,15 @@ def card(source: Source, name: str, kind: str, proof: Proof) -> str:
         head["base_model"] = base
     if licence := source.licence:
         head["license"] = licence
-    head["tags"] = ["chronicals", str(source.saved.about.get("taught", {}).get("objective", "fine-tuned"))]
+    head["tags"] = [
+        "chronicals",
+        str(source.saved.about.get("taught", {}).get("objective", "fine-tuned")),
+    ]
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", f"Format: `{kind}`."]
     if base:
-        parts.append(f"Trained from `{Path(base).name if Path(base).exists() else base}` with chronicals.")
+        parts.append(
+            f"Trained from `{Path(base).name if Path(base).exists() else base}` with chronicals."
+        )
     parts += [part for part in (_settings(recipe), _curve(source), _proof(proof)) if part]
     return "\n\n".join(parts) + "\n"
 
@@ -49,10 +68,16 @@ def _recipe(source: Source) -> dict[str, Any]:
 def _settings(recipe: dict[str, Any]) -> str:
     data = recipe.get("data") or []
     named = [
-        entry if isinstance(entry, str) else entry.get("path", "") for entry in ([data] if isinstance(data, str) else data)
+        entry if isinstance(entry, str) else entry.get("path", "")
+        for entry in ([data] if isinstance(data, str) else data)
     ]
     lines = (
-        [f"| data | {', '.join(Path(path).name if Path(path).is_absolute() else path for path in named)} |"] if named else []
+        [
+            "| data | "
+            f"{', '.join(Path(path).name if Path(path).is_absolute() else path for path in named)} |"
+        ]
+        if named
+        else []
     )
     lines += [f"| {field} | {recipe[field]} |" for field in SHOWN if recipe.get(field) is not None]
     return "\n".join(["## Training", "", "| | |", "|---|---|", *lines]) if lines else ""
@@ -70,8 +95,21 @@ def _curve(source: Source) -> str:
     chosen = steps[:: max(1, len(steps) // POINTS)]
     chosen += [steps[-1]] if chosen[-1] is not steps[-1] else []
     rows = [f"| {line['step']} | {line['loss']:.4f} |" for line in chosen]
-    said = [f"Held-out loss after step {held[-1]['step']}: {held[-1]['eval_loss']:.4f}."] if held else []
-    return "\n".join(["## Loss", "", "| step | training loss |", "|---|---|", *rows, *(["", *said] if said else [])])
+    said = (
+        [f"Held-out loss after step {held[-1]['step']}: {held[-1]['eval_loss']:.4f}."]
+        if held
+        else []
+    )
+    return "\n".join(
+        [
+            "## Loss",
+            "",
+            "| step | training loss |",
+            "|---|---|",
+            *rows,
+            *(["", *said] if said else []),
+        ]
+    )
 
 
 def _proof(proof: Proof) -> str:
@@ -81,13 +119,21 @@ def _proof(proof: Proof) -> str:
     lines = ["## Compared with the trained model", ""]
     lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
     for check in proof.checks:
-        cells = check.name, check.client, _word(check.passed, check.value), _number(check.value), _number(check.bound)
+        cells = (
+            check.name,
+            check.client,
+            _word(check.passed, check.value),
+            _number(check.value),
+            _number(check.bound),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _word(passed: bool | None, value: float | None) -> str:
-    return {True: "equal", False: "differs", None: "not run" if value is None else "reported"}[passed]
+    return {True: "equal", False: "differs", None: "not run" if value is None else "reported"}[
+        passed
+    ]
 
 
 def _number(value: float | None) -> str:

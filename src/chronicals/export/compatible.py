@@ -1,8 +1,8 @@
 """Settings beside a model's weights in the words of older programs, too.
 
-transformers 5 writes some settings under new names alone, which programs that know version 4 pass over without a word:
-positions are then computed with another base, and a chat has no template. Here both names are written; transformers 5 reads
-what it read before.
+transformers 5 writes some settings under new names alone, which programs that know version 4 pass
+over without a word: positions are then computed with another base, and a chat has no template. Here
+both names are written; transformers 5 reads what it read before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EXPERTS = ("num_experts", "num_local_experts")
 
 
 def make_compatible(folder: Path, stops: list[int]) -> None:
-    """Add older names to ``config.json``, ``tokenizer_config.json`` and ``generation_config.json``; give a
-    processor's template, where it has a file of its own, the tokenizer's text.
+    """Add older names to ``config.json``, ``tokenizer_config.json`` and ``generation_config.json``;
+    give a processor's template, where it has a file of its own, the tokenizer's text.
 
     Args:
         stops: ids at which generation ends, all of which the generation settings name afterwards.
@@ -28,8 +28,15 @@ def make_compatible(folder: Path, stops: list[int]) -> None:
     _edit(folder / "config.json", _with_older_names)
     template = folder / "chat_template.jinja"
     _edit(folder / "tokenizer_config.json", lambda config: _tokenizer(config, template))
-    _edit(folder / OLD_TEMPLATE, lambda config: {"chat_template": template.read_text()} if template.exists() else config)
-    _edit(folder / "generation_config.json", lambda config: {**config, **({"eos_token_id": stops} if stops else {})}, {})
+    _edit(
+        folder / OLD_TEMPLATE,
+        lambda config: {"chat_template": template.read_text()} if template.exists() else config,
+    )
+    _edit(
+        folder / "generation_config.json",
+        lambda config: {**config, **({"eos_token_id": stops} if stops else {})},
+        {},
+    )
 
 
 def _edit(file: Path, change: Any, absent: dict[str, Any] | None = None) -> None:
@@ -50,14 +57,22 @@ def _with_older_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def older_names(config: dict[str, Any]) -> dict[str, Any]:
-    """What version 4 calls what a configuration has: the rotation, the window's pattern, the number of experts."""
+    """What version 4 calls what a configuration has: the rotation, the window's pattern, the
+    number of experts.
+    """
     found: dict[str, Any] = {}
     rope = config.get("rope_parameters") or {}
     whole, local = rope.get("full_attention", rope), rope.get("sliding_attention")
     if "rope_theta" in whole:
         found["rope_theta"] = whole["rope_theta"]
-        scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        found["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        scaling = {
+            key: value
+            for key, value in whole.items()
+            if key not in ("rope_theta", "partial_rotary_factor")
+        }
+        found["rope_scaling"] = (
+            None if scaling.get("rope_type", "default") == "default" else scaling
+        )
     if "partial_rotary_factor" in whole:
         found["partial_rotary_factor"] = whole["partial_rotary_factor"]
     if local:
@@ -75,7 +90,9 @@ def _pattern(kinds: list[str] | None) -> int | None:
     if not kinds or "sliding_attention" not in kinds or "full_attention" not in kinds:
         return None
     period = kinds.index("full_attention") + 1
-    regular = all((kind == "full_attention") == ((n + 1) % period == 0) for n, kind in enumerate(kinds))
+    regular = all(
+        (kind == "full_attention") == ((n + 1) % period == 0) for n, kind in enumerate(kinds)
+    )
     return period if regular else None
 
 

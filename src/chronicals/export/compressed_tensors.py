@@ -1,10 +1,11 @@
-"""Linear layers in FP8 or in 4 bits, as vLLM and transformers read them: two layouts of the package compressed-tensors.
+"""Linear layers in FP8 or in 4 bits, as vLLM and transformers read them: two layouts of the package
+compressed-tensors.
 
     fp8    ``float-quantized``: a scale a row; inputs are quantised as they come, with a scale a token
     int4   ``pack-quantized``: a scale for each 128 elements of a row (W4A16); inputs stay in 16 bits
 
-Embeddings, head, norms and routers stay in bf16. Experts are stored one by one; transformers makes them dense as it reads them,
-vLLM computes with them as with linear layers.
+Embeddings, head, norms and routers stay in bf16. Experts are stored one by one; transformers makes
+them dense as it reads them, vLLM computes with them as with linear layers.
 """
 
 from __future__ import annotations
@@ -99,17 +100,28 @@ class FP8(Layout):
 
     def written(self, stored: StoredTensor) -> list[NewTensor]:
         return [
-            NewTensor(stored.name, "F8_E4M3", stored.shape, lambda: self.quantise(stored.read())[0]),
-            NewTensor(f"{stored.name}_scale", "BF16", (stored.shape[0], 1), lambda: self.quantise(stored.read())[1]),
+            NewTensor(
+                stored.name, "F8_E4M3", stored.shape, lambda: self.quantise(stored.read())[0]
+            ),
+            NewTensor(
+                f"{stored.name}_scale",
+                "BF16",
+                (stored.shape[0], 1),
+                lambda: self.quantise(stored.read())[1],
+            ),
         ]
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes ``[out, in]`` and bf16 scales ``[out, 1]``, rounded up so that no element is beyond the largest."""
+        """Codes ``[out, in]`` and bf16 scales ``[out, 1]``, rounded up so that no element is
+        beyond the largest.
+        """
         scale = _rounded_up(weight.float().abs().amax(1, keepdim=True) / self.largest)
         return (weight.float() / scale.float()).to(torch.float8_e4m3fn), scale
 
     def read(self, found: Found, name: str) -> Tensor:
-        return _bytes(found[name], torch.float8_e4m3fn).float() * found[f"{name}_scale"].read().float()
+        return (
+            _bytes(found[name], torch.float8_e4m3fn).float() * found[f"{name}_scale"].read().float()
+        )
 
     @property
     def scheme(self) -> dict[str, Any]:
@@ -121,7 +133,9 @@ class FP8(Layout):
 
     def as_taken(self, x: Tensor, together: bool = False) -> Tensor:
         sizes = x.float().abs()
-        scale = (sizes.amax() if together else sizes.amax(-1, keepdim=True)).clamp(min=1e-12) / self.largest
+        scale = (sizes.amax() if together else sizes.amax(-1, keepdim=True)).clamp(
+            min=1e-12
+        ) / self.largest
         return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
@@ -133,13 +147,27 @@ class INT4(Layout):
     each = 8
 
     def why_not(self, stored: StoredTensor) -> str | None:
-        return f"rows of {stored.shape[1]} are no whole groups of {GROUP}" if stored.shape[1] % GROUP else None
+        return (
+            f"rows of {stored.shape[1]} are no whole groups of {GROUP}"
+            if stored.shape[1] % GROUP
+            else None
+        )
 
     def written(self, stored: StoredTensor) -> list[NewTensor]:
         path, (rows, wide) = stored.name, stored.shape
         return [
-            NewTensor(f"{path}_packed", "I32", (rows, wide // self.each), lambda: self.quantise(stored.read())[0]),
-            NewTensor(f"{path}_scale", "BF16", (rows, wide // GROUP), lambda: self.quantise(stored.read())[1]),
+            NewTensor(
+                f"{path}_packed",
+                "I32",
+                (rows, wide // self.each),
+                lambda: self.quantise(stored.read())[0],
+            ),
+            NewTensor(
+                f"{path}_scale",
+                "BF16",
+                (rows, wide // GROUP),
+                lambda: self.quantise(stored.read())[1],
+            ),
             NewTensor(f"{path}_shape", "I64", (2,), lambda: torch.tensor(stored.shape)),
         ]
 
@@ -147,19 +175,29 @@ class INT4(Layout):
         """Packed codes ``[out, in / 8]`` and bf16 scales ``[out, in / 128]``."""
         grouped = weight.float().unflatten(1, (-1, GROUP))
         scale = _rounded_up(grouped.abs().amax(2) / 7.5)
-        codes = (grouped / scale.float()[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int32) + 8
+        codes = (grouped / scale.float()[..., None]).round().clamp(-8, 7).flatten(1).to(
+            torch.int32
+        ) + 8
         shifts = 4 * torch.arange(self.each, dtype=torch.int32)
         return (codes.unflatten(1, (-1, self.each)) << shifts).sum(-1, dtype=torch.int32), scale
 
     def read(self, found: Found, name: str) -> Tensor:
         packed = _bytes(found[f"{name}_packed"], torch.int32)
-        codes = (packed[..., None] >> (4 * torch.arange(self.each, dtype=torch.int32)) & 15).flatten(1) - 8
+        codes = (
+            packed[..., None] >> (4 * torch.arange(self.each, dtype=torch.int32)) & 15
+        ).flatten(1) - 8
         scale = found[f"{name}_scale"].read().float()
         return (codes.float().unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
 
     @property
     def scheme(self) -> dict[str, Any]:
-        numbers = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+        numbers = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": GROUP,
+        }
         return {"weights": {**numbers, "dynamic": False}, "input_activations": None}
 
 
@@ -170,7 +208,9 @@ def _rounded_up(exact: Tensor) -> Tensor:
     """In bf16, not below what it was, nor zero."""
     exact = exact.clamp(min=1e-12)
     scale = exact.bfloat16()
-    return torch.where(scale.float() < exact, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
+    return torch.where(
+        scale.float() < exact, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale
+    )
 
 
 def _bytes(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
@@ -181,11 +221,12 @@ def _bytes(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
 
 
 def write(source: Source, aside: Path, layout: Layout) -> None:
-    """Write the folder, a tensor at a time; each expert has its own matrices, as in files of transformers.
+    """Write the folder, a tensor at a time; each expert has its own matrices, as in files of
+    transformers.
 
     Raises:
-        NotExpressible: the model has experts that are stored in one tensor, no decoder layers with linear layers, or a weight
-            that the layout cannot store.
+        NotExpressible: the model has experts that are stored in one tensor, no decoder layers with
+            linear layers, or a weight that the layout cannot store.
     """
     names = _quantised(source, layout)
     source.check_kept("BF16")
@@ -198,7 +239,11 @@ def write(source: Source, aside: Path, layout: Layout) -> None:
 def size(source: Source, layout: Layout) -> int:
     """Bytes of the tensors."""
     names = _quantised(source, layout)
-    return sum(tensor.bytes for stored in source.tensors.values() for tensor in _written(stored, layout, names))
+    return sum(
+        tensor.bytes
+        for stored in source.tensors.values()
+        for tensor in _written(stored, layout, names)
+    )
 
 
 def _written(stored: StoredTensor, layout: Layout, names: Mapping[str, str]) -> list[NewTensor]:
@@ -207,23 +252,35 @@ def _written(stored: StoredTensor, layout: Layout, names: Mapping[str, str]) -> 
 
 
 def _quantised(source: Source, layout: Layout) -> dict[str, str]:
-    """The weights that are quantised: their names in the files, and what the loaded model calls them; an expert's matrix, which
-    is a part of a parameter there, has its name in the files."""
+    """The weights that are quantised: their names in the files, and what the loaded model calls
+    them; an expert's matrix, which is a part of a parameter there, has its name in the files."""
     try:
         stored = StoredNames(source.tensors)
-        names = {found: name for name in quantised_names(source.folder) if (found := stored.find(name)) is not None}
+        names = {
+            found: name
+            for name in quantised_names(source.folder)
+            if (found := stored.find(name)) is not None
+        }
     except ValueError as error:
         raise NotExpressible(f"{layout.name}: {error}") from error
-    names |= {name: name for name in source.tensors if name not in names and Expert.named(name) is not None}
+    names |= {
+        name: name
+        for name in source.tensors
+        if name not in names and Expert.named(name) is not None
+    }
     for name, tensor in source.tensors.items():
         if ".experts." in name and name not in names:
             raise NotExpressible(
-                f"{layout.name}: {name}, {list(tensor.shape)}: readers of {PACKAGE} take a matrix an expert, with no bias, and "
+                f"{layout.name}: {name}, {list(tensor.shape)}: readers of {PACKAGE} take a matrix "
+                "an expert, with no bias, and "
                 "this family is stored otherwise; export it merged (--to merged)"
             )
     for name in sorted(names):
         if reason := layout.why_not(source.tensors[name]):
-            raise NotExpressible(f"{layout.name}: {name}: {reason}; export it in FP8 (--to fp8) or merged (--to merged)")
+            raise NotExpressible(
+                f"{layout.name}: {name}: {reason}; export it in FP8 (--to fp8) or merged (--to "
+                "merged)"
+            )
     return names
 
 
@@ -232,9 +289,17 @@ def _described(source: Source, layout: Layout, names: Mapping[str, str]) -> dict
 
     Routers are no linear layers in transformers 5, but are in vLLM, by their names in the files.
     """
-    layers = [path for path, layer in load_without_weights(source.folder).named_modules() if isinstance(layer, nn.Linear)]
+    layers = [
+        path
+        for path, layer in load_without_weights(source.folder).named_modules()
+        if isinstance(layer, nn.Linear)
+    ]
     kept = {path for path in layers if f"{path}.weight" not in names.values()}
-    routers = {name.removesuffix(".weight") for name in source.tensors if ROUTER.search(name) and name not in names}
+    routers = {
+        name.removesuffix(".weight")
+        for name in source.tensors
+        if ROUTER.search(name) and name not in names
+    }
     return {
         "quant_method": PACKAGE,
         "format": layout.name,
@@ -246,14 +311,27 @@ def _described(source: Source, layout: Layout, names: Mapping[str, str]) -> dict
 
 
 def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
-    """Read the weights back; load them by transformers, and compare with the same arithmetic in torch."""
+    """Read the weights back; load them by transformers, and compare with the same arithmetic in
+    torch.
+    """
     names = _quantised(source, layout)
-    found = {stored.name: stored for file in sorted(aside.glob("*.safetensors")) for stored in tensors_in(file)}
-    new = [tensor.name for stored in source.tensors.values() for tensor in _written(stored, layout, names)]
+    found = {
+        stored.name: stored
+        for file in sorted(aside.glob("*.safetensors"))
+        for stored in tensors_in(file)
+    }
+    new = [
+        tensor.name
+        for stored in source.tensors.values()
+        for tensor in _written(stored, layout, names)
+    ]
     proof.equal("every weight is there", "safetensors", sorted(new), sorted(found))
     source.prove_merged(proof)
     prove_rounded(source, aside, lambda stored: _written(stored, layout, names), proof)
-    errors = {name: relative_error(layout.read(found, name), source.trained_tensors[name].read()) for name in names}
+    errors = {
+        name: relative_error(layout.read(found, name), source.trained_tensors[name].read())
+        for name in names
+    }
     worst = max(errors, key=lambda name: errors[name])
     proof.bounded("quantised weights", "safetensors", errors[worst], layout.error, worst)
     simulated = _in_torch(source, found, layout, names)
@@ -265,16 +343,24 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
         return
     theirs = logits_of(prove_beside(source, aside, proof), source.documents)
     error = largest_error(theirs, expected)
-    proof.bounded("logits beside torch with the same weights and inputs", CLIENT, error, source.at_least(BOUND))
+    proof.bounded(
+        "logits beside torch with the same weights and inputs",
+        CLIENT,
+        error,
+        source.at_least(BOUND),
+    )
     cost = largest_error(theirs, source.trained_logits)
     proof.reported("logits beside the trained model's", CLIENT, cost)
 
 
-def _in_torch(source: Source, found: Found, layout: Layout, names: Mapping[str, str], in_vllm: bool = False) -> Any:
+def _in_torch(
+    source: Source, found: Found, layout: Layout, names: Mapping[str, str], in_vllm: bool = False
+) -> Any:
     """The model with the files' weights, whose linear layers treat their inputs as the layout's do.
 
-    Transformers keeps experts dense, and the package (0.17) gives rows one scale where they come as a matrix, as to a shared
-    expert. In vLLM experts treat their inputs as linear layers do, and every row has a scale.
+    Transformers keeps experts dense, and the package (0.17) gives rows one scale where they come as
+    a matrix, as to a shared expert. In vLLM experts treat their inputs as linear layers do, and
+    every row has a scale.
 
     Args:
         names: of the quantised weights in the files, and in the model.

@@ -1,7 +1,8 @@
-"""Stacked experts of a base as an adapter over 4 bits saw them: what their codes stand for, by the tensors of the base's files.
+"""Stacked experts of a base as an adapter over 4 bits saw them: what their codes stand for, by the
+tensors of the base's files.
 
-The scales of a stack are quantised together, so one is made whole, of all tensors that it is in, whenever a tensor of it is
-asked for; the stacks of a decoder layer are kept meanwhile.
+The scales of a stack are quantised together, so one is made whole, of all tensors that it is in,
+whenever a tensor of it is asked for; the stacks of a decoder layer are kept meanwhile.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ class DequantisedExperts:
     """
 
     def __init__(
-        self, stacks: Mapping[str, tuple[int, ...]], parts: Mapping[str, Mapping[str, Part]],
-        stored: Mapping[str, StoredTensor], kinds: Mapping[str, FourBits],
-    ):  # fmt: skip
+        self,
+        stacks: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, Mapping[str, Part]],
+        stored: Mapping[str, StoredTensor],
+        kinds: Mapping[str, FourBits],
+    ):
         self.stacks, self.parts, self.stored, self.kinds = stacks, parts, stored, kinds
         self._owners = {name: stack for stack, inside in parts.items() for name in inside}
         self._values = functools.lru_cache(KEPT)(self._dequantised)
@@ -102,5 +106,8 @@ def _found(model: Any, name: str, shape: torch.Size, there: StoredNames) -> dict
     parts = {name: Part()} if there.find(name) is not None else parts_in_files(model, name, shape)
     named = {there.find(written): part for written, part in parts.items()}
     if None in named:
-        raise ValueError(f"the base was in 4 bits, and its files have no weight {name}, nor the parts that it is saved as")
+        raise ValueError(
+            f"the base was in 4 bits, and its files have no weight {name}, nor the parts that it "
+            "is saved as"
+        )
     return {found: part for found, part in named.items() if found is not None}

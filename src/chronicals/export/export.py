@@ -61,35 +61,40 @@ class Format:
 def _whole(kind: str) -> Format:
     width = {"bf16": 2, "fp16": 2, "fp32": 4}[kind]
     return Format(
-        f"-{kind}", lambda source, aside: whole.write(source, aside, kind),
+        f"-{kind}",
+        lambda source, aside: whole.write(source, aside, kind),
         lambda source, aside, proof: whole.prove(source, aside, kind, proof),
         lambda source: width * sum(_values(source)),
-    )  # fmt: skip
+    )
 
 
 def _gguf(kind: str) -> Format:
     return Format(
-        f"-{kind}.gguf", lambda source, aside: gguf.write(source, aside, kind),
+        f"-{kind}.gguf",
+        lambda source, aside: gguf.write(source, aside, kind),
         lambda source, aside, proof: gguf.prove(source, aside, kind, proof),
         lambda source: gguf.size(source, kind),
-    )  # fmt: skip
+    )
 
 
 def _mmproj(kind: str) -> Format:
     return Format(
-        f"-{kind}.gguf", lambda source, aside: gguf_vision.write(source, aside, kind),
+        f"-{kind}.gguf",
+        lambda source, aside: gguf_vision.write(source, aside, kind),
         lambda source, aside, proof: vision_proof.prove(source, aside, kind, proof),
-        lambda source: gguf_vision.size(source, kind), "mmproj-",
-    )  # fmt: skip
+        lambda source: gguf_vision.size(source, kind),
+        "mmproj-",
+    )
 
 
 def _compressed(name: str) -> Format:
     layout = compressed_tensors.LAYOUTS[name]
     return Format(
-        f"-{name}", lambda source, aside: compressed_tensors.write(source, aside, layout),
+        f"-{name}",
+        lambda source, aside: compressed_tensors.write(source, aside, layout),
         lambda source, aside, proof: compressed_tensors.prove(source, aside, layout, proof),
         lambda source: compressed_tensors.size(source, layout),
-    )  # fmt: skip
+    )
 
 
 def _values(source: Source) -> list[int]:
@@ -107,7 +112,9 @@ FORMATS: dict[str, Format] = {
     "merged-fp16": _whole("fp16"),
     "merged-fp32": _whole("fp32"),
     "adapter": Format("-adapter", adapter.write, adapter.prove, adapter.size),
-    "gguf-adapter": Format("-adapter.gguf", gguf_adapter.write, gguf_adapter.prove, gguf_adapter.size),
+    "gguf-adapter": Format(
+        "-adapter.gguf", gguf_adapter.write, gguf_adapter.prove, gguf_adapter.size
+    ),
     "nf4": Format("-nf4", nf4.write, nf4.prove, nf4.size),
     **{name: _compressed(name) for name in compressed_tensors.LAYOUTS},
     **{f"gguf-{kind}": _gguf(kind) for kind in (*gguf_file.TYPES, *gguf_file.BY_LLAMA_CPP)},
@@ -137,32 +144,48 @@ class Exported:
 
 
 def export(
-    model: Any, to: str | Sequence[str], output: str | Path | None = None, base_model: str | None = None,
-    *, tokenizer: Any = None, name: str | None = None, data: str | Path | None = None, importance: str | Path | None = None,
-    vllm_python: str | Path | None = None, ollama: bool = False, push_to_hub: str | None = None,
-) -> list[Exported]:  # fmt: skip
+    model: Any,
+    to: str | Sequence[str],
+    output: str | Path | None = None,
+    base_model: str | None = None,
+    *,
+    tokenizer: Any = None,
+    name: str | None = None,
+    data: str | Path | None = None,
+    importance: str | Path | None = None,
+    vllm_python: str | Path | None = None,
+    ollama: bool = False,
+    push_to_hub: str | None = None,
+) -> list[Exported]:
     """Write a trained model in other formats, and read each back with its own client.
 
-    An artefact is written aside. It is renamed once everything that could be compared agrees; what could not be compared,
-    because a client is not installed, is named in the proof, ``NAME.proof.json`` beside the artefact.
+    An artefact is written aside. It is renamed once everything that could be compared agrees; what
+    could not be compared, because a client is not installed, is named in the proof,
+    ``NAME.proof.json`` beside the artefact.
 
     Args:
-        model: the folder of a run, a checkpoint, an adapter, a model, or a hub name; or a model in memory, saved first.
-        to: names of ``FORMATS``. GGUF of a model of images and text comes with an ``mmproj`` file for what reads images.
-        output: folder for the artefacts; by default ``export`` in the model's folder, or for a hub name ``NAME-export`` here.
+        model: the folder of a run, a checkpoint, an adapter, a model, or a hub name; or a model in
+            memory, saved first.
+        to: names of ``FORMATS``. GGUF of a model of images and text comes with an ``mmproj`` file
+            for what reads images.
+        output: folder for the artefacts; by default ``export`` in the model's folder, or for a hub
+            name ``NAME-export`` here.
         base_model: of an adapter, where it does not say or has moved.
         tokenizer: of a model in memory, which needs one.
         name: what the artefacts' names begin with; by default the model folder's, or ``model``.
-        data: held-out rows, as ``chronicals evaluate`` takes them, on which the losses of the base, the trained and the
-            exported model are reported.
-        importance: rows over which the importance of each column of a weight is measured, for what llama.cpp quantises.
-        vllm_python: the interpreter of an environment with vLLM, which then loads what it can serve.
+        data: held-out rows, as ``chronicals evaluate`` takes them, on which the losses of the base,
+            the trained and the exported model are reported.
+        importance: rows over which the importance of each column of a weight is measured, for what
+            llama.cpp quantises.
+        vllm_python: the interpreter of an environment with vLLM, which then loads what it can
+            serve.
         ollama: also write a Modelfile for each GGUF file.
-        push_to_hub: name of a repository on the hub, to which all artefacts are uploaded once they are proved; a new one is
-            private.
+        push_to_hub: name of a repository on the hub, to which all artefacts are uploaded once they
+            are proved; a new one is private.
 
     Raises:
-        ExportError: there is no such format, an artefact is there already, it is a reward model, or the disk is too full.
+        ExportError: there is no such format, an artefact is there already, it is a reward model, or
+            the disk is too full.
         NotExpressible: a format has no form for this model; nothing of that format was written.
         UploadError: the hub does not take them; the artefacts stay.
         NotProved: an artefact is not the trained model; it was removed, those before it stay.
@@ -173,11 +196,15 @@ def export(
         raise ExportError(f"to={unknown[0]!r}: no such format; there are {', '.join(FORMATS)}")
     named, folder = _place(model, name, output)
     if not isinstance(model, (str, Path)) and tokenizer is None:
-        raise ExportError("tokenizer=None: a model in memory is exported with its tokenizer; give it")
+        raise ExportError(
+            "tokenizer=None: a model in memory is exported with its tokenizer; give it"
+        )
     targets = {one: folder / FORMATS[one].name(named) for one in asked}
     for one, target in targets.items():
         if target.exists():
-            raise ExportError(f"{target}: is there already (--to {one}); delete it, or give another --output")
+            raise ExportError(
+                f"{target}: is there already (--to {one}); delete it, or give another --output"
+            )
     _check_no_score(model, base_model)
     folder.mkdir(parents=True, exist_ok=True)
     named_paths = {"data": data, "importance": importance, "vllm_python": vllm_python}
@@ -185,7 +212,9 @@ def export(
     with (
         without_bars(),
         workspace(folder) as place,
-        opened(_stored(model, tokenizer, place), base_model, place, set(asked) == {"adapter"}, **given) as source,
+        opened(
+            _stored(model, tokenizer, place), base_model, place, set(asked) == {"adapter"}, **given
+        ) as source,
     ):
         eyes = _eyes(source, asked, folder, named)
         if eyes is not None and not eyes[1].exists():
@@ -199,14 +228,21 @@ def export(
     return made
 
 
-def _eyes(source: Source, asked: Sequence[str], folder: Path, named: str) -> tuple[str, Path] | None:
-    """Format and path of what llama.cpp needs beside the language part of a model of images and text, where that is asked for.
+def _eyes(
+    source: Source, asked: Sequence[str], folder: Path, named: str
+) -> tuple[str, Path] | None:
+    """Format and path of what llama.cpp needs beside the language part of a model of images and
+    text, where that is asked for.
 
     Raises:
         NotExpressible: it has no form for this model.
         ExportError: it is there already, and is not this model's.
     """
-    kinds = {one.removeprefix("gguf-") for one in asked if one.startswith("gguf-") and one != "gguf-adapter"}
+    kinds = {
+        one.removeprefix("gguf-")
+        for one in asked
+        if one.startswith("gguf-") and one != "gguf-adapter"
+    }
     if not kinds or not reads_images(source.config):
         return None
     gguf_vision.settings_of(source)  # so that what is refused is refused before anything is written
@@ -217,7 +253,9 @@ def _eyes(source: Source, asked: Sequence[str], folder: Path, named: str) -> tup
         proof = Proof({})
         FORMATS[one].prove(source, target, proof)
         if proof.failed:
-            raise ExportError(f"{target}: is there already and is not this model's ({proof.failed[0]}); delete it")
+            raise ExportError(
+                f"{target}: is there already and is not this model's ({proof.failed[0]}); delete it"
+            )
         logger.info("%s: is there already, and is still what reads this model's images", target)
     return one, target
 
@@ -237,7 +275,10 @@ def _check_no_score(model: Any, base_model: str | None) -> None:
     """Raises ExportError where it is a reward model, which predicts no tokens."""
     if not isinstance(model, (str, Path)):
         if score_of(model) is not None:
-            raise ExportError("model: is a reward model, and what export writes are language models; save it with save_model")
+            raise ExportError(
+                "model: is a reward model, and what export writes are language models; save it "
+                "with save_model"
+            )
     elif (saved := SavedModel.find(model, base_model)).is_scored():
         raise ExportError(of_a_reward_model(saved))
 
@@ -255,14 +296,21 @@ def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:
     needed, free = sum(FORMATS[one].size(source) for one in asked), shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(
-            f"output={str(folder)!r}: {', '.join(asked)} take {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f}; free "
+            f"output={str(folder)!r}: {', '.join(asked)} take {needed / 2**30:.2f} GiB, the disk "
+            f"has {free / 2**30:.2f}; free "
             "some, or give a folder on another one (--output)"
         )
 
 
-def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool, eyes: Path | None) -> Exported:
+def _one(
+    asked: str, target: Path, source: Source, place: Path, ollama: bool, eyes: Path | None
+) -> Exported:
     chosen, aside = FORMATS[asked], place / target.name
-    about: dict[str, Any] = {"format": asked, "model": str(source.saved.place), "base": source.saved.base}
+    about: dict[str, Any] = {
+        "format": asked,
+        "model": str(source.saved.place),
+        "base": source.saved.base,
+    }
     proof = Proof(about)
     try:
         chosen.write(source, aside)

@@ -1,7 +1,7 @@
 """An adapter as a GGUF file of its own, which llama.cpp adds to a base in GGUF when it loads that.
 
-llama.cpp multiplies ``B A`` by alpha over the rank of each pair. rsLoRA's scale and alphas that differ between layers are
-therefore written as one alpha, with the rest in B.
+llama.cpp multiplies ``B A`` by alpha over the rank of each pair. rsLoRA's scale and alphas that
+differ between layers are therefore written as one alpha, with the rest in B.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ ERROR = 1e-6
 """Of ``B A`` with its scale, relative."""
 
 BOUND, TABULATED = 1e-4, 1e-3
-"""Of llama.cpp's logits beside those of the trained model in fp32; the latter where its activation is a table."""
+"""Of llama.cpp's logits beside those of the trained model in fp32; the latter where its
+activation is a table.
+"""
 
 LEAST = 1e-6
 """An adapter that changes logits by less is not there."""
@@ -69,22 +71,37 @@ def size(source: Source) -> int:
 
 
 def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
-    """By the path of a layer: its weight in GGUF, A ``[r, in]``, B ``[out, r]``, both fp32, and the scale of their product."""
+    """By the path of a layer: its weight in GGUF, A ``[r, in]``, B ``[out, r]``, both fp32, and
+    the scale of their product.
+    """
     if not source.saved.adapted:
-        raise ValueError(f"{source.saved.place}: was trained whole and has no adapter; export it whole (--to gguf-f16)")
+        raise ValueError(
+            f"{source.saved.place}: was trained whole and has no adapter; export it whole (--to "
+            "gguf-f16)"
+        )
     folder = Path(source.saved.place)
     described = describe_adapter(folder)
     shape = shape_of(described, described["target_modules"])
-    more = {"DoRA": shape.use_dora, "modules_to_save": shape.modules_to_save, "another start": shape.takes_from_weights}
+    more = {
+        "DoRA": shape.use_dora,
+        "modules_to_save": shape.modules_to_save,
+        "another start": shape.takes_from_weights,
+    }
     if named := [name for name, there in more.items() if there]:
-        raise NotExpressible(f"{folder}: {named[0]}: GGUF has no place for it in an adapter; export it merged (--to gguf-f16)")
+        raise NotExpressible(
+            f"{folder}: {named[0]}: GGUF has no place for it in an adapter; export it merged "
+            "(--to gguf-f16)"
+        )
     planned = gguf_file.plan(source.text_config, source.language, "f32")
     pieces = {piece.sources[0]: piece for piece in planned.pieces if len(piece.sources) == 1}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         names = list(file.keys())
         ends = (".lora_A.weight", ".lora_B.weight")
         if others := [name for name in names if not name.endswith(ends)]:
-            raise NotExpressible(f"{folder}: {others[0]} is no pair of matrices of a layer; export it merged (--to gguf-f16)")
+            raise NotExpressible(
+                f"{folder}: {others[0]} is no pair of matrices of a layer; export it merged (--to "
+                "gguf-f16)"
+            )
         found = {}
         for name in names:
             path = name.removeprefix(PREFIX).removesuffix(ends[0])
@@ -92,7 +109,10 @@ def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
                 continue
             piece = pieces.get(language_name(f"{path}.weight") or "")
             if piece is None:
-                raise NotExpressible(f"{folder}: {path} is no weight of its own in GGUF; export it merged (--to gguf-f16)")
+                raise NotExpressible(
+                    f"{folder}: {path} is no weight of its own in GGUF; export it merged (--to "
+                    "gguf-f16)"
+                )
             a, b = (file.get_tensor(f"{PREFIX}{path}{end}").float() for end in ends)
             found[path] = piece, a, b, shape.at(path).scale
     return found
@@ -111,25 +131,44 @@ def prove(source: Source, file: Path, proof: Proof) -> None:
     worst = max(errors, key=lambda path: errors[path])
     proof.bounded("what is added", READER, errors[worst], ERROR, worst)
     if not llama_cpp.is_there():
-        proof.not_run("logits", "llama.cpp", f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}")
+        proof.not_run(
+            "logits",
+            "llama.cpp",
+            f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}",
+        )
     elif source.saved.about.get("base"):
-        proof.not_run("logits", "llama.cpp", "the base was in 4 bits, which no file in GGUF holds exactly")
+        proof.not_run(
+            "logits", "llama.cpp", "the base was in 4 bits, which no file in GGUF holds exactly"
+        )
     else:
         _prove_logits(source, file, proof)
 
 
 def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
-    """Over the base that it was trained over, where that is a GGUF file; else over the base in fp32."""
+    """Over the base that it was trained over, where that is a GGUF file; else over the base in
+    fp32.
+    """
     assert source.saved.base is not None
     trained_over = gguf_of(source.saved.base)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
         if trained_over is None:
-            gguf.write(Source(source.saved, folder_of(source.saved.base)), Path(place) / "base.gguf", "f32")
-        tokens, over = max(map(len, source.documents)) + 1, trained_over or Path(place) / "base.gguf"
+            gguf.write(
+                Source(source.saved, folder_of(source.saved.base)), Path(place) / "base.gguf", "f32"
+            )
+        tokens, over = (
+            max(map(len, source.documents)) + 1,
+            trained_over or Path(place) / "base.gguf",
+        )
         with_it, without = (llama_cpp.LlamaCpp(over, tokens, adapter=path) for path in (file, None))
-        theirs, plain = ([torch.from_numpy(c.logits(ids)) for ids in source.documents] for c in (with_it, without))
+        theirs, plain = (
+            [torch.from_numpy(c.logits(ids)) for ids in source.documents]
+            for c in (with_it, without)
+        )
     model = source.trained()
-    expected, kind = logits_of(model, source.documents), "f32" if trained_over is None else _kind(trained_over)
+    expected, kind = (
+        logits_of(model, source.documents),
+        "f32" if trained_over is None else _kind(trained_over),
+    )
     with gguf.as_rounded(model, kind):
         rounded = gguf.OF_ROUNDING * largest_error(logits_of(model, source.documents), expected)
     error = gguf.prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)

@@ -1,4 +1,6 @@
-"""A model in a GGUF file as files of transformers, for what reads those alone: dequantised, in fp32."""
+"""A model in a GGUF file as files of transformers, for what reads those alone: dequantised, in
+fp32.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A tokenizer in the words of GGUF: tokens, their types, merges or scores, the pre-tokenizer, special tokens, the template.
+"""A tokenizer in the words of GGUF: tokens, their types, merges or scores, the pre-tokenizer,
+special tokens, the template.
 
-llama.cpp splits text by rules that it knows by name. Here the name is found by the regular expressions of ``tokenizer.json``,
-not by hashing what it makes of one text, as llama.cpp's script does, for a vocabulary with added tokens or of one's own has
-another hash.
+llama.cpp splits text by rules that it knows by name. Here the name is found by the regular
+expressions of ``tokenizer.json``, not by hashing what it makes of one text, as llama.cpp's script
+does, for a vocabulary with added tokens or of one's own has another hash.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Vocabulary:
     Attributes:
         model, pre: llama.cpp's names of the kind and of the pre-tokenizer.
         tokens, types: of every row of the embedding; types of ``gguf.TokenType``.
-        merges: of a byte-level BPE; or scores of one that begins with characters, or of a unigram vocabulary.
+        merges: of a byte-level BPE; or scores of one that begins with characters, or of a unigram
+            vocabulary.
         special: ids by gguf's name: bos, eos, eot, unk, pad.
         adds_bos, adds_eos: whether the tokenizer puts them around a text.
         space_prefix: whether a text gets a blank in front.
@@ -65,14 +67,18 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
     kind = described["model"]
     if kind["type"] not in ("BPE", "Unigram"):
         raise NotExpressible(
-            f"a tokenizer of kind {kind['type']!r}: only byte-level BPE, BPE with byte fallback and unigram vocabularies are "
+            f"a tokenizer of kind {kind['type']!r}: only byte-level BPE, BPE with byte fallback "
+            "and unigram vocabularies are "
             f"proved; {REMEDY}"
         )
     by_id = {number: text for text, number in tokenizer.get_vocab().items()}
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
         by_id.pop(tokenizer.pad_token_id, None)  # it needs no row, for nothing reads it
     if by_id and max(by_id) >= rows:
-        raise NotExpressible(f"token {by_id[max(by_id)]!r} has id {max(by_id)}, the embedding {rows} rows; resize it first")
+        raise NotExpressible(
+            f"token {by_id[max(by_id)]!r} has id {max(by_id)}, the embedding {rows} rows; resize "
+            "it first"
+        )
     if kind["type"] == "Unigram":
         return _of_unigram(tokenizer, described, by_id, rows, stops)
     from_characters = bool(kind.get("byte_fallback"))
@@ -83,7 +89,9 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
         pre=pre,
         tokens=tokens,
         types=[_type(number, by_id, tokenizer, from_characters) for number in range(rows)],
-        merges=[] if from_characters else [merge if isinstance(merge, str) else " ".join(merge) for merge in kind["merges"]],
+        merges=[]
+        if from_characters
+        else [merge if isinstance(merge, str) else " ".join(merge) for merge in kind["merges"]],
         scores=[-float(number) for number in range(rows)] if from_characters else [],
         special=_special(tokenizer, stops, rows),
         adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0),
@@ -96,7 +104,7 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
 
 def _of_unigram(
     tokenizer: Any, described: dict[str, Any], by_id: dict[int, str], rows: int, stops: list[int]
-) -> Vocabulary:  # fmt: skip
+) -> Vocabulary:
     from gguf import TokenType
 
     unigram = unigram_of(described, rows)
@@ -125,7 +133,8 @@ def _pre_tokenizer(described: dict[str, Any]) -> str:
     name = BY_EXPRESSIONS.get(found)
     if name is None:
         raise NotExpressible(
-            f"the tokenizer splits texts by {list(found)}, for which llama.cpp has no name that is proved here; export merged "
+            f"the tokenizer splits texts by {list(found)}, for which llama.cpp has no name that "
+            "is proved here; export merged "
             "weights (--to merged) and convert those with llama.cpp's own script"
         )
     return name if described["model"].get("ignore_merges") else WITHOUT_MERGED_WORDS.get(name, name)
@@ -164,7 +173,9 @@ def _type(number: int, by_id: dict[int, str], tokenizer: Any, from_characters: b
 
 
 def _special(tokenizer: Any, stops: list[int], rows: int) -> dict[str, int]:
-    """Special ids; the token that ends a turn is ``eot``, where it is another than the one that ends a text."""
+    """Special ids; the token that ends a turn is ``eot``, where it is another than the one that
+    ends a text.
+    """
     named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     found = {name: number for name, number in named.items() if number is not None and number < rows}
     if stops and "eos" not in found:
@@ -187,7 +198,9 @@ def _space_prefix(described: dict[str, Any]) -> bool:
         if step is None:
             continue
         steps += step.get("normalizers", []) + step.get("pretokenizers", [])
-        if step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"):
+        if step["type"] == "Prepend" or (
+            step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+        ):
             return True
     return False
 
@@ -195,4 +208,8 @@ def _space_prefix(described: dict[str, Any]) -> bool:
 def _notes(described: dict[str, Any], steps: Iterable[str] = (*LEFT_OUT, "Strip")) -> list[str]:
     normalizer = json.dumps(described.get("normalizer") or {})
     forms = [form for form in steps if f'"{form}"' in normalizer]
-    return [f"llama.cpp does not normalise text, which the tokenizer does ({', '.join(forms)})"] if forms else []
+    return (
+        [f"llama.cpp does not normalise text, which the tokenizer does ({', '.join(forms)})"]
+        if forms
+        else []
+    )

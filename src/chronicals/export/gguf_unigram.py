@@ -1,7 +1,9 @@
-"""A unigram vocabulary (SentencePiece's, Kudo 2018) in the words of GGUF, where llama.cpp gives the tokenizer's ids.
+"""A unigram vocabulary (SentencePiece's, Kudo 2018) in the words of GGUF, where llama.cpp gives the
+tokenizer's ids.
 
-llama.cpp (its kind ``t5``) normalises by the same map of characters, looks for the best sum of scores over the whole text, and
-writes the unknown token for what no piece covers; it has no bytes to fall back to. What it does with blanks are two settings:
+llama.cpp (its kind ``t5``) normalises by the same map of characters, looks for the best sum of
+scores over the whole text, and writes the unknown token for what no piece covers; it has no bytes
+to fall back to. What it does with blanks are two settings:
 
     merged    one blank for several, none at the ends, and one in front of every text
     prefix    a blank in front of every text, whatever it begins with; blanks stay as they are
@@ -23,7 +25,10 @@ BLANK = "▁"
 UNUSED_SCORE = -1e4
 """Of rows of the embedding that are no tokens, so that no text is made of them."""
 
-REMEDY = "export merged weights (--to merged) and serve those with transformers or vLLM, which read tokenizer.json itself"
+REMEDY = (
+    "export merged weights (--to merged) and serve those with transformers or vLLM, which "
+    "read tokenizer.json itself"
+)
 
 LEFT_OUT = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 """Steps that llama.cpp does not do, which is reported."""
@@ -59,7 +64,10 @@ class Unigram:
     def notes(self) -> list[str]:
         """What llama.cpp does otherwise, in texts that are rare."""
         if self.space_prefix and not self.merges_blanks:
-            return ["llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer does"]
+            return [
+                "llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer "
+                "does"
+            ]
         return []
 
 
@@ -74,18 +82,35 @@ def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
     """
     model = described["model"]
     if model.get("byte_fallback"):
-        raise _other("byte_fallback=True: llama.cpp writes the unknown token for what a unigram vocabulary lacks, and no bytes")
+        raise _other(
+            "byte_fallback=True: llama.cpp writes the unknown token for what a unigram vocabulary "
+            "lacks, and no bytes"
+        )
     if model.get("unk_id") is None:
         raise _other("unk_id=None: llama.cpp takes token 2 for the unknown one")
     normalizers = list(_steps(described.get("normalizer"), "normalizers"))
     splitters = list(_steps(described.get("pre_tokenizer"), "pretokenizers"))
-    maps = [base64.b64decode(step["precompiled_charsmap"]) for step in normalizers if step["type"] == "Precompiled"]
+    maps = [
+        base64.b64decode(step["precompiled_charsmap"])
+        for step in normalizers
+        if step["type"] == "Precompiled"
+    ]
     if maps and (normalizers[0]["type"] != "Precompiled" or len(maps) > 1):
-        raise _other("a map of characters (Precompiled) that is not the first step of its normalizer")
-    done = {_of_blanks(step, bool(maps)) for step in normalizers} | {_of_splitting(step, model) for step in splitters}
+        raise _other(
+            "a map of characters (Precompiled) that is not the first step of its normalizer"
+        )
+    done = {_of_blanks(step, bool(maps)) for step in normalizers} | {
+        _of_splitting(step, model) for step in splitters
+    }
     merges, prefix = _blanks(done)
     scores = [float(score) for _, score in model["vocab"]]
-    return Unigram(scores + [UNUSED_SCORE] * (rows - len(scores)), model["unk_id"], maps[0] if maps else None, merges, prefix)
+    return Unigram(
+        scores + [UNUSED_SCORE] * (rows - len(scores)),
+        model["unk_id"],
+        maps[0] if maps else None,
+        merges,
+        prefix,
+    )
 
 
 def _steps(step: dict[str, Any] | None, inside: str) -> Iterator[dict[str, Any]]:
@@ -118,16 +143,28 @@ def _of_blanks(step: dict[str, Any], mapped: bool) -> str:
 def _of_splitting(step: dict[str, Any], model: dict[str, Any]) -> str:
     """What a step of the pre-tokenizer does to blanks."""
     if step["type"] != "Metaspace" or step["replacement"] != BLANK:
-        raise _other(f"pre_tokenizer {step}: llama.cpp splits a text nowhere before it looks for pieces")
+        raise _other(
+            f"pre_tokenizer {step}: llama.cpp splits a text nowhere before it looks for pieces"
+        )
     if step.get("split", True):
         pieces = {piece for piece, _ in model["vocab"]}
         across = next((piece for piece in sorted(pieces) if BLANK in piece[1:]), None)
         if across is not None or BLANK not in pieces:
-            reason = f"piece {across!r} goes across words" if across is not None else f"there is no piece {BLANK!r}"
-            raise _other(f"pre_tokenizer Metaspace with split=True: {reason}; llama.cpp does not look at words apart")
+            reason = (
+                f"piece {across!r} goes across words"
+                if across is not None
+                else f"there is no piece {BLANK!r}"
+            )
+            raise _other(
+                f"pre_tokenizer Metaspace with split=True: {reason}; llama.cpp does not look at "
+                "words apart"
+            )
     scheme = step.get("prepend_scheme", "always")
     if scheme == "first":
-        raise _other("prepend_scheme='first': llama.cpp puts a blank in front of what follows a special token, too")
+        raise _other(
+            "prepend_scheme='first': llama.cpp puts a blank in front of what follows a special "
+            "token, too"
+        )
     return "" if scheme == "never" else "prefix"
 
 
@@ -139,9 +176,15 @@ def _blanks(done: set[str]) -> tuple[bool, bool]:
         return True, True
     if merges & done:
         ways = ", ".join(sorted(done - {""}))
-        raise _other(f"blanks ({ways}): where llama.cpp merges them it leaves none at the ends and puts one in front of a text")
+        raise _other(
+            f"blanks ({ways}): where llama.cpp merges them it leaves none at the ends and puts "
+            "one in front of a text"
+        )
     if "prefix" in done and "prefix before blanks" not in done:
-        raise _other("pre_tokenizer Metaspace: no blank in front of a text that begins with one, where llama.cpp puts one, too")
+        raise _other(
+            "pre_tokenizer Metaspace: no blank in front of a text that begins with one, where "
+            "llama.cpp puts one, too"
+        )
     return False, prefix
 
 

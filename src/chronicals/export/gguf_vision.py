@@ -1,7 +1,9 @@
-"""What reads images, as the second GGUF file (``mmproj``) that llama.cpp takes beside the language part's.
+"""What reads images, as the second GGUF file (``mmproj``) that llama.cpp takes beside the language
+part's.
 
-Names of settings and tensors are those of the package ``gguf``. What llama.cpp's graph of a projector does in one way only is
-compared with the model's configuration; a model that does it otherwise is refused.
+Names of settings and tensors are those of the package ``gguf``. What llama.cpp's graph of a
+projector does in one way only is compared with the model's configuration; a model that does it
+otherwise is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ TYPES = {"f32": "F32", "f16": "F16"}
 """Names of files by the type of most of their weights, in ``gguf.GGMLQuantizationType``."""
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files that say how an image becomes numbers; the second, which has it in ``image_processor``, counts more."""
+"""Files that say how an image becomes numbers; the second, which has it in ``image_processor``,
+counts more.
+"""
 
 FEATURE_LAYER = "clip.vision.feature_layer"
 """The layer whose output is projected: a key of llama.cpp that the package has no name for."""
@@ -62,11 +66,13 @@ ROLES = {
     r"multi_modal_projector\.mm_input_projection": "V_MM_INP_PROJ",
     r"multi_modal_projector\.mm_soft_emb_norm": "V_MM_SOFT_EMB_NORM",
     r"connector\.modality_projection\.proj": "V_MMPROJ_FC",
-}  # fmt: skip
+}
 """``gguf.MODEL_TENSOR`` of a tensor, by its name without the suffix."""
 
 LLAVA = {"multi_modal_projector.linear_1": 0, "multi_modal_projector.linear_2": 2}
-"""LLaVA's projector, whose layers are numbered as in its first programs: the activation between them is 1."""
+"""LLaVA's projector, whose layers are numbered as in its first programs: the activation between
+them is 1.
+"""
 
 QKV = re.compile(rf"visual\.{BLOCK}attn\.qkv")
 IN_FULL = ("v.position_embd.weight", "v.class_embd")
@@ -80,8 +86,8 @@ class Vision:
     Attributes:
         projector: as llama.cpp calls it.
         check: raises ``NotExpressible``.
-        settings: of a configuration and its processor, beside those that all have; names of gguf's methods without ``add_``, or
-            whole keys.
+        settings: of a configuration and its processor, beside those that all have; names of gguf's
+            methods without ``add_``, or whole keys.
         leaves_out: whether a tensor of this name is not part of what images go through.
     """
 
@@ -92,14 +98,21 @@ class Vision:
 
 
 def vision_of(config: Any) -> Vision:
-    """Raises NotExpressible where a model of images and text has no form here, or not with such a configuration."""
+    """Raises NotExpressible where a model of images and text has no form here, or not with such
+    a configuration.
+    """
     if not reads_images(config):
-        raise NotExpressible(f"model_type={config.model_type!r}: reads no images, so there is no mmproj; take --to gguf-f16")
+        raise NotExpressible(
+            f"model_type={config.model_type!r}: reads no images, so there is no mmproj; take --to "
+            "gguf-f16"
+        )
     found = FAMILIES.get(config.model_type)
     if found is None:
         raise NotExpressible(
-            f"model_type={config.model_type!r}: what reads its images has no proved form in GGUF here; there are "
-            f"{', '.join(FAMILIES)}. Export merged weights (--to merged) and convert those with llama.cpp's own script"
+            f"model_type={config.model_type!r}: what reads its images has no proved form in GGUF "
+            "here; there are "
+            f"{', '.join(FAMILIES)}. Export merged weights (--to merged) and convert those with "
+            "llama.cpp's own script"
         )
     found.check(config)
     return found
@@ -119,13 +132,15 @@ def processor_of(folder: Path) -> dict[str, Any]:
     for name in ("image_mean", "image_std"):
         if not isinstance(found.get(name), list) or len(found[name]) != 3:
             raise NotExpressible(
-                f"{name}={found.get(name)!r}: {' and '.join(PROCESSORS)} must have one number for each colour; copy them from "
+                f"{name}={found.get(name)!r}: {' and '.join(PROCESSORS)} must have one number for "
+                "each colour; copy them from "
                 f"the model that was trained to {folder}"
             )
     scaled = math.isclose(found.get("rescale_factor", SCALE), SCALE, rel_tol=1e-6)
     if False in (scaled, found.get("do_normalize", True), found.get("do_rescale", True)):
         raise NotExpressible(
-            f"do_normalize={found.get('do_normalize')}, rescale_factor={found.get('rescale_factor')}: llama.cpp divides by 255 "
+            f"do_normalize={found.get('do_normalize')}, "
+            f"rescale_factor={found.get('rescale_factor')}: llama.cpp divides by 255 "
             "and normalises; export merged weights (--to merged)"
         )
     return found
@@ -133,7 +148,11 @@ def processor_of(folder: Path) -> dict[str, Any]:
 
 def settings_of(source: Source) -> Settings:
     """Everything that the file says."""
-    vision, processor, part = vision_of(source.config), processor_of(source.folder), source.config.vision_config
+    vision, processor, part = (
+        vision_of(source.config),
+        processor_of(source.folder),
+        source.config.vision_config,
+    )
     return {
         "clip_has_vision_encoder": True,
         "clip_projector_type": vision.projector,
@@ -160,8 +179,12 @@ def tensors_of(source: Source) -> dict[str, StoredTensor]:
     for stored in source.beside_language:
         name = vision_name(stored.name)
         if name is None:
-            raise NotExpressible(f"{stored.name}: belongs to neither the language part nor what reads images")
-        if not vision.leaves_out(source.config, name) and not name.endswith(".position_ids"):  # which are counted, not trained
+            raise NotExpressible(
+                f"{stored.name}: belongs to neither the language part nor what reads images"
+            )
+        if not vision.leaves_out(source.config, name) and not name.endswith(
+            ".position_ids"
+        ):  # which are counted, not trained
             found[name] = stored
     return found
 
@@ -172,7 +195,9 @@ def pieces_of(tensors: Mapping[str, StoredTensor]) -> list[Piece]:
     Raises:
         NotExpressible: GGUF has no place for one.
     """
-    return [piece for name, stored in tensors.items() for piece in _pieces_of_one(name, stored.shape)]
+    return [
+        piece for name, stored in tensors.items() for piece in _pieces_of_one(name, stored.shape)
+    ]
 
 
 def _pieces_of_one(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
@@ -183,26 +208,44 @@ def _pieces_of_one(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
         rows = shape[0] // 3
         for n, role in enumerate(("V_ENC_ATTN_Q", "V_ENC_ATTN_K", "V_ENC_ATTN_V")):
             target = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[role]].format(bid=each["block"])
-            yield _part(f"{target}{suffix}", name, (rows, *shape[1:]), (slice(n * rows, (n + 1) * rows),))
+            yield _part(
+                f"{target}{suffix}", name, (rows, *shape[1:]), (slice(n * rows, (n + 1) * rows),)
+            )
     elif len(shape) == 5:  # a kernel over two frames of a film, between which an image stands still
         for n, end in enumerate(("", ".1")):
-            yield _part(f"{_target(stem)}{suffix}{end}", name, (*shape[:2], *shape[3:]), (slice(None), slice(None), n))
+            yield _part(
+                f"{_target(stem)}{suffix}{end}",
+                name,
+                (*shape[:2], *shape[3:]),
+                (slice(None), slice(None), n),
+            )
     else:
         added = 1.0 if stem.endswith("mm_soft_emb_norm") else 0.0
         yield Piece(
-            f"{_target(stem)}{suffix}", tuple(shape), (name,), lambda given: given[0] + added,
+            f"{_target(stem)}{suffix}",
+            tuple(shape),
+            (name,),
+            lambda given: given[0] + added,
             lambda written: [(name, ..., written - added)],
-        )  # fmt: skip
+        )
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A name and the suffix of its kind: a parameter that is no module's ends with ``_weight``, or has none."""
+    """A name and the suffix of its kind: a parameter that is no module's ends with ``_weight``,
+    or has none.
+    """
     found = re.fullmatch(r"(.+?)[._](weight|bias)", name)
     return (found[1], f".{found[2]}") if found else (name, "")
 
 
 def _part(target: str, name: str, shape: tuple[int, ...], place: Any) -> Piece:
-    return Piece(target, shape, (name,), lambda given: given[0][place], lambda written: [(name, place, written)])
+    return Piece(
+        target,
+        shape,
+        (name,),
+        lambda given: given[0][place],
+        lambda written: [(name, place, written)],
+    )
 
 
 def _target(stem: str) -> str:
@@ -252,15 +295,22 @@ def write(source: Source, target: Path, kind: str) -> None:
 def size(source: Source, kind: str) -> int:
     """Bytes of the tensors."""
     require_gguf()
-    return sum(int(np.prod(p.shape)) * (2 if type_of(p, kind).name == "F16" else 4) for p in pieces_of(tensors_of(source)))
+    return sum(
+        int(np.prod(p.shape)) * (2 if type_of(p, kind).name == "F16" else 4)
+        for p in pieces_of(tensors_of(source))
+    )
 
 
-# --- what llama.cpp does in one way only -------------------------------------------------------------------------------
+# --- what llama.cpp does in one way only
+# -------------------------------------------------------------------------------
 
 
 def _refuse(wrong: bool, said: str) -> None:
     if wrong:
-        raise NotExpressible(f"{said}: llama.cpp reads images of such a model otherwise; export merged weights (--to merged)")
+        raise NotExpressible(
+            f"{said}: llama.cpp reads images of such a model otherwise; export merged weights "
+            "(--to merged)"
+        )
 
 
 def _only(part: Any, **expected: Any) -> None:
@@ -272,7 +322,14 @@ def _only(part: Any, **expected: Any) -> None:
 
 def _qwen2_5_vl(config: Any) -> None:
     part = config.vision_config
-    _only(part, hidden_act="silu", spatial_merge_size=2, temporal_patch_size=2, in_channels=3, window_size=WINDOW)
+    _only(
+        part,
+        hidden_act="silu",
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+        in_channels=3,
+        window_size=WINDOW,
+    )
     _refuse(_period(part) is None, f"fullatt_block_indexes={list(part.fullatt_block_indexes)}")
 
 
@@ -284,10 +341,18 @@ def _period(part: Any) -> int | None:
 
 
 def _gemma3(config: Any) -> None:
-    _only(config.vision_config, hidden_act="gelu_pytorch_tanh", model_type="siglip_vision_model", num_channels=3)
+    _only(
+        config.vision_config,
+        hidden_act="gelu_pytorch_tanh",
+        model_type="siglip_vision_model",
+        num_channels=3,
+    )
     side = config.vision_config.image_size // config.vision_config.patch_size
     tokens = math.isqrt(config.mm_tokens_per_image)
-    _refuse(tokens**2 != config.mm_tokens_per_image or side % tokens > 0, f"mm_tokens_per_image={config.mm_tokens_per_image}")
+    _refuse(
+        tokens**2 != config.mm_tokens_per_image or side % tokens > 0,
+        f"mm_tokens_per_image={config.mm_tokens_per_image}",
+    )
 
 
 def _idefics3(config: Any) -> None:
@@ -296,7 +361,12 @@ def _idefics3(config: Any) -> None:
 
 def _llava(config: Any) -> None:
     part = config.vision_config
-    _only(config, projector_hidden_act="gelu", vision_feature_select_strategy="default", multimodal_projector_bias=True)
+    _only(
+        config,
+        projector_hidden_act="gelu",
+        vision_feature_select_strategy="default",
+        multimodal_projector_bias=True,
+    )
     _only(part, model_type="clip_vision_model", num_channels=3)
     _refuse(part.hidden_act not in ("quick_gelu", "gelu"), f"hidden_act={part.hidden_act!r}")
     layer = config.vision_feature_layer
@@ -310,39 +380,52 @@ def _feature_layer(config: Any) -> int:
     return int(layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer)
 
 
-# --- settings of some --------------------------------------------------------------------------------------------------
+# --- settings of some
+# --------------------------------------------------------------------------------------------------
 
 
 def _of_qwen2_5_vl(config: Any, processor: Mapping[str, Any]) -> Settings:
     return {
-        "vision_use_silu": True, "vision_n_wa_pattern": _period(config.vision_config), "vision_attention_layernorm_eps": 1e-6,
+        "vision_use_silu": True,
+        "vision_n_wa_pattern": _period(config.vision_config),
+        "vision_attention_layernorm_eps": 1e-6,
         "vision_spatial_merge_size": config.vision_config.spatial_merge_size,
-    }  # fmt: skip
+    }
 
 
 def _of_gemma3(config: Any, processor: Mapping[str, Any]) -> Settings:
     part = config.vision_config
     pooled = part.image_size // part.patch_size // math.isqrt(config.mm_tokens_per_image)
     eps = part.layer_norm_eps
-    return {"vision_use_gelu": True, "vision_attention_layernorm_eps": eps, "vision_projector_scale_factor": pooled}
+    return {
+        "vision_use_gelu": True,
+        "vision_attention_layernorm_eps": eps,
+        "vision_projector_scale_factor": pooled,
+    }
 
 
 def _of_idefics3(config: Any, processor: Mapping[str, Any]) -> Settings:
     part = config.vision_config
     return {
-        "vision_use_gelu": True, "vision_attention_layernorm_eps": part.layer_norm_eps,
+        "vision_use_gelu": True,
+        "vision_attention_layernorm_eps": part.layer_norm_eps,
         "vision_projector_scale_factor": config.scale_factor,
-        "vision_preproc_image_size": (processor.get("size") or {}).get("longest_edge", part.image_size),
-    }  # fmt: skip
+        "vision_preproc_image_size": (processor.get("size") or {}).get(
+            "longest_edge", part.image_size
+        ),
+    }
 
 
 def _of_llava(config: Any, processor: Mapping[str, Any]) -> Settings:
     """Neither of two activations named is CLIP's ``quick_gelu``."""
     part, layers = config.vision_config, _feature_layer(config)
     return {
-        "vision_use_gelu": part.hidden_act == "gelu", "vision_attention_layernorm_eps": part.layer_norm_eps,
-        "vision_block_count": layers, FEATURE_LAYER: [layers], "clip.has_llava_projector": True,
-    }  # fmt: skip
+        "vision_use_gelu": part.hidden_act == "gelu",
+        "vision_attention_layernorm_eps": part.layer_norm_eps,
+        "vision_block_count": layers,
+        FEATURE_LAYER: [layers],
+        "clip.has_llava_projector": True,
+    }
 
 
 def _head_of_siglip(config: Any, name: str) -> bool:
@@ -352,7 +435,9 @@ def _head_of_siglip(config: Any, name: str) -> bool:
 
 def _behind_the_feature_layer(config: Any, name: str) -> bool:
     block = re.match(r"vision_tower\.encoder\.layers\.(\d+)\.", name)
-    return name.startswith("vision_tower.post_layernorm.") or (block is not None and int(block[1]) >= _feature_layer(config))
+    return name.startswith("vision_tower.post_layernorm.") or (
+        block is not None and int(block[1]) >= _feature_layer(config)
+    )
 
 
 FAMILIES: dict[str, Vision] = {

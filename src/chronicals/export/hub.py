@@ -1,4 +1,6 @@
-"""Uploading artefacts to the hub, with the token of the user's login, which is read by huggingface_hub alone."""
+"""Uploading artefacts to the hub, with the token of the user's login, which is read by
+huggingface_hub alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CARD = "README.md"
 """The file that the hub shows as a model's card."""
 
 LEFT_OUT = (CARD, MANIFEST, REPORT, f"{EXPORTS}/*", ".*")
-"""Patterns of files that are not uploaded: they describe this machine's copy, or are artefacts of their own."""
+"""Patterns of files that are not uploaded: they describe this machine's copy, or are artefacts
+of their own.
+"""
 
 WITH_PATHS = (CONFIG_FILE, "chronicals.json")
 """Files in which paths of this machine may stand, in a folder or in those of named adapters."""
@@ -43,11 +47,14 @@ def push(
 
     Args:
         name: ``owner/name``, or a name of the user's own.
-        artefacts: a folder's files go to the top of the repository if it is the only one, else into a folder of its name.
+        artefacts: a folder's files go to the top of the repository if it is the only one, else into
+            a folder of its name.
         card: becomes README.md.
-        private: whether the repository must be; None makes a new one private and leaves one that is there as it is.
+        private: whether the repository must be; None makes a new one private and leaves one that is
+            there as it is.
         called: how errors name the repository, by default as the argument of ``export``.
-        base: the model that adapters are uploaded as being of, where their files name another place.
+        base: the model that adapters are uploaded as being of, where their files name another
+            place.
 
     Returns:
         Its address.
@@ -84,16 +91,24 @@ def _upload(api: Any, repository: str, artefact: Path, alone: bool, base: str | 
         for file, name in zip(rewritten, names, strict=True):
             if Path(name).parts[0] != EXPORTS:
                 target = f"{place}/{name}".strip("/")
-                api.upload_file(repo_id=repository, path_or_fileobj=_without_paths(file, base), path_in_repo=target)
+                api.upload_file(
+                    repo_id=repository,
+                    path_or_fileobj=_without_paths(file, base),
+                    path_in_repo=target,
+                )
     else:
         api.upload_file(repo_id=repository, path_or_fileobj=artefact, path_in_repo=artefact.name)
     proof = artefact.with_name(f"{artefact.name}{PROOF}")
     if proof.exists():
-        api.upload_file(repo_id=repository, path_or_fileobj=_without_paths(proof), path_in_repo=proof.name)
+        api.upload_file(
+            repo_id=repository, path_or_fileobj=_without_paths(proof), path_in_repo=proof.name
+        )
 
 
 def _without_paths(file: Path, base: str | None = None) -> bytes:
-    """Content of a JSON file in which an absolute path is its last part, and an adapter's base is ``base`` where given."""
+    """Content of a JSON file in which an absolute path is its last part, and an adapter's base
+    is ``base`` where given.
+    """
     content = _with_last_parts(json.loads(file.read_text()))
     if base is not None and file.name == CONFIG_FILE:
         content["base_model_name_or_path"] = base
@@ -111,13 +126,16 @@ def _with_last_parts(value: Any) -> Any:
 
 
 def _check_owner(api: Any, name: str) -> None:
-    """Raises UploadError where the repository's owner is neither the login's user nor an organisation of theirs."""
+    """Raises UploadError where the repository's owner is neither the login's user nor an
+    organisation of theirs.
+    """
     login = api.whoami()
     owner, sign, short = name.partition("/")
     owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
     if sign and owner.lower() not in [one.lower() for one in owners]:
         raise UploadError(
-            f"belongs to {owner!r}, and the login is of {login['name']!r}; give {login['name']}/{short}, or log in as "
+            f"belongs to {owner!r}, and the login is of {login['name']!r}; give "
+            f"{login['name']}/{short}, or log in as "
             "somebody who may write there ('hf auth login')"
         )
 
@@ -128,25 +146,35 @@ def _check_visibility(api: Any, repository: str, private: bool) -> None:
     if private and not there:
         raise UploadError("is there already and is public; give public=True, or another name")
     if there and not private:
-        raise UploadError("is there already and is private; make it public in the hub's settings, or leave public=True out")
+        raise UploadError(
+            "is there already and is private; make it public in the hub's settings, or leave "
+            "public=True out"
+        )
 
 
 @contextmanager
 def _errors_in_one_line(called: str) -> Iterator[None]:
-    """Within: errors of the hub and of the connection are one line with what to do, in which no token stands."""
+    """Within: errors of the hub and of the connection are one line with what to do, in which no
+    token stands.
+    """
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])  # of the hub's HTTP client: no connection, a time-out
+    http_error = cast(
+        type[Exception], HfHubHTTPError.__mro__[1]
+    )  # of the hub's HTTP client: no connection, a time-out
     try:
         yield
     except UploadError as error:
         raise UploadError(f"{called}: {error}") from None
     except LocalTokenNotFoundError:
         raise UploadError(
-            f"{called}: there is no login on this machine; log in with 'hf auth login', or set HF_TOKEN"
+            f"{called}: there is no login on this machine; log in with 'hf auth login', or set "
+            "HF_TOKEN"
         ) from None
     except HFValidationError as error:
-        raise UploadError(f"{called}: {_first_line(error)}; give another name, as OWNER/NAME") from None
+        raise UploadError(
+            f"{called}: {_first_line(error)}; give another name, as OWNER/NAME"
+        ) from None
     except HfHubHTTPError as error:
         raise UploadError(f"{called}: {_refusal(error)}") from None
     except (http_error, OSError) as error:
@@ -157,10 +185,14 @@ def _refusal(error: Any) -> str:
     """Return why the hub refused a request, and what to do."""
     status = error.response.status_code
     if status == 401:
-        return "the hub does not accept the token of the login; log in anew with 'hf auth login', or renew HF_TOKEN"
+        return (
+            "the hub does not accept the token of the login; log in anew with 'hf auth login', "
+            "or renew HF_TOKEN"
+        )
     if status == 403:
         return (
-            "the login may not write there: the name is somebody else's, or the token may only read; give another name, or "
+            "the login may not write there: the name is somebody else's, or the token may only "
+            "read; give another name, or "
             "log in with a token that may write ('hf auth login')"
         )
     return f"the upload failed: {_first_line(error)}"

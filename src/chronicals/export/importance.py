@@ -1,7 +1,8 @@
-"""How much each column of a weight matters: the mean square of what it is multiplied with, over a user's own rows.
+"""How much each column of a weight matters: the mean square of what it is multiplied with, over a
+user's own rows.
 
-llama.cpp weighs the error of quantising by it (an importance matrix). Experts are measured each by itself, over the tokens that
-the router gave it.
+llama.cpp weighs the error of quantising by it (an importance matrix). Experts are measured each by
+itself, over the tokens that the router gave it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ TOKENS = 1 << 16
 
 
 class Squares:
-    """Sums of squares by column, of each matrix of some stacks of them; a linear layer has a stack of one."""
+    """Sums of squares by column, of each matrix of some stacks of them; a linear layer has a
+    stack of one.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Tensor] = {}
@@ -42,7 +45,9 @@ class Squares:
         self._rows[stack][number] += len(flat)
 
     def mean(self, stack: Hashable) -> np.ndarray | None:
-        """fp32 ``[matrices, in]``; ones for a matrix that saw nothing, whose columns so matter alike; None where none did."""
+        """fp32 ``[matrices, in]``; ones for a matrix that saw nothing, whose columns so matter
+        alike; None where none did.
+        """
         if stack not in self._sums:
             return None
         sums, rows = self._sums[stack], self._rows[stack]
@@ -54,15 +59,22 @@ class Squares:
 
 
 @torch.no_grad()
-def importance_of(model: Any, pieces: list[Piece], documents: list[list[int]]) -> dict[str, np.ndarray]:
-    """fp32 by the name of a tensor in the file: ``[in]`` of one that is a linear layer's weight, ``[E, in]`` of experts.
+def importance_of(
+    model: Any, pieces: list[Piece], documents: list[list[int]]
+) -> dict[str, np.ndarray]:
+    """fp32 by the name of a tensor in the file: ``[in]`` of one that is a linear layer's weight,
+    ``[E, in]`` of experts.
 
     Args:
         model: in the names of whose modules the pieces' sources are, but for a language part's.
         documents: token ids, of which the first ``TOKENS`` are taken.
     """
     squares = Squares()
-    layers = {language_name(name) or name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {
+        language_name(name) or name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     named: dict[str, Hashable] = {}
     for piece in pieces:
         of_a_layer = piece.sources[0].removesuffix(".weight")
@@ -82,9 +94,16 @@ def importance_of(model: Any, pieces: list[Piece], documents: list[list[int]]) -
         for hook in hooks:
             hook.remove()
     if unseen := squares.unseen():
-        logger.info("importance: %d matrices of experts saw none of the rows; their columns count alike", unseen)
+        logger.info(
+            "importance: %d matrices of experts saw none of the rows; their columns count alike",
+            unseen,
+        )
     found = {name: (stack, squares.mean(stack)) for name, stack in named.items()}
-    return {name: mean[0] if isinstance(stack, str) else mean for name, (stack, mean) in found.items() if mean is not None}
+    return {
+        name: mean[0] if isinstance(stack, str) else mean
+        for name, (stack, mean) in found.items()
+        if mean is not None
+    }
 
 
 def _stack_of(name: str) -> tuple[int, str] | None:

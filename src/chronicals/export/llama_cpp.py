@@ -1,4 +1,6 @@
-"""llama.cpp as a client of the files that are written, through the package llama-cpp-python; the only file that knows it."""
+"""llama.cpp as a client of the files that are written, through the package llama-cpp-python; the
+only file that knows it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def require(what: str) -> None:
         what: needs it, in words that begin the message.
     """
     if not is_there():
-        raise ValueError(f"{what} by llama.cpp itself, through {PACKAGE}, which is not installed: pip install {PACKAGE}")
+        raise ValueError(
+            f"{what} by llama.cpp itself, through {PACKAGE}, which is not installed: pip install "
+            f"{PACKAGE}"
+        )
 
 
 @functools.cache
@@ -43,7 +48,9 @@ def heard() -> deque[str]:
     import llama_cpp
 
     said: deque[str] = deque(maxlen=200)
-    callback = llama_cpp.llama_log_callback(lambda level, text, _: said.append(text.decode(errors="replace")))
+    callback = llama_cpp.llama_log_callback(
+        lambda level, text, _: said.append(text.decode(errors="replace"))
+    )
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     _callbacks.append(callback)
     return said
@@ -53,14 +60,16 @@ _callbacks: list[Any] = []
 """Kept, for llama.cpp holds only their addresses."""
 
 
-def quantise(given: Path, target: Path, file_type: int, importance: Mapping[str, np.ndarray] | None = None) -> None:
+def quantise(
+    given: Path, target: Path, file_type: int, importance: Mapping[str, np.ndarray] | None = None
+) -> None:
     """Let llama.cpp write a file whose weights have other types.
 
     Args:
         given: a file in F32 or 16 bits.
         file_type: of ``gguf.LlamaFileType``.
-        importance: fp32 ``[in]`` by the name of a tensor in the file: the mean square of what each column is multiplied with;
-            ``[E, in]`` of a tensor of experts.
+        importance: fp32 ``[in]`` by the name of a tensor in the file: the mean square of what each
+            column is multiplied with; ``[E, in]`` of a tensor of experts.
 
     Raises:
         ValueError: llama.cpp refuses; the message has its last words.
@@ -69,18 +78,35 @@ def quantise(given: Path, target: Path, file_type: int, importance: Mapping[str,
 
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread = file_type, 0
-    values = {name.encode(): np.ascontiguousarray(x, np.float32) for name, x in (importance or {}).items()}
-    entries = (llama_cpp.llama_model_imatrix_data * (len(values) + 1))()  # the last one has no name, and ends the list
+    values = {
+        name.encode(): np.ascontiguousarray(x, np.float32) for name, x in (importance or {}).items()
+    }
+    entries = (
+        llama_cpp.llama_model_imatrix_data * (len(values) + 1)
+    )()  # the last one has no name, and ends the list
     for entry, (name, x) in zip(entries, values.items()):
-        entry.name, entry.data, entry.size = name, x.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), x.size
+        entry.name, entry.data, entry.size = (
+            name,
+            x.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            x.size,
+        )
     if values:
         options.imatrix = ctypes.cast(entries, ctypes.POINTER(llama_cpp.llama_model_imatrix_data))
     said = heard()
     said.clear()
-    failed = llama_cpp.llama_model_quantize(str(given).encode(), str(target).encode(), ctypes.byref(options))
+    failed = llama_cpp.llama_model_quantize(
+        str(given).encode(), str(target).encode(), ctypes.byref(options)
+    )
     if failed:
-        words = [line.strip() for line in "".join(said).splitlines() if "error" in line.lower() or "missing" in line.lower()]
-        raise ValueError(f"{target.name}: llama.cpp cannot quantise this model: {words[-1] if words else f'error {failed}'}")
+        words = [
+            line.strip()
+            for line in "".join(said).splitlines()
+            if "error" in line.lower() or "missing" in line.lower()
+        ]
+        raise ValueError(
+            f"{target.name}: llama.cpp cannot quantise this model: "
+            f"{words[-1] if words else f'error {failed}'}"
+        )
 
 
 class LlamaCpp:
@@ -92,23 +118,42 @@ class LlamaCpp:
         adapter: a file that is added to the weights.
     """
 
-    def __init__(self, path: Path, tokens: int = 512, vocabulary_only: bool = False, adapter: Path | None = None):
+    def __init__(
+        self,
+        path: Path,
+        tokens: int = 512,
+        vocabulary_only: bool = False,
+        adapter: Path | None = None,
+    ):
         from llama_cpp import Llama
 
         heard()
-        options: dict[str, Any] = {"vocab_only": True} if vocabulary_only else {
-            "n_ctx": tokens, "n_batch": tokens, "logits_all": True, "flash_attn": False, "type_k": GGML_F32, "type_v": GGML_F32,
-            "lora_path": None if adapter is None else str(adapter),
-        }  # fmt: skip
+        options: dict[str, Any] = (
+            {"vocab_only": True}
+            if vocabulary_only
+            else {
+                "n_ctx": tokens,
+                "n_batch": tokens,
+                "logits_all": True,
+                "flash_attn": False,
+                "type_k": GGML_F32,
+                "type_v": GGML_F32,
+                "lora_path": None if adapter is None else str(adapter),
+            }
+        )
         self.model = Llama(str(path), n_gpu_layers=0, verbose=False, **options)
 
     def ids(self, text: str, special: bool = True) -> list[int]:
-        """Of a text, with the tokens in front that the file asks for, but not a second beginning."""
+        """Of a text, with the tokens in front that the file asks for, but not a second
+        beginning.
+        """
         begins = self.model.metadata.get("tokenizer.ggml.bos_token_id")
         named = "" if begins is None else self.model._model.token_get_text(int(begins))
         asked = self.model.metadata.get("tokenizer.ggml.add_bos_token") == "true"
         twice = bool(named) and text.startswith(named)
-        return list(self.model.tokenize(text.encode(), add_bos=asked and not twice, special=special))
+        return list(
+            self.model.tokenize(text.encode(), add_bos=asked and not twice, special=special)
+        )
 
     def logits(self, ids: list[int]) -> np.ndarray:
         """fp32 ``[len(ids), V]``."""
@@ -128,10 +173,11 @@ class Seen:
     """What llama.cpp made of a text with an image in it.
 
     Attributes:
-        texts: token ids before, between and behind the pieces that a family cuts an image into; one more than those. -1 is a
-            token that the family puts there and the vocabulary lacks.
+        texts: token ids before, between and behind the pieces that a family cuts an image into; one
+            more than those. -1 is a token that the family puts there and the vocabulary lacks.
         images: fp32 ``[n, D]`` each, what takes the place of token embeddings.
-        logits: fp32 ``[V]`` of the token behind the text; None where a token is not there, or there are too few positions.
+        logits: fp32 ``[V]`` of the token behind the text; None where a token is not there, or there
+            are too few positions.
     """
 
     texts: list[list[int]]
@@ -149,8 +195,11 @@ client.see_here(json.loads(sys.argv[2]))
 """
 
 
-def see(projector: Path, language: Path, before: str, image: np.ndarray, after: str, tokens: int) -> Seen:
-    """A text with an image in it, read by llama.cpp in a process of its own, which it may end where something is wrong.
+def see(
+    projector: Path, language: Path, before: str, image: np.ndarray, after: str, tokens: int
+) -> Seen:
+    """A text with an image in it, read by llama.cpp in a process of its own, which it may end where
+    something is wrong.
 
     Args:
         projector, language: the two files.
@@ -162,12 +211,25 @@ def see(projector: Path, language: Path, before: str, image: np.ndarray, after: 
     """
     with tempfile.TemporaryDirectory() as place:
         np.save(Path(place) / "image.npy", image)
-        given = {"projector": str(projector), "language": str(language), "before": before, "after": after, "tokens": tokens}
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        given = {
+            "projector": str(projector),
+            "language": str(language),
+            "before": before,
+            "after": after,
+            "tokens": tokens,
+        }
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         command = [sys.executable, "-c", PROGRAM, __file__, json.dumps({**given, "place": place})]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace"
+        )
         if ran.returncode:
-            words = [line for line in ran.stderr.splitlines() if "Error: " in line or "GGML_" in line]
+            words = [
+                line for line in ran.stderr.splitlines() if "Error: " in line or "GGML_" in line
+            ]
             last = words[-1].strip() if words else f"it ended its process ({ran.returncode})"
             raise ValueError(f"{projector.name}: llama.cpp cannot read an image with it: {last}")
         said = json.loads((Path(place) / "seen.json").read_text())
@@ -180,7 +242,9 @@ def see_here(given: Mapping[str, Any]) -> None:
     """``see`` in this process; what was seen is left in the folder ``place``."""
     place = Path(given["place"])
     client = LlamaCpp(Path(given["language"]), tokens=given["tokens"])
-    seen = Eyes(Path(given["projector"]), client).see(given["before"], np.load(place / "image.npy"), given["after"])
+    seen = Eyes(Path(given["projector"]), client).see(
+        given["before"], np.load(place / "image.npy"), given["after"]
+    )
     for n, embeddings in enumerate(seen.images):
         np.save(place / f"{n}.npy", embeddings)
     if seen.logits is not None:
@@ -207,9 +271,14 @@ class Eyes:
         options = mtmd_cpp.mtmd_context_params_default()
         options.use_gpu, options.print_timings, options.warmup = False, False, False
         options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        self.context = mtmd_cpp.mtmd_init_from_file(str(projector).encode(), language.model._model.model, options)
+        self.context = mtmd_cpp.mtmd_init_from_file(
+            str(projector).encode(), language.model._model.model, options
+        )
         if self.context is None:
-            raise ValueError(f"{projector.name}: llama.cpp cannot load it: {' '.join(''.join(said).splitlines()[-3:])}")
+            raise ValueError(
+                f"{projector.name}: llama.cpp cannot load it: "
+                f"{' '.join(''.join(said).splitlines()[-3:])}"
+            )
 
     def see(self, before: str, image: np.ndarray, after: str) -> Seen:
         """Read a text with an image in it.
@@ -221,7 +290,9 @@ class Eyes:
 
         marker = mtmd_cpp.mtmd_default_marker().decode()
         text = f"{before}{marker}{after}".encode()
-        given = mtmd_cpp.mtmd_input_text(text=text, text_len=len(text), add_special=True, parse_special=True)
+        given = mtmd_cpp.mtmd_input_text(
+            text=text, text_len=len(text), add_special=True, parse_special=True
+        )
         content = np.ascontiguousarray(image, np.uint8)
         pointer = content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         bitmap = mtmd_cpp.mtmd_bitmap_init(image.shape[1], image.shape[0], pointer)
@@ -249,7 +320,9 @@ class Eyes:
                 texts.append([])
             else:
                 texts[-1] += self._ids(chunk)
-        whole = all(token >= 0 for text in texts for token in text)  # a token that is not there would end the process
+        whole = all(
+            token >= 0 for text in texts for token in text
+        )  # a token that is not there would end the process
         return Seen(texts, images, self._logits(chunks, iter(images)) if whole else None)
 
     def _ids(self, chunk: Any) -> list[int]:
@@ -268,7 +341,9 @@ class Eyes:
             raise ValueError(f"llama.cpp cannot encode an image: error {failed}")
         count = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
         wide = llama_cpp.llama_model_n_embd(self.language.model._model.model)
-        return np.ctypeslib.as_array(mtmd_cpp.mtmd_get_output_embd(self.context), (count, wide)).copy()
+        return np.ctypeslib.as_array(
+            mtmd_cpp.mtmd_get_output_embd(self.context), (count, wide)
+        ).copy()
 
     def _logits(self, chunks: Any, images: Iterator[np.ndarray]) -> np.ndarray | None:
         """Of the token behind everything, with embeddings as they were encoded."""
@@ -281,18 +356,38 @@ class Eyes:
         model.reset()
         model._ctx.kv_cache_clear()
         context, past = model._ctx.ctx, llama_cpp.llama_pos(0)
-        given = [mtmd_cpp.mtmd_input_chunks_get(chunks, n) for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks))]
+        given = [
+            mtmd_cpp.mtmd_input_chunks_get(chunks, n)
+            for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks))
+        ]
         for chunk in given:
             if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE:
                 values = next(images).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
                 failed = mtmd_cpp.mtmd_helper_decode_image_chunk(
-                    self.context, context, chunk, values, past, 0, model.n_batch, ctypes.byref(past),
-                    mtmd_cpp.mtmd_helper_post_decode_callback(), None,
-                )  # fmt: skip
+                    self.context,
+                    context,
+                    chunk,
+                    values,
+                    past,
+                    0,
+                    model.n_batch,
+                    ctypes.byref(past),
+                    mtmd_cpp.mtmd_helper_post_decode_callback(),
+                    None,
+                )
             else:
                 failed = mtmd_cpp.mtmd_helper_eval_chunk_single(
-                    self.context, context, chunk, past, 0, model.n_batch, chunk is given[-1], ctypes.byref(past)
+                    self.context,
+                    context,
+                    chunk,
+                    past,
+                    0,
+                    model.n_batch,
+                    chunk is given[-1],
+                    ctypes.byref(past),
                 )
             if failed:
                 raise ValueError(f"llama.cpp cannot evaluate a text with an image: error {failed}")
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (model.n_vocab(),)).copy()
+        return np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits_ith(context, -1), (model.n_vocab(),)
+        ).copy()

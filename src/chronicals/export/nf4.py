@@ -41,10 +41,14 @@ ERROR = 0.13
 """Of a weight, relative; NF4 in blocks of 64 changes Gaussian numbers by 0.09."""
 
 BOUND, OF_ROUNDING = 3e-2, 2.0
-"""Of logits beside torch with the same weights, products in bf16; the same as a multiple of what bf16 rounds in torch."""
+"""Of logits beside torch with the same weights, products in bf16; the same as a multiple of what
+bf16 rounds in torch.
+"""
 
 DESCRIPTION = 256
-"""Bytes of the JSON beside a weight, blanks at its end included: the header of a file comes before what the JSON says."""
+"""Bytes of the JSON beside a weight, blanks at its end included: the header of a file comes
+before what the JSON says.
+"""
 
 
 def write(source: Source, aside: Path) -> None:
@@ -64,20 +68,29 @@ def write(source: Source, aside: Path) -> None:
 
 
 def _quantised_names(source: Source) -> dict[str, str]:
-    """The weights that are quantised: their names in the files, and what the loaded model calls them."""
+    """The weights that are quantised: their names in the files, and what the loaded model calls
+    them.
+    """
     if described := getattr(source.config, "quantization_config", None):
-        method = (described if isinstance(described, dict) else described.to_dict()).get("quant_method")
-        raise NotExpressible(f"nf4: its weights are quantised already ({method}); export the model that they were made of")
+        method = (described if isinstance(described, dict) else described.to_dict()).get(
+            "quant_method"
+        )
+        raise NotExpressible(
+            f"nf4: its weights are quantised already ({method}); export the model that they were "
+            "made of"
+        )
     stored = StoredNames(source.tensors)
     names = {name: stored.find(name) for name in sorted(quantised_names(source.folder))}
     if not names:
         raise NotExpressible(
-            f"nf4: {type(source.config).__name__} is of a model that has no list of decoder layers with plain linear layers; "
+            f"nf4: {type(source.config).__name__} is of a model that has no list of decoder "
+            "layers with plain linear layers; "
             "nothing would be quantised, so export it merged (--to merged)"
         )
     if missing := [name for name, found in names.items() if found is None]:
         raise NotExpressible(
-            f"nf4: {missing[0]} is made of other tensors of the files as they are read, so that it cannot be stored in 4 bits; "
+            f"nf4: {missing[0]} is made of other tensors of the files as they are read, so that "
+            "it cannot be stored in 4 bits; "
             "export it merged (--to merged)"
         )
     return {found: name for name, found in names.items() if found is not None}
@@ -89,7 +102,9 @@ def _written(stored: StoredTensor, names: dict[str, str]) -> list[NewTensor]:
 
 
 def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
-    """What bitsandbytes stores of a weight, which is quantised when the first of it is written, and let go with the last."""
+    """What bitsandbytes stores of a weight, which is quantised when the first of it is written,
+    and let go with the last.
+    """
     name, (rows, columns) = stored.name, stored.shape
     made: dict[str, Tensor] = {}
     blocks = -(-rows * columns // BLOCK)
@@ -107,13 +122,19 @@ def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
             made.update(_quantised_tensors(stored))
         return made.pop(own)
 
-    return [NewTensor(own, dtype, shape, partial(part, own)) for own, (dtype, shape) in like.items()]
+    return [
+        NewTensor(own, dtype, shape, partial(part, own)) for own, (dtype, shape) in like.items()
+    ]
 
 
 def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
-    """The tensors of a weight by name, in host memory; on a card where there is one it is quantised there."""
+    """The tensors of a weight by name, in host memory; on a card where there is one it is
+    quantised there.
+    """
     weight = stored.read().float()
-    packed = Packed.of(weight.to("cuda") if torch.cuda.is_available() else weight).to(torch.bfloat16)
+    packed = Packed.of(weight.to("cuda") if torch.cuda.is_available() else weight).to(
+        torch.bfloat16
+    )
     tensors = {name: tensor.cpu() for name, tensor in stored_tensors(stored.name, packed).items()}
     described = tensors[f"{stored.name}.{STATE}nf4"]
     blanks = torch.full((DESCRIPTION - len(described),), ord(" "), dtype=torch.uint8)
@@ -123,17 +144,31 @@ def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
 def size(source: Source) -> int:
     """Bytes of the tensors."""
     names = _quantised_names(source)
-    return sum(tensor.bytes for stored in source.tensors.values() for tensor in _written(stored, names))
+    return sum(
+        tensor.bytes for stored in source.tensors.values() for tensor in _written(stored, names)
+    )
 
 
 def prove(source: Source, aside: Path, proof: Proof) -> None:
-    """Read the weights back; load them by transformers with bitsandbytes, and compare with the same weights in torch."""
+    """Read the weights back; load them by transformers with bitsandbytes, and compare with the
+    same weights in torch.
+    """
     packed, stored_names = load_model(aside, torch.bfloat16), _quantised_names(source)
-    layers = {f"{path}.weight": layer for path, layer in packed.named_modules() if isinstance(layer, Linear4bit)}
+    layers = {
+        f"{path}.weight": layer
+        for path, layer in packed.named_modules()
+        if isinstance(layer, Linear4bit)
+    }
     proof.equal("layers in 4 bits", PACKAGE, sorted(quantised_names(source.folder)), sorted(layers))
     whole = load_model(source.folder, torch.float32)
-    inside = sum(parameter.numel() for name, parameter in whole.named_parameters() if name in layers)
-    proof.reported("ratio of the weights that are in 4 bits", PACKAGE, inside / sum(p.numel() for p in whole.parameters()))
+    inside = sum(
+        parameter.numel() for name, parameter in whole.named_parameters() if name in layers
+    )
+    proof.reported(
+        "ratio of the weights that are in 4 bits",
+        PACKAGE,
+        inside / sum(p.numel() for p in whole.parameters()),
+    )
     source.prove_merged(proof)
     prove_rounded(source, aside, lambda stored: _written(stored, stored_names), proof)
     names = {name: found for found, name in stored_names.items()}
@@ -157,12 +192,16 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     dtype = json.loads((aside / "config.json").read_text())["dtype"]
     theirs = type(whole).from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
     for layer in theirs.modules():
-        if hasattr(layer, "support_avx512bf16_for_cpu"):  # a kernel for layers of whole blocks of rows alone
+        if hasattr(
+            layer, "support_avx512bf16_for_cpu"
+        ):  # a kernel for layers of whole blocks of rows alone
             layer.support_avx512bf16_for_cpu = False
     found = logits_of(theirs, source.documents)
     error = largest_error(found, expected)
     rounded = largest_error(logits_of(same_weights.bfloat16(), source.documents), expected)
     bound = source.at_least(max(BOUND, OF_ROUNDING * rounded))
-    proof.bounded("logits beside torch with the same weights", f"{CLIENT} with {PACKAGE}", error, bound)
+    proof.bounded(
+        "logits beside torch with the same weights", f"{CLIENT} with {PACKAGE}", error, bound
+    )
     cost = largest_error(found, source.trained_logits)
     proof.reported("logits beside the trained model's", CLIENT, cost)

@@ -1,4 +1,6 @@
-"""Weights in bitsandbytes' 4 bits among the tensors of files, as the dense weights that they stand for."""
+"""Weights in bitsandbytes' 4 bits among the tensors of files, as the dense weights that they
+stand for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import torch
 from torch import Tensor
 
 from chronicals.export.weight_files import DTYPES, StoredTensor
-from chronicals.quantization.bitsandbytes_format import ENTRIES, STATE, read_shape, read_weight, weights_among
+from chronicals.quantization.bitsandbytes_format import (
+    ENTRIES,
+    STATE,
+    read_shape,
+    read_weight,
+    weights_among,
+)
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TYPES = {**DTYPES, "U8": torch.uint8}
@@ -34,7 +42,15 @@ class PackedTensor(StoredTensor):
         """Raises ValueError where what describes it is damaged."""
         state = next(name for name in parts if f".{STATE}" in name)
         shape, dtype = read_shape(state, _read(parts[state]))
-        return cls(codes.file, codes.name, NAMES[dtype], shape, 0, shape[0] * shape[1] * dtype.itemsize, parts)
+        return cls(
+            codes.file,
+            codes.name,
+            NAMES[dtype],
+            shape,
+            0,
+            shape[0] * shape[1] * dtype.itemsize,
+            parts,
+        )
 
     def read(self) -> Tensor:
         """Raises ValueError where one of its tensors is missing or damaged."""
@@ -47,10 +63,16 @@ class PackedTensor(StoredTensor):
 
 
 def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[StoredTensor]]:
-    """The same files with dense weights in place of packed ones and of what is stored beside them."""
+    """The same files with dense weights in place of packed ones and of what is stored beside
+    them.
+    """
     there = {stored.name: stored for tensors in files.values() for stored in tensors}
     parts = {
-        weight: {name: there[name] for name in (weight, *(f"{weight}.{entry}" for entry in ENTRIES)) if name in there}
+        weight: {
+            name: there[name]
+            for name in (weight, *(f"{weight}.{entry}" for entry in ENTRIES))
+            if name in there
+        }
         for weight in weights_among(there)
     }
     beside = {name for weight, names in parts.items() for name in names if name != weight}
@@ -66,7 +88,9 @@ def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[Stored
 
 def _read(stored: StoredTensor) -> Tensor:
     if stored.dtype not in TYPES:
-        raise ValueError(f"{stored.file}: {stored.name} is {stored.dtype}, not one of {', '.join(TYPES)}")
+        raise ValueError(
+            f"{stored.file}: {stored.name} is {stored.dtype}, not one of {', '.join(TYPES)}"
+        )
     content = bytearray(stored.end - stored.begin)
     with stored.file.open("rb") as file:
         file.seek(stored.begin)

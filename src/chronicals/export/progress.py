@@ -1,4 +1,6 @@
-"""No progress bars of libraries while an artefact is written and read back: what is compared is what is printed."""
+"""No progress bars of libraries while an artefact is written and read back: what is compared is
+what is printed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from functools import partial
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Within: transformers and compressed-tensors show none; afterwards transformers does as it did before."""
+    """Within: transformers and compressed-tensors show none; afterwards transformers does as it
+    did before.
+    """
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

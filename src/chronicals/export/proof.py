@@ -1,4 +1,6 @@
-"""What shows that an artefact is the model that was trained: checks with a measure and a bound, stored beside it as JSON."""
+"""What shows that an artefact is the model that was trained: checks with a measure and a bound,
+stored beside it as JSON.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,17 @@ class Check:
     detail: str = ""
 
     def __str__(self) -> str:
-        said = {True: "passed", False: "FAILED", None: "not run" if self.value is None else "reported"}[self.passed]
+        said = {
+            True: "passed",
+            False: "FAILED",
+            None: "not run" if self.value is None else "reported",
+        }[self.passed]
         measured = "" if self.value is None else f" {self.value:.3g}"
         limit = "" if self.bound is None else f" (bound {self.bound:.3g})"
-        return f"{self.name}, {self.client}: {said}{measured}{limit}{': ' if self.detail else ''}{self.detail}"
+        return (
+            f"{self.name}, {self.client}: "
+            f"{said}{measured}{limit}{': ' if self.detail else ''}{self.detail}"
+        )
 
 
 @dataclass
@@ -75,18 +84,33 @@ class Proof:
         self.checks.append(Check(name, client, None, detail=reason))
 
     def write(self, file: Path) -> None:
-        file.write_text(to_json({**self.about, "checks": [asdict(check) for check in self.checks]}, indent=1))
+        file.write_text(
+            to_json({**self.about, "checks": [asdict(check) for check in self.checks]}, indent=1)
+        )
 
     def require(self, what: Path) -> None:
         """Raises NotProved where a check failed."""
         if self.failed:
-            raise NotProved(f"{what}: is not the trained model, and was not kept: {'; '.join(map(str, self.failed))}")
+            raise NotProved(
+                f"{what}: is not the trained model, and was not kept: "
+                f"{'; '.join(map(str, self.failed))}"
+            )
 
 
 def _difference(expected: Any, found: Any) -> str:
-    if isinstance(expected, Sequence) and isinstance(found, Sequence) and not isinstance(expected, str):
-        place = next((n for n, (a, b) in enumerate(zip(expected, found)) if a != b), min(len(expected), len(found)))
-        return f"from place {place}: expected {list(expected[place : place + 4])}, found {list(found[place : place + 4])}"
+    if (
+        isinstance(expected, Sequence)
+        and isinstance(found, Sequence)
+        and not isinstance(expected, str)
+    ):
+        place = next(
+            (n for n, (a, b) in enumerate(zip(expected, found)) if a != b),
+            min(len(expected), len(found)),
+        )
+        return (
+            f"from place {place}: expected {list(expected[place : place + 4])}, found "
+            f"{list(found[place : place + 4])}"
+        )
     return f"expected {json.dumps(expected)[:80]}, found {json.dumps(found)[:80]}"
 
 
@@ -100,15 +124,18 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 ROUNDED_ONCE = 2e-4
-"""Of a tensor of 16 bits beside the trained one rounded once to its type, relative; and of codes, the ratio that differ.
-Sums that were rounded to bf16 before are beyond it: 1e-3 in fp16, 2e-3 and more of the codes of any type."""
+"""Of a tensor of 16 bits beside the trained one rounded once to its type, relative; and of
+codes, the ratio that differ. Sums that were rounded to bf16 before are beyond it: 1e-3 in fp16,
+2e-3 and more of the codes of any type."""
 
 SUMMED = 1e-6
 """The same of a tensor in fp32, relative: what another order of sums changes."""
 
 
 def beside_rounded(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The difference of a tensor that was written from what its trained weights become in the same dtype, and its bound."""
+    """The difference of a tensor that was written from what its trained weights become in the
+    same dtype, and its bound.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf, ROUNDED_ONCE
     if found.is_floating_point() and found.element_size() > 1:
@@ -124,4 +151,8 @@ def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 def cross_entropy(logits: Tensor, ids: list[int]) -> float:
     """Of each token after the first, nats."""
-    return float(torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(ids[1:], device=logits.device)))
+    return float(
+        torch.nn.functional.cross_entropy(
+            logits[:-1].float(), torch.tensor(ids[1:], device=logits.device)
+        )
+    )

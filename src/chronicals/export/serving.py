@@ -23,7 +23,9 @@ def command(kind: str, path: Path, source: Source, eyes: Path | None = None) -> 
     if kind == "gguf-adapter":
         return f"llama-server -m BASE.gguf --lora {given}"
     if kind.startswith("gguf"):
-        return f"llama-server -m {given}" + (f" --mmproj {shlex.quote(str(eyes))}" if eyes is not None else "")
+        return f"llama-server -m {given}" + (
+            f" --mmproj {shlex.quote(str(eyes))}" if eyes is not None else ""
+        )
     if kind.startswith("mmproj"):
         return f"llama-server -m LANGUAGE.gguf --mmproj {given}"
     if kind == "adapter":
@@ -32,11 +34,16 @@ def command(kind: str, path: Path, source: Source, eyes: Path | None = None) -> 
 
 
 def rank_for_vllm(path: Path) -> int | None:
-    """What vLLM is told of an adapter's ranks; None where it takes no such adapter, as DoRA and modules that are
-    saved whole."""
+    """What vLLM is told of an adapter's ranks; None where it takes no such adapter, as DoRA and
+    modules that are saved whole."""
     described = json.loads((path / CONFIG_FILE).read_text())
     rank = max([described["r"], *(described.get("rank_pattern") or {}).values()])
-    if described.get("use_dora") or described.get("modules_to_save") or described.get("lora_bias") or rank > RANKS[-1]:
+    if (
+        described.get("use_dora")
+        or described.get("modules_to_save")
+        or described.get("lora_bias")
+        or rank > RANKS[-1]
+    ):
         return None
     return next(size for size in RANKS if size >= rank)
 

@@ -51,10 +51,12 @@ class Source:
 
     Attributes:
         saved: what was given.
-        folder: the whole model; where an adapter was given, with it in the base's weights, each sum in fp32.
+        folder: the whole model; where an adapter was given, with it in the base's weights, each sum
+            in fp32.
         sums: these sums once more, from the files of base and adapter, where an adapter was given.
         merged: what the adapter changed.
-        data: rows that show how much of the training survives, as ``chronicals evaluate`` takes them.
+        data: rows that show how much of the training survives, as ``chronicals evaluate`` takes
+            them.
         importance: rows by which llama.cpp weighs the error of quantising.
         vllm_python: interpreter of an environment with vLLM.
     """
@@ -70,7 +72,9 @@ class Source:
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Where every weight is stored, by name."""
-        return {stored.name: stored for file in files_of(self.folder) for stored in tensors_in(file)}
+        return {
+            stored.name: stored for file in files_of(self.folder) for stored in tensors_in(file)
+        }
 
     @cached_property
     def config(self) -> Any:
@@ -88,20 +92,28 @@ class Source:
 
     @cached_property
     def language(self) -> dict[str, StoredTensor]:
-        """The tensors of the language part by the names that they have in a model of text; of such a model, all."""
+        """The tensors of the language part by the names that they have in a model of text; of
+        such a model, all.
+        """
         if not reads_images(self.config):
             return self.tensors
         return _of_language(self.tensors)
 
     @cached_property
     def trained_tensors(self) -> dict[str, StoredTensor]:
-        """Every weight as it was trained, by name, read from base and adapter apart, not from our files of sums."""
+        """Every weight as it was trained, by name, read from base and adapter apart, not from
+        our files of sums.
+        """
         return self.tensors if self.sums is None else self.sums.tensors()
 
     @cached_property
     def trained_language(self) -> dict[str, StoredTensor]:
         """The same of the language part, named as ``language``."""
-        return _of_language(self.trained_tensors) if reads_images(self.config) else self.trained_tensors
+        return (
+            _of_language(self.trained_tensors)
+            if reads_images(self.config)
+            else self.trained_tensors
+        )
 
     @property
     def beside_language(self) -> list[StoredTensor]:
@@ -113,13 +125,20 @@ class Source:
     def run(self) -> Path | None:
         """The folder of the run that the model is of, where it has one."""
         folder = Path(self.saved.place)
-        return next((above for above in list(folder.parents)[:3] if (above / "metrics.jsonl").exists()), None)
+        return next(
+            (above for above in list(folder.parents)[:3] if (above / "metrics.jsonl").exists()),
+            None,
+        )
 
     @cached_property
     def licence(self) -> str | None:
         """As the base's card names it."""
         card = self.folder / "README.md"
-        said = re.search(r"^license:\s*(\S+)\s*$", card.read_text(), re.MULTILINE) if card.exists() else None
+        said = (
+            re.search(r"^license:\s*(\S+)\s*$", card.read_text(), re.MULTILINE)
+            if card.exists()
+            else None
+        )
         return said[1] if said else None
 
     @cached_property
@@ -128,20 +147,31 @@ class Source:
 
     @cached_property
     def stops(self) -> list[int]:
-        """Ids at which generation ends: those that were trained, and those that the model's settings name."""
+        """Ids at which generation ends: those that were trained, and those that the model's
+        settings name.
+        """
         chats = any(kind in CHATS for kind in self.saved.about.get("kinds", ["chat"]))
         found = stop_token_ids(self.tokenizer, chats and self.tokenizer.chat_template is not None)
         file = self.folder / "generation_config.json"
         named = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
         named = [] if named is None else [named] if isinstance(named, int) else named
-        return [*found, *(stop for stop in named if stop not in found and stop < self.text_config.vocab_size)]
+        return [
+            *found,
+            *(stop for stop in named if stop not in found and stop < self.text_config.vocab_size),
+        ]
 
     @cached_property
     def conversation(self) -> str | None:
-        """A conversation as the template renders it, up to where the model answers; None without a template."""
+        """A conversation as the template renders it, up to where the model answers; None without
+        a template.
+        """
         if self.tokenizer.chat_template is None:
             return None
-        return str(self.tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True))
+        return str(
+            self.tokenizer.apply_chat_template(
+                CONVERSATION, tokenize=False, add_generation_prompt=True
+            )
+        )
 
     @cached_property
     def documents(self) -> list[list[int]]:
@@ -149,10 +179,14 @@ class Source:
         return documents_of(self.tokenizer)
 
     def trained(self) -> Any:
-        """The model as it was trained, base and adapter apart, in fp32 or as large models are on a card."""
+        """The model as it was trained, base and adapter apart, in fp32 or as large models are on
+        a card.
+        """
         model = self.saved.model(self.dtype)
         form = BaseFormat.read(self.saved.about.get("base"))
-        in_files = self.sums is not None and self.sums.adapter.in_4_bits  # whose values are summed as exact as they are
+        in_files = (
+            self.sums is not None and self.sums.adapter.in_4_bits
+        )  # whose values are summed as exact as they are
         if form is not None and not in_files:
             dequantise_as_multiplied(model, form)
         return on_device(model)
@@ -163,23 +197,38 @@ class Source:
         return logits_of(self.trained(), self.documents)
 
     def prove_merged(self, proof: Proof) -> None:
-        """Adds whether the sums of base and adapter, which artefacts are made of, are the trained model."""
+        """Adds whether the sums of base and adapter, which artefacts are made of, are the
+        trained model.
+        """
         if self.saved.adapted:
             bound = self.at_least(MERGED)
-            proof.bounded("merged weights beside the trained model", "transformers", self._error_of_sums, bound)
+            proof.bounded(
+                "merged weights beside the trained model",
+                "transformers",
+                self._error_of_sums,
+                bound,
+            )
 
     @cached_property
     def _error_of_sums(self) -> float:
         return largest_error(logits_of(self.load(self.folder), self.documents), self.trained_logits)
 
     def check_kept(self, dtype: str) -> None:
-        """Raises MergeError where rounding to a type of 16 bits, or to fewer, would make the adapted model its base again."""
+        """Raises MergeError where rounding to a type of 16 bits, or to fewer, would make the
+        adapted model its base again.
+        """
         if self.merged is not None:
-            check_kept(self.merged, dtype, "Export it in fp32 (--to merged-fp32), or by itself (--to adapter)")
+            check_kept(
+                self.merged,
+                dtype,
+                "Export it in fp32 (--to merged-fp32), or by itself (--to adapter)",
+            )
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        """On the data, of the trained model and of the one that it was trained from, where that is known."""
+        """On the data, of the trained model and of the one that it was trained from, where that
+        is known.
+        """
         found = {"trained": self.loss_of(self.trained())}
         if self.saved.base is not None:
             found["base"] = self.loss_of(on_device(self.saved.base_model(self.dtype)))
@@ -198,13 +247,21 @@ class Source:
     def _recipe(self, data: str) -> Recipe:
         """Of evaluation, with the settings of data that the run had."""
         taught, place = self.saved.about.get("taught", {}), str(self.saved.place)
-        fields = {"max_seq_length": 2048, **taught, "data": [data], "batch_size": 1, "gradient_accumulation_steps": 1}
+        fields = {
+            "max_seq_length": 2048,
+            **taught,
+            "data": [data],
+            "batch_size": 1,
+            "gradient_accumulation_steps": 1,
+        }
         return Recipe(model=place, **fields)
 
     def loss_of(self, model: Any) -> float:
         """Of a model on the data."""
         recipe = self._recipe(str(self.data))
-        config = with_reference(recipe.config(), self.saved.about.get("reference"), base=self.saved.base)
+        config = with_reference(
+            recipe.config(), self.saved.about.get("reference"), base=self.saved.base
+        )
         return evaluate_data(model, self.tokenizer, recipe.sources[0], config).loss
 
     def prove_survival(self, model: Any, proof: Proof) -> None:
@@ -221,18 +278,25 @@ class Source:
     @property
     def dtype(self) -> torch.dtype:
         """What models are compared in: fp32, unless only 16 bits fit."""
-        size = sum(stored.bytes for stored in self.tensors.values()) if self.sums is None else self.sums.base_bytes
+        size = (
+            sum(stored.bytes for stored in self.tensors.values())
+            if self.sums is None
+            else self.sums.base_bytes
+        )
         return torch.float32 if size < LARGE else torch.bfloat16
 
     def at_least(self, bound: float) -> float:
-        """A bound on the error of logits, where torch's own are in 16 bits not less than what that rounds."""
+        """A bound on the error of logits, where torch's own are in 16 bits not less than what
+        that rounds.
+        """
         return bound if self.dtype == torch.float32 else max(bound, IN_16_BITS)
 
     def load(self, folder: Path) -> Any:
         """Load a whole model that was written, and compute in ``self.dtype``."""
         model = load_model(folder, self.dtype)
         if self.dtype == torch.float32:
-            # transformers below 5.21 leaves unquantised weights that it renames (Mixtral's routers) in the files' 16 bits.
+            # transformers below 5.21 leaves unquantised weights that it renames (Mixtral's routers)
+            # in the files' 16 bits.
             for parameter in model.parameters():
                 if parameter.dtype in (torch.bfloat16, torch.float16):
                     parameter.data = parameter.data.float()
@@ -264,7 +328,9 @@ def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
 
 
 def documents_of(tokenizer: Any) -> list[list[int]]:
-    """Token ids of ``PROBES``, and of a conversation as it was trained, where there is a template."""
+    """Token ids of ``PROBES``, and of a conversation as it was trained, where there is a
+    template.
+    """
     found = [tokenizer(text)["input_ids"] for text in PROBES]
     if tokenizer.chat_template is not None:
         found.append(Tokenizer(tokenizer).render(CONVERSATION, generation=True))
@@ -272,7 +338,9 @@ def documents_of(tokenizer: Any) -> list[list[int]]:
 
 
 MERGED, IN_16_BITS = 1e-4, 5e-2
-"""Of logits of merged weights, which are fp32, beside those of weights and adapter apart, computed in fp32 and in 16 bits."""
+"""Of logits of merged weights, which are fp32, beside those of weights and adapter apart,
+computed in fp32 and in 16 bits.
+"""
 
 LARGE = 8 << 30
 """Bytes of a model's files from which models are compared in bf16."""
@@ -293,7 +361,7 @@ def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
 @contextmanager
 def opened(
     model: str | Path, base_model: str | None, place: Path, apart: bool = False, **given: Any
-) -> Iterator[Source]:  # fmt: skip
+) -> Iterator[Source]:
     """The model of a name, as a source.
 
     Args:

@@ -1,7 +1,9 @@
-"""What shows that an mmproj file is what reads images in the model: read back by the package gguf, and an image by llama.cpp.
+"""What shows that an mmproj file is what reads images in the model: read back by the package gguf,
+and an image by llama.cpp.
 
-The image is random and as large as the model takes images, so that nobody resizes it. Its embeddings, and the logits of the
-token behind a text with it, are compared with those of transformers with the weights of the file.
+The image is random and as large as the model takes images, so that nobody resizes it. Its
+embeddings, and the logits of the token behind a text with it, are compared with those of
+transformers with the weights of the file.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ BOUNDS = {"f32": 1e-3, "f16": 5e-3}
 """Of llama.cpp's embeddings and logits, where GELU is a table of fp16."""
 
 DISORDER = (
-    "llama.cpp puts CLIP's class token behind the patches, which shifts their positions and drops the first (llama.cpp#25814): "
+    "llama.cpp puts CLIP's class token behind the patches, which shifts their positions and drops "
+    "the first (llama.cpp#25814): "
     "images are read worse than by transformers until that is mended there; the file is right"
 )
 
@@ -50,11 +53,20 @@ def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
     """Read it back, by the package gguf and, where it is there, by llama.cpp."""
     written, tensors = File(file), gguf_vision.tensors_of(source)
     pieces = gguf_vision.pieces_of(tensors)
-    proof.equal("settings", gguf.READER, _plain(gguf_vision.settings_of(source)), _said(source, written))
-    proof.equal("every tensor is there", gguf.READER, sorted(piece.name for piece in pieces), sorted(written.tensors))
+    proof.equal(
+        "settings", gguf.READER, _plain(gguf_vision.settings_of(source)), _said(source, written)
+    )
+    proof.equal(
+        "every tensor is there",
+        gguf.READER,
+        sorted(piece.name for piece in pieces),
+        sorted(written.tensors),
+    )
     left = sorted({s.name for s in source.beside_language} - {s.name for s in tensors.values()})
     if left:
-        proof.not_run(f"{len(left)} tensors that images do not go through", gguf.READER, ", ".join(left[:3]))
+        proof.not_run(
+            f"{len(left)} tensors that images do not go through", gguf.READER, ", ".join(left[:3])
+        )
     if proof.failed:
         return
     found = written.restored(pieces, {name: stored.shape for name, stored in tensors.items()})
@@ -107,7 +119,9 @@ def _whole_key(key: str) -> str:
     return recorder.keys[0]
 
 
-def _prove_weights(tensors: dict[str, StoredTensor], found: Restored, written: File, proof: Proof) -> None:
+def _prove_weights(
+    tensors: dict[str, StoredTensor], found: Restored, written: File, proof: Proof
+) -> None:
     worst: dict[str, tuple[float, str]] = {}
     for name in found:
         kind = written.type_of(found.pieces[name][0].name)
@@ -117,21 +131,29 @@ def _prove_weights(tensors: dict[str, StoredTensor], found: Restored, written: F
         proof.bounded(f"weights in {kind}", gguf.READER, error, gguf.ERRORS[kind], name)
 
 
-def _in_torch(source: Source, tensors: dict[str, StoredTensor], found: Restored, folder: Path) -> Any:
+def _in_torch(
+    source: Source, tensors: dict[str, StoredTensor], found: Restored, folder: Path
+) -> Any:
     """The model, with the file's weights where it reads images."""
     ours = {stored.name: name for name, stored in tensors.items()}
 
     def made(stored: StoredTensor) -> NewTensor:
         if stored.name not in ours:
             return NewTensor(stored.name, stored.dtype, stored.shape, lambda: stored)
-        return NewTensor(stored.name, "F32", stored.shape, partial(found.__getitem__, ours[stored.name]))
+        return NewTensor(
+            stored.name, "F32", stored.shape, partial(found.__getitem__, ours[stored.name])
+        )
 
-    write_tensors(folder / "model.safetensors", [made(stored) for stored in source.tensors.values()])
+    write_tensors(
+        folder / "model.safetensors", [made(stored) for stored in source.tensors.values()]
+    )
     source.config.save_pretrained(folder)
     return source.load(folder)
 
 
-def _prove_image(source: Source, model: Any, file: Path, language: Path, bound: float, proof: Proof) -> None:
+def _prove_image(
+    source: Source, model: Any, file: Path, language: Path, bound: float, proof: Proof
+) -> None:
     image, processor = image_for(source.config), gguf_vision.processor_of(source.folder)
     inputs = inputs_of(source.config, image, processor)
     try:
@@ -148,22 +170,40 @@ def _prove_image(source: Source, model: Any, file: Path, language: Path, bound: 
         with _class_token_last(model):
             disordered = embeddings_of(model, inputs)
         if relative_error(theirs, disordered) < error:
-            proof.reported("embeddings that change as the class token comes last", "llama.cpp", error, DISORDER)
+            proof.reported(
+                "embeddings that change as the class token comes last", "llama.cpp", error, DISORDER
+            )
             logger.warning("%s: %s", file.name, DISORDER)
-            error, expected, order = relative_error(theirs, disordered), disordered, _class_token_last(model)
+            error, expected, order = (
+                relative_error(theirs, disordered),
+                disordered,
+                _class_token_last(model),
+            )
     with order:
         with gguf.as_rounded(model, "f32"):
             rounded = relative_error(embeddings_of(model, inputs), expected)
         limit = max(bound, gguf.OF_ROUNDING * rounded)
-        proof.bounded("embeddings of an image", "llama.cpp", error, limit, f"{image.shape[1]} x {image.shape[0]} pixels")
+        proof.bounded(
+            "embeddings of an image",
+            "llama.cpp",
+            error,
+            limit,
+            f"{image.shape[1]} x {image.shape[0]} pixels",
+        )
         _prove_logits(source, model, seen, inputs, bound, proof)
 
 
-def _prove_logits(source: Source, model: Any, seen: Seen, inputs: dict[str, Tensor], bound: float, proof: Proof) -> None:
-    """Of the token behind a text with the image; not where the image is enlarged to be cut into pieces."""
+def _prove_logits(
+    source: Source, model: Any, seen: Seen, inputs: dict[str, Tensor], bound: float, proof: Proof
+) -> None:
+    """Of the token behind a text with the image; not where the image is enlarged to be cut into
+    pieces.
+    """
     largest = gguf_vision.settings_of(source).get("vision_preproc_image_size", 0)
     if seen.logits is None or largest > getattr(source.config.vision_config, "image_size", largest):
-        reason = f"the image becomes {len(seen.images)} pieces, each resized; its last one is compared"
+        reason = (
+            f"the image becomes {len(seen.images)} pieces, each resized; its last one is compared"
+        )
         proof.not_run("logits behind an image", "llama.cpp", reason)
         return
     theirs = torch.from_numpy(seen.logits)
@@ -180,7 +220,9 @@ def _prove_logits(source: Source, model: Any, seen: Seen, inputs: dict[str, Tens
 
 @contextmanager
 def _class_token_last(model: Any) -> Iterator[None]:
-    """Within: CLIP's class token stands behind the patches, and positions stay where they were (llama.cpp#25814)."""
+    """Within: CLIP's class token stands behind the patches, and positions stay where they were
+    (llama.cpp#25814).
+    """
     embeddings = model.model.vision_tower.embeddings
 
     def moved(module: Any, given: Any, out: Tensor) -> Tensor:
@@ -204,7 +246,9 @@ def image_for(config: Any) -> np.ndarray:
 
 def inputs_of(config: Any, image: np.ndarray, processor: dict[str, Any]) -> dict[str, Tensor]:
     """Arguments of transformers' models for an image that needs no resizing."""
-    mean, std = (torch.tensor(processor[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
+    mean, std = (
+        torch.tensor(processor[name]).view(3, 1, 1) for name in ("image_mean", "image_std")
+    )
     pixels = (torch.from_numpy(image).permute(2, 0, 1).float() / 255 - mean) / std
     part = config.vision_config
     if not hasattr(part, "spatial_merge_size"):
@@ -213,15 +257,22 @@ def inputs_of(config: Any, image: np.ndarray, processor: dict[str, Any]) -> dict
     side, merged, twice = part.patch_size, part.spatial_merge_size, part.temporal_patch_size
     rows, columns = (n // side for n in pixels.shape[1:])
     cut = pixels.view(3, rows // merged, merged, side, columns // merged, merged, side)
-    patches = cut.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, twice, -1, -1)
-    return {"pixel_values": patches.reshape(rows * columns, -1), "image_grid_thw": torch.tensor([[1, rows, columns]])}
+    patches = cut.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
+        -1, -1, -1, -1, -1, twice, -1, -1
+    )
+    return {
+        "pixel_values": patches.reshape(rows * columns, -1),
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+    }
 
 
 @torch.no_grad()
 def embeddings_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """fp32 ``[n, D]`` in host memory: what transformers puts in the place of an image's tokens."""
     device = next(model.parameters()).device
-    out = model.get_image_features(**{name: x.to(device) for name, x in inputs.items()}).pooler_output
+    out = model.get_image_features(
+        **{name: x.to(device) for name, x in inputs.items()}
+    ).pooler_output
     found = torch.cat(list(out)) if isinstance(out, (list, tuple)) else out
     return found.flatten(0, -2).float().cpu()
 
@@ -229,13 +280,21 @@ def embeddings_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 def _logits(config: Any, model: Any, seen: Seen, inputs: dict[str, Tensor]) -> Tensor:
     """fp32 ``[V]`` of the token behind the same ids."""
-    image = next(n for name in ("image_token_id", "image_token_index") if (n := getattr(config, name, None)) is not None)
+    image = next(
+        n
+        for name in ("image_token_id", "image_token_index")
+        if (n := getattr(config, name, None)) is not None
+    )
     ids, kinds = list(seen.texts[0]), [0] * len(seen.texts[0])
     for found, text in zip(seen.images, seen.texts[1:], strict=True):
         ids += [image] * len(found) + text
         kinds += [1] * len(found) + [0] * len(text)
     named = {"qwen2_5_vl": "mm_token_type_ids", "gemma3": "token_type_ids"}.get(config.model_type)
-    given = {"input_ids": torch.tensor([ids]), **inputs, **({named: torch.tensor([kinds])} if named else {})}
+    given = {
+        "input_ids": torch.tensor([ids]),
+        **inputs,
+        **({named: torch.tensor([kinds])} if named else {}),
+    }
     if len(seen.images) > 1:
         given["pixel_values"] = inputs["pixel_values"].expand(-1, len(seen.images), -1, -1, -1)
     device = next(model.parameters()).device

@@ -1,7 +1,7 @@
 """vLLM as a client, in a Python environment of its own, for it needs another torch.
 
-A program runs there with ``python -c``, without anything of ours: it loads the artefact and prints the log-probability of every
-token of some documents.
+A program runs there with ``python -c``, without anything of ours: it loads the artefact and prints
+the log-probability of every token of some documents.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ print("chronicals:" + json.dumps(found))
 MARK = "chronicals:"
 
 CAUSE = re.compile(r"\b\w*Error: (?!Engine core initialization failed)")
-"""A line that says why; a process of vLLM's own that failed is only named by the one that waits for it."""
+"""A line that says why; a process of vLLM's own that failed is only named by the one that waits
+for it.
+"""
 
 TIME_LIMIT = 1800
 
 CLIENT = "vLLM"
 
 OF_ROUNDING, LEAST = 4.0, 0.02
-"""The mean difference of log-probabilities, in nats, may be so many times what bf16 changes in torch, and always this much."""
+"""The mean difference of log-probabilities, in nats, may be so many times what bf16 changes in
+torch, and always this much.
+"""
 
 
 class NotRun(ValueError):
@@ -54,7 +58,11 @@ class NotRun(ValueError):
 
 
 def log_probabilities(
-    python: str | Path, model: str | Path, documents: list[list[int]], adapter: Path | None = None, rank: int = 0
+    python: str | Path,
+    model: str | Path,
+    documents: list[list[int]],
+    adapter: Path | None = None,
+    rank: int = 0,
 ) -> list[list[float]]:
     """Of each token of each document but the first.
 
@@ -67,27 +75,44 @@ def log_probabilities(
         NotRun: the interpreter is not there, or the program failed.
     """
     given = {
-        "model": str(model), "adapter": None if adapter is None else str(adapter), "rank": rank, "documents": documents,
+        "model": str(model),
+        "adapter": None if adapter is None else str(adapter),
+        "rank": rank,
+        "documents": documents,
         "longest": max(map(len, documents)) + 1,
-    }  # fmt: skip
+    }
     try:
         done = subprocess.run(
-            [str(python), "-c", PROGRAM], input=json.dumps(given), capture_output=True, text=True, timeout=TIME_LIMIT
+            [str(python), "-c", PROGRAM],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotRun(f"vllm_python={str(python)!r}: {error}") from error
     line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if done.returncode or line is None:
         said = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
-        words = next((line for line in said if CAUSE.search(line)), said[-1])  # its processes go on to talk after the error
-        raise NotRun(f"vllm_python={str(python)!r}: the program ended with {done.returncode} and said: {words}")
+        words = next(
+            (line for line in said if CAUSE.search(line)), said[-1]
+        )  # its processes go on to talk after the error
+        raise NotRun(
+            f"vllm_python={str(python)!r}: the program ended with {done.returncode} and said: "
+            f"{words}"
+        )
     found: list[list[float]] = json.loads(line.removeprefix(MARK))
     return found
 
 
 def prove(
-    source: Source, model: str | Path, made: Callable[[], Any], proof: Proof, adapter: Path | None = None, rank: int = 0
-) -> None:  # fmt: skip
+    source: Source,
+    model: str | Path,
+    made: Callable[[], Any],
+    proof: Proof,
+    adapter: Path | None = None,
+    rank: int = 0,
+) -> None:
     """Adds how far vLLM's log-probabilities are from those of a model in torch.
 
     Args:
@@ -97,13 +122,22 @@ def prove(
         NotRun: vLLM was asked for and cannot be run.
     """
     if source.vllm_python is None:
-        proof.not_run("log-probabilities", CLIENT, "give the interpreter of an environment with vLLM (--vllm-python)")
+        proof.not_run(
+            "log-probabilities",
+            CLIENT,
+            "give the interpreter of an environment with vLLM (--vllm-python)",
+        )
         return
     theirs = log_probabilities(source.vllm_python, model, source.documents, adapter, rank)
     expected = made()
-    ours = [_of_tokens(logits, ids) for logits, ids in zip(logits_of(expected, source.documents), source.documents)]
+    ours = [
+        _of_tokens(logits, ids)
+        for logits, ids in zip(logits_of(expected, source.documents), source.documents)
+    ]
     rounded = logits_of(expected.bfloat16(), source.documents)
-    by_itself = _mean_difference(ours, [_of_tokens(logits, ids) for logits, ids in zip(rounded, source.documents)])
+    by_itself = _mean_difference(
+        ours, [_of_tokens(logits, ids) for logits, ids in zip(rounded, source.documents)]
+    )
     error = _mean_difference(ours, [torch.tensor(values) for values in theirs])
     proof.bounded("log-probabilities", CLIENT, error, max(LEAST, OF_ROUNDING * by_itself))
 

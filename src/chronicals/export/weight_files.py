@@ -1,7 +1,8 @@
 """Safetensors files, read and written a tensor at a time, so that no more than one is in memory.
 
-A file is 8 bytes (the length of the header, little endian), the header in JSON (by name: dtype, shape and where in what follows
-the tensor lies) and the tensors' bytes (format of safetensors 0.3 and later).
+A file is 8 bytes (the length of the header, little endian), the header in JSON (by name: dtype,
+shape and where in what follows the tensor lies) and the tensors' bytes (format of safetensors 0.3
+and later).
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from torch import Tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Those that can be changed; tensors of others are copied as they are."""
 
-WRITTEN = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64}
+WRITTEN = {
+    **DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 """Those that can be written."""
 
 PIECE = 1 << 20
@@ -52,11 +59,17 @@ class StoredTensor:
     def read(self) -> Tensor:
         """Raises ValueError where its dtype is not one of ``DTYPES``."""
         if self.dtype not in DTYPES:
-            raise ValueError(f"{self.file}: {self.name} is {self.dtype}, not one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{self.file}: {self.name} is {self.dtype}, not one of {', '.join(DTYPES)}"
+            )
         with self.file.open("rb") as file:
             file.seek(self.begin)
             content = bytearray(file.read(self.end - self.begin))
-        return torch.frombuffer(content, dtype=DTYPES[self.dtype]).view(self.shape) if content else torch.empty(self.shape)
+        return (
+            torch.frombuffer(content, dtype=DTYPES[self.dtype]).view(self.shape)
+            if content
+            else torch.empty(self.shape)
+        )
 
     def content(self) -> Tensor:
         """Its bytes, uint8, whatever its dtype."""
@@ -64,7 +77,11 @@ class StoredTensor:
         with self.file.open("rb") as file:
             file.seek(self.begin)
             file.readinto(content)
-        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(content, dtype=torch.uint8)
+            if content
+            else torch.empty(0, dtype=torch.uint8)
+        )
 
     def copy_to(self, out: BinaryIO) -> None:
         """Its bytes, a few at a time."""
@@ -86,12 +103,17 @@ def files_of(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.exists():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        files = [
+            folder / name
+            for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        ]
     else:
         files = [folder / "model.safetensors"]
     for file in files:
         if not file.exists():
-            raise ValueError(f"{folder}: {file.name} is missing; weights are read from safetensors files alone")
+            raise ValueError(
+                f"{folder}: {file.name} is missing; weights are read from safetensors files alone"
+            )
     return files
 
 
@@ -113,7 +135,9 @@ def tensors_in(file: Path) -> Iterator[StoredTensor]:
         begin, end = about["data_offsets"]
         if 8 + length + end > size:
             raise ValueError(f"{file}: ends within {name}; download or save it again")
-        yield StoredTensor(file, name, about["dtype"], tuple(about["shape"]), 8 + length + begin, 8 + length + end)
+        yield StoredTensor(
+            file, name, about["dtype"], tuple(about["shape"]), 8 + length + begin, 8 + length + end
+        )
 
 
 @dataclass(frozen=True)
@@ -135,11 +159,15 @@ class NewTensor:
         if self.dtype in WRITTEN:
             return torch.Size(self.shape).numel() * WRITTEN[self.dtype].itemsize
         made = self.made()
-        assert isinstance(made, StoredTensor), f"{self.name}: a tensor of {self.dtype} can only be copied"
+        assert isinstance(made, StoredTensor), (
+            f"{self.name}: a tensor of {self.dtype} can only be copied"
+        )
         return made.bytes
 
     def cast(self) -> Tensor:
-        """The tensor in its dtype, in memory; raises ValueError where a value is too large for that."""
+        """The tensor in its dtype, in memory; raises ValueError where a value is too large for
+        that.
+        """
         made = self.made()
         if not isinstance(made, StoredTensor):
             return _cast(made, self)
@@ -158,7 +186,11 @@ def write_tensors(target: Path, tensors: list[NewTensor]) -> None:
     offset = 0
     for tensor in tensors:
         end = offset + tensor.bytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -176,14 +208,19 @@ def _cast(made: Tensor, tensor: NewTensor) -> Tensor:
     cast = made.to(WRITTEN[tensor.dtype])
     if tensor.dtype == "F16" and not torch.isfinite(cast).all() and torch.isfinite(made).all():
         largest = float(made.abs().max())
-        raise ValueError(f"{tensor.name}: has {largest:.3g}, and float16 ends at 65504; write bfloat16 instead")
+        raise ValueError(
+            f"{tensor.name}: has {largest:.3g}, and float16 ends at 65504; write bfloat16 instead"
+        )
     return cast
 
 
 def write_file(
-    target: Path, tensors: list[StoredTensor], changed: Callable[[StoredTensor], Tensor | None],
-    shapes: Mapping[str, torch.Size], dtype_of: Callable[[StoredTensor], str],
-) -> None:  # fmt: skip
+    target: Path,
+    tensors: list[StoredTensor],
+    changed: Callable[[StoredTensor], Tensor | None],
+    shapes: Mapping[str, torch.Size],
+    dtype_of: Callable[[StoredTensor], str],
+) -> None:
     """Write a file with the same names, one tensor after the other.
 
     Args:
@@ -202,7 +239,12 @@ def write_file(
     write_tensors(
         target,
         [
-            NewTensor(stored.name, dtype_of(stored), tuple(shapes.get(stored.name, stored.shape)), partial(made, stored))
+            NewTensor(
+                stored.name,
+                dtype_of(stored),
+                tuple(shapes.get(stored.name, stored.shape)),
+                partial(made, stored),
+            )
             for stored in tensors
         ],
     )

@@ -1,4 +1,6 @@
-"""The whole model in 16 bits, in the files of transformers and in words that older programs know."""
+"""The whole model in 16 bits, in the files of transformers and in words that older programs
+know.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from chronicals.export.compatible import make_compatible
 from chronicals.export.merge import REPORT
 from chronicals.export.proof import Proof, beside_rounded, largest_error
 from chronicals.export.source import Source, documents_of, logits_of
-from chronicals.export.weight_files import DTYPES, INDEX, NewTensor, StoredTensor, tensors_in, write_tensors
+from chronicals.export.weight_files import (
+    DTYPES,
+    INDEX,
+    NewTensor,
+    StoredTensor,
+    tensors_in,
+    write_tensors,
+)
 from chronicals.models import load_config, load_tokenizer
 from chronicals.models.saved_tokenizer import save_tokenizer
 from chronicals.saving import MANIFEST
@@ -51,12 +60,21 @@ def _in_kind(kind: str) -> Callable[[StoredTensor], list[NewTensor]]:
 
 
 def in_dtype(stored: StoredTensor, dtype: str) -> NewTensor:
-    """A tensor as it is written in another dtype, by the name of safetensors; integers stay what they are."""
+    """A tensor as it is written in another dtype, by the name of safetensors; integers stay what
+    they are.
+    """
     kept = stored.dtype == dtype or stored.dtype not in DTYPES
-    return NewTensor(stored.name, stored.dtype if kept else dtype, stored.shape, lambda: stored if kept else stored.read())
+    return NewTensor(
+        stored.name,
+        stored.dtype if kept else dtype,
+        stored.shape,
+        lambda: stored if kept else stored.read(),
+    )
 
 
-def write_files(source: Source, aside: Path, made: Callable[[StoredTensor], list[NewTensor]]) -> None:
+def write_files(
+    source: Source, aside: Path, made: Callable[[StoredTensor], list[NewTensor]]
+) -> None:
     """Write files of the same names; ``made`` gives the tensors that take the place of one."""
     by_file = defaultdict(list)
     for stored in source.tensors.values():
@@ -72,9 +90,15 @@ def write_files(source: Source, aside: Path, made: Callable[[StoredTensor], list
 
 
 def write_beside(source: Source, aside: Path) -> None:
-    """Everything but the weights: settings, tokenizer, licence, in words that older programs know."""
+    """Everything but the weights: settings, tokenizer, licence, in words that older programs
+    know.
+    """
     for file in sorted(source.folder.iterdir()):
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model", ".md", "") and file.name not in LEFT_OUT:
+        if (
+            file.is_file()
+            and file.suffix in (".json", ".jinja", ".txt", ".model", ".md", "")
+            and file.name not in LEFT_OUT
+        ):
             shutil.copyfile(file, aside / file.name)
     save_tokenizer(source.tokenizer, aside, source.config)
     make_compatible(aside, source.stops)
@@ -111,7 +135,11 @@ def prove_rounded(
     Args:
         made: as ``write_files`` takes it.
     """
-    found = {stored.name: stored for file in sorted(aside.glob("*.safetensors")) for stored in tensors_in(file)}
+    found = {
+        stored.name: stored
+        for file in sorted(aside.glob("*.safetensors"))
+        for stored in tensors_in(file)
+    }
     worst: dict[str, tuple[float, float, str]] = {}
     for stored in source.trained_tensors.values():
         for new in made(stored):
@@ -137,12 +165,17 @@ def prove_beside(source: Source, aside: Path, proof: Proof) -> Any:
         "quantization_config",
         *(set(theirs) - set(ours)),
     }
-    settings = [{k: v for k, v in side.items() if k not in unlike and not isinstance(v, dict)} for side in (ours, theirs)]
+    settings = [
+        {k: v for k, v in side.items() if k not in unlike and not isinstance(v, dict)}
+        for side in (ours, theirs)
+    ]
     proof.equal("settings", CLIENT, *settings)
     tokenizer = load_tokenizer(aside)
     proof.equal("chat template", CLIENT, source.tokenizer.chat_template, tokenizer.chat_template)
     proof.equal("ids of texts", CLIENT, source.documents, documents_of(tokenizer))
     model = source.load(aside)
     named = model.generation_config.eos_token_id
-    proof.equal("where generation ends", CLIENT, source.stops, named if isinstance(named, list) else [named])
+    proof.equal(
+        "where generation ends", CLIENT, source.stops, named if isinstance(named, list) else [named]
+    )
     return model

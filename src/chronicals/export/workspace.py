@@ -1,7 +1,8 @@
-"""The folder beside the artefacts in which they are made, and what tells an export's own files from others.
+"""The folder beside the artefacts in which they are made, and what tells an export's own files from
+others.
 
-A process that is killed leaves its folder. The kernel has released the lock on it, by which the next export knows that nobody
-writes there any more, and removes it.
+A process that is killed leaves its folder. The kernel has released the lock on it, by which the
+next export knows that nobody writes there any more, and removes it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ PROOF = ".proof.json"
 
 @contextmanager
 def workspace(folder: Path) -> Iterator[Path]:
-    """Within: a new folder in ``folder``, locked, which is removed afterwards. Those of killed processes are removed first."""
+    """Within: a new folder in ``folder``, locked, which is removed afterwards. Those of killed
+    processes are removed first.
+    """
     for left in sorted(folder.glob(f"{PREFIX}*")):
         _remove_if_left(left)
     with ExitStack() as held:
@@ -39,7 +42,9 @@ def workspace(folder: Path) -> Iterator[Path]:
 
 
 def _remove_if_left(place: Path) -> None:
-    """Remove the folder of an export unless somebody holds its lock, or the file system has no locks to tell."""
+    """Remove the folder of an export unless somebody holds its lock, or the file system has no
+    locks to tell.
+    """
     try:
         with locked(place) as held:
             if held:
@@ -50,7 +55,9 @@ def _remove_if_left(place: Path) -> None:
 
 
 def _made(folder: Path, held: ExitStack) -> Path:
-    """A new folder whose lock is held; another export may take it for left before it is locked, and remove it."""
+    """A new folder whose lock is held; another export may take it for left before it is locked,
+    and remove it.
+    """
     while True:
         place = Path(tempfile.mkdtemp(dir=folder, prefix=PREFIX))
         with ExitStack() as mine:
@@ -64,7 +71,13 @@ def _made(folder: Path, held: ExitStack) -> Path:
 
 
 def files_of_others(folder: Path) -> list[str]:
-    """Names of what is in a folder of artefacts and was not written by an export: each of those has its proof beside it."""
+    """Names of what is in a folder of artefacts and was not written by an export: each of those
+    has its proof beside it.
+    """
     artefacts = [file.name.removesuffix(PROOF) for file in folder.glob(f"*{PROOF}")]
     own = {name for one in artefacts for name in (one, one + PROOF, f"{Path(one).stem}.Modelfile")}
-    return sorted(path.name for path in folder.iterdir() if path.name not in own and not path.name.startswith(PREFIX))
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in own and not path.name.startswith(PREFIX)
+    )

@@ -1,4 +1,6 @@
-"""Generation with the prompt format of the training: the same tokenisation, and the stop token that was trained."""
+"""Generation with the prompt format of the training: the same tokenisation, and the stop token
+that was trained.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Trained:
     Attributes:
         model, tokenizer: of transformers.
         kinds: the kinds of row it was trained on; empty for a model that chronicals did not train.
-        data_config: fields of the run's configuration that decide which tokens of a row are trained; empty likewise.
+        data_config: fields of the run's configuration that decide which tokens of a row are
+            trained; empty likewise.
     """
 
     model: Any
@@ -42,30 +45,44 @@ class Trained:
 
     @property
     def chats(self) -> bool:
-        """Whether to use the chat template: the model was trained on chats, or chronicals did not train it and it has one."""
-        return any(kind in CHATS for kind in self.kinds) or (not self.kinds and self.tokenizer.chat_template is not None)
+        """Whether to use the chat template: the model was trained on chats, or chronicals did
+        not train it and it has one.
+        """
+        return any(kind in CHATS for kind in self.kinds) or (
+            not self.kinds and self.tokenizer.chat_template is not None
+        )
 
     @property
     def stops(self) -> list[int]:
-        """Token ids that end an answer: those that were trained; else the EOS tokens of its generation config and tokenizer."""
+        """Token ids that end an answer: those that were trained; else the EOS tokens of its
+        generation config and tokenizer.
+        """
         if self.kinds:
             return stop_token_ids(self.tokenizer, self.chats)
         named = self.model.generation_config.eos_token_id
         named = named if isinstance(named, list) else [named]
-        return [stop for stop in dict.fromkeys([*named, self.tokenizer.eos_token_id]) if stop is not None]
+        return [
+            stop
+            for stop in dict.fromkeys([*named, self.tokenizer.eos_token_id])
+            if stop is not None
+        ]
 
     @property
     def ending(self) -> Ending:
-        """What ends an answer; for a model that chronicals did not train, also the stop strings of its generation config."""
+        """What ends an answer; for a model that chronicals did not train, also the stop strings
+        of its generation config.
+        """
         named = None if self.kinds else getattr(self.model.generation_config, "stop_strings", None)
         strings = [named] if isinstance(named, str) else named or []
         return Ending(self.tokenizer, self.stops, [string for string in strings if string])
 
 
 def load_trained(
-    folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False,
+    folder: str | Path,
+    base_model: str | None = None,
+    trust_remote_code: bool = False,
     load: Callable[[SavedModel, torch.dtype, bool], Any] = SavedModel.model,
-) -> Trained:  # fmt: skip
+) -> Trained:
     """Load a model, an adapter, a checkpoint, or the folder of a whole run.
 
     The tokenizer is the adapter's own where it has one, else its base model's.
@@ -79,7 +96,9 @@ def load_trained(
         ValueError: it cannot be loaded; the message says what to do.
     """
     saved = SavedModel.find(folder, base_model)
-    dtype = computing_dtype(saved.about, torch.cuda.is_available() and torch.cuda.is_bf16_supported())
+    dtype = computing_dtype(
+        saved.about, torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    )
     model, tokenizer = load(saved, dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
     model = model.to("cuda") if torch.cuda.is_available() else model
     data_config = saved.about.get("taught", {})  # its name in the file
@@ -87,19 +106,27 @@ def load_trained(
 
 
 def computing_dtype(about: Mapping[str, Any], has_bf16: bool) -> torch.dtype:
-    """Return the type in which a saved model computes: fp32 where it was trained in fp32 or there is no card with bf16.
+    """Return the type in which a saved model computes: fp32 where it was trained in fp32 or there
+    is no card with bf16.
 
     Args:
-        about: what ``chronicals.json`` holds; runs before it named the type are taken to be in 16 bits.
+        about: what ``chronicals.json`` holds; runs before it named the type are taken to be in 16
+            bits.
         has_bf16: whether there is a card that computes in bf16.
     """
     return torch.bfloat16 if has_bf16 and about.get("mixed_precision") != "fp32" else torch.float32
 
 
 def answer(
-    trained: Trained, question: str | list[Message], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0,
-    *, say: Callable[[str], None] | None = None, **sampling: Any,
-) -> str:  # fmt: skip
+    trained: Trained,
+    question: str | list[Message],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    *,
+    say: Callable[[str], None] | None = None,
+    **sampling: Any,
+) -> str:
     """The model's answer, without the stop token or stop string that ended it.
 
     Args:
@@ -110,7 +137,9 @@ def answer(
     """
     tokenizer = Tokenizer(trained.tokenizer)
     if trained.chats:
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        messages = (
+            [{"role": "user", "content": question}] if isinstance(question, str) else question
+        )
         ids = tokenizer.render(messages, generation=True)
     else:
         text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
@@ -120,7 +149,13 @@ def answer(
         return ending.text(generate(trained, ids, max_new_tokens, temperature, seed, **sampling))
     stream = Stream(say, ending.strings)
     produced = generate(
-        trained, ids, max_new_tokens, temperature, seed, each=lambda so_far: stream(ending.text(so_far)), **sampling
+        trained,
+        ids,
+        max_new_tokens,
+        temperature,
+        seed,
+        each=lambda so_far: stream(ending.text(so_far)),
+        **sampling,
     )
     stream.end(ending.text(produced))
     return ending.text(produced)
@@ -128,9 +163,16 @@ def answer(
 
 @torch.no_grad()
 def generate(
-    trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0,
-    *, each: Callable[[list[int]], None] | None = None, seconds: float | None = None, **sampling: Any,
-) -> list[int]:  # fmt: skip
+    trained: Trained,
+    ids: list[int],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    *,
+    each: Callable[[list[int]], None] | None = None,
+    seconds: float | None = None,
+    **sampling: Any,
+) -> list[int]:
     """Token ids that follow ``ids``, with the stop token if one was generated.
 
     Args:
@@ -140,8 +182,8 @@ def generate(
         sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
 
     Raises:
-        ValueError: ``ids`` is empty or as long as the model's positions, a setting is out of its range, or the logits are not
-            finite.
+        ValueError: ``ids`` is empty or as long as the model's positions, a setting is out of its
+            range, or the logits are not finite.
     """
     choice = Sampling(temperature, seed, **sampling)
     if not ids:
@@ -153,28 +195,41 @@ def generate(
     last = last_position(model, len(ids) + max_new_tokens)
     limit = max_new_tokens if last is None else last - len(ids)
     if limit < 1:
-        raise ValueError(f"ids has {len(ids):,} tokens, {type(model).__name__} {last:,} positions: ask something shorter")
+        raise ValueError(
+            f"ids has {len(ids):,} tokens, {type(model).__name__} {last:,} positions: ask "
+            "something shorter"
+        )
     padding = trained.tokenizer.pad_token_id
     config = choice.config(
-        model.generation_config, max_new_tokens=limit, eos_token_id=stops or None,
-        pad_token_id=padding if padding is not None else (stops or [0])[0], max_time=seconds,
-    )  # fmt: skip
+        model.generation_config,
+        max_new_tokens=limit,
+        eos_token_id=stops or None,
+        pad_token_id=padding if padding is not None else (stops or [0])[0],
+        max_time=seconds,
+    )
     inputs = torch.tensor([ids], device=input_device(model))
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with in_evaluation(model), _without_own_settings(model), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         out = model.generate(
-            inputs, generation_config=config, attention_mask=torch.ones_like(inputs),
-            logits_processor=[_refuse_what_is_not_finite], stopping_criteria=_after_each(ending, len(ids), each),
-        )  # fmt: skip
+            inputs,
+            generation_config=config,
+            attention_mask=torch.ones_like(inputs),
+            logits_processor=[_refuse_what_is_not_finite],
+            stopping_criteria=_after_each(ending, len(ids), each),
+        )
     produced = out[0, len(ids) :].tolist()
     if len(produced) == limit < max_new_tokens and produced[-1] not in stops:
         logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
     return produced
 
 
-def _after_each(ending: Ending, begin: int, each: Callable[[list[int]], None] | None) -> list[Callable[..., Tensor]]:
-    """Stopping criteria for transformers' ``generate``: call ``each``, and stop where a stop string is complete."""
+def _after_each(
+    ending: Ending, begin: int, each: Callable[[list[int]], None] | None
+) -> list[Callable[..., Tensor]]:
+    """Stopping criteria for transformers' ``generate``: call ``each``, and stop where a stop
+    string is complete.
+    """
 
     def ends(ids: Tensor, _: Any, **kwargs: Any) -> Tensor:
         produced = ids[0, begin:].tolist()
@@ -186,10 +241,13 @@ def _after_each(ending: Ending, begin: int, each: Callable[[list[int]], None] | 
 
 
 def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
-    """A logits processor of transformers' ``generate``; single tokens may be minus infinity, set by other processors."""
+    """A logits processor of transformers' ``generate``; single tokens may be minus infinity, set
+    by other processors.
+    """
     if not scores.amax().isfinite():
         raise ValueError(
-            "the model's predictions are not finite; its weights are damaged or overflow: take an earlier checkpoint, or "
+            "the model's predictions are not finite; its weights are damaged or overflow: take an "
+            "earlier checkpoint, or "
             "download it again"
         )
     return scores
@@ -197,7 +255,9 @@ def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
 
 @contextmanager
 def _without_own_settings(model: Any) -> Iterator[None]:
-    """Within, the model has an empty generation config; else transformers' ``generate`` fills unset settings from it."""
+    """Within, the model has an empty generation config; else transformers' ``generate`` fills
+    unset settings from it.
+    """
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -11,7 +11,8 @@ from chronicals.generation.answer import Trained, answer
 class Chat:
     """Questions and answers so far.
 
-    A model that was trained on plain text has no turns: it continues each question as a text of its own.
+    A model that was trained on plain text has no turns: it continues each question as a text of its
+        own.
 
     Args:
         system: system message before the first question; none by default.
@@ -23,7 +24,10 @@ class Chat:
 
     def __init__(self, trained: Trained, system: str | None = None, **settings: Any):
         if system is not None and not trained.chats:
-            raise ValueError(f"system={system!r}: this model continues plain text and has no system prompt; leave it out")
+            raise ValueError(
+                f"system={system!r}: this model continues plain text and has no system prompt; "
+                "leave it out"
+            )
         self.trained, self.settings = trained, settings
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
@@ -39,7 +43,9 @@ class Chat:
             say: called with each new part of the answer.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
-        reply = answer(self.trained, asked if self.trained.chats else question, say=say, **self.settings)
+        reply = answer(
+            self.trained, asked if self.trained.chats else question, say=say, **self.settings
+        )
         if self.trained.chats:
             self.messages = [*asked, {"role": "assistant", "content": reply}]
         return reply

@@ -9,11 +9,24 @@ from typing import Any
 from transformers import GenerationConfig
 
 SHAPING = (
-    "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
-    "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "renormalize_logits",
-)  # fmt: skip
-"""Settings that change the probabilities of tokens and need only the logits. No others are taken from a model's own generation
-config: they choose another algorithm (beams, assistants, caches), or need a tokenizer or a download."""
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "renormalize_logits",
+)
+"""Settings that change the probabilities of tokens and need only the logits. No others are taken
+from a model's own generation config: they choose another algorithm (beams, assistants, caches),
+or need a tokenizer or a download."""
 
 ALL_TOKENS = 0
 """``top_k`` that leaves every token; without it transformers keeps 50."""
@@ -24,11 +37,15 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: divides the logits before a token is drawn; 0 takes the likeliest token each time.
+        temperature: divides the logits before a token is drawn; 0 takes the likeliest token each
+            time.
         seed: of the random numbers.
-        top_p: draw from the fewest tokens whose probabilities add up to this; the model's own by default.
-        top_k: draw from so many of the likeliest tokens, 0 from all; the model's own by default, else all.
-        repetition_penalty: above 1, tokens that the text holds already become less likely; also at temperature 0.
+        top_p: draw from the fewest tokens whose probabilities add up to this; the model's own by
+            default.
+        top_k: draw from so many of the likeliest tokens, 0 from all; the model's own by default,
+            else all.
+        repetition_penalty: above 1, tokens that the text holds already become less likely; also at
+            temperature 0.
 
     Raises:
         ValueError: a value is out of its range, or has no effect.
@@ -53,7 +70,8 @@ class Sampling:
         for name in ("top_p", "top_k"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(self, name)}: has no effect at temperature 0, which takes the likeliest token each time; "
+                    f"{name}={getattr(self, name)}: has no effect at temperature 0, which takes "
+                    "the likeliest token each time; "
                     "give a temperature above 0, or leave it out"
                 )
 
@@ -61,14 +79,21 @@ class Sampling:
         """A whole generation config.
 
         Args:
-            own: the model's; with a temperature above 0, its ``SHAPING`` settings apply where they are not set here.
+            own: the model's; with a temperature above 0, its ``SHAPING`` settings apply where they
+                are not set here.
             fixed: further settings.
         """
-        asked = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
+        asked = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+        }
         chosen = {name: value for name, value in asked.items() if value is not None}
         if self.temperature == 0:
             return GenerationConfig(do_sample=False, num_beams=1, **chosen, **fixed)
         owned = {name: getattr(own, name, None) for name in SHAPING}
         owned = {name: value for name, value in owned.items() if value is not None}
         shaping = {"top_k": ALL_TOKENS, **owned, **chosen}
-        return GenerationConfig(do_sample=True, num_beams=1, temperature=self.temperature, **shaping, **fixed)
+        return GenerationConfig(
+            do_sample=True, num_beams=1, temperature=self.temperature, **shaping, **fixed
+        )

@@ -13,7 +13,8 @@ class Stream:
 
     Args:
         say: called with each part.
-        stop_strings: they end the text and are not part of it, so a text end that may begin one is held back.
+        stop_strings: they end the text and are not part of it, so a text end that may begin one is
+            held back.
     """
 
     def __init__(self, say: Callable[[str], None], stop_strings: Sequence[str] = ()):
@@ -36,4 +37,11 @@ class Stream:
 
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of ``text`` with which ``stop`` begins."""
-    return next((length for length in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:length])), 0)
+    return next(
+        (
+            length
+            for length in range(min(len(stop), len(text)), 0, -1)
+            if text.endswith(stop[:length])
+        ),
+        0,
+    )

@@ -1,14 +1,16 @@
-"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) over many tensors in one launch, with an exact master for bf16 weights.
+"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) over many tensors in one launch, with an exact
+master for bf16 weights.
 
     g ← factor · g,   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
 
-Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``). m and v are fp32, or bf16
-rounded stochastically (Gupta et al., 2015, section 3.1): up as often as the part cut off is of a spacing, so that what is
-too small for one step adds up over many; so are bf16 weights without a master. Gradients are fp32, bf16 or fp16. lr, ``factor``
-and whether the step counts at all are read from the device, and a table of pointers leads to the tensors: a launch can be
-replayed as it is.
-Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones; 16 with states in bf16, 12 without a master.
+Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``). m
+and v are fp32, or bf16 rounded stochastically (Gupta et al., 2015, section 3.1): up as often as the
+part cut off is of a spacing, so that what is too small for one step adds up over many; so are bf16
+weights without a master. Gradients are fp32, bf16 or fp16. lr, ``factor`` and whether the step
+counts at all are read from the device, and a table of pointers leads to the tensors: a launch can
+be replayed as it is. Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones; 16
+with states in bf16, 12 without a master.
 """
 
 from __future__ import annotations
@@ -42,12 +44,16 @@ def _split(value):
     kept = (magnitude >> 16) | ((magnitude & 0xFFFF) != 0).to(tl.int32)  # a NaN stays one
     high = tl.where(finite, (magnitude + 0x8000) >> 16, kept)
     low = tl.where(finite, magnitude - (high << 16), 0)
-    return (high | ((bits >> 16) & 0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True), low.to(tl.int16)
+    return (high | ((bits >> 16) & 0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True), low.to(
+        tl.int16
+    )
 
 
 @triton.jit
 def _rounded(value, dice, KIND: tl.constexpr):
-    """``value`` in ``KIND``; bf16 by adding 16 random bits below those that stay. Not for values beyond its range."""
+    """``value`` in ``KIND``; bf16 by adding 16 random bits below those that stay. Not for values
+    beyond its range.
+    """
     if tl.bfloat16 == KIND:
         bits = (value.to(tl.int32, bitcast=True) + (dice & 0xFFFF).to(tl.int32)) >> 16
         rounded = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -58,11 +64,33 @@ def _rounded(value, dice, KIND: tl.constexpr):
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, corrections_ptr, lr_ptr, factor_ptr, apply_ptr, seed_ptr, count,
-    weight_decay, beta1, rest1, beta2, rest2, eps,
-    W: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    HAS_APPLY: tl.constexpr, APPLY_EACH: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    sizes_ptr,
+    tensors_ptr,
+    firsts_ptr,
+    corrections_ptr,
+    lr_ptr,
+    factor_ptr,
+    apply_ptr,
+    seed_ptr,
+    count,
+    weight_decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    STATE: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    HAS_APPLY: tl.constexpr,
+    APPLY_EACH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """``table`` ``[5, count]``: addresses of weights, gradients, m, v and lower halves."""
     applies = True
     if APPLY_EACH:
@@ -71,16 +99,24 @@ def _adamw_kernel(
         applies = tl.load(apply_ptr).to(tl.int1)
     if applies:
         tensor = tl.load(tensors_ptr + tl.program_id(0))
-        start, size = (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK, tl.load(sizes_ptr + tensor)
+        start, size = (
+            (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK,
+            tl.load(sizes_ptr + tensor),
+        )
         if ALIGNED:
             size = tl.multiple_of(size, 8)
         lr = tl.load(lr_ptr).to(tl.float32)
-        rate, of_square = lr / tl.load(corrections_ptr + tensor), 1.0 / tl.load(corrections_ptr + count + tensor)
+        rate, of_square = (
+            lr / tl.load(corrections_ptr + tensor),
+            1.0 / tl.load(corrections_ptr + count + tensor),
+        )
         decay = 1.0 - lr * weight_decay
         factor = 1.0
         if HAS_FACTOR:
             factor = tl.load(factor_ptr).to(tl.float32)
-        key = lowbias32(tl.load(seed_ptr).to(tl.uint32) * 0x9E3779B9 + tl.program_id(0).to(tl.uint32))
+        key = lowbias32(
+            tl.load(seed_ptr).to(tl.uint32) * 0x9E3779B9 + tl.program_id(0).to(tl.uint32)
+        )
         for offset in range(0, CHUNK, BLOCK):
             at = start + offset + tl.arange(0, BLOCK)
             inside = at < size
@@ -103,7 +139,9 @@ def _adamw_kernel(
                 w, low = _split(w)
                 tl.store(low_at, low, mask=inside)
             elif tl.bfloat16 == W:
-                w = _rounded(tl.where(w == w, w, float("nan")), lowbias32(dice), W)  # of the NaN whose bits have no carry
+                w = _rounded(
+                    tl.where(w == w, w, float("nan")), lowbias32(dice), W
+                )  # of the NaN whose bits have no carry
             tl.store(w_at, w, mask=inside)
             tl.store(m_at, _rounded(m, dice, STATE), mask=inside)
             tl.store(v_at, _rounded(v, dice >> 16, STATE), mask=inside)
@@ -127,30 +165,40 @@ class Tensors:
 
 
 def fused_adamw_(
-    tensors: Tensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None = None, apply: Tensor | None = None,
-) -> None:  # fmt: skip
+    tensors: Tensors,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: Tensor | None = None,
+    apply: Tensor | None = None,
+) -> None:
     """One update in place of weights, states and steps. Gradients stay.
 
     Args:
         lr: a number, or a scalar tensor on the device.
         factor: scalar tensor that gradients are multiplied by.
-        apply: bool tensor, a scalar or one value for each weight; where False nothing changes, bit for bit.
+        apply: bool tensor, a scalar or one value for each weight; where False nothing changes, bit
+            for bit.
 
     Raises:
         ValueError: types are mixed, or ``apply`` has another shape.
     """
     if tensors.weights:
         check_apply(apply, len(tensors.weights))
-        fused_adamw_part_(tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply)
+        fused_adamw_part_(
+            tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
+        )
         count_step_(tensors, apply)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where tensors lie in a longer launch, with whose bits they are to be updated, and what of it all its parts read.
+    """Where tensors lie in a longer launch, with whose bits they are to be updated, and what of it
+    all its parts read.
 
-    They are consecutive tensors of that launch: of the first perhaps what follows on ``begin``, of the last perhaps not all.
+    They are consecutive tensors of that launch: of the first perhaps what follows on ``begin``, of
+        the last perhaps not all.
 
     Attributes:
         steps: fp32 ``[count]``, how often each tensor of the launch was updated before.
@@ -173,7 +221,9 @@ class Part:
         return cls(steps, _corrections(steps, betas))
 
     def of_each(self, values: Tensor, count: int) -> Tensor:
-        """Of ``values`` ``[..., count of the launch]`` those of the ``count`` tensors that are here."""
+        """Of ``values`` ``[..., count of the launch]`` those of the ``count`` tensors that are
+        here.
+        """
         return values[..., self.tensor : self.tensor + count].contiguous()
 
     def applies(self, apply: Tensor | None, count: int) -> Tensor | None:
@@ -181,19 +231,28 @@ class Part:
         return apply if apply is None or apply.ndim == 0 else self.of_each(apply, count)
 
     def seed(self) -> Tensor:
-        """Of the rounding: another whenever any weight was updated, the same when the step is repeated.
+        """Of the rounding: another whenever any weight was updated, the same when the step is
+        repeated.
 
-        A kernel's dice depend on ``seed * GOLDEN + chunk`` modulo 2³², where it counts chunks from 0.
+        A kernel's dice depend on ``seed * GOLDEN + chunk`` modulo 2³², where it counts chunks from
+        0.
         """
         of_launch = self.steps.sum(dtype=torch.int64)
         return of_launch + self.chunk * pow(GOLDEN, -1, 2**32) if self.chunk else of_launch
 
 
 def fused_adamw_part_(
-    tensors: Tensors, part: Part, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None = None, apply: Tensor | None = None,
-) -> None:  # fmt: skip
-    """``fused_adamw_`` of a part of a launch, with the bits of the whole; ``tensors.steps`` are not read, and stay.
+    tensors: Tensors,
+    part: Part,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: Tensor | None = None,
+    apply: Tensor | None = None,
+) -> None:
+    """``fused_adamw_`` of a part of a launch, with the bits of the whole; ``tensors.steps`` are not
+    read, and stay.
 
     Args:
         apply: a scalar, or one value for each weight of the whole launch.
@@ -201,11 +260,18 @@ def fused_adamw_part_(
     Raises:
         ValueError: types are mixed.
     """
-    kinds = {(w.dtype, g.dtype, m.dtype) for w, g, m in zip(tensors.weights, tensors.gradients, tensors.means, strict=True)}
-    others = {x.dtype for x in tensors.squares} - {m for _, _, m in kinds}, {x.dtype for x in tensors.lows} - {torch.int16}
+    kinds = {
+        (w.dtype, g.dtype, m.dtype)
+        for w, g, m in zip(tensors.weights, tensors.gradients, tensors.means, strict=True)
+    }
+    others = (
+        {x.dtype for x in tensors.squares} - {m for _, _, m in kinds},
+        {x.dtype for x in tensors.lows} - {torch.int16},
+    )
     if len(kinds) > 1 or any(others):
         raise ValueError(
-            f"weights, gradients and means are {kinds}, squares and lows of other types than these and int16 {others}: "
+            f"weights, gradients and means are {kinds}, squares and lows of other types than "
+            f"these and int16 {others}: "
             "one set of types at a time, squares like means, lows in int16"
         )
     count = len(tensors.weights)
@@ -218,20 +284,46 @@ def fused_adamw_part_(
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     _adamw_kernel[(len(table.tensors),)](
-        *table.on_device, corrections, lr, factor, apply, part.seed(), count,
-        weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
-        kind_of_weight, kind_of_gradient, kind_of_state,
-        bool(tensors.lows), factor is not None, apply is not None, apply is not None and apply.ndim == 1, table.aligned,
-        BLOCK, CHUNK, num_warps=4,
+        *table.on_device,
+        corrections,
+        lr,
+        factor,
+        apply,
+        part.seed(),
+        count,
+        weight_decay,
+        betas[0],
+        1 - betas[0],
+        betas[1],
+        1 - betas[1],
+        eps,
+        kind_of_weight,
+        kind_of_gradient,
+        kind_of_state,
+        bool(tensors.lows),
+        factor is not None,
+        apply is not None,
+        apply is not None and apply.ndim == 1,
+        table.aligned,
+        BLOCK,
+        CHUNK,
+        num_warps=4,
         enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
-    )  # fmt: skip
-    torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
+    )
+    torch.autograd.graph.increment_version(
+        [*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows]
+    )
 
 
 def check_apply(apply: Tensor | None, count: int) -> None:
-    """Raises ValueError where it is neither a scalar nor one value for each of ``count`` weights."""
+    """Raises ValueError where it is neither a scalar nor one value for each of ``count``
+    weights.
+    """
     if apply is not None and apply.shape not in ((), (count,)):
-        raise ValueError(f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of {count} weights")
+        raise ValueError(
+            f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of "
+            f"{count} weights"
+        )
 
 
 def count_step_(tensors: Tensors, apply: Tensor | None) -> None:
@@ -240,17 +332,30 @@ def count_step_(tensors: Tensors, apply: Tensor | None) -> None:
         torch._foreach_add_(tensors.steps, 1.0)
     else:  # a list, since one tensor for all would be brought to the host
         counted = apply.to(torch.float32)
-        torch._foreach_add_(tensors.steps, list(counted.unbind()) if counted.ndim else [counted] * len(tensors.steps))
+        torch._foreach_add_(
+            tensors.steps,
+            list(counted.unbind()) if counted.ndim else [counted] * len(tensors.steps),
+        )
 
 
 def runs_here(tensors: Tensors) -> bool:
     """Whether a kernel takes them: dense, and weights of fp32 or bf16."""
     dense = all(x.is_contiguous() for row in _rows(tensors) for x in row)
-    return dense and runs_triton(*tensors.weights, *tensors.gradients) and tensors.weights[0].dtype != torch.float16
+    return (
+        dense
+        and runs_triton(*tensors.weights, *tensors.gradients)
+        and tensors.weights[0].dtype != torch.float16
+    )
 
 
 def _rows(tensors: Tensors) -> list[list[Tensor]]:
-    return [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
+    return [
+        tensors.weights,
+        tensors.gradients,
+        tensors.means,
+        tensors.squares,
+        tensors.lows or tensors.weights,
+    ]
 
 
 def _table(tensors: Tensors, chunk: int = CHUNK) -> Table:
@@ -263,24 +368,37 @@ def looked_up(tensors: Tensors) -> list[Tensor]:
 
 
 def _corrections(steps: Tensor, betas: tuple[float, float]) -> Tensor:
-    """1 − βᵗ of the step to come, fp32 ``[2, count]``; made in fp64, since 1 − 0.999 in fp32 is wrong in its fifth digit."""
+    """1 − βᵗ of the step to come, fp32 ``[2, count]``; made in fp64, since 1 − 0.999 in fp32 is
+    wrong in its fifth digit.
+    """
     after = steps.double() + 1
     return torch.stack([1 - beta**after for beta in betas]).float()
 
 
 def fused_adamw_reference_(
-    tensors: Tensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None = None, apply: Tensor | None = None,
-) -> None:  # fmt: skip
+    tensors: Tensors,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: Tensor | None = None,
+    apply: Tensor | None = None,
+) -> None:
     part = Part.whole(tensors, betas)
     _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
     count_step_(tensors, apply)
 
 
 def _reference_part_(
-    tensors: Tensors, part: Part, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None, apply: Tensor | None,
-) -> None:  # fmt: skip
+    tensors: Tensors,
+    part: Part,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: Tensor | None,
+    apply: Tensor | None,
+) -> None:
     """Of these tensors alone; ``apply`` is theirs."""
     corrections = part.of_each(part.corrections, len(tensors.weights))
     for n, (weight, gradient, mean, square) in enumerate(
@@ -289,26 +407,39 @@ def _reference_part_(
         number, begin = part.tensor + n, 0 if n else part.begin
         step = part.steps[number]
         g = gradient.float() if factor is None else gradient.float() * factor
-        value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.to(torch.promote_types(weight.dtype, g.dtype))
+        value = (
+            join_master(weight, tensors.lows[n])
+            if tensors.lows
+            else weight.to(torch.promote_types(weight.dtype, g.dtype))
+        )
         new_mean = mean.float() * betas[0] + g * (1 - betas[0])
         new_square = square.float() * betas[1] + g.square() * (1 - betas[1])
         root = (new_square / corrections[1, n]).sqrt_().add_(eps)
         new = value * (1 - lr * weight_decay) - lr * (new_mean / corrections[0, n]) / root
-        parts = split_master(new) if tensors.lows else (_in_type(new, weight.dtype, begin, step, number, 2),)
+        parts = (
+            split_master(new)
+            if tensors.lows
+            else (_in_type(new, weight.dtype, begin, step, number, 2),)
+        )
         kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
-        states = (_in_type(x, mean.dtype, begin, step, number, which) for which, x in enumerate((new_mean, new_square)))
+        states = (
+            _in_type(x, mean.dtype, begin, step, number, which)
+            for which, x in enumerate((new_mean, new_square))
+        )
         applies = None if apply is None else apply.expand(len(tensors.weights))[n]
         for old, updated in zip((*kept, mean, square), (*parts, *states)):
             old.copy_(updated if applies is None else torch.where(applies, updated, old))
 
 
 def _in_type(value: Tensor, kind: torch.dtype, begin: int, step: Tensor, *place: int) -> Tensor:
-    """``value``, a tensor's elements from ``begin`` on, in ``kind``: to bf16 it is rounded stochastically, by dice that depend
-    on step, place and element alone."""
+    """``value``, a tensor's elements from ``begin`` on, in ``kind``: to bf16 it is rounded
+    stochastically, by dice that depend on step, place and element alone."""
     if kind != torch.bfloat16:
         return value.to(kind)
     seed = hash((int(step), *place)) % 2**63
     drawing = torch.Generator().manual_seed(seed)
-    dice = torch.randint(0, 2**16, (begin + value.numel(),), generator=drawing, dtype=torch.int32)[begin:].view(value.shape)
+    dice = torch.randint(0, 2**16, (begin + value.numel(),), generator=drawing, dtype=torch.int32)[
+        begin:
+    ].view(value.shape)
     cut = (value.float().contiguous().view(torch.int32) + dice.to(value.device)) & -(2**16)
     return torch.where(value.isnan(), value, cut.view(torch.float32)).bfloat16()

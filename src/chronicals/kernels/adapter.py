@@ -1,4 +1,6 @@
-"""What is trained beside a frozen weight: a low-rank addition (Hu et al., 2022), or some of its rows."""
+"""What is trained beside a frozen weight: a low-rank addition (Hu et al., 2022), or some of its
+rows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from torch import Tensor
 
 
 class Adapter(NamedTuple):
-    """``y += s · (dropout(x) Aᵀ) Bᵀ``; with a magnitude (DoRA), ``y = m / ‖W + s B A‖ ⊙ (x Wᵀ + s · (dropout(x) Aᵀ) Bᵀ)``.
+    """``y += s · (dropout(x) Aᵀ) Bᵀ``; with a magnitude (DoRA), ``y = m / ‖W + s B A‖ ⊙ (x Wᵀ + s ·
+    (dropout(x) Aᵀ) Bᵀ)``.
 
     Attributes:
         a: A, ``[r, in]``.

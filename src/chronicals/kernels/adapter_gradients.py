@@ -2,10 +2,11 @@
 
     g = dy (s·B)        dB_i = f_i · dy_iᵀ u_i        for y_i += s_i · u_i B_iᵀ, B_i on the diagonal of a margin
 
-``dy`` is ``[T, N]``, u and g ``[T, R]``, s·B ``[N, R]``, R at least the sum of the ranks. A program passes down some rows of a
-strip of columns: dB of its columns stays in registers, and of g it leaves the strip's share. A second launch sums the shares
-in one order, so that results are the same each time. Bytes in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares
-written and read, r the largest rank's next power of two, at least 16; two products read 4·N.
+``dy`` is ``[T, N]``, u and g ``[T, R]``, s·B ``[N, R]``, R at least the sum of the ranks. A program
+passes down some rows of a strip of columns: dB of its columns stays in registers, and of g it
+leaves the strip's share. A second launch sums the shares in one order, so that results are the same
+each time. Bytes in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares written and
+read, r the largest rank's next power of two, at least 16; two products read 4·N.
 """
 
 from __future__ import annotations
@@ -16,11 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import multiplied_in, multiprocessors, next_power_of_2, runs_in_16_bit, shared_memory, tl, triton
+from chronicals.kernels.launch import (
+    multiplied_in,
+    multiprocessors,
+    next_power_of_2,
+    runs_in_16_bit,
+    shared_memory,
+    tl,
+    triton,
+)
 from chronicals.kernels.products import product, product_into
 
 LAYERS, WIDEST_RANK = 3, 32
-"""What a launch takes; more layers, and wider adapters, whose shares would be half of dy, go by products."""
+"""What a launch takes; more layers, and wider adapters, whose shares would be half of dy, go by
+products.
+"""
 
 ROWS = 64
 """Of dy in a tile: the fewest that a warpgroup multiplies."""
@@ -31,16 +42,44 @@ SUMMED = 1024
 
 @triton.jit
 def _passing_kernel(
-    dy_ptr, up_ptr, u_ptr, of_g_ptr, of_up_ptr, rows, chunk, dy_stride, up_stride, u_stride, size0, size1, size2,
-    rank0, rank1, rank2, strips0, strips1, COLUMNS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Strips along the first axis of programs, those of a layer behind those of another; chunks of rows along the second."""
+    dy_ptr,
+    up_ptr,
+    u_ptr,
+    of_g_ptr,
+    of_up_ptr,
+    rows,
+    chunk,
+    dy_stride,
+    up_stride,
+    u_stride,
+    size0,
+    size1,
+    size2,
+    rank0,
+    rank1,
+    rank2,
+    strips0,
+    strips1,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Strips along the first axis of programs, those of a layer behind those of another; chunks
+    of rows along the second.
+    """
     strip, part = tl.program_id(0), tl.program_id(1)
     inner, size, rank, above, beside = strip, size0, rank0, 0, 0
     if strip >= strips0:
         inner, size, rank, above, beside = strip - strips0, size1, rank1, size0, rank0
     if strip >= strips0 + strips1:
-        inner, size, rank, above, beside = strip - strips0 - strips1, size2, rank2, size0 + size1, rank0 + rank1
+        inner, size, rank, above, beside = (
+            strip - strips0 - strips1,
+            size2,
+            rank2,
+            size0 + size1,
+            rank0 + rank1,
+        )
     at, r = inner * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     column, wide, thin = above + at, at < size, (r < rank)[None, :]
     up_at = up_ptr + column.to(tl.int64)[:, None] * up_stride + beside + r[None, :]
@@ -48,8 +87,12 @@ def _passing_kernel(
     of_up = tl.zeros((COLUMNS, RANK), tl.float32)
     for first in range(part * chunk, tl.minimum(rows, (part + 1) * chunk), ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        dy = tl.load(dy_ptr + row * dy_stride + column[None, :], mask=(row < rows) & wide[None, :], other=0.0).to(KIND)
-        u = tl.load(u_ptr + row * u_stride + beside + r[None, :], mask=(row < rows) & thin, other=0.0).to(KIND)
+        dy = tl.load(
+            dy_ptr + row * dy_stride + column[None, :], mask=(row < rows) & wide[None, :], other=0.0
+        ).to(KIND)
+        u = tl.load(
+            u_ptr + row * u_stride + beside + r[None, :], mask=(row < rows) & thin, other=0.0
+        ).to(KIND)
         of_up = tl.dot(tl.trans(dy), u, of_up, input_precision="ieee")
         g = tl.dot(dy, up, input_precision="ieee")
         tl.store(of_g_ptr + (strip * rows + row) * RANK + r[None, :], g, mask=row < rows)
@@ -59,11 +102,35 @@ def _passing_kernel(
 
 @triton.jit
 def _summing_kernel(
-    of_g_ptr, of_up_ptr, g_ptr, up_ptr, rows, parts, of_rows, g_stride, width, size0, size1, size2, rank0, rank1, rank2,
-    factor0, factor1, factor2, strips0, strips1, strips2,
-    COLUMNS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, EMPTY: tl.constexpr,
-):  # fmt: skip
-    """Layers along the second axis of programs; along the first ``of_rows`` of them sum g, the rest dB."""
+    of_g_ptr,
+    of_up_ptr,
+    g_ptr,
+    up_ptr,
+    rows,
+    parts,
+    of_rows,
+    g_stride,
+    width,
+    size0,
+    size1,
+    size2,
+    rank0,
+    rank1,
+    rank2,
+    factor0,
+    factor1,
+    factor2,
+    strips0,
+    strips1,
+    strips2,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMPTY: tl.constexpr,
+):
+    """Layers along the second axis of programs; along the first ``of_rows`` of them sum g, the
+    rest dB.
+    """
     layer, program = tl.program_id(1), tl.program_id(0)
     begin, strips, size, rank, factor, beside, before = 0, strips0, size0, rank0, factor0, 0, 0
     if layer == 1:
@@ -80,12 +147,20 @@ def _summing_kernel(
         for strip in range(strips):
             share = ((begin + strip) * rows + row.to(tl.int64)) * RANK + r
             total += tl.load(of_g_ptr + share, mask=inside, other=0.0)
-        tl.store(g_ptr + row.to(tl.int64) * g_stride + beside + r, total.to(g_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            g_ptr + row.to(tl.int64) * g_stride + beside + r,
+            total.to(g_ptr.dtype.element_ty),
+            mask=inside,
+        )
         if EMPTY > 0 and layer == 0:
             down = program * (BLOCK // RANK) + tl.arange(0, BLOCK // RANK)[:, None]
             across = rank0 + rank1 + rank2 + tl.arange(0, EMPTY)[None, :]
             nothing = tl.zeros((BLOCK // RANK, EMPTY), g_ptr.dtype.element_ty)
-            tl.store(g_ptr + down.to(tl.int64) * g_stride + across, nothing, mask=(down < rows) & (across < width))
+            tl.store(
+                g_ptr + down.to(tl.int64) * g_stride + across,
+                nothing,
+                mask=(down < rows) & (across < width),
+            )
     else:
         at = (program - of_rows) * BLOCK + tl.arange(0, BLOCK)
         row, r = at // RANK, at % RANK
@@ -93,11 +168,17 @@ def _summing_kernel(
         for part in range(parts):
             first = (part * (strips0 + strips1 + strips2) + begin) * COLUMNS + row
             total += tl.load(of_up_ptr + first.to(tl.int64) * RANK + r, mask=inside, other=0.0)
-        tl.store(up_ptr + before + row * rank + r, (total * factor).to(up_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            up_ptr + before + row * rank + r,
+            (total * factor).to(up_ptr.dtype.element_ty),
+            mask=inside,
+        )
 
 
 def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the first kernel is compiled for, and its launch; at least two tiles of rows are on their way."""
+    """What the first kernel is compiled for, and its launch; at least two tiles of rows are on
+    their way.
+    """
     held = max(16, next_power_of_2(rank))
     columns = 512 if held == 16 else 256
     while dy.is_cuda and _tiles(dy, columns, held) < 2:
@@ -113,9 +194,15 @@ def _tiles(dy: Tensor, columns: int, rank: int) -> int:
 
 
 def adapter_gradients(
-    dy: Tensor, up: Tensor, u: Tensor, g: Tensor, sizes: Sequence[int], ranks: Sequence[int], factors: Sequence[float],
+    dy: Tensor,
+    up: Tensor,
+    u: Tensor,
+    g: Tensor,
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    factors: Sequence[float],
     kind: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Writes g; dB of each layer, ``[size, rank]`` in ``kind``.
 
     Args:
@@ -139,22 +226,62 @@ def adapter_gradients(
     of_up = dy.new_empty((parts, count * columns, rank), dtype=torch.float32)
     found = dy.new_empty(sum(size * r for size, r in zip(sizes, ranks)), dtype=kind)
     _passing_kernel[(count, parts)](
-        dy, up, u, of_g, of_up, rows, chunk, dy.stride(0), up.stride(0), u.stride(0), *sizes, *none, *ranks, *none,
-        *[*strips, *none][:2], **constants, **launch,
-    )  # fmt: skip
+        dy,
+        up,
+        u,
+        of_g,
+        of_up,
+        rows,
+        chunk,
+        dy.stride(0),
+        up.stride(0),
+        u.stride(0),
+        *sizes,
+        *none,
+        *ranks,
+        *none,
+        *[*strips, *none][:2],
+        **constants,
+        **launch,
+    )
     of_rows = triton.cdiv(rows * rank, SUMMED)
     _summing_kernel[(of_rows + triton.cdiv(max(sizes) * rank, SUMMED), len(sizes))](
-        of_g, of_up, g, found, rows, parts, of_rows, g.stride(0), g.shape[1], *sizes, *none, *ranks, *none, *factors,
-        *map(float, none), *strips, *none, columns, rank, SUMMED, next_power_of_2(empty) if empty else 0,
-    )  # fmt: skip
+        of_g,
+        of_up,
+        g,
+        found,
+        rows,
+        parts,
+        of_rows,
+        g.stride(0),
+        g.shape[1],
+        *sizes,
+        *none,
+        *ranks,
+        *none,
+        *factors,
+        *map(float, none),
+        *strips,
+        *none,
+        columns,
+        rank,
+        SUMMED,
+        next_power_of_2(empty) if empty else 0,
+    )
     blocks = found.split([size * r for size, r in zip(sizes, ranks)])
     return [block.view(size, r) for block, size, r in zip(blocks, sizes, ranks)]
 
 
 def _by_products(
-    dy: Tensor, up: Tensor, u: Tensor, g: Tensor, sizes: Sequence[int], ranks: Sequence[int], factors: Sequence[float],
+    dy: Tensor,
+    up: Tensor,
+    u: Tensor,
+    g: Tensor,
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    factors: Sequence[float],
     kind: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     product_into(g, dy, up)
     rows, columns = dy.split(list(sizes), 1), u[:, : sum(ranks)].split(list(ranks), 1)
     return [

@@ -3,7 +3,8 @@
     | W     s·B |       A of all layers one below the other, s·B of all layers as a block diagonal
     | A      ·  |
 
-``down`` is ``[R, K]``, ``up`` ``[N, R]``, of the dtype of W; A ``[r, K]`` and B ``[n, r]`` are fp32. Bytes: 6 a value.
+``down`` is ``[R, K]``, ``up`` ``[N, R]``, of the dtype of W; A ``[r, K]`` and B ``[n, r]`` are
+fp32. Bytes: 6 a value.
 """
 
 from __future__ import annotations
@@ -18,14 +19,43 @@ from chronicals.kernels.launch import runs_triton, tl, triton
 
 @triton.jit
 def _write_kernel(
-    a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr, down_ptr, up_ptr, size0, size1, size2, rank0, rank1, rank2,
-    scale0, scale1, scale2, width, down_stride, up_stride, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Three layers, along the second axis of programs; a rank of 0 is none. The first programs write A, the others s·B."""
+    a0_ptr,
+    a1_ptr,
+    a2_ptr,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    down_ptr,
+    up_ptr,
+    size0,
+    size1,
+    size2,
+    rank0,
+    rank1,
+    rank2,
+    scale0,
+    scale1,
+    scale2,
+    width,
+    down_stride,
+    up_stride,
+    BLOCK: tl.constexpr,
+):
+    """Three layers, along the second axis of programs; a rank of 0 is none. The first programs
+    write A, the others s·B.
+    """
     layer = tl.program_id(1)
     a_ptr, b_ptr, size, rank, scale, row, column = a0_ptr, b0_ptr, size0, rank0, scale0, 0, 0
     if layer == 1:
-        a_ptr, b_ptr, size, rank, scale, row, column = a1_ptr, b1_ptr, size1, rank1, scale1, size0, rank0
+        a_ptr, b_ptr, size, rank, scale, row, column = (
+            a1_ptr,
+            b1_ptr,
+            size1,
+            rank1,
+            scale1,
+            size0,
+            rank0,
+        )
     if layer == 2:
         a_ptr, b_ptr, size, rank, scale = a2_ptr, b2_ptr, size2, rank2, scale2
         row, column = size0 + size1, rank0 + rank1
@@ -45,10 +75,16 @@ def _write_kernel(
 
 
 def write_adapters(
-    down: Tensor, up: Tensor, sizes: Sequence[int], ranks: Sequence[int], downs: Sequence[Tensor | None],
-    ups: Sequence[Tensor | None], scales: Sequence[float],
-) -> None:  # fmt: skip
-    """Write every A into ``down`` and every s·B into ``up``, which are zero elsewhere; in one launch for up to three layers.
+    down: Tensor,
+    up: Tensor,
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    downs: Sequence[Tensor | None],
+    ups: Sequence[Tensor | None],
+    scales: Sequence[float],
+) -> None:
+    """Write every A into ``down`` and every s·B into ``up``, which are zero elsewhere; in one
+    launch for up to three layers.
 
     Args:
         sizes: outputs n of each layer.
@@ -56,24 +92,50 @@ def write_adapters(
         downs, ups, scales: A, B and s of each layer, None where there is no adapter.
     """
     there = [x for x in (*downs, *ups) if x is not None]
-    fits = len(sizes) <= LAYERS and len({x.dtype for x in there}) == 1 and all(x.is_contiguous() for x in there)
+    fits = (
+        len(sizes) <= LAYERS
+        and len({x.dtype for x in there}) == 1
+        and all(x.is_contiguous() for x in there)
+    )
     if not fits or not runs_triton(up, *there):
         write_adapters_reference(down, up, sizes, ranks, downs, ups, scales)
         return
     missing, width = LAYERS - len(sizes), down.shape[1]
-    of_a, of_b = ([there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups))
+    of_a, of_b = (
+        [there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups)
+    )
     none = [0] * missing
-    programs = max(triton.cdiv(rank * width, 1024) + triton.cdiv(size * rank, 1024) for size, rank in zip(sizes, ranks))
+    programs = max(
+        triton.cdiv(rank * width, 1024) + triton.cdiv(size * rank, 1024)
+        for size, rank in zip(sizes, ranks)
+    )
     _write_kernel[(programs, len(sizes))](
-        *of_a, *of_b, down, up, *sizes, *none, *ranks, *none, *scales, *map(float, none), width, down.stride(0), up.stride(0),
+        *of_a,
+        *of_b,
+        down,
+        up,
+        *sizes,
+        *none,
+        *ranks,
+        *none,
+        *scales,
+        *map(float, none),
+        width,
+        down.stride(0),
+        up.stride(0),
         1024,
-    )  # fmt: skip
+    )
 
 
 def write_adapters_reference(
-    down: Tensor, up: Tensor, sizes: Sequence[int], ranks: Sequence[int], downs: Sequence[Tensor | None],
-    ups: Sequence[Tensor | None], scales: Sequence[float],
-) -> None:  # fmt: skip
+    down: Tensor,
+    up: Tensor,
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    downs: Sequence[Tensor | None],
+    ups: Sequence[Tensor | None],
+    scales: Sequence[float],
+) -> None:
     row, column = 0, 0
     for size, rank, a, b, scale in zip(sizes, ranks, downs, ups, scales, strict=True):
         if a is not None and b is not None:

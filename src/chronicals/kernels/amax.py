@@ -1,6 +1,8 @@
-"""The largest absolute value of a tensor (amax), found by the kernel that writes it, for the kernel that quantises it next.
+"""The largest absolute value of a tensor (amax), found by the kernel that writes it, for the kernel
+that quantises it next.
 
-A kernel raises one cell, as the integer of the value's bits, which has the same order. NaN has no part in it.
+A kernel raises one cell, as the integer of the value's bits, which has the same order. NaN has no
+part in it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def magnitude(x):
 
 @triton.jit
 def raise_amax(amax_ptr, most):
-    """The cell becomes at least the largest of ``most``, fp32 ``[n]``; a program that is below what it reads writes nothing."""
+    """The cell becomes at least the largest of ``most``, fp32 ``[n]``; a program that is below
+    what it reads writes nothing.
+    """
     bits = tl.max(most, 0).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr, bits, mask=bits > tl.load(amax_ptr), sem="relaxed")
 
@@ -33,7 +37,9 @@ def new_amax(like: Tensor, wanted: bool = True) -> Tensor:
 
 
 def absent(like: Tensor) -> Tensor:
-    """In the place of a result that an operator does not have this time: its results have places, not a number."""
+    """In the place of a result that an operator does not have this time: its results have
+    places, not a number.
+    """
     return like.new_empty(0)
 
 
@@ -46,9 +52,11 @@ class _Found(NamedTuple):
 
 
 class Amax:
-    """Handed to the operation that writes a tensor, which puts the amax, and to the one that quantises it, which takes it.
+    """Handed to the operation that writes a tensor, which puts the amax, and to the one that
+    quantises it, which takes it.
 
-    It can be taken once, and only for the tensor that it was found for: where another gradient was added to it, or a hook
+    It can be taken once, and only for the tensor that it was found for: where another gradient was
+        added to it, or a hook
     changed it, there is none.
     """
 
@@ -56,7 +64,9 @@ class Amax:
         self._found: _Found | None = None
 
     def put(self, x: Tensor, cell: Tensor) -> None:
-        self._found = _Found(_identity(x), StorageWeakRef(x.untyped_storage()), cell.view(torch.float32))
+        self._found = _Found(
+            _identity(x), StorageWeakRef(x.untyped_storage()), cell.view(torch.float32)
+        )
 
     def take(self, x: Tensor) -> Tensor | None:
         """fp32 ``[1]``."""
@@ -67,7 +77,9 @@ class Amax:
 
 
 def with_amax(amax: Amax | None, x: Tensor, cell: Tensor) -> Tensor:
-    """``x``, whose largest absolute value, found by a kernel in ``cell``, ``amax`` now knows, if anybody asked for it."""
+    """``x``, whose largest absolute value, found by a kernel in ``cell``, ``amax`` now knows, if
+    anybody asked for it.
+    """
     if amax is not None:
         amax.put(x, cell)
     return x

@@ -1,10 +1,11 @@
-"""Columns scaled by factors, as the magnitudes of DoRA scale a product's outputs (Liu et al., 2024, equation 5).
+"""Columns scaled by factors, as the magnitudes of DoRA scale a product's outputs (Liu et al., 2024,
+equation 5).
 
     z = f ⊙ y + b            dy = f ⊙ dz,   df = Σₜ dz ⊙ y            y, z, dy, dz [T, N],  f, b [N]
 
-``y`` has 16 or 32 bits and may have strided rows; f, b and the sum are fp32. A program of the backward pass goes down a chunk
-of the rows of a strip of columns; sums of chunks are added in one order, so that results are the same each time. Bytes an
-element in 16 bit: 4 forward, 6 backward.
+``y`` has 16 or 32 bits and may have strided rows; f, b and the sum are fp32. A program of the
+backward pass goes down a chunk of the rows of a strip of columns; sums of chunks are added in one
+order, so that results are the same each time. Bytes an element in 16 bit: 4 forward, 6 backward.
 """
 
 from __future__ import annotations
@@ -23,15 +24,27 @@ CHUNK = 256
 
 @triton.jit
 def _scale_kernel(
-    y_ptr, z_ptr, factor_ptr, bias_ptr, rows, width, y_stride, z_stride, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    y_ptr,
+    z_ptr,
+    factor_ptr,
+    bias_ptr,
+    rows,
+    width,
+    y_stride,
+    z_stride,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < width
     inside = (row < rows) & there[None, :]
     factor = tl.load(factor_ptr + column, mask=there, other=0.0)
-    z = tl.load(y_ptr + row * y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+    z = (
+        tl.load(y_ptr + row * y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        * factor[None, :]
+    )
     if BIAS:
         z += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
     tl.store(z_ptr + row * z_stride + column[None, :], z.to(z_ptr.dtype.element_ty), mask=inside)
@@ -39,9 +52,21 @@ def _scale_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dz_ptr, y_ptr, factor_ptr, dy_ptr, sums_ptr, rows, width, dz_stride, y_stride, dy_stride, SUMS: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dz_ptr,
+    y_ptr,
+    factor_ptr,
+    dy_ptr,
+    sums_ptr,
+    rows,
+    width,
+    dz_stride,
+    y_stride,
+    dy_stride,
+    SUMS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     part = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < width
@@ -50,16 +75,22 @@ def _gradient_kernel(
     for first in range(part * CHUNK, tl.minimum(rows, (part + 1) * CHUNK), ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & there[None, :]
-        dz = tl.load(dz_ptr + row * dz_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        dz = tl.load(dz_ptr + row * dz_stride + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         if SUMS:
-            total += dz * tl.load(y_ptr + row * y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            total += dz * tl.load(
+                y_ptr + row * y_stride + column[None, :], mask=inside, other=0.0
+            ).to(tl.float32)
         dy = (dz * factor[None, :]).to(dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + row * dy_stride + column[None, :], dy, mask=inside)
     if SUMS:
         tl.store(sums_ptr + part.to(tl.int64) * width + column, tl.sum(total, 0), mask=there)
 
 
-def scale_columns(y: Tensor, factor: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def scale_columns(
+    y: Tensor, factor: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """``factor ⊙ y + bias``, in the dtype of ``y``; into ``out``, which may be ``y``."""
     out = torch.empty_like(y) if out is None else out
     if not runs_triton(y, factor, bias) or y.stride(1) != 1 or out.stride(1) != 1:
@@ -68,15 +99,24 @@ def scale_columns(y: Tensor, factor: Tensor, bias: Tensor | None = None, out: Te
     grid = triton.cdiv(rows, ROWS), triton.cdiv(width, BLOCK)
     if rows:
         _scale_kernel[grid](
-            y, out, factor, factor if bias is None else bias, rows, width, y.stride(0), out.stride(0), bias is not None, ROWS,
+            y,
+            out,
+            factor,
+            factor if bias is None else bias,
+            rows,
+            width,
+            y.stride(0),
+            out.stride(0),
+            bias is not None,
+            ROWS,
             BLOCK,
-        )  # fmt: skip
+        )
     return out
 
 
 def scaled_columns_gradient(
     dz: Tensor, factor: Tensor, out: Tensor, y: Tensor | None = None
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Write ``factor ⊙ dz`` into ``out``.
 
     Args:
@@ -85,7 +125,11 @@ def scaled_columns_gradient(
     Returns:
         ``Σₜ dz ⊙ y`` in the dtype of ``factor``; None without ``y``.
     """
-    if not runs_triton(dz, factor, y) or not len(dz) or any(x.stride(1) != 1 for x in (dz, out, *(() if y is None else (y,)))):
+    if (
+        not runs_triton(dz, factor, y)
+        or not len(dz)
+        or any(x.stride(1) != 1 for x in (dz, out, *(() if y is None else (y,))))
+    ):
         gradient, sums = scaled_columns_gradient_reference(dz, factor, y)
         out.copy_(gradient)
         return sums
@@ -94,9 +138,21 @@ def scaled_columns_gradient(
     sums = factor.new_empty((0 if y is None else parts, width))
     beside = dz if y is None else y
     _gradient_kernel[(parts, triton.cdiv(width, BLOCK))](
-        dz, beside, factor, out, sums, rows, width, dz.stride(0), beside.stride(0), out.stride(0), y is not None, CHUNK, ROWS,
+        dz,
+        beside,
+        factor,
+        out,
+        sums,
+        rows,
+        width,
+        dz.stride(0),
+        beside.stride(0),
+        out.stride(0),
+        y is not None,
+        CHUNK,
+        ROWS,
         BLOCK,
-    )  # fmt: skip
+    )
     return None if y is None else sums.sum(0)
 
 
@@ -105,6 +161,8 @@ def scale_columns_reference(y: Tensor, factor: Tensor, bias: Tensor | None = Non
     return (z if bias is None else z + bias).to(y.dtype)
 
 
-def scaled_columns_gradient_reference(dz: Tensor, factor: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def scaled_columns_gradient_reference(
+    dz: Tensor, factor: Tensor, y: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     wide = dz.to(torch.promote_types(dz.dtype, factor.dtype))
     return (wide * factor).to(dz.dtype), None if y is None else (wide * y).sum(0).to(factor.dtype)

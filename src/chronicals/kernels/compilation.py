@@ -1,8 +1,8 @@
 """Compiles the kernels of a piece of work beside each other, before it runs.
 
-Triton compiles a kernel when it is first launched, and a C function that launches it, so those of a training step one after
-the other. Within ``compiling_only`` a launch hands its kernel to a pool of threads and does nothing else; where the block ends,
-all of them are compiled and loaded.
+Triton compiles a kernel when it is first launched, and a C function that launches it, so those of a
+training step one after the other. Within ``compiling_only`` a launch hands its kernel to a pool of
+threads and does nothing else; where the block ends, all of them are compiled and loaded.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ OURS = "chronicals."
 
 
 def can_compile_only() -> bool:
-    """Whether this Triton can compile without running: it has done so since 3.4, by a module that is not public."""
+    """Whether this Triton can compile without running: it has done so since 3.4, by a module
+    that is not public.
+    """
     return HAS_TRITON and importlib.util.find_spec("triton.runtime._async_compile") is not None
 
 
 def identify_compiler() -> None:
-    """Let a thread hash Triton's own files, which names what it caches: a third of a second, most of it without the GIL, that
-    the first kernel would take."""
+    """Let a thread hash Triton's own files, which names what it caches: a third of a second,
+    most of it without the GIL, that the first kernel would take."""
     if can_compile_only():
         from triton.runtime.cache import triton_key
 
@@ -39,10 +41,11 @@ def identify_compiler() -> None:
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Within, in all threads: launches of our kernels compile and do not run, so what they would write holds arbitrary values.
+    """Within, in all threads: launches of our kernels compile and do not run, so what they would
+    write holds arbitrary values.
 
-    Kernels that are compiled already, in this process or in Triton's cache on disk, cost a look-up. Other packages' kernels
-    run as usual: they may be timed, to choose among their configurations.
+    Kernels that are compiled already, in this process or in Triton's cache on disk, cost a look-up.
+    Other packages' kernels run as usual: they may be timed, to choose among their configurations.
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
@@ -67,12 +70,16 @@ def compiling_only() -> Iterator[None]:
             yield
         finally:
             triton.JITFunction.run = launch
-            mode.__exit__(None, None, None)  # waits for what was handed in, and makes it known to its kernel
+            mode.__exit__(
+                None, None, None
+            )  # waits for what was handed in, and makes it known to its kernel
         device = torch.cuda.current_device()
         list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
 
 
 def _load(kernel: Any, device: int) -> None:
-    """Load a kernel's machine code, and compile what launches it: attributes that are made when they are first read."""
+    """Load a kernel's machine code, and compile what launches it: attributes that are made when
+    they are first read.
+    """
     torch.cuda.set_device(device)  # per thread
     getattr(kernel.result() if hasattr(kernel, "result") else kernel, "run")  # noqa: B009

@@ -1,10 +1,9 @@
-"""What is made of a row of a student's logits beside a teacher's: their divergence and its gradient. The chunked head of
-``linear_distillation.py`` builds on it.
+"""What is made of a row of a student's logits beside a teacher's: their divergence and its
+gradient. The chunked head of ``linear_distillation.py`` builds on it.
 
-    z = softcap(scale · x) of a row of raw logits; q = softmax(z / τ) the student's, p = softmax(z' / τ) the teacher's
-    m = λ p + (1 − λ) q
-    D = a · KL(p ‖ m) + b · KL(q ‖ m)
-    loss = w · (u · D + v · (lse(z) − z_y))
+    z = softcap(scale · x) of a row of raw logits; q = softmax(z / τ) the student's, p = softmax(z'
+    / τ) the teacher's m = λ p + (1 − λ) q D = a · KL(p ‖ m) + b · KL(q ‖ m) loss = w · (u · D + v ·
+    (lse(z) − z_y))
 
     | divergence                    | a | b     | λ     | source                                                     |
     |-------------------------------|---|-------|-------|------------------------------------------------------------|
@@ -17,16 +16,17 @@
 With d_j = log p_j − log q_j, everything is made of ratios to m, which do not overflow:
 
     h_j = b q_j log(q_j / m_j) − (a (1 − λ) − b λ) q_j p_j / m_j,     Σ_j h_j = −1 for the forward KL
-    dD/d(z_j / τ) = h_j − q_j Σ_k h_k
-    dloss/dx_j = w · (u / τ · dD/d(z_j / τ) + v (e^{z_j − lse} − 1(j = y))) · scale · (1 − (z_j / softcap)²)
+    dD/d(z_j / τ) = h_j − q_j Σ_k h_k dloss/dx_j = w · (u / τ · dD/d(z_j / τ) + v (e^{z_j − lse} −
+    1(j = y))) · scale · (1 − (z_j / softcap)²)
 
-What is left out of h is a multiple of q, which the second line takes away again; of the JSD, whose factor of p / m is zero, it
-would be all but a small part. The cross-entropy is that of z, at temperature 1. No factor τ² is in D, as in TRL and Liger;
-``u`` can hold one.
+What is left out of h is a multiple of q, which the second line takes away again; of the JSD, whose
+factor of p / m is zero, it would be all but a small part. The cross-entropy is that of z, at
+temperature 1. No factor τ² is in D, as in TRL and Liger; ``u`` can hold one.
 
-A program takes a row. Bytes a row in 16 bit: 4·V for the statistics of both sides, and 6·V for the gradient, which overwrites
-the student's logits; other divergences than the forward KL read both rows once more for Σ h. Where the rows of a program are in
-cache, only the first 4·V and the 2·V written are memory's.
+A program takes a row. Bytes a row in 16 bit: 4·V for the statistics of both sides, and 6·V for the
+gradient, which overwrites the student's logits; other divergences than the forward KL read both
+rows once more for Σ h. Where the rows of a program are in cache, only the first 4·V and the 2·V
+written are memory's.
 """
 
 from __future__ import annotations
@@ -38,11 +38,20 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.logit_rows import IGNORED, LossOptions, chain_, places_of, shaped, shaped_reference, tile_of
+from chronicals.kernels.logit_rows import (
+    IGNORED,
+    LossOptions,
+    chain_,
+    places_of,
+    shaped,
+    shaped_reference,
+    tile_of,
+)
 
 FOUND = ("divergence", "cross_entropy", "teacher_cross_entropy", "agreement", "accuracy")
-"""What is found of a row, in this order: D; minus the logarithm of the target's probability at temperature 1, the student's and
-the teacher's; whether both have the same likeliest token; whether the student's is the target."""
+"""What is found of a row, in this order: D; minus the logarithm of the target's probability at
+temperature 1, the student's and the teacher's; whether both have the same likeliest token;
+whether the student's is the target."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +78,17 @@ class Divergence:
 
     @classmethod
     def jsd(cls, beta: float = 0.5) -> Divergence:
-        """``β KL(p ‖ m) + (1 − β) KL(q ‖ m)`` of ``m = β p + (1 − β) q``; as TRL and Liger have it, the forward KL at β = 0 and
-        the reverse KL at β = 1, where the formula itself is zero.
+        """``β KL(p ‖ m) + (1 − β) KL(q ‖ m)`` of ``m = β p + (1 − β) q``; as TRL and Liger have it,
+        the forward KL at β = 0 and the reverse KL at β = 1, where the formula itself is zero.
 
         Raises:
             ValueError: ``beta`` is not in [0, 1].
         """
         if not 0 <= beta <= 1:
-            raise ValueError(f"beta={beta}: must be at least 0, where the JSD is the forward KL, and at most 1, the reverse KL")
+            raise ValueError(
+                f"beta={beta}: must be at least 0, where the JSD is the forward KL, and at most "
+                "1, the reverse KL"
+            )
         if beta in (0, 1):
             return cls.reverse_kl() if beta else cls.forward_kl()
         return cls(beta, 1.0 - beta, beta)
@@ -102,7 +114,10 @@ class Divergence:
 
 def _skew(skew: float) -> float:
     if not 0 <= skew < 1:
-        raise ValueError(f"skew={skew}: must be at least 0, which skews nothing, and less than 1, which compares nothing")
+        raise ValueError(
+            f"skew={skew}: must be at least 0, which skews nothing, and less than 1, which "
+            "compares nothing"
+        )
     return skew
 
 
@@ -134,20 +149,33 @@ def _kind(divergence: Divergence) -> int:
 
 @triton.jit
 def _row(
-    x_ptr, vocabulary, scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Largest logit m, the first place it is at, log Σ e^{z − m}, and log Σ e^{(z − m) / τ} of a row, in one pass."""
+    x_ptr,
+    vocabulary,
+    scale,
+    softcap,
+    temperature,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Largest logit m, the first place it is at, log Σ e^{z − m}, and log Σ e^{(z − m) / τ} of a
+    row, in one pass.
+    """
     largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
     place = tl.zeros((BLOCK // 8,), tl.int32)
     total = tl.zeros((BLOCK // 8,), tl.float32)
     tempered = tl.zeros((BLOCK // 8,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
+        x = tl.load(
+            x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last"
+        )
         z = tl.where(column < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         z, column = tl.reshape(z, (BLOCK // 8, 8)), tl.reshape(column, (BLOCK // 8, 8))
         top = tl.max(z, axis=1)
-        place = tl.where(top > largest, tl.min(tl.where(z == top[:, None], column, vocabulary), axis=1), place)
+        place = tl.where(
+            top > largest, tl.min(tl.where(z == top[:, None], column, vocabulary), axis=1), place
+        )
         new = tl.maximum(largest, top)
         total = total * tl.exp(largest - new) + tl.sum(tl.exp(z - new[:, None]), axis=1)
         if TEMPERED:
@@ -175,7 +203,9 @@ def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
         divergence = tl.where(q == 0.0, 0.0, -q * d)
         h = divergence
     else:
-        d = tl.minimum(tl.maximum(tl.where(d == d, d, 0.0), -1.0e4), 1.0e4)  # a banned token's is infinite, or no number
+        d = tl.minimum(
+            tl.maximum(tl.where(d == d, d, 0.0), -1.0e4), 1.0e4
+        )  # a banned token's is infinite, or no number
         p_below, q_below = tl.minimum(d, 0.0), tl.minimum(-d, 0.0)
         p_share = tl.exp(p_below)
         m = share * p_share + (1.0 - share) * tl.exp(q_below)
@@ -188,11 +218,34 @@ def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
 
 @triton.jit
 def _divergence_kernel(
-    x_ptr, y_ptr, target_ptr, weight_ptr, found_ptr, rows, vocabulary, x_stride, y_stride, x_scale, x_softcap, y_scale,
-    y_softcap, temperature, of_teacher, of_student, share, of_divergence, of_cross_entropy,
-    X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, TEMPERED: tl.constexpr, KIND: tl.constexpr,
-    WITH_CROSS_ENTROPY: tl.constexpr, WANTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    target_ptr,
+    weight_ptr,
+    found_ptr,
+    rows,
+    vocabulary,
+    x_stride,
+    y_stride,
+    x_scale,
+    x_softcap,
+    y_scale,
+    y_softcap,
+    temperature,
+    of_teacher,
+    of_student,
+    share,
+    of_divergence,
+    of_cross_entropy,
+    X_SOFTCAP: tl.constexpr,
+    Y_SOFTCAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    KIND: tl.constexpr,
+    WITH_CROSS_ENTROPY: tl.constexpr,
+    WANTS_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * y_stride
@@ -209,15 +262,21 @@ def _divergence_kernel(
                 tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
     else:
         known = (target >= 0) & (target < vocabulary)
-        x_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), x_scale, x_softcap, X_SOFTCAP)
-        y_target = shaped(tl.load(y_ptr + target, mask=known, other=0.0), y_scale, y_softcap, Y_SOFTCAP)
+        x_target = shaped(
+            tl.load(x_ptr + target, mask=known, other=0.0), x_scale, x_softcap, X_SOFTCAP
+        )
+        y_target = shaped(
+            tl.load(y_ptr + target, mask=known, other=0.0), y_scale, y_softcap, Y_SOFTCAP
+        )
         x_top, x_best, x_rest, x_tempered = _row(
             x_ptr, vocabulary, x_scale, x_softcap, temperature, X_SOFTCAP, TEMPERED, BLOCK
-        )  # fmt: skip
+        )
         y_top, y_best, y_rest, y_tempered = _row(
             y_ptr, vocabulary, y_scale, y_softcap, temperature, Y_SOFTCAP, TEMPERED, BLOCK
-        )  # fmt: skip
-        valid = tl.where(known, 1.0, float("nan"))  # a target outside the vocabulary must not pass unseen
+        )
+        valid = tl.where(
+            known, 1.0, float("nan")
+        )  # a target outside the vocabulary must not pass unseen
         weight = tl.load(weight_ptr + row).to(tl.float32) * valid if HAS_WEIGHTS else valid
         divergences = tl.zeros((BLOCK,), tl.float32)
         sum_of_h = -1.0
@@ -228,8 +287,12 @@ def _divergence_kernel(
                 there = column < vocabulary
                 x = tl.load(x_ptr + column, mask=there, other=0.0, eviction_policy="evict_last")
                 y = tl.load(y_ptr + column, mask=there, other=0.0, eviction_policy="evict_last")
-                log_q = (shaped(x, x_scale, x_softcap, X_SOFTCAP) - x_top) / temperature - x_tempered
-                log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) / temperature - y_tempered
+                log_q = (
+                    shaped(x, x_scale, x_softcap, X_SOFTCAP) - x_top
+                ) / temperature - x_tempered
+                log_p = (
+                    shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top
+                ) / temperature - y_tempered
                 _, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)
                 divergences += tl.where(there, divergence, 0.0)
                 sums += tl.where(there, h, 0.0)
@@ -243,7 +306,9 @@ def _divergence_kernel(
                 y = tl.load(y_ptr + column, mask=there, other=0.0, eviction_policy="evict_first")
                 z = shaped(x, x_scale, x_softcap, X_SOFTCAP)
                 log_q = (z - x_top) / temperature - x_tempered
-                log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) / temperature - y_tempered
+                log_p = (
+                    shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top
+                ) / temperature - y_tempered
                 q, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)
                 if KIND == 0:
                     divergences += tl.where(there, divergence, 0.0)
@@ -254,7 +319,9 @@ def _divergence_kernel(
                 gradient *= x_scale
                 if X_SOFTCAP:
                     gradient *= 1.0 - (z / x_softcap) * (z / x_softcap)
-                tl.store(x_ptr + column, gradient.to(kind), mask=there, eviction_policy="evict_first")
+                tl.store(
+                    x_ptr + column, gradient.to(kind), mask=there, eviction_policy="evict_first"
+                )
         tl.store(found_ptr, tl.sum(divergences, axis=0) * valid)
         tl.store(found_ptr + rows, (x_rest - (x_target - x_top)) * valid)
         tl.store(found_ptr + 2 * rows, (y_rest - (y_target - y_top)) * valid)
@@ -263,9 +330,15 @@ def _divergence_kernel(
 
 
 def divergence_and_gradient_(
-    x: Tensor, y: Tensor, targets: Tensor, weights: Tensor | None, options: DistillationOptions, wants_gradient: bool
+    x: Tensor,
+    y: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    options: DistillationOptions,
+    wants_gradient: bool,
 ) -> Tensor:
-    """``FOUND`` of each row, fp32 ``[5, rows]``, without weights, zero where the target is −100; ``x`` becomes its gradient.
+    """``FOUND`` of each row, fp32 ``[5, rows]``, without weights, zero where the target is −100;
+    ``x`` becomes its gradient.
 
     Args:
         x, y: raw logits of student and teacher, ``[rows, V]``, of any floating-point types.
@@ -277,15 +350,43 @@ def divergence_and_gradient_(
         return divergence_and_gradient_reference_(x, y, targets, weights, options, wants_gradient)
     rows, vocabulary = x.shape
     found = x.new_empty((len(FOUND), rows), dtype=torch.float32)
-    tile, of, student, teacher = tile_of(vocabulary), options.divergence, options.student, options.teacher
+    tile, of, student, teacher = (
+        tile_of(vocabulary),
+        options.divergence,
+        options.student,
+        options.teacher,
+    )
     if rows:
         _divergence_kernel[(rows,)](
-            x, y, targets, weights, found, rows, vocabulary, x.stride(0), y.stride(0), student.scale, student.softcap or 1.0,
-            teacher.scale, teacher.softcap or 1.0, options.temperature, of.of_teacher, of.of_student, of.share,
-            options.of_divergence, options.of_cross_entropy, student.softcap is not None, teacher.softcap is not None,
-            weights is not None, options.temperature != 1.0, _kind(of), options.of_cross_entropy != 0, wants_gradient,
-            tile.block, num_warps=tile.warps,
-        )  # fmt: skip
+            x,
+            y,
+            targets,
+            weights,
+            found,
+            rows,
+            vocabulary,
+            x.stride(0),
+            y.stride(0),
+            student.scale,
+            student.softcap or 1.0,
+            teacher.scale,
+            teacher.softcap or 1.0,
+            options.temperature,
+            of.of_teacher,
+            of.of_student,
+            of.share,
+            options.of_divergence,
+            options.of_cross_entropy,
+            student.softcap is not None,
+            teacher.softcap is not None,
+            weights is not None,
+            options.temperature != 1.0,
+            _kind(of),
+            options.of_cross_entropy != 0,
+            wants_gradient,
+            tile.block,
+            num_warps=tile.warps,
+        )
     return found
 
 
@@ -300,35 +401,59 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_p + math.log(share), log_q + math.log1p(-share))
 
 
-def divergence_reference(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
+def divergence_reference(
+    z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float
+) -> Tensor:
     """The definition: D of each row of two sides' logits ``[..., V]``; differentiable in ``z``."""
-    log_q, log_p = torch.log_softmax(z / temperature, -1), torch.log_softmax(teacher_z / temperature, -1)
+    log_q, log_p = (
+        torch.log_softmax(z / temperature, -1),
+        torch.log_softmax(teacher_z / temperature, -1),
+    )
     log_m = _log_mixture(log_p, log_q, of.share)
     found = torch.zeros_like(log_q[..., 0])
     for coefficient, log in ((of.of_teacher, log_p), (of.of_student, log_q)):
         if coefficient:
             chances = log.exp()
-            found = found + coefficient * (chances * (log - log_m).masked_fill(chances == 0, 0.0)).sum(-1)
+            found = found + coefficient * (
+                chances * (log - log_m).masked_fill(chances == 0, 0.0)
+            ).sum(-1)
     return found
 
 
 def divergence_and_gradient_reference_(
-    x: Tensor, y: Tensor, targets: Tensor, weights: Tensor | None, options: DistillationOptions, wants_gradient: bool
+    x: Tensor,
+    y: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    options: DistillationOptions,
+    wants_gradient: bool,
 ) -> Tensor:
     of, at_target = options.divergence, places_of(targets, x.shape[1])
-    z, teacher_z = shaped_reference(x, options.student), shaped_reference(y, options.teacher).to(x.device)
+    z, teacher_z = (
+        shaped_reference(x, options.student),
+        shaped_reference(y, options.teacher).to(x.device),
+    )
     wide = torch.promote_types(z.dtype, teacher_z.dtype)
     z, teacher_z = z.to(wide), teacher_z.to(wide)
     log_chances = torch.log_softmax(z, 1)
     best, teachers_best = z.argmax(1), teacher_z.argmax(1)
     divergence = divergence_reference(z, teacher_z, of, options.temperature)
-    losses = [-log.gather(1, at_target).squeeze(1) for log in (log_chances, torch.log_softmax(teacher_z, 1))]
+    losses = [
+        -log.gather(1, at_target).squeeze(1)
+        for log in (log_chances, torch.log_softmax(teacher_z, 1))
+    ]
     same = [(best == other).to(wide) for other in (teachers_best, targets)]
     found = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORED, 0.0)
     if wants_gradient:
-        gradient = options.of_divergence / options.temperature * _of_divergence(z, teacher_z, of, options.temperature)
+        gradient = (
+            options.of_divergence
+            / options.temperature
+            * _of_divergence(z, teacher_z, of, options.temperature)
+        )
         if options.of_cross_entropy:
-            chances = log_chances.exp_().scatter_add_(1, at_target, torch.full_like(at_target, -1, dtype=wide))
+            chances = log_chances.exp_().scatter_add_(
+                1, at_target, torch.full_like(at_target, -1, dtype=wide)
+            )
             gradient += options.of_cross_entropy * chances
         kept = (targets != IGNORED).to(wide)
         gradient *= (kept if weights is None else kept * weights)[:, None]
@@ -338,7 +463,10 @@ def divergence_and_gradient_reference_(
 
 def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
     """``dD/d(z / τ)`` by the formula of the module's docstring."""
-    log_q, log_p = torch.log_softmax(z / temperature, 1), torch.log_softmax(teacher_z / temperature, 1)
+    log_q, log_p = (
+        torch.log_softmax(z / temperature, 1),
+        torch.log_softmax(teacher_z / temperature, 1),
+    )
     log_m, q, p = _log_mixture(log_p, log_q, of.share), log_q.exp(), log_p.exp()
     h = torch.zeros_like(q)
     if of.of_student:

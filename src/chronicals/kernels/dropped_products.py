@@ -1,11 +1,12 @@
-"""Products of a tensor under dropout (Srivastava et al., 2014) with the thin matrices of an adapter, the mask never in memory.
+"""Products of a tensor under dropout (Srivastava et al., 2014) with the thin matrices of an
+adapter, the mask never in memory.
 
     u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
 
-m is a hash of a seed and of the place (see ``lowbias32.py``): forward and backward make the same one, so it is not saved. p is
-taken to 1/65536, and 1 − p with it.
-``x`` is ``[T, D]``, A ``[r, D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin
-sides stay in the cache.
+m is a hash of a seed and of the place (see ``lowbias32.py``): forward and backward make the same
+one, so it is not saved. p is taken to 1/65536, and 1 − p with it. ``x`` is ``[T, D]``, A ``[r,
+D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin sides
+stay in the cache.
 """
 
 from __future__ import annotations
@@ -16,14 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import multiplied_in, multiprocessors, next_power_of_2, runs_in_16_bit, shared_memory, tl, triton
+from chronicals.kernels.launch import (
+    multiplied_in,
+    multiprocessors,
+    next_power_of_2,
+    runs_in_16_bit,
+    shared_memory,
+    tl,
+    triton,
+)
 from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
 
 WIDEST_RANK = 256
 """Columns of u that a program holds; wider adapters are taken in slices."""
 
 ROWS, FEW, BLOCK = 64, 32, 128
-"""Rows and columns of x in a program; of adapters of rank 32 and less few rows, so that more programs run at once."""
+"""Rows and columns of x in a program; of adapters of rank 32 and less few rows, so that more
+programs run at once.
+"""
 
 SUMMED = 8
 """Rows of u whose shares a program adds up."""
@@ -31,8 +42,8 @@ SUMMED = 8
 
 @triton.jit
 def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
-    """Which of ``BLOCK`` columns from ``first`` on stay, in each row: two neighbours share a hash, 16 bits for each, and stay
-    where these are at least ``bound``."""
+    """Which of ``BLOCK`` columns from ``first`` on stay, in each row: two neighbours share a
+    hash, 16 bits for each, and stay where these are at least ``bound``."""
     pair = first // 2 + tl.arange(0, BLOCK // 2)
     bits = lowbias32((row[:, None] * ((width + 1) // 2) + pair[None, :]).to(tl.uint32) ^ seed)
     return tl.interleave(bits << 16, bits) >= (tl.cast(bound, tl.uint32) << 16)
@@ -40,10 +51,25 @@ def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
-    x_ptr, a_ptr, shares_ptr, seed_ptr, rows, width, rank, chunk, x_stride, a_stride, bound,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Programs along the second axis take a chunk of the columns each; ``_sum_kernel`` adds their shares up."""
+    x_ptr,
+    a_ptr,
+    shares_ptr,
+    seed_ptr,
+    rows,
+    width,
+    rank,
+    chunk,
+    x_stride,
+    a_stride,
+    bound,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Programs along the second axis take a chunk of the columns each; ``_sum_kernel`` adds
+    their shares up.
+    """
     seed = tl.load(seed_ptr).to(tl.uint32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, RANK)
@@ -52,7 +78,9 @@ def _down_kernel(
     for first in range(begin, tl.minimum(width, begin + chunk), BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0
+        )
         x = tl.where(_kept(seed, row, first, width, bound, BLOCK), x, 0.0)
         a_inside = (r < rank)[:, None] & (column < width)[None, :]
         a = tl.load(a_ptr + r[:, None] * a_stride + column[None, :], mask=a_inside, other=0.0)
@@ -63,23 +91,53 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    shares_ptr, u_ptr, rows, parts, rank, columns, u_stride, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+    shares_ptr,
+    u_ptr,
+    rows,
+    parts,
+    rank,
+    columns,
+    u_stride,
+    factor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """u of its shares, added up in one order, and zeros beside it."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     r = tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in range(parts):
-        total += tl.load(shares_ptr + (part * rows + row) * rank + r, mask=(row < rows) & (r < rank), other=0.0)
-    tl.store(u_ptr + row * u_stride + r, (total * factor).to(u_ptr.dtype.element_ty), mask=(row < rows) & (r < columns))
+        total += tl.load(
+            shares_ptr + (part * rows + row) * rank + r, mask=(row < rows) & (r < rank), other=0.0
+        )
+    tl.store(
+        u_ptr + row * u_stride + r,
+        (total * factor).to(u_ptr.dtype.element_ty),
+        mask=(row < rows) & (r < columns),
+    )
 
 
 @triton.jit
 def _of_a_kernel(
-    g_ptr, x_ptr, shares_ptr, seed_ptr, rows, width, rank, g_stride, x_stride, bound, factor,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Programs along the second axis take every n-th block of rows each; their shares are summed afterwards, in one order."""
+    g_ptr,
+    x_ptr,
+    shares_ptr,
+    seed_ptr,
+    rows,
+    width,
+    rank,
+    g_stride,
+    x_stride,
+    bound,
+    factor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Programs along the second axis take every n-th block of rows each; their shares are summed
+    afterwards, in one order.
+    """
     seed = tl.load(seed_ptr).to(tl.uint32)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, RANK)
@@ -87,10 +145,14 @@ def _of_a_kernel(
     for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0
+        )
         x = tl.where(_kept(seed, row, tl.program_id(0) * BLOCK, width, bound, BLOCK), x, 0.0)
         g_inside = (row < rows)[:, None] & (r < rank)[None, :]
-        g = tl.load(g_ptr + row.to(tl.int64)[:, None] * g_stride + r[None, :], mask=g_inside, other=0.0)
+        g = tl.load(
+            g_ptr + row.to(tl.int64)[:, None] * g_stride + r[None, :], mask=g_inside, other=0.0
+        )
         total = tl.dot(tl.trans(g.to(KIND)), x.to(KIND), total, input_precision="ieee")
     at = shares_ptr + (tl.program_id(1) * rank + r[:, None]) * width + column[None, :]
     tl.store(at, total * factor, mask=(r < rank)[:, None] & (column < width)[None, :])
@@ -98,9 +160,23 @@ def _of_a_kernel(
 
 @triton.jit
 def _of_x_kernel(
-    dx_ptr, g_ptr, a_ptr, seed_ptr, rows, width, rank, dx_stride, g_stride, a_stride, bound, factor,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+    dx_ptr,
+    g_ptr,
+    a_ptr,
+    seed_ptr,
+    rows,
+    width,
+    rank,
+    dx_stride,
+    g_stride,
+    a_stride,
+    bound,
+    factor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    KIND: tl.constexpr,
+):
     seed = tl.load(seed_ptr).to(tl.uint32)
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
@@ -120,8 +196,8 @@ def _of_x_kernel(
 
 
 def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int], int]:
-    """What the kernels are compiled for, the launch, and how many programs then run at once: as many stages, of a tile of x and
-    one of A each, as there is shared memory for."""
+    """What the kernels are compiled for, the launch, and how many programs then run at once: as
+    many stages, of a tile of x and one of A each, as there is shared memory for."""
     held = max(16, next_power_of_2(rank))
     rows = FEW if held <= FEW else ROWS
     stage = (rows + held) * BLOCK * x.element_size()
@@ -138,9 +214,13 @@ def _bound(dropout: float) -> tuple[int, float]:
 
 
 def _slices(like: Tensor, rank: int) -> Iterator[slice]:
-    """The columns of u for one launch each: g A, the largest product, must find room for its operands."""
+    """The columns of u for one launch each: g A, the largest product, must find room for its
+    operands.
+    """
     widest = WIDEST_RANK
-    while like.is_cuda and (ROWS + BLOCK) * widest * like.element_size() > shared_memory(like.device):
+    while like.is_cuda and (ROWS + BLOCK) * widest * like.element_size() > shared_memory(
+        like.device
+    ):
         widest //= 2
     return (slice(first, first + widest) for first in range(0, rank, widest))
 
@@ -151,7 +231,9 @@ def draw_seed(like: Tensor) -> Tensor:
 
 
 def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
-    """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows, and be wider: what is beside u becomes zero."""
+    """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows, and be wider: what is
+    beside u becomes zero.
+    """
     if not runs_in_16_bit(x, a, out):
         out[:, : len(a)].copy_(dropped_reference(x, seed, dropout) @ a.t())
         out[:, len(a) :].zero_()
@@ -165,10 +247,30 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
         chunk = triton.cdiv(triton.cdiv(width, BLOCK), max(1, resident // blocks)) * BLOCK
         shares = x.new_empty((triton.cdiv(width, chunk), rows, rank), dtype=torch.float32)
         _down_kernel[(blocks, len(shares))](
-            x, of_a, shares, seed, rows, width, rank, chunk, x.stride(0), a.stride(0), bound, **constants, **launch
+            x,
+            of_a,
+            shares,
+            seed,
+            rows,
+            width,
+            rank,
+            chunk,
+            x.stride(0),
+            a.stride(0),
+            bound,
+            **constants,
+            **launch,
         )
         _sum_kernel[(triton.cdiv(rows, SUMMED),)](
-            shares, of_out, rows, len(shares), rank, columns, out.stride(0), factor, ROWS=SUMMED,
+            shares,
+            of_out,
+            rows,
+            len(shares),
+            rank,
+            columns,
+            out.stride(0),
+            factor,
+            ROWS=SUMMED,
             COLUMNS=next_power_of_2(columns),
         )
 
@@ -188,9 +290,20 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
         parts = min(triton.cdiv(rows, constants["ROWS"]), max(1, resident // blocks))
         shares = x.new_empty((parts, rank, width), dtype=torch.float32)
         _of_a_kernel[(blocks, parts)](
-            of_g, x, shares, seed, rows, width, rank, g.stride(0), x.stride(0), bound, factor,
-            **constants, **launch,
-        )  # fmt: skip
+            of_g,
+            x,
+            shares,
+            seed,
+            rows,
+            width,
+            rank,
+            g.stride(0),
+            x.stride(0),
+            bound,
+            factor,
+            **constants,
+            **launch,
+        )
         found.append(shares.sum(0))
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -204,9 +317,21 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
         of_g, of_a = g[:, part], a[part]
         (bound, factor), (constants, launch, _) = _bound(dropout), _constants(dx, len(of_a))
         _of_x_kernel[(triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, BLOCK),)](
-            dx, of_g, of_a, seed, rows, width, len(of_a), dx.stride(0), g.stride(0), a.stride(0), bound, factor,
-            **constants, **launch,
-        )  # fmt: skip
+            dx,
+            of_g,
+            of_a,
+            seed,
+            rows,
+            width,
+            len(of_a),
+            dx.stride(0),
+            g.stride(0),
+            a.stride(0),
+            bound,
+            factor,
+            **constants,
+            **launch,
+        )
     return dx
 
 
@@ -214,6 +339,8 @@ def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``drop(x)``, with the very mask of the kernels."""
     rows, width = x.shape
     pairs = (width + 1) // 2
-    bits = lowbias32_reference((torch.arange(rows * pairs, device=x.device) & WHOLE) ^ seed).view(rows, pairs, 1)
+    bits = lowbias32_reference((torch.arange(rows * pairs, device=x.device) & WHOLE) ^ seed).view(
+        rows, pairs, 1
+    )
     (bound, factor), halves = _bound(dropout), torch.cat((bits & 0xFFFF, bits >> 16), 2)
     return torch.where(halves.view(rows, 2 * pairs)[:, :width] >= bound, x * factor, 0.0)

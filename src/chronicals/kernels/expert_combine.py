@@ -1,4 +1,5 @@
-"""The sum over the experts of each token, in the order of their ranks, so that it is always the same: no atomics.
+"""The sum over the experts of each token, in the order of their ranks, so that it is always the
+same: no atomics.
 
     y_t = Σ_j p_tj · z[places[t · k + j]],   j = 0 … k − 1          p = 1 where there are no shares
 
@@ -18,9 +19,17 @@ from chronicals.kernels.operators import operator
 
 @triton.jit
 def _combine_kernel(
-    z_ptr, places_ptr, shares_ptr, y_ptr, width, z_stride, y_stride, EACH: tl.constexpr, HAS_SHARES: tl.constexpr,
+    z_ptr,
+    places_ptr,
+    shares_ptr,
+    y_ptr,
+    width,
+    z_stride,
+    y_stride,
+    EACH: tl.constexpr,
+    HAS_SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -31,7 +40,11 @@ def _combine_kernel(
         if HAS_SHARES:
             z *= tl.load(shares_ptr + token * EACH + rank).to(tl.float32)
         total += z
-    tl.store(y_ptr + token.to(tl.int64) * y_stride + column, total.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        y_ptr + token.to(tl.int64) * y_stride + column,
+        total.to(y_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @operator("chronicals::expert_combine")
@@ -40,7 +53,17 @@ def _combine(z: Tensor, places: Tensor, shares: Tensor | None, each: int) -> Ten
     y = z.new_empty(tokens, width)
     block = min(2048, next_power_of_2(width))
     _combine_kernel[(tokens, triton.cdiv(width, block))](
-        z, places, shares, y, width, z.stride(0), y.stride(0), each, shares is not None, block, num_warps=4
+        z,
+        places,
+        shares,
+        y,
+        width,
+        z.stride(0),
+        y.stride(0),
+        each,
+        shares is not None,
+        block,
+        num_warps=4,
     )
     return y
 
@@ -63,7 +86,9 @@ def expert_combine(z: Tensor, places: Tensor, each: int, shares: Tensor | None =
     return expert_combine_reference(z, places, each, shares)
 
 
-def expert_combine_reference(z: Tensor, places: Tensor, each: int, shares: Tensor | None = None) -> Tensor:
+def expert_combine_reference(
+    z: Tensor, places: Tensor, each: int, shares: Tensor | None = None
+) -> Tensor:
     wide = torch.promote_types(z.dtype, torch.float32)
     rows = z[places.long()].to(wide)
     if shares is not None:

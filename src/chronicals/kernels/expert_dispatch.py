@@ -1,13 +1,16 @@
-"""Token-expert pairs sorted by expert, on the device: a counting sort that keeps the order of pairs within an expert.
+"""Token-expert pairs sorted by expert, on the device: a counting sort that keeps the order of pairs
+within an expert.
 
     bounds[e] = pairs of experts before e      places[s] = bounds[e_s] + pairs of e_s before s      order[places[s]] = s
 
-A pair ``s = t · k + j`` is the j-th expert of token t. Products over the sorted pairs take them in tiles of ``rows``, none of
-which holds rows of two experts; how many tiles there are is known on the device alone, and there are never more than
-``⌈S / rows⌉ + E``, so every shape is static and nothing waits for the host.
+A pair ``s = t · k + j`` is the j-th expert of token t. Products over the sorted pairs take them in
+tiles of ``rows``, none of which holds rows of two experts; how many tiles there are is known on the
+device alone, and there are never more than ``⌈S / rows⌉ + E``, so every shape is static and nothing
+waits for the host.
 
-Four launches: counts by block of pairs, their sums along the blocks, bounds and tiles, places. Pairs of a block are counted by
-comparing them with each other, without atomics, so the result is always the same. Bytes: 8 · S read twice, 8 · S written.
+Four launches: counts by block of pairs, their sums along the blocks, bounds and tiles, places.
+Pairs of a block are counted by comparing them with each other, without atomics, so the result is
+always the same. Bytes: 8 · S read twice, 8 · S written.
 
 Shapes: T tokens, k experts of a token, S = T · k pairs, E experts.
 """
@@ -43,7 +46,8 @@ class Dispatch(NamedTuple):
     Attributes:
         order_S: int32, the pair at each place.
         places_S: int32, the place of each pair.
-        bounds: int32 ``[E + 1]``; pairs of expert e are at the places from ``bounds[e]`` to ``bounds[e + 1]``.
+        bounds: int32 ``[E + 1]``; pairs of expert e are at the places from ``bounds[e]`` to
+            ``bounds[e + 1]``.
         tiles: int32 ``[2, n]``: expert and first place of each tile; experts of unused tiles are E.
         each: k.
         rows: of a tile.
@@ -61,7 +65,9 @@ class Dispatch(NamedTuple):
         return len(self.bounds) - 1
 
     def received(self) -> Tensor:
-        """int64 ``[T, k]``: the expert among whose rows each pair is; E of pairs that are among no expert's."""
+        """int64 ``[T, k]``: the expert among whose rows each pair is; E of pairs that are among
+        no expert's.
+        """
         pairs = len(self.order_S)
         at_place = self.order_S[self.places_S.clamp(0, pairs - 1)]
         expert = torch.searchsorted(self.bounds[1:], self.places_S, right=True)
@@ -84,7 +90,15 @@ def watching_dispatches(see: Callable[[Dispatch], None]) -> Iterator[None]:
 
 
 @triton.jit
-def _count_kernel(experts_ptr, counts_ptr, pairs, blocks, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, SPAN: tl.constexpr):
+def _count_kernel(
+    experts_ptr,
+    counts_ptr,
+    pairs,
+    blocks,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
     block = tl.program_id(0)
     pair = block * PAIRS + tl.arange(0, PAIRS)
     mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
@@ -110,9 +124,18 @@ def _sum_kernel(counts_ptr, totals_ptr, blocks, WIDE: tl.constexpr):
 
 @triton.jit
 def _schedule_kernel(
-    totals_ptr, bounds_ptr, tiles_ptr, most, EXPERTS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr
-):  # fmt: skip
-    """Every program computes the bounds, and writes some tiles; the first one writes the bounds, too."""
+    totals_ptr,
+    bounds_ptr,
+    tiles_ptr,
+    most,
+    EXPERTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Every program computes the bounds, and writes some tiles; the first one writes the bounds,
+    too.
+    """
     expert = tl.arange(0, WIDE)
     total = tl.load(totals_ptr + expert, mask=expert < EXPERTS, other=0)
     end = tl.cumsum(total, 0)
@@ -124,13 +147,18 @@ def _schedule_kernel(
     past = (last[None, :] <= tile[:, None]) & (expert < EXPERTS)[None, :]
     mine = tl.sum(past.to(tl.int32), 1)
     at = (expert[None, :] == mine[:, None]).to(tl.int32)
-    first = tl.sum(at * (end - total)[None, :], 1) + (tile - tl.sum(at * (last - height)[None, :], 1)) * ROWS
+    first = (
+        tl.sum(at * (end - total)[None, :], 1)
+        + (tile - tl.sum(at * (last - height)[None, :], 1)) * ROWS
+    )
     tl.store(tiles_ptr + tile, mine, mask=tile < most)
     tl.store(tiles_ptr + most + tile, first, mask=tile < most)
 
 
 @triton.jit
-def _place_kernel(experts_ptr, before_ptr, bounds_ptr, order_ptr, places_ptr, pairs, blocks, PAIRS: tl.constexpr):
+def _place_kernel(
+    experts_ptr, before_ptr, bounds_ptr, order_ptr, places_ptr, pairs, blocks, PAIRS: tl.constexpr
+):
     block = tl.program_id(0)
     number = tl.arange(0, PAIRS)
     pair = block * PAIRS + number
@@ -138,7 +166,11 @@ def _place_kernel(experts_ptr, before_ptr, bounds_ptr, order_ptr, places_ptr, pa
     mine = tl.load(experts_ptr + pair, mask=inside, other=0).to(tl.int32)
     others = tl.load(experts_ptr + pair, mask=inside, other=-1).to(tl.int32)
     earlier = (mine[:, None] == others[None, :]) & (number[None, :] < number[:, None])
-    place = tl.load(bounds_ptr + mine) + tl.load(before_ptr + mine * blocks + block) + tl.sum(earlier.to(tl.int32), 1)
+    place = (
+        tl.load(bounds_ptr + mine)
+        + tl.load(before_ptr + mine * blocks + block)
+        + tl.sum(earlier.to(tl.int32), 1)
+    )
     tl.store(places_ptr + pair, place, mask=inside)
     tl.store(order_ptr + place, pair, mask=inside)
 
@@ -151,7 +183,9 @@ def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tenso
     counts, totals = (order.new_empty(size) for size in (experts * blocks, experts))
     _count_kernel[(blocks,)](experts_S, counts, pairs, blocks, experts, PAIRS, SPAN)
     _sum_kernel[(experts,)](counts, totals, blocks, min(1024, next_power_of_2(blocks)))
-    _schedule_kernel[(triton.cdiv(most, SPAN),)](totals, bounds, tiles, most, experts, wide, rows, SPAN, num_warps=8)
+    _schedule_kernel[(triton.cdiv(most, SPAN),)](
+        totals, bounds, tiles, most, experts, wide, rows, SPAN, num_warps=8
+    )
     _place_kernel[(blocks,)](experts_S, counts, bounds, order, places, pairs, blocks, PAIRS)
     return order, places, bounds, tiles
 
@@ -163,15 +197,27 @@ def _(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tenso
 
 def _empty(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs = len(experts_S)
-    shapes: list[tuple[int, ...]] = [(pairs,), (pairs,), (experts + 1,), (2, -(-pairs // rows) + experts)]
-    order, places, bounds, tiles = (experts_S.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    shapes: list[tuple[int, ...]] = [
+        (pairs,),
+        (pairs,),
+        (experts + 1,),
+        (2, -(-pairs // rows) + experts),
+    ]
+    order, places, bounds, tiles = (
+        experts_S.new_empty(shape, dtype=torch.int32) for shape in shapes
+    )
     return order, places, bounds, tiles
 
 
 def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
-    """Sort the pairs of ``experts_Tk``, int64 or int32 ``[T, k]`` with values below ``experts``, by expert."""
+    """Sort the pairs of ``experts_Tk``, int64 or int32 ``[T, k]`` with values below ``experts``,
+    by expert.
+    """
     if experts_Tk.ndim != 2 or experts_Tk.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"experts_Tk is {tuple(experts_Tk.shape)} {experts_Tk.dtype}: expected [T, k], int32 or int64")
+        raise ValueError(
+            f"experts_Tk is {tuple(experts_Tk.shape)} {experts_Tk.dtype}: expected [T, k], int32 "
+            "or int64"
+        )
     each = experts_Tk.shape[1]
     rows = LOW if experts_Tk.numel() < FEW * experts else TALL
     experts_S = experts_Tk.reshape(-1).contiguous()
@@ -184,11 +230,15 @@ def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
     return dispatch
 
 
-def dispatch_reference(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dispatch_reference(
+    experts_S: Tensor, experts: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Order, places, bounds and tiles as in ``Dispatch``."""
     order, places, bounds, tiles = _empty(experts_S, experts, rows)
     order.copy_(experts_S.sort(stable=True).indices)
-    places.scatter_(0, order.long(), torch.arange(len(order), dtype=torch.int32, device=order.device))
+    places.scatter_(
+        0, order.long(), torch.arange(len(order), dtype=torch.int32, device=order.device)
+    )
     counts = (experts_S[:, None] == torch.arange(experts, device=order.device)).sum(0)
     bounds[0] = 0
     bounds[1:] = counts.cumsum(0)

@@ -1,14 +1,16 @@
-"""The gated unit between the two products of an expert, and its backward pass with the gradient of the router's shares.
+"""The gated unit between the two products of an expert, and its backward pass with the gradient of
+the router's shares.
 
     u = a(γ) · (υ + o),   γ = min(gate, l),   υ = min(max(up, −l), l),   a(γ) = γ · σ(α γ), or GELU (``glu.py``)
     du = p · g,           dgate = du · (υ + o) · a′(γ) where gate ≤ l,   dup = du · a(γ) where |up| ≤ l,   dp = Σ_f g · u
 
-p is the share of the row's pair, g the gradient of ``y = p · W u`` by ``W u``, through W: so neither ``W u`` is kept nor a
-product of its size made for dp. ``p · u`` comes beside it, for the gradient of W. α, l and o are gpt-oss's (its reference
-implementation); 1, none and 0 give SwiGLU. Gate and up are side by side ``[S, 2F]``, or in turns.
+p is the share of the row's pair, g the gradient of ``y = p · W u`` by ``W u``, through W: so
+neither ``W u`` is kept nor a product of its size made for dp. ``p · u`` comes beside it, for the
+gradient of W. α, l and o are gpt-oss's (its reference implementation); 1, none and 0 give SwiGLU.
+Gate and up are side by side ``[S, 2F]``, or in turns.
 
-All in fp32, rounded once; u is computed again. Bytes a row in 16 bit: 6 · F forward, 12 · F backward. In FP8:
-``expert_glu_fp8.py``.
+All in fp32, rounded once; u is computed again. Bytes a row in 16 bit: 6 · F forward, 12 · F
+backward. In FP8: ``expert_glu_fp8.py``.
 
 Shapes: S pairs sorted by expert, F inner width.
 """
@@ -34,7 +36,8 @@ ELEMENTS = 1024
 
 @dataclass(frozen=True)
 class Gate:
-    """How gate and up become the unit: ``activation`` of ``ACTIVATIONS``, and the numbers of the formula.
+    """How gate and up become the unit: ``activation`` of ``ACTIVATIONS``, and the numbers of the
+    formula.
 
     Attributes:
         limit: l; None where there is none.
@@ -52,9 +55,13 @@ class Gate:
 def _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
         at = h_ptr + row * h_stride + 2 * column
-        return tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(
+            at + 1, mask=inside, other=0.0
+        ).to(tl.float32)
     at = h_ptr + row * h_stride + column
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(
+        at + width, mask=inside, other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -67,8 +74,20 @@ def _activated(g, alpha, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _unit(h_ptr, row, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
-          INTERLEAVED: tl.constexpr):  # fmt: skip
+def _unit(
+    h_ptr,
+    row,
+    h_stride,
+    column,
+    width,
+    inside,
+    alpha,
+    limit,
+    offset,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     gate, up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
     if LIMITED:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
@@ -78,18 +97,49 @@ def _unit(h_ptr, row, h_stride, column, width, inside, alpha, limit, offset, ACT
 
 @triton.jit
 def _expert_glu_forward_kernel(
-    h_ptr, u_ptr, values_ptr, scale_ptr, rows, width, h_stride, u_stride, alpha, limit, offset, ACTIVATION: tl.constexpr,
-    LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_UNIT: tl.constexpr, IN_FP8: tl.constexpr, MOST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """IN_FP8: values with scales of rows are written, too; rows are then gone through twice. MOST: the largest such value."""
+    h_ptr,
+    u_ptr,
+    values_ptr,
+    scale_ptr,
+    rows,
+    width,
+    h_stride,
+    u_stride,
+    alpha,
+    limit,
+    offset,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_UNIT: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """IN_FP8: values with scales of rows are written, too; rows are then gone through twice.
+    MOST: the largest such value.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     if IN_FP8:
         most = tl.zeros((ROWS,), tl.float32)
         for first in range(0, width, BLOCK):
             column = (first + tl.arange(0, BLOCK))[None, :]
             inside = (row < rows) & (column < width)
-            u = _unit(h_ptr, row, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED, INTERLEAVED)
+            u = _unit(
+                h_ptr,
+                row,
+                h_stride,
+                column,
+                width,
+                inside,
+                alpha,
+                limit,
+                offset,
+                ACTIVATION,
+                LIMITED,
+                INTERLEAVED,
+            )
             most = tl.maximum(most, tl.max(tl.where(inside, magnitude(u), 0.0), 1))
         scale = _scale_of(most, MOST)[:, None]
         tl.store(scale_ptr + row, scale, mask=row < rows)
@@ -97,16 +147,48 @@ def _expert_glu_forward_kernel(
     for first in range(0, width, BLOCK):
         column = (first + tl.arange(0, BLOCK))[None, :]
         inside = (row < rows) & (column < width)
-        u = _unit(h_ptr, row, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED, INTERLEAVED)
+        u = _unit(
+            h_ptr,
+            row,
+            h_stride,
+            column,
+            width,
+            inside,
+            alpha,
+            limit,
+            offset,
+            ACTIVATION,
+            LIMITED,
+            INTERLEAVED,
+        )
         if HAS_UNIT:
             tl.store(u_ptr + row * u_stride + column, u.to(u_ptr.dtype.element_ty), mask=inside)
         if IN_FP8:
-            tl.store(values_ptr + row * width + column, (u * inverse).to(values_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                values_ptr + row * width + column,
+                (u * inverse).to(values_ptr.dtype.element_ty),
+                mask=inside,
+            )
 
 
 @triton.jit
-def _gradients(g_ptr, h_ptr, share, row, g_stride, h_stride, column, width, inside, alpha, limit, offset,
-               ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+def _gradients(
+    g_ptr,
+    h_ptr,
+    share,
+    row,
+    g_stride,
+    h_stride,
+    column,
+    width,
+    inside,
+    alpha,
+    limit,
+    offset,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """dgate, dup, the unit and g · unit."""
     raw_gate, raw_up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
     gate, up = raw_gate, raw_up
@@ -124,7 +206,9 @@ def _gradients(g_ptr, h_ptr, share, row, g_stride, h_stride, column, width, insi
 
 
 @triton.jit
-def _put_halves(out_ptr, row, stride, column, width, inside, of_gate, of_up, INTERLEAVED: tl.constexpr):
+def _put_halves(
+    out_ptr, row, stride, column, width, inside, of_gate, of_up, INTERLEAVED: tl.constexpr
+):
     kind = out_ptr.dtype.element_ty
     if INTERLEAVED:
         at = out_ptr + row * stride + 2 * column
@@ -138,11 +222,34 @@ def _put_halves(out_ptr, row, stride, column, width, inside, of_gate, of_up, INT
 
 @triton.jit
 def _expert_glu_backward_kernel(
-    g_ptr, h_ptr, shares_ptr, order_ptr, d_h_ptr, values_ptr, scale_ptr, unit_ptr, d_shares_ptr, rows, width, g_stride,
-    h_stride, d_h_stride, unit_stride, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_GRADIENT: tl.constexpr, HAS_UNIT: tl.constexpr, IN_FP8: tl.constexpr, MOST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    g_ptr,
+    h_ptr,
+    shares_ptr,
+    order_ptr,
+    d_h_ptr,
+    values_ptr,
+    scale_ptr,
+    unit_ptr,
+    d_shares_ptr,
+    rows,
+    width,
+    g_stride,
+    h_stride,
+    d_h_stride,
+    unit_stride,
+    alpha,
+    limit,
+    offset,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    HAS_UNIT: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """IN_FP8, MOST: as of the forward kernel, of dh."""
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(order_ptr + number, mask=number < rows, other=0)
@@ -154,10 +261,26 @@ def _expert_glu_backward_kernel(
             column = (first + tl.arange(0, BLOCK))[None, :]
             inside = (row < rows) & (column < width)
             d_gate, d_up, _, _ = _gradients(
-                g_ptr, h_ptr, share, row, g_stride, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED,
+                g_ptr,
+                h_ptr,
+                share,
+                row,
+                g_stride,
+                h_stride,
+                column,
+                width,
+                inside,
+                alpha,
+                limit,
+                offset,
+                ACTIVATION,
+                LIMITED,
                 INTERLEAVED,
-            )  # fmt: skip
-            most = tl.maximum(most, tl.max(tl.where(inside, tl.maximum(magnitude(d_gate), magnitude(d_up)), 0.0), 1))
+            )
+            most = tl.maximum(
+                most,
+                tl.max(tl.where(inside, tl.maximum(magnitude(d_gate), magnitude(d_up)), 0.0), 1),
+            )
         scale = _scale_of(most, MOST)[:, None]
         tl.store(scale_ptr + row, scale, mask=row < rows)
         inverse = _inverse(scale)
@@ -166,16 +289,43 @@ def _expert_glu_backward_kernel(
         column = (first + tl.arange(0, BLOCK))[None, :]
         inside = (row < rows) & (column < width)
         d_gate, d_up, u, product = _gradients(
-            g_ptr, h_ptr, share, row, g_stride, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED,
+            g_ptr,
+            h_ptr,
+            share,
+            row,
+            g_stride,
+            h_stride,
+            column,
+            width,
+            inside,
+            alpha,
+            limit,
+            offset,
+            ACTIVATION,
+            LIMITED,
             INTERLEAVED,
-        )  # fmt: skip
+        )
         d_share += product
         if HAS_GRADIENT:
             _put_halves(d_h_ptr, row, d_h_stride, column, width, inside, d_gate, d_up, INTERLEAVED)
         if IN_FP8:
-            _put_halves(values_ptr, row, 2 * width, column, width, inside, d_gate * inverse, d_up * inverse, INTERLEAVED)
+            _put_halves(
+                values_ptr,
+                row,
+                2 * width,
+                column,
+                width,
+                inside,
+                d_gate * inverse,
+                d_up * inverse,
+                INTERLEAVED,
+            )
         if HAS_UNIT:
-            tl.store(unit_ptr + row * unit_stride + column, (share * u).to(unit_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                unit_ptr + row * unit_stride + column,
+                (share * u).to(unit_ptr.dtype.element_ty),
+                mask=inside,
+            )
     tl.store(d_shares_ptr + pair, tl.sum(d_share, 1), mask=number < rows)
 
 
@@ -185,45 +335,108 @@ def _block(width: int) -> int:
 
 
 @operator("chronicals::expert_glu_forward")
-def _forward(h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool) -> Tensor:
+def _forward(
+    h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool
+) -> Tensor:
     rows, width = len(h), h.shape[1] // 2
     u = h.new_empty(rows, width)
     block = _block(width)
     held = ELEMENTS // block
     _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
-        h, u, None, None, rows, width, h.stride(0), u.stride(0), alpha, limit or 0.0, offset, activation, limit is not None,
-        interleaved, True, False, 0.0, held, block, num_warps=4,
-    )  # fmt: skip
+        h,
+        u,
+        None,
+        None,
+        rows,
+        width,
+        h.stride(0),
+        u.stride(0),
+        alpha,
+        limit or 0.0,
+        offset,
+        activation,
+        limit is not None,
+        interleaved,
+        True,
+        False,
+        0.0,
+        held,
+        block,
+        num_warps=4,
+    )
     return u
 
 
 @torch.library.register_fake(_forward)
-def _(h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool) -> Tensor:
+def _(
+    h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool
+) -> Tensor:
     return h.new_empty(len(h), h.shape[1] // 2)
 
 
 @operator("chronicals::expert_glu_backward")
 def _backward(
-    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
-    interleaved: bool, has_unit: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    has_unit: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = g.shape
     d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
     block = _block(width)
     held = ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
-        g, h, shares, order, d_h, None, None, unit if has_unit else None, d_shares, rows, width, g.stride(0), h.stride(0),
-        d_h.stride(0), width, alpha, limit or 0.0, offset, activation, limit is not None, interleaved, True, has_unit, False,
-        0.0, held, block, num_warps=4,
-    )  # fmt: skip
+        g,
+        h,
+        shares,
+        order,
+        d_h,
+        None,
+        None,
+        unit if has_unit else None,
+        d_shares,
+        rows,
+        width,
+        g.stride(0),
+        h.stride(0),
+        d_h.stride(0),
+        width,
+        alpha,
+        limit or 0.0,
+        offset,
+        activation,
+        limit is not None,
+        interleaved,
+        True,
+        has_unit,
+        False,
+        0.0,
+        held,
+        block,
+        num_warps=4,
+    )
     return d_h, unit, d_shares
 
 
 @torch.library.register_fake(_backward)
 def _(
-    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
-    interleaved: bool, has_unit: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    has_unit: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_gradients(h, shares, has_unit)
 
 
@@ -251,7 +464,8 @@ def expert_glu_gradient(
         has_unit: whether the unit is wanted.
 
     Returns:
-        dh ``[S, 2F]``, p · u ``[S, F]`` or None, dp ``[S]`` in the order of pairs, fp32 (fp64 of fp64).
+        dh ``[S, 2F]``, p · u ``[S, F]`` or None, dp ``[S]`` in the order of pairs, fp32 (fp64 of
+        fp64).
     """
     if len(h) and h.stride(1) == 1 and g.stride(1) == 1 and runs_triton(g, h, shares):
         options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
@@ -272,7 +486,9 @@ def _parts(h: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
         of_gate, up = of_gate.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
     if gate.activation == "silu":
         return of_gate * torch.sigmoid(gate.alpha * of_gate), up + gate.offset
-    return F.gelu(of_gate, approximate="tanh" if gate.activation == "gelu_tanh" else "none"), up + gate.offset
+    return F.gelu(
+        of_gate, approximate="tanh" if gate.activation == "gelu_tanh" else "none"
+    ), up + gate.offset
 
 
 def expert_glu_gradient_reference(

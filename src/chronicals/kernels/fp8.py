@@ -1,14 +1,16 @@
-"""Numbers of 8 bits with scales of fp32: ``x ≈ scale · values`` (Micikevicius et al., 2022, sections 3 and 4).
+"""Numbers of 8 bits with scales of fp32: ``x ≈ scale · values`` (Micikevicius et al., 2022,
+sections 3 and 4).
 
     scale = max |x| · (1 / L),   values = fp8(x · (1 / scale))     L = 448 (e4m3) or 57344 (e5m2)
 
-The maximum is that of the whole tensor (``tensor``), of each row (``row``), of 128 values of a row (``block``) or of 128 × 128
-values (``square``). A tensor-core product of FP8 runs along the last dimension of both operands, so a backward pass needs the
-transpose of what the forward pass took: ``rows`` are ``[M, K]``, scaled along K, ``columns`` are ``[K, M]``, scaled along M.
+The maximum is that of the whole tensor (``tensor``), of each row (``row``), of 128 values of a row
+(``block``) or of 128 × 128 values (``square``). A tensor-core product of FP8 runs along the last
+dimension of both operands, so a backward pass needs the transpose of what the forward pass took:
+``rows`` are ``[M, K]``, scaled along K, ``columns`` are ``[K, M]``, scaled along M.
 
-x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each layout; the scale of a tensor,
-and those of whole columns, take 2 more, for they are known only at the end, unless what made the tensor found its maximum
-(``amax.py``).
+x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each
+layout; the scale of a tensor, and those of whole columns, take 2 more, for they are known only at
+the end, unless what made the tensor found its maximum (``amax.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.amax import absent, new_amax, raise_amax
-from chronicals.kernels.launch import INTERPRETED, WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import (
+    INTERPRETED,
+    WIDEST,
+    in_rows,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 from chronicals.kernels.operators import operator
 
 BLOCK = 128
@@ -39,9 +49,15 @@ FIRST = (8, 9)
 
 @functools.cache
 def lacks_fp8(device: torch.device) -> str:
-    """Why there are no conversions to FP8 and no products in it; empty where there are, or where all is emulated (CPU)."""
+    """Why there are no conversions to FP8 and no products in it; empty where there are, or where
+    all is emulated (CPU).
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else FIRST
-    return "" if capability >= FIRST else f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]}) has no FP8"
+    return (
+        ""
+        if capability >= FIRST
+        else f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]}) has no FP8"
+    )
 
 
 class Scaled(NamedTuple):
@@ -49,8 +65,8 @@ class Scaled(NamedTuple):
 
     Attributes:
         values: fp8, dense ``[M, K]``.
-        scale: fp32: ``[]`` for a tensor, ``[M, 1]`` for rows, ``[M, ⌈K / 128⌉]`` for blocks, the second dimension of which is
-            the slower one, ``[⌈M / 128⌉, ⌈K / 128⌉]`` for squares.
+        scale: fp32: ``[]`` for a tensor, ``[M, 1]`` for rows, ``[M, ⌈K / 128⌉]`` for blocks, the
+            second dimension of which is the slower one, ``[⌈M / 128⌉, ⌈K / 128⌉]`` for squares.
     """
 
     values: Tensor
@@ -64,8 +80,9 @@ def _scale_of(most, LIMIT: tl.constexpr):
 
 @triton.jit
 def _inverse(scale):
-    """Rounded right, by one step of Newton from within an ulp (Markstein, 1990), for a scale is a normal number, or infinite,
-    which has 0. ``tl.div_rn`` holds a call, for numbers that no scale is, around which a tile would leave the registers."""
+    """Rounded right, by one step of Newton from within an ulp (Markstein, 1990), for a scale is
+    a normal number, or infinite, which has 0. ``tl.div_rn`` holds a call, for numbers that no
+    scale is, around which a tile would leave the registers."""
     if INTERPRETED:
         return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     newton: tl.constexpr = """{
@@ -78,14 +95,20 @@ def _inverse(scale):
         setp.lt.f32 finite, $1, 0f7F800000;
         selp.f32 $0, guess, 0f00000000, finite;
     }"""
-    return tl.inline_asm_elementwise(newton, "=r,r", [scale], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        newton, "=r,r", [scale], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def _values(x_ptr, row, column, rows, width, stride, WHOLE: tl.constexpr):
-    """Of these rows and columns, as they are, and which of them there are: all, where every tile is ``WHOLE``."""
+    """Of these rows and columns, as they are, and which of them there are: all, where every tile
+    is ``WHOLE``.
+    """
     inside = ((row < rows) | WHOLE)[:, None] & ((column < width) | WHOLE)[None, :]
-    return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0), inside
+    return tl.load(
+        x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0
+    ), inside
 
 
 @triton.jit
@@ -97,10 +120,21 @@ def _raise(most_ptr, most, inside):
 
 @triton.jit
 def _extremes_kernel(
-    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr, HIGH: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """max |x| of all, or of each row and each column: down a strip, some rows at a time while the next are on their way."""
+    x_ptr,
+    of_rows_ptr,
+    of_columns_ptr,
+    rows,
+    width,
+    stride,
+    SCALING: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HIGH: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """max |x| of all, or of each row and each column: down a strip, some rows at a time while
+    the next are on their way.
+    """
     across = tl.cdiv(width, BLOCK)
     top = tl.program_id(0) // across * HIGH
     column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
@@ -120,9 +154,20 @@ def _extremes_kernel(
 
 @triton.jit
 def _scales(
-    most, most_ptr, scale_ptr, here, size, beside, tile, SCALING: tl.constexpr, KNOWN: tl.constexpr, LIMIT: tl.constexpr
-):  # fmt: skip
-    """Those of a tile's rows or columns, written by the first tile that has them; ``beside`` is the tile's place along them."""
+    most,
+    most_ptr,
+    scale_ptr,
+    here,
+    size,
+    beside,
+    tile,
+    SCALING: tl.constexpr,
+    KNOWN: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Those of a tile's rows or columns, written by the first tile that has them; ``beside`` is
+    the tile's place along them.
+    """
     at = tl.arange(0, here.shape[0])
     if SCALING == "row":
         most = tl.load(most_ptr + here, mask=here < size, other=0.0)
@@ -143,17 +188,21 @@ def _largest(a, b, c, d):
     """Of their sizes, in their own type: in fp32 they would stay for what comes after."""
     if INTERPRETED:  # which has no order of bf16 with what is no number
         a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
-    return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))).to(tl.float32)
+    return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def _apart(x):
-    """In fp32, by instructions that nothing else has: what the compiler sees twice, it keeps, and a tile in fp32 fills the
-    registers of two."""
+    """In fp32, by instructions that nothing else has: what the compiler sees twice, it keeps,
+    and a tile in fp32 fills the registers of two."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     permuted: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
-    return tl.inline_asm_elementwise(permuted, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2)
+    return tl.inline_asm_elementwise(
+        permuted, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2
+    )
 
 
 @triton.jit
@@ -162,12 +211,24 @@ def _four(a, b, c, d, inverse, KIND: tl.constexpr):
     a, b = _apart(a) * inverse, _apart(b) * inverse
     c, d = _apart(c) * inverse, _apart(d) * inverse
     if INTERPRETED:
-        low = a.to(KIND).to(tl.uint8, bitcast=True) | b.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
-        high = c.to(KIND).to(tl.uint8, bitcast=True) | d.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        low = (
+            a.to(KIND).to(tl.uint8, bitcast=True)
+            | b.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        )
+        high = (
+            c.to(KIND).to(tl.uint8, bitcast=True)
+            | d.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        )
         return low | high << 16
-    convert: tl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 " if tl.float8e5 == KIND else "cvt.rn.satfinite.e4m3x2.f32 "
-    code: tl.constexpr = "{.reg .b16 x, y; " + convert + "x, $2, $1; " + convert + "y, $4, $3; mov.b32 $0, {x, y};}"
-    return tl.inline_asm_elementwise(code, "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1)
+    convert: tl.constexpr = (
+        "cvt.rn.satfinite.e5m2x2.f32 " if tl.float8e5 == KIND else "cvt.rn.satfinite.e4m3x2.f32 "
+    )
+    code: tl.constexpr = (
+        "{.reg .b16 x, y; " + convert + "x, $2, $1; " + convert + "y, $4, $3; mov.b32 $0, {x, y};}"
+    )
+    return tl.inline_asm_elementwise(
+        code, "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -179,18 +240,37 @@ def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.conste
     else:  # a column begins anywhere
         place = columns_ptr + column.to(tl.int64)[:, None] * rows + 4 * four[None, :]
         for n in tl.static_range(4):
-            tl.store(place + n, (transposed >> 8 * n & 255).to(tl.uint8), mask=there & (4 * four + n < rows)[None, :])
+            tl.store(
+                place + n,
+                (transposed >> 8 * n & 255).to(tl.uint8),
+                mask=there & (4 * four + n < rows)[None, :],
+            )
 
 
 @triton.jit
 def _tiles_kernel(
-    x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
-    SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A tile, read once, as four tensors, of every fourth row each: four neighbours of a column are a number of 32 bits before
-    they are transposed. Maxima of tensors and rows are there, or a tensor's scale is; others are found here. The last tile goes
-    first: what was written or read last is still near."""
+    x_ptr,
+    of_rows_ptr,
+    of_columns_ptr,
+    rows_ptr,
+    rows_scale_ptr,
+    columns_ptr,
+    columns_scale_ptr,
+    rows,
+    width,
+    stride,
+    SCALING: tl.constexpr,
+    KNOWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile, read once, as four tensors, of every fourth row each: four neighbours of a column
+    are a number of 32 bits before they are transposed. Maxima of tensors and rows are there, or
+    a tensor's scale is; others are found here. The last tile goes first: what was written or
+    read last is still near."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
     left, top = last % across, last // across
@@ -209,7 +289,9 @@ def _tiles_kernel(
         most = tl.max(most, 0)
     if COLUMNS:
         tile = left * down + top
-        scale = _scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT)
+        scale = _scales(
+            most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT
+        )
         fours = _four(a, b, c, d, _inverse(scale)[None, :], rows_ptr.dtype.element_ty)
         _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE)
     if ROWS:
@@ -218,14 +300,18 @@ def _tiles_kernel(
             values = given[n].to(tl.float32)
             if SCALING == "block":
                 most = tl.max(tl.abs(values), 1)
-            scale = _scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT)
+            scale = _scales(
+                most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT
+            )
             values = (values * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
             place = rows_ptr + (row + n).to(tl.int64)[:, None] * width + column[None, :]
             tl.store(place, values, mask=inside[n])
 
 
 @triton.jit
-def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def _rows_kernel(
+    x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+):
     """A whole row a program: its scale and its values in one pass."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -237,14 +323,18 @@ def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr,
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Values and scale of the rows, values and scale of the columns; ``absent`` those of the layout that is not asked for."""
+"""Values and scale of the rows, values and scale of the columns; ``absent`` those of the layout
+that is not asked for.
+"""
 
 
 def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> Outputs:
     def empty(shape: Sequence[int], wanted: bool) -> tuple[Tensor, Tensor]:
         if not wanted:
             return absent(x), absent(x)
-        return x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape(shape, scaling), dtype=torch.float32)
+        return x.new_empty(shape, dtype=dtype), x.new_empty(
+            scale_shape(shape, scaling), dtype=torch.float32
+        )
 
     rows, width = x.shape
     return *empty((rows, width), layout != "columns"), *empty((width, rows), layout != "rows")
@@ -255,14 +345,22 @@ def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
     outer, inner = shape
     blocks = triton.cdiv(inner, BLOCK)
     return {
-        "tensor": (), "row": (outer, 1), "block": (blocks, outer), "square": (triton.cdiv(outer, BLOCK), blocks),
-    }[scaling]  # fmt: skip
+        "tensor": (),
+        "row": (outer, 1),
+        "block": (blocks, outer),
+        "square": (triton.cdiv(outer, BLOCK), blocks),
+    }[scaling]
 
 
 @operator("chronicals::fp8_quantize")
 def _quantize(
-    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, amax: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    scaling: str,
+    dtype: torch.dtype,
+    layout: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = _outputs(x, scaling, dtype, layout)
     if not x.numel():
         for tensor in made:
@@ -283,9 +381,23 @@ def _quantize(
         by_rows = by_columns
     values, of_columns = by_rows if layout == "rows" else by_columns
     _tiles_kernel[(_tiles(x),)](
-        x, *extremes, *by_rows, _in_fours(values), of_columns, rows, width, stride, scaling, scale is not None,
-        layout != "columns", layout != "rows", limit, whole, BLOCK, num_warps=warps,
-    )  # fmt: skip
+        x,
+        *extremes,
+        *by_rows,
+        _in_fours(values),
+        of_columns,
+        rows,
+        width,
+        stride,
+        scaling,
+        scale is not None,
+        layout != "columns",
+        layout != "rows",
+        limit,
+        whole,
+        BLOCK,
+        num_warps=warps,
+    )
     return made
 
 
@@ -299,7 +411,9 @@ def _tiles(x: Tensor) -> int:
 
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
-    """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which find their own."""
+    """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which
+    find their own.
+    """
     (rows, width), of_all = x.shape, scaling == "tensor"
     if scaling in ("block", "square"):
         return x, x
@@ -308,7 +422,9 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     (high, part), stride = STRIP, x.stride(0)
     whole = rows % high == width % BLOCK == 0
     programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
-    _extremes_kernel[(programs,)](x, of_rows, of_columns, rows, width, stride, scaling, whole, BLOCK, high, part, num_warps=4)
+    _extremes_kernel[(programs,)](
+        x, of_rows, of_columns, rows, width, stride, scaling, whole, BLOCK, high, part, num_warps=4
+    )
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
@@ -318,19 +434,29 @@ def _scale(most: Tensor, limit: float) -> Tensor:
 
 @torch.library.register_fake(_quantize)
 def _(
-    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, amax: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    scaling: str,
+    dtype: torch.dtype,
+    layout: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(x, scaling, dtype, layout)
 
 
 def fp8_quantize(
-    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows",
-    scale: Tensor | None = None, amax: Tensor | None = None,
-) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
+    x: Tensor,
+    scaling: str = "tensor",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    layout: str = "rows",
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Scaled | None, Scaled | None]:
     """``x`` in FP8: its rows, and its columns as the rows of the transpose.
 
     Args:
-        x: ``[M, K]`` in fp32, bf16 or fp16. A value that is not a number stays one and has no part in a scale.
+        x: ``[M, K]`` in fp32, bf16 or fp16. A value that is not a number stays one and has no part
+            in a scale.
         scaling: ``tensor``, ``row``, ``block`` or ``square``.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         layout: ``rows``, ``columns`` or ``both``.
@@ -341,28 +467,41 @@ def fp8_quantize(
         ``Scaled`` of ``[M, K]`` and of ``[K, M]``; None for the one not asked for.
 
     Raises:
-        ValueError: an option is unknown, x is no matrix, or ``scale`` or ``amax`` is given for another scaling than ``tensor``.
+        ValueError: an option is unknown, x is no matrix, or ``scale`` or ``amax`` is given for
+            another scaling than ``tensor``.
     """
     for name, value, known in (
-        ("scaling", scaling, SCALINGS), ("dtype", dtype, tuple(LIMITS)), ("layout", layout, ("rows", "columns", "both")),
-    ):  # fmt: skip
+        ("scaling", scaling, SCALINGS),
+        ("dtype", dtype, tuple(LIMITS)),
+        ("layout", layout, ("rows", "columns", "both")),
+    ):
         if value not in known:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, known))}")
     if x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: expected [M, K]")
     if scaling != "tensor" and not (scale is None and amax is None):
-        raise ValueError(f"scaling={scaling!r}: only the scale or the maximum of a whole tensor can be given")
+        raise ValueError(
+            f"scaling={scaling!r}: only the scale or the maximum of a whole tensor can be given"
+        )
     if not runs_triton(x) or lacks_fp8(x.device):
-        scale = _scale(amax.view(()), LIMITS[dtype]) if scale is None and amax is not None else scale
+        scale = (
+            _scale(amax.view(()), LIMITS[dtype]) if scale is None and amax is not None else scale
+        )
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
-    rows, of_rows, columns, of_columns = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, amax)
+    rows, of_rows, columns, of_columns = _quantize(
+        in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, amax
+    )
     if scaling == "block":
         of_rows, of_columns = of_rows.t(), of_columns.t()
-    return Scaled(rows, of_rows) if layout != "columns" else None, Scaled(columns, of_columns) if layout != "rows" else None
+    return Scaled(rows, of_rows) if layout != "columns" else None, Scaled(
+        columns, of_columns
+    ) if layout != "rows" else None
 
 
 @triton.jit
-def _transpose_kernel(values_ptr, transposed_ptr, rows, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def _transpose_kernel(
+    values_ptr, transposed_ptr, rows, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
     """A tile a program, four rows at a time as above; bytes, whatever they stand for."""
     across = tl.cdiv(width, BLOCK)
     four = (tl.program_id(0) // across) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -382,38 +521,57 @@ def fp8_transposed(scaled: Scaled) -> Scaled:
     """
     values, scale = scaled
     if scale.ndim:
-        raise ValueError(f"scale has shape {tuple(scale.shape)}: only what has the scale of a tensor can be transposed")
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)}: only what has the scale of a tensor can be "
+            "transposed"
+        )
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
     (rows, width), out = values.shape, values.new_empty(values.shape[::-1])
     whole = rows % BLOCK == width % BLOCK == 0
-    _transpose_kernel[(_tiles(values),)](values.view(torch.uint8), _in_fours(out), rows, width, whole, BLOCK, num_warps=4)
+    _transpose_kernel[(_tiles(values),)](
+        values.view(torch.uint8), _in_fours(out), rows, width, whole, BLOCK, num_warps=4
+    )
     return Scaled(out, scale)
 
 
 def fp8_quantize_reference(
-    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows",
+    x: Tensor,
+    scaling: str = "tensor",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    layout: str = "rows",
     scale: Tensor | None = None,
-) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
+) -> tuple[Scaled | None, Scaled | None]:
     wide = x.float()
     rows = _scaled_reference(wide, scaling, dtype, scale) if layout != "columns" else None
     return rows, _scaled_reference(wide.t(), scaling, dtype, scale) if layout != "rows" else None
 
 
 def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor | None) -> Scaled:
-    if known is not None:  # torch 2.11 makes NaN of what lies beyond the limit, a card and later ones the limit
+    if (
+        known is not None
+    ):  # torch 2.11 makes NaN of what lies beyond the limit, a card and later ones the limit
         limit = LIMITS[dtype]
         return Scaled((x * (1.0 / known)).clamp(-limit, limit).to(dtype).contiguous(), known)
     rows, width = x.shape
-    high, wide = {"tensor": (rows, width), "row": (1, width), "block": (1, BLOCK), "square": (BLOCK, BLOCK)}[scaling]
+    high, wide = {
+        "tensor": (rows, width),
+        "row": (1, width),
+        "block": (1, BLOCK),
+        "square": (BLOCK, BLOCK),
+    }[scaling]
     if not x.numel():
         shape = scale_shape((rows, width), scaling)
         return Scaled(x.to(dtype), x.new_ones(shape[::-1] if scaling == "block" else shape))
     most = x.abs().nan_to_num(0.0, posinf=float("inf"))
     padded = torch.nn.functional.pad(most, (0, -width % wide, 0, -rows % high))
-    scale = _scale(padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), LIMITS[dtype])
+    scale = _scale(
+        padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), LIMITS[dtype]
+    )
     each = _spread(scale, high, wide, rows, width)
-    return Scaled((x * (1.0 / each)).to(dtype).contiguous(), scale.view(()) if scaling == "tensor" else scale)
+    return Scaled(
+        (x * (1.0 / each)).to(dtype).contiguous(), scale.view(()) if scaling == "tensor" else scale
+    )
 
 
 def dequantize(scaled: Scaled) -> Tensor:

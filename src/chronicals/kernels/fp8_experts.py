@@ -1,13 +1,14 @@
-"""The stacked weights of experts in FP8, each expert with one scale: ``W[e] ≈ scale_e · values`` (``fp8.py``).
+"""The stacked weights of experts in FP8, each expert with one scale: ``W[e] ≈ scale_e · values``
+(``fp8.py``).
 
     scale_e = max |W[e]| · (1 / 448),   values = fp8(W · (1 / scale_e))
 
-A product along the last dimension of both operands needs W as it is stored or its transpose, by the pass and by the class: both
-have the same scale, and so the same values. A scale of an expert's own is what the scale of a tensor is to a linear layer: it
-leaves the sum.
+A product along the last dimension of both operands needs W as it is stored or its transpose, by the
+pass and by the class: both have the same scale, and so the same values. A scale of an expert's own
+is what the scale of a tensor is to a linear layer: it leaves the sum.
 
-W is ``[E, A, B]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read for the maximum, unless the scale is known; 2 read
-and 1 written for each layout.
+W is ``[E, A, B]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read for the maximum, unless
+the scale is known; 2 read and 1 written for each layout.
 """
 
 from __future__ import annotations
@@ -44,17 +45,33 @@ def _amax_kernel(w_ptr, most_ptr, size, programs, STEPS: tl.constexpr, BLOCK: tl
     most = tl.zeros((BLOCK,), tl.float32)
     for step in tl.range(0, STEPS, num_stages=3):
         at = first + step * BLOCK + tl.arange(0, BLOCK)
-        most = tl.maximum(most, magnitude(tl.load(w_ptr + expert * size + at, mask=at < size, other=0.0).to(tl.float32)))
+        most = tl.maximum(
+            most,
+            magnitude(
+                tl.load(w_ptr + expert * size + at, mask=at < size, other=0.0).to(tl.float32)
+            ),
+        )
     raise_amax(most_ptr + expert, most)
 
 
 @triton.jit
 def _expert_tiles_kernel(
-    w_ptr, most_ptr, rows_ptr, columns_ptr, scale_ptr, height, width, KNOWN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A tile of one expert, read once, as four tensors, of every fourth row each (``fp8.py``). The last tile goes first: what
-    was read last is still near."""
+    w_ptr,
+    most_ptr,
+    rows_ptr,
+    columns_ptr,
+    scale_ptr,
+    height,
+    width,
+    KNOWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile of one expert, read once, as four tensors, of every fourth row each (``fp8.py``).
+    The last tile goes first: what was read last is still near."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(height, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
     expert, tile = (last // (across * down)).to(tl.int64), last % (across * down)
@@ -75,16 +92,23 @@ def _expert_tiles_kernel(
     if ROWS:
         given, inside = (a, b, c, d), (of_a, of_b, of_c, of_d)
         for n in tl.static_range(4):
-            values = (given[n].to(tl.float32) * _inverse(scale)[None, :]).to(rows_ptr.dtype.element_ty)
+            values = (given[n].to(tl.float32) * _inverse(scale)[None, :]).to(
+                rows_ptr.dtype.element_ty
+            )
             at = rows_ptr + place + (row + n).to(tl.int64)[:, None] * width + column[None, :]
             tl.store(at, values, mask=inside[n])
 
 
 @triton.jit
-def _expert_transpose_kernel(values_ptr, out_ptr, height, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def _expert_transpose_kernel(
+    values_ptr, out_ptr, height, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Bytes, whatever they stand for."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(height, BLOCK)
-    expert, tile = (tl.program_id(0) // (across * down)).to(tl.int64), tl.program_id(0) % (across * down)
+    expert, tile = (
+        (tl.program_id(0) // (across * down)).to(tl.int64),
+        tl.program_id(0) % (across * down),
+    )
     four = tile // across * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     column, place = tile % across * BLOCK + tl.arange(0, BLOCK), expert * height * width
     fours = tl.zeros((BLOCK // 4, BLOCK), tl.uint32)
@@ -112,12 +136,25 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
         cells, programs = w.new_zeros(len(w), dtype=torch.int32), triton.cdiv(size, steps * block)
         _amax_kernel[(len(w) * programs,)](w, cells, size, programs, steps, block, num_warps=8)
         known = cells.view(torch.float32)
-    there = rows if layout != "columns" else columns  # where nothing is written, the kernel reads the type
+    there = (
+        rows if layout != "columns" else columns
+    )  # where nothing is written, the kernel reads the type
     fours = _in_fours(columns if layout != "rows" else rows)
     _expert_tiles_kernel[(_tiles(w),)](
-        w, known, there, fours, found, *w.shape[1:], scale is not None, layout != "columns", layout != "rows", LIMITS[KIND],
-        _is_whole(w), BLOCK, num_warps=4 if w.dtype == torch.bfloat16 else 8,
-    )  # fmt: skip
+        w,
+        known,
+        there,
+        fours,
+        found,
+        *w.shape[1:],
+        scale is not None,
+        layout != "columns",
+        layout != "rows",
+        LIMITS[KIND],
+        _is_whole(w),
+        BLOCK,
+        num_warps=4 if w.dtype == torch.bfloat16 else 8,
+    )
     return rows, columns, found
 
 
@@ -136,16 +173,18 @@ def _is_whole(w: Tensor) -> bool:
 
 def fp8_quantize_experts(
     w: Tensor, layout: str = "rows", scale: Tensor | None = None
-) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
+) -> tuple[Scaled | None, Scaled | None]:
     """``w`` in e4m3: as it is, and each expert's transpose.
 
     Args:
-        w: ``[E, A, B]`` in fp32, bf16 or fp16. A value that is not a number stays one and has no part in a scale.
+        w: ``[E, A, B]`` in fp32, bf16 or fp16. A value that is not a number stays one and has no
+            part in a scale.
         layout: ``rows``, ``columns`` or ``both``.
         scale: of the experts, where it is known, fp32 ``[E]``.
 
     Returns:
-        ``Scaled`` with values ``[E, A, B]`` and with values ``[E, B, A]``, scales ``[E]``; None for the one not asked for.
+        ``Scaled`` with values ``[E, A, B]`` and with values ``[E, B, A]``, scales ``[E]``; None for
+        the one not asked for.
 
     Raises:
         ValueError: the layout is unknown, or w has other dimensions.
@@ -157,7 +196,9 @@ def fp8_quantize_experts(
     if not runs_triton(w) or lacks_fp8(w.device) or not w.numel():
         return fp8_quantize_experts_reference(w, layout, scale)
     rows, columns, found = _quantize(w.contiguous(), layout, scale)
-    return Scaled(rows, found) if layout != "columns" else None, Scaled(columns, found) if layout != "rows" else None
+    return Scaled(rows, found) if layout != "columns" else None, Scaled(
+        columns, found
+    ) if layout != "rows" else None
 
 
 def fp8_experts_transposed(scaled: Scaled) -> Scaled:
@@ -167,14 +208,19 @@ def fp8_experts_transposed(scaled: Scaled) -> Scaled:
         return Scaled(values.mT.contiguous(), scale)
     out = values.new_empty(len(values), *values.shape[:0:-1])
     _expert_transpose_kernel[(_tiles(values),)](
-        values.view(torch.uint8), _in_fours(out), *values.shape[1:], _is_whole(values), BLOCK, num_warps=4
+        values.view(torch.uint8),
+        _in_fours(out),
+        *values.shape[1:],
+        _is_whole(values),
+        BLOCK,
+        num_warps=4,
     )
     return Scaled(out, scale)
 
 
 def fp8_quantize_experts_reference(
     w: Tensor, layout: str = "rows", scale: Tensor | None = None
-) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
+) -> tuple[Scaled | None, Scaled | None]:
     wide, limit = w.float(), LIMITS[KIND]
     if scale is None:
         sizes = wide.abs().nan_to_num(0.0, posinf=float("inf")).flatten(1)

@@ -1,14 +1,16 @@
-"""A linear layer whose three products run in FP8, each operand scaled by its maximum (Micikevicius et al., 2022, section 3).
+"""A linear layer whose three products run in FP8, each operand scaled by its maximum (Micikevicius
+et al., 2022, section 3).
 
     y = x Wᵀ       rows of x    [T, K]  by  rows of W     [N, K]
     dx = dy W      rows of dy   [T, N]  by  columns of W  [K, N]
     dW = dyᵀ x     columns of dy [N, T] by  columns of x  [K, T]
 
-Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Those of ``block`` are applied to sums of 128
-(DeepSeek-AI, 2024, section 3.3.2), x and dy scaled by runs, W by squares. Sums are fp32, in the forward pass as far as the
-tensor cores' own registers are. What comes out is of the type of x; the gradient is that of the product as if nothing were
-rounded. Kept for the backward pass: both columns, a byte a value. T is filled up to a multiple of 16, with blocks of 128, with
-rows of zeros; K and N must be such multiples.
+Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Those of ``block`` are
+applied to sums of 128 (DeepSeek-AI, 2024, section 3.3.2), x and dy scaled by runs, W by squares.
+Sums are fp32, in the forward pass as far as the tensor cores' own registers are. What comes out is
+of the type of x; the gradient is that of the product as if nothing were rounded. Kept for the
+backward pass: both columns, a byte a value. T is filled up to a multiple of 16, with blocks of 128,
+with rows of zeros; K and N must be such multiples.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Layouts(NamedTuple):
     columns: Scaled | None
 
 
-def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None) -> Tensor:
+def scaled_product(
+    left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """``left @ rightᵀ + bias``, ``[M, N]``, of ``[M, K]`` and ``[N, K]``.
 
     Args:
@@ -57,27 +61,40 @@ def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool =
         return y if bias is None else y + bias
     made = torch.bfloat16 if left.scale.ndim else dtype  # with scales of rows nothing else is there
     inside = bias if made == dtype != torch.float32 else None
-    options: dict[str, Any] = {"scale_a": left.scale, "scale_b": right.scale.t(), "bias": inside, "use_fast_accum": fast}
+    options: dict[str, Any] = {
+        "scale_a": left.scale,
+        "scale_b": right.scale.t(),
+        "bias": inside,
+        "use_fast_accum": fast,
+    }
     y = _of_type(torch._scaled_mm(left.values, right.values.t(), out_dtype=made, **options), dtype)
     return y if bias is None or inside is not None else y + bias
 
 
 def _of_type(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``to``, which Dynamo of torch 2.11 must not meet where it does nothing: what a Function's forward pass returns would
-    have gradients of zero (pytorch issue 180642)."""
+    """As ``to``, which Dynamo of torch 2.11 must not meet where it does nothing: what a
+    Function's forward pass returns would have gradients of zero (pytorch issue 180642)."""
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
-    """In bf16; ``left`` scaled by runs of 128, ``right`` by such or by squares. cuBLAS wants the scales of runs in columns,
-    those of squares in rows of a multiple of 4 (its manual, "Scaling factors layouts")."""
+    """In bf16; ``left`` scaled by runs of 128, ``right`` by such or by squares. cuBLAS wants the
+    scales of runs in columns, those of squares in rows of a multiple of 4 (its manual, "Scaling
+    factors layouts")."""
     runs, squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     by_runs = len(right.scale) == len(right.values)
-    of_right = _columns(right.scale) if by_runs else F.pad(right.scale, (0, -right.scale.shape[1] % 4)).t()
+    of_right = (
+        _columns(right.scale) if by_runs else F.pad(right.scale, (0, -right.scale.shape[1] % 4)).t()
+    )
     return F.scaled_mm(
-        left.values, right.values.t(), _columns(left.scale), runs, of_right, runs if by_runs else squares,
+        left.values,
+        right.values.t(),
+        _columns(left.scale),
+        runs,
+        of_right,
+        runs if by_runs else squares,
         output_dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
 
 
 def _columns(scale: Tensor) -> Tensor:
@@ -88,11 +105,18 @@ def _columns(scale: Tensor) -> Tensor:
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, known: Layouts | None, scaling: str, gradient_type: torch.dtype
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        known: Layouts | None,
+        scaling: str,
+        gradient_type: torch.dtype,
+    ) -> Tensor:
         of_x, of_weight, *_ = ctx.needs_input_grad
         x_rows, x_columns = fp8_quantize(x, scaling, layout="both" if of_weight else "rows")
-        rows, columns = known or fp8_quantize(weight, SCALINGS[scaling], layout="both" if of_x else "rows")
+        rows, columns = known or fp8_quantize(
+            weight, SCALINGS[scaling], layout="both" if of_x else "rows"
+        )
         kept = x_columns if of_weight else None, columns if of_x else None
         ctx.save_for_backward(*(part for scaled in kept for part in scaled or (None, None)))
         ctx.options = scaling, gradient_type, weight.dtype
@@ -108,43 +132,55 @@ class _FP8Linear(torch.autograd.Function):
         layout = "both" if of_x and of_weight else "rows" if of_x else "columns"
         dy_rows, dy_columns = fp8_quantize(dy, scaling, gradient_type, layout)
         dx = scaled_product(dy_rows, Scaled(values, scale), dy.dtype) if of_x and dy_rows else None
-        dw = scaled_product(dy_columns, Scaled(x_values, x_scale), weight_type) if of_weight and dy_columns else None
+        dw = (
+            scaled_product(dy_columns, Scaled(x_values, x_scale), weight_type)
+            if of_weight and dy_columns
+            else None
+        )
         return dx, dw
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scaling: str = "tensor",
-    gradient_type: torch.dtype = torch.float8_e4m3fn, known: Layouts | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scaling: str = "tensor",
+    gradient_type: torch.dtype = torch.float8_e4m3fn,
+    known: Layouts | None = None,
+) -> Tensor:
     """``x Wᵀ + b`` with FP8 products, ``[..., N]``; differentiable in x, weight and bias.
 
     Args:
         x: ``[..., K]`` in bf16, fp16 or fp32.
         weight: ``[N, K]`` of the type of x.
         scaling: ``tensor``, ``row`` or ``block``.
-        gradient_type: of dy: e4m3 has the precision, e5m2 the range, which scales of what is there now do not need; with
-            blocks cuBLAS has the former alone.
-        known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was quantised already; scaled
-            by ``square`` for ``block``.
+        gradient_type: of dy: e4m3 has the precision, e5m2 the range, which scales of what is there
+            now do not need; with blocks cuBLAS has the former alone.
+        known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was
+            quantised already; scaled by ``square`` for ``block``.
 
     Raises:
         ValueError: shapes or types do not fit, or the card has no FP8 or none with such scales.
     """
     if lacks_fp8(x.device):
-        raise ValueError(f"fp8_linear: {lacks_fp8(x.device)}; use torch.nn.functional.linear in bf16 or fp16")
+        raise ValueError(
+            f"fp8_linear: {lacks_fp8(x.device)}; use torch.nn.functional.linear in bf16 or fp16"
+        )
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
     if scaling == "block":
         _check_blocks(x.device, gradient_type)
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
-            f"x is {tuple(x.shape)} in {x.dtype}, weight {tuple(weight.shape)} in {weight.dtype}: expected [..., K] and "
+            f"x is {tuple(x.shape)} in {x.dtype}, weight {tuple(weight.shape)} in {weight.dtype}: "
+            "expected [..., K] and "
             "[N, K] of one type"
         )
     multiple = BLOCK if scaling == "block" else MULTIPLE
     if any(size % multiple for size in weight.shape):
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {multiple}; leave it in 16 bit"
+            f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {multiple}; "
+            "leave it in 16 bit"
         )
     if known is not None:
         _check_known(known, weight, scaling, x.requires_grad)
@@ -158,19 +194,31 @@ def fp8_linear(
 
 def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
     if gradient_type != torch.float8_e4m3fn:
-        raise ValueError(f"gradient_type={gradient_type}: products with scales of blocks are of torch.float8_e4m3fn alone")
+        raise ValueError(
+            f"gradient_type={gradient_type}: products with scales of blocks are of "
+            "torch.float8_e4m3fn alone"
+        )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != HAS_BLOCKS:
-        raise ValueError(f"scaling='block': {torch.cuda.get_device_name(device)} has no such products; use 'row' or 'tensor'")
+        raise ValueError(
+            f"scaling='block': {torch.cuda.get_device_name(device)} has no such products; use "
+            "'row' or 'tensor'"
+        )
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     if device.type == "cuda" and version < CUDA_OF_BLOCKS:
-        raise ValueError(f"scaling='block': torch is built for CUDA {torch.version.cuda}, 12.9 has it; use 'row' or 'tensor'")
+        raise ValueError(
+            f"scaling='block': torch is built for CUDA {torch.version.cuda}, 12.9 has it; use "
+            "'row' or 'tensor'"
+        )
 
 
 def _check_known(known: Layouts, weight: Tensor, scaling: str, needs_columns: bool) -> None:
     if known.rows is None or (needs_columns and known.columns is None):
         raise ValueError("known: lacks a layout; give fp8_quantize(weight, scaling, layout='both')")
     if known.rows.scale.shape != scale_shape(weight.shape, SCALINGS[scaling]):
-        raise ValueError(f"known: was not scaled by scaling={SCALINGS[scaling]!r}, as scaling={scaling!r} needs it")
+        raise ValueError(
+            f"known: was not scaled by scaling={SCALINGS[scaling]!r}, as scaling={scaling!r} "
+            "needs it"
+        )
 
 
 def fp8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,19 +1,21 @@
-"""The experts of a layer as one function: dispatch, gate and up, gated unit, down, sum over the experts of a token.
+"""The experts of a layer as one function: dispatch, gate and up, gated unit, down, sum over the
+experts of a token.
 
     y_t = Σ_j p_tj · down(unit(up(x_t))) of expert e_tj        up(x) = x W₁ᵀ + b₁ + s₁ (x A₁ᵀ) B₁ᵀ,   down likewise
 
-Kept for the backward pass: x, where the first weight or its adapter learns, what goes into the unit ``[S, 2F]`` and the thin
-sides of adapters; the rows of x are not copied to their experts, and down's outputs are not kept (see ``expert_glu.py``). A
-frozen weight has no product for its gradient.
-Every shape is known beforehand and the host waits for nothing, so CUDA graphs capture it.
+Kept for the backward pass: x, where the first weight or its adapter learns, what goes into the unit
+``[S, 2F]`` and the thin sides of adapters; the rows of x are not copied to their experts, and
+down's outputs are not kept (see ``expert_glu.py``). A frozen weight has no product for its
+gradient. Every shape is known beforehand and the host waits for nothing, so CUDA graphs capture it.
 
-In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3: x and dy are quantised once a token,
-before they go to k experts, the unit and dh by the kernels that make them. Adapters, biases and gradients of weights read 16
-bit.
+In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3: x and dy
+are quantised once a token, before they go to k experts, the unit and dh by the kernels that make
+them. Adapters, biases and gradients of weights read 16 bit.
 
 FLOP: ``6 · S · D · F`` forward and twice that backward where both weights are trained.
 
-Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R rank.
+Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R
+rank.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from torch import Tensor
 
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
-from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient, expert_glu_reference
+from chronicals.kernels.expert_glu import (
+    Gate,
+    expert_glu,
+    expert_glu_gradient,
+    expert_glu_reference,
+)
 from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
@@ -58,8 +65,9 @@ class ExpertWeights(NamedTuple):
     """Of one of the two products of all experts.
 
     Attributes:
-        weight: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``; or, frozen, what gives it when it is called, in the
-            forward and in the backward pass, and has its shape and dtype: it may be gone in between.
+        weight: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``; or, frozen, what gives it when
+            it is called, in the forward and in the backward pass, and has its shape and dtype: it
+            may be gone in between.
         bias: ``[E, N]``.
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
         scale: of the adapter.
@@ -93,7 +101,9 @@ class ExpertWeights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What goes into a product: in the type of x, where something reads that, and in FP8, where the product takes it."""
+    """What goes into a product: in the type of x, where something reads that, and in FP8, where
+    the product takes it.
+    """
 
     dense: Tensor | None
     in_fp8: Scaled | None = None
@@ -105,12 +115,21 @@ def _rows(x: Tensor, of: ExpertWeights) -> Rows:
 
 def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
     """``s · x Aᵀ``, ``[S, R]``."""
-    return None if of.down is None or x is None else grouped_product(x, of.down, to, of_tokens, factor=of.scale)
+    return (
+        None
+        if of.down is None or x is None
+        else grouped_product(x, of.down, to, of_tokens, factor=of.scale)
+    )
 
 
 def _through(
-    x: Rows, of: ExpertWeights, to: Dispatch, of_tokens: bool, thin: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Rows,
+    of: ExpertWeights,
+    to: Dispatch,
+    of_tokens: bool,
+    thin: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
     """The product, and the scales of the weight that it took in FP8."""
     adapted = None if thin is None or of.up is None else Adapted(thin, of.up)
     if of.in_fp8 is None:
@@ -118,12 +137,19 @@ def _through(
         return grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted), None
     assert x.in_fp8 is not None
     weight = of.in_fp8.rows()
-    return fp8_grouped_product(x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True), weight.scale
+    return fp8_grouped_product(
+        x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True
+    ), weight.scale
 
 
 def _back(
-    dy: Rows, of: ExpertWeights, to: Dispatch, of_tokens: bool, scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    dy: Rows,
+    of: ExpertWeights,
+    to: Dispatch,
+    of_tokens: bool,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
     """The gradient of the rows that went in, and ``s · dy B``.
 
     Args:
@@ -138,11 +164,15 @@ def _back(
         assert dy.dense is not None
         return grouped_product(dy.dense, of.weight_ENK.mT, to, of_tokens, adapted=adapted), thin
     assert dy.in_fp8 is not None and scale is not None
-    return fp8_grouped_product(dy.in_fp8, of.in_fp8.columns(scale), to, of_tokens, adapted=adapted, dtype=dtype), thin
+    return fp8_grouped_product(
+        dy.in_fp8, of.in_fp8.columns(scale), to, of_tokens, adapted=adapted, dtype=dtype
+    ), thin
 
 
 def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: int) -> Tensor:
-    """``dyᵀ x`` as the weight is stored; ``of_tokens`` says which of dy and x has the rows of tokens."""
+    """``dyᵀ x`` as the weight is stored; ``of_tokens`` says which of dy and x has the rows of
+    tokens.
+    """
     if not of.transposed:
         return grouped_weight_gradient(dy, x, to, of_tokens, dtype=of.weight.dtype)
     other = {FIRST: SECOND, SECOND: FIRST, NEITHER: NEITHER}[of_tokens]
@@ -163,18 +193,37 @@ class _Kept(NamedTuple):
     in_fp8: tuple[InFP8 | None, InFP8 | None]
 
     def product(
-        self, number: int, weight: Tensor | None, bias: Tensor | None, down: Tensor | None, up: Tensor | None
-    ) -> ExpertWeights:  # fmt: skip
+        self,
+        number: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+    ) -> ExpertWeights:
         given = self.weights[number] if weight is None else weight
-        return ExpertWeights(given, self.transposed[number], bias, down, up, self.scales[number], self.in_fp8[number])
+        return ExpertWeights(
+            given, self.transposed[number], bias, down, up, self.scales[number], self.in_fp8[number]
+        )
 
 
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shares: Tensor, w1: Tensor | None, b1: Tensor | None, a1: Tensor | None, u1: Tensor | None,
-        w2: Tensor | None, b2: Tensor | None, a2: Tensor | None, u2: Tensor | None, experts: Tensor, to: Dispatch, kept: _Kept,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        shares: Tensor,
+        w1: Tensor | None,
+        b1: Tensor | None,
+        a1: Tensor | None,
+        u1: Tensor | None,
+        w2: Tensor | None,
+        b2: Tensor | None,
+        a2: Tensor | None,
+        u2: Tensor | None,
+        experts: Tensor,
+        to: Dispatch,
+        kept: _Kept,
+    ) -> Tensor:
         first, second = kept.product(0, w1, b1, a1, u1), kept.product(1, w2, b2, a2, u2)
         thin = _thin(x, first, to, True)
         h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
@@ -182,31 +231,76 @@ class _FusedExperts(torch.autograd.Function):
             unit = Rows(expert_glu(h, kept.gate))
         else:
             unit = Rows(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
-        z, of_second = _through(unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype)
+        z, of_second = _through(
+            unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype
+        )
         ctx.kept, ctx.sizes = kept, (to.each, to.rows)
         read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(read, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, of_first, of_second, experts, *to[:4])
+        ctx.save_for_backward(
+            read,
+            shares,
+            h,
+            thin,
+            w1,
+            b1,
+            a1,
+            u1,
+            w2,
+            b2,
+            a2,
+            u2,
+            of_first,
+            of_second,
+            experts,
+            *to[:4],
+        )
         return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, of_first, of_second, experts, *placed = ctx.saved_tensors
+        (
+            x,
+            shares,
+            h,
+            thin,
+            w1,
+            b1,
+            a1,
+            u1,
+            w2,
+            b2,
+            a2,
+            u2,
+            of_first,
+            of_second,
+            experts,
+            *placed,
+        ) = ctx.saved_tensors
         kept: _Kept = ctx.kept
         to = Dispatch(*placed, *ctx.sizes)
         first, second = kept.product(0, w1, b1, a1, u1), kept.product(1, w2, b2, a2, u2)
-        wanted = dict(zip(("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"), ctx.needs_input_grad))
+        wanted = dict(
+            zip(
+                ("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"),
+                ctx.needs_input_grad,
+            )
+        )
         dy = dy.contiguous()
         g, thin_dy = _back(_rows(dy, second), second, to, True, of_second, dy.dtype)
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
         gradient: Tensor | None
         if first.in_fp8 is None:
-            gradient, unit, d_shares = expert_glu_gradient(g, h, flat, to.order_S, kept.gate, has_unit)
+            gradient, unit, d_shares = expert_glu_gradient(
+                g, h, flat, to.order_S, kept.gate, has_unit
+            )
             d_h = Rows(gradient)
         else:
             dense = wanted["w1"] or wanted["b1"] or a1 is not None
-            gradient, scaled, unit, d_shares = expert_glu_fp8_gradient(g, h, flat, to.order_S, kept.gate, dense, has_unit)
+            gradient, scaled, unit, d_shares = expert_glu_fp8_gradient(
+                g, h, flat, to.order_S, kept.gate, dense, has_unit
+            )
             d_h = Rows(gradient, scaled)
         found: dict[str, Tensor] = {}
         if unit is not None and wanted["w2"]:
@@ -217,9 +311,13 @@ class _FusedExperts(torch.autograd.Function):
             found["u2"] = grouped_weight_gradient(dy, thin_unit, to, FIRST, dtype=a2.dtype)
         del unit, g
         if b2 is not None:
-            d_shares = d_shares.view_as(shares) + product(dy, b2.t(), d_shares.dtype).gather(1, experts)
+            d_shares = d_shares.view_as(shares) + product(dy, b2.t(), d_shares.dtype).gather(
+                1, experts
+            )
             if wanted["b2"]:
-                found["b2"] = product(_weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype)
+                found["b2"] = product(
+                    _weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype
+                )
         found["shares"] = d_shares.view_as(shares).to(shares.dtype)
         d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
@@ -239,11 +337,18 @@ class _FusedExperts(torch.autograd.Function):
 
 def _weights_of_tokens(shares: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """``[T, E]``, zero where an expert was not chosen."""
-    return shares.new_zeros(len(shares), count, dtype=dtype).scatter_add_(1, experts, shares.to(dtype))
+    return shares.new_zeros(len(shares), count, dtype=dtype).scatter_add_(
+        1, experts, shares.to(dtype)
+    )
 
 
 def fused_experts(
-    x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights, gate: Gate | None = None
+    x: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    gate: Gate | None = None,
 ) -> Tensor:
     """``[T, D]``, in the dtype of x.
 
@@ -267,27 +372,48 @@ def fused_experts(
     kept = _Kept(gate, (first.transposed, second.transposed), scales, given, in_fp8)
     of_first = held[0], first.bias, first.down, first.up
     of_second = held[1], second.bias, second.down, second.up
-    y: Tensor = _FusedExperts.apply(x.contiguous(), shares, *of_first, *of_second, experts, to, kept)
+    y: Tensor = _FusedExperts.apply(
+        x.contiguous(), shares, *of_first, *of_second, experts, to, kept
+    )
     return y
 
 
-def _check(x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights) -> None:
+def _check(
+    x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights
+) -> None:
     count, inner, width = first.sizes
-    if x.ndim != 2 or x.shape[1] != width or experts.shape != shares.shape or len(experts) != len(x):
+    if (
+        x.ndim != 2
+        or x.shape[1] != width
+        or experts.shape != shares.shape
+        or len(experts) != len(x)
+    ):
         raise ValueError(
-            f"x is {tuple(x.shape)}, experts {tuple(experts.shape)}, shares {tuple(shares.shape)}: expected [T, {width}], "
+            f"x is {tuple(x.shape)}, experts {tuple(experts.shape)}, shares "
+            f"{tuple(shares.shape)}: expected [T, {width}], "
             "[T, k] and [T, k]"
         )
     if second.sizes != (count, width, inner // 2):
-        raise ValueError(f"down is {second.sizes}: gate and up are {first.sizes}, so it must be {(count, width, inner // 2)}")
+        raise ValueError(
+            f"down is {second.sizes}: gate and up are {first.sizes}, so it must be "
+            f"{(count, width, inner // 2)}"
+        )
     if not x.dtype == first.weight.dtype == second.weight.dtype:
-        raise ValueError(f"x is {x.dtype}, the weights {first.weight.dtype} and {second.weight.dtype}: they must be alike")
+        raise ValueError(
+            f"x is {x.dtype}, the weights {first.weight.dtype} and {second.weight.dtype}: they "
+            "must be alike"
+        )
     if (first.in_fp8 is None) != (second.in_fp8 is None):
         raise ValueError("in_fp8: one of the two products has it; give it to both or to none")
 
 
 def fused_experts_reference(
-    x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights, gate: Gate | None = None
+    x: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    gate: Gate | None = None,
 ) -> Tensor:
     """Expert by expert, in plain torch; differentiated by torch."""
 
@@ -302,5 +428,7 @@ def fused_experts_reference(
         token, rank = torch.where(experts == expert)
         if len(token):
             unit = expert_glu_reference(through(x[token], first, expert), gate or Gate())
-            y = y.index_put((token, rank), through(unit, second, expert) * shares[token, rank, None].to(x.dtype))
+            y = y.index_put(
+                (token, rank), through(unit, second, expert) * shares[token, rank, None].to(x.dtype)
+            )
     return y.sum(1)

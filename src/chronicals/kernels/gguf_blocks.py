@@ -1,20 +1,23 @@
-"""Weights in the blocks of GGUF files, dequantised (formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``).
+"""Weights in the blocks of GGUF files, dequantised (formats: ggml's ``ggml-common.h`` and
+``ggml-quants.c``).
 
     w[i] = scale · (code[i] − offset) − least        fp32, each operation rounded by itself, then once to the output's dtype
 
-A row is whole blocks of consecutive elements. A block's bytes, where d and e are fp16 and j counts groups of one scale:
+A row is whole blocks of consecutive elements. A block's bytes, where d and e are fp16 and j counts
+groups of one scale:
 
     Q8_0   32 elements, 34 bytes     d, 32 codes of 8 bits, signed                            scale = d
     Q4_0   32 elements, 18 bytes     d, 16 bytes: element i low, element i + 16 high          scale = d, offset = 8
     Q4_K   256 elements, 144 bytes   d, e, 12 bytes of scales, 128 bytes of codes             scale = d·s[j], least = e·m[j]
     Q6_K   256 elements, 210 bytes   128 bytes of low halves, 64 of upper 2 bits, s[16], d    scale = d·s[j], offset = 32
 
-Q4_K has groups of 32; s and m have 6 bits: the first four of each in the low bits of bytes 0 to 3 and 4 to 7, the others in the
-halves of bytes 8 to 11 and the upper 2 bits of bytes 0 to 7. Groups 2n and 2n + 1 are the halves of the bytes 32n to 32n + 31.
-Q6_K has groups of 16, and signed bytes for s.
+Q4_K has groups of 32; s and m have 6 bits: the first four of each in the low bits of bytes 0 to 3
+and 4 to 7, the others in the halves of bytes 8 to 11 and the upper 2 bits of bytes 0 to 7. Groups
+2n and 2n + 1 are the halves of the bytes 32n to 32n + 31. Q6_K has groups of 16, and signed bytes
+for s.
 
-To read a weight as 16 bits moves 3.06 (Q8_0), 2.56 (Q4_0, Q4_K) or 2.82 (Q6_K) bytes an element. Rows that are written may lie
-apart, so that the weight can stand in a buffer with padding columns.
+To read a weight as 16 bits moves 3.06 (Q8_0), 2.56 (Q4_0, Q4_K) or 2.82 (Q6_K) bytes an element.
+Rows that are written may lie apart, so that the weight can stand in a buffer with padding columns.
 """
 
 from __future__ import annotations
@@ -52,9 +55,14 @@ def dequantize_gguf(packed: Tensor, out: Tensor, kind: str) -> Tensor:
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: give one of {', '.join(KINDS)}")
     (rows, columns), (block, size) = out.shape, KINDS[kind]
-    if columns % block or packed.dtype != torch.uint8 or packed.numel() != rows * columns // block * size:
+    if (
+        columns % block
+        or packed.dtype != torch.uint8
+        or packed.numel() != rows * columns // block * size
+    ):
         raise ValueError(
-            f"{packed.numel()} elements of {packed.dtype} are not {rows} x {columns} values in {kind}: give uint8, {size} "
+            f"{packed.numel()} elements of {packed.dtype} are not {rows} x {columns} values in "
+            f"{kind}: give uint8, {size} "
             f"bytes for each {block} of a row"
         )
     if columns > 1 and out.stride(1) != 1:
@@ -72,15 +80,25 @@ def _dequantize(packed: Tensor, out: Tensor, kind: str) -> None:
         size = GROUPS[kind]
         groups, a_program = rows * columns // size, ELEMENTS // size
         _dequantize_gguf_kernel[(triton.cdiv(groups, a_program),)](
-            packed, out, groups, columns // size, out.stride(0), list(KINDS).index(kind), a_program, size,
+            packed,
+            out,
+            groups,
+            columns // size,
+            out.stride(0),
+            list(KINDS).index(kind),
+            a_program,
+            size,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
-        )  # fmt: skip
+        )
 
 
 @triton.jit
 def _half(ptr, there):
     """fp32 of an fp16 that may begin at any byte."""
-    low, high = tl.load(ptr, mask=there, other=0).to(tl.uint16), tl.load(ptr + 1, mask=there, other=0).to(tl.uint16)
+    low, high = (
+        tl.load(ptr, mask=there, other=0).to(tl.uint16),
+        tl.load(ptr + 1, mask=there, other=0).to(tl.uint16),
+    )
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -92,18 +110,31 @@ def _signed(code):
 
 @triton.jit
 def _dequantize_gguf_kernel(
-    packed_ptr, out_ptr, groups, groups_a_row, stride, KIND: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+    packed_ptr,
+    out_ptr,
+    groups,
+    groups_a_row,
+    stride,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     """``KIND``: place in ``KINDS``. All that a group shares is computed once for it."""
     group, element = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, SIZE)[None, :]
     there = group < groups
     mask = there[:, None]
     if KIND == 0:
         at = packed_ptr + group.to(tl.int64) * 34
-        values = _signed(tl.load(at[:, None] + 2 + element, mask=mask, other=0)).to(tl.float32) * _half(at, there)[:, None]
+        values = (
+            _signed(tl.load(at[:, None] + 2 + element, mask=mask, other=0)).to(tl.float32)
+            * _half(at, there)[:, None]
+        )
     elif KIND == 1:
         at, half = packed_ptr + (group // 2).to(tl.int64) * 18, group % 2
-        code = tl.load(at[:, None] + 2 + element, mask=mask, other=0).to(tl.int32) >> (4 * half)[:, None]
+        code = (
+            tl.load(at[:, None] + 2 + element, mask=mask, other=0).to(tl.int32)
+            >> (4 * half)[:, None]
+        )
         values = _half(at, there)[:, None] * ((code & 15) - 8).to(tl.float32)
     elif KIND == 2:
         at, j = packed_ptr + (group // 8).to(tl.int64) * 144, group % 8
@@ -114,22 +145,33 @@ def _dequantize_gguf_kernel(
         s = tl.where(late, (third & 15) | ((first >> 2) & 48), first & 63).to(tl.float32)
         m = tl.where(late, (third >> 4) | ((second >> 2) & 48), second & 63).to(tl.float32)
         scale, least = _half(at, there) * s, _half(at + 2, there) * m
-        code = tl.load((at + 16 + j // 2 * 32)[:, None] + element, mask=mask, other=0).to(tl.int32) >> (4 * (j % 2))[:, None]
+        code = (
+            tl.load((at + 16 + j // 2 * 32)[:, None] + element, mask=mask, other=0).to(tl.int32)
+            >> (4 * (j % 2))[:, None]
+        )
         values = scale[:, None] * (code & 15).to(tl.float32) - least[:, None]
     else:
         at, j = packed_ptr + (group // 16).to(tl.int64) * 210, group % 16
         half, quarter = j // 8, j % 8 // 2
-        low = tl.load((at + 64 * half + j % 4 * 16)[:, None] + element, mask=mask, other=0).to(tl.int32)
-        high = tl.load((at + 128 + 32 * half + j % 2 * 16)[:, None] + element, mask=mask, other=0).to(tl.int32)
+        low = tl.load((at + 64 * half + j % 4 * 16)[:, None] + element, mask=mask, other=0).to(
+            tl.int32
+        )
+        high = tl.load(
+            (at + 128 + 32 * half + j % 2 * 16)[:, None] + element, mask=mask, other=0
+        ).to(tl.int32)
         low, high = (low >> (quarter // 2 * 4)[:, None]) & 15, (high >> (2 * quarter)[:, None]) & 3
-        scale = _half(at + 208, there) * _signed(tl.load(at + 192 + j, mask=there, other=0)).to(tl.float32)
+        scale = _half(at + 208, there) * _signed(tl.load(at + 192 + j, mask=there, other=0)).to(
+            tl.float32
+        )
         values = scale[:, None] * ((low | (high << 4)) - 32).to(tl.float32)
     row = group // groups_a_row
     place = out_ptr + row.to(tl.int64) * stride + (group - row * groups_a_row) * SIZE
     tl.store(place[:, None] + element, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def dequantize_gguf_reference(packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
+def dequantize_gguf_reference(
+    packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: str
+) -> Tensor:
     """``dequantize_gguf`` in plain torch, into a new tensor of ``shape`` and ``dtype``."""
     blocks = packed.reshape(-1, KINDS[kind][1])
     return _REFERENCES[kind](blocks).to(dtype).view(shape)

@@ -1,4 +1,5 @@
-"""Gated units (Shazeer, 2020, equation 6) without their products: ``y = a(gate) · up``, elementwise on ``[..., F]``.
+"""Gated units (Shazeer, 2020, equation 6) without their products: ``y = a(gate) · up``, elementwise
+on ``[..., F]``.
 
     SwiGLU:  a(g) = g · σ(g)                     a′ = σ · (1 + g · (1 − σ))
     GEGLU:   a(g) = g · Φ(g)                     a′ = Φ + g · φ
@@ -6,9 +7,9 @@
                                                  a′ = s + g · s · (1 − s) · 2u′,  s = σ(2u)
     dgate = dy · up · a′(gate),   dup = dy · a(gate)
 
-All in fp32, rounded once, each operation by itself: which of them a compiler takes into a multiply-add depends on what stands
-around them, and what is made twice has the same bits. Saved: the inputs; a(gate) is computed again. Bytes an element in 16 bit:
-6 forward, 10 backward.
+All in fp32, rounded once, each operation by itself: which of them a compiler takes into a
+multiply-add depends on what stands around them, and what is made twice has the same bits. Saved:
+the inputs; a(gate) is computed again. Bytes an element in 16 bit: 6 forward, 10 backward.
 """
 
 from __future__ import annotations
@@ -69,15 +70,26 @@ def _activate(g, ACTIVATION: tl.constexpr):
     else:
         u = 1.5957691216057308 * (g + 0.044715 * g * g * g)
         s = _sigmoid(u)
-        slope = s + g * s * _sigmoid(-u) * (1.5957691216057308 * (1.0 + 0.134145 * g * g))  # 1 − s would cancel
+        slope = s + g * s * _sigmoid(-u) * (
+            1.5957691216057308 * (1.0 + 0.134145 * g * g)
+        )  # 1 − s would cancel
     return g * s, slope
 
 
 @triton.jit
 def _glu_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, amax_ptr, width, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr,
-    HAS_AMAX: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    amax_ptr,
+    width,
+    gate_stride,
+    up_stride,
+    y_stride,
+    ACTIVATION: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,9 +105,22 @@ def _glu_forward_kernel(
 
 @triton.jit
 def _glu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, amax_ptr, width, dy_stride, gate_stride, up_stride, d_gate_stride,
-    d_up_stride, ACTIVATION: tl.constexpr, HAS_AMAX: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    d_gate_ptr,
+    d_up_ptr,
+    amax_ptr,
+    width,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    d_gate_stride,
+    d_up_stride,
+    ACTIVATION: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +134,9 @@ def _glu_backward_kernel(
     tl.store(d_gate_ptr + row * d_gate_stride + column, d_gate, mask=inside)
     tl.store(d_up_ptr + row * d_up_stride + column, d_up, mask=inside)
     if HAS_AMAX:
-        raise_amax(amax_ptr, tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32))))
+        raise_amax(
+            amax_ptr, tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))
+        )
 
 
 def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
@@ -123,20 +150,33 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 
 @operator("chronicals::glu_forward")
-def _forward(gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+def _forward(
+    gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool
+) -> tuple[Tensor, Tensor]:
     """y and its amax, ``absent`` if not wanted."""
     y, amax = with_padding(gate, gate.shape, padding), new_amax(gate, finds_amax)
     if gate.numel():
         grid, width, strides, tile = _grid([gate, up, y])
         _glu_forward_kernel[grid](
-            gate, up, y, amax if finds_amax else None, width, *strides, activation, finds_amax, tile.block,
-            num_warps=tile.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            gate,
+            up,
+            y,
+            amax if finds_amax else None,
+            width,
+            *strides,
+            activation,
+            finds_amax,
+            tile.block,
+            num_warps=tile.warps,
+            enable_fp_fusion=False,
+        )
     return y, amax
 
 
 @torch.library.register_fake(_forward)
-def _(gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+def _(
+    gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool
+) -> tuple[Tensor, Tensor]:
     return with_padding(gate, gate.shape, padding), new_amax(gate, finds_amax)
 
 
@@ -153,7 +193,9 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
 
 
 @operator("chronicals::glu_of_both_backward")
-def _backward_of_both(dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+def _backward_of_both(
+    dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool
+) -> tuple[Tensor, Tensor]:
     """The gradient of both, and its amax, ``absent`` if not wanted."""
     d_both, amax = with_padding(both, both.shape, padding), new_amax(both, finds_amax)
     (gate, up), (d_gate, d_up) = both.chunk(2, -1), d_both.chunk(2, -1)
@@ -162,19 +204,38 @@ def _backward_of_both(dy: Tensor, both: Tensor, activation: str, padding: int, f
 
 
 @torch.library.register_fake(_backward_of_both)
-def _(dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+def _(
+    dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool
+) -> tuple[Tensor, Tensor]:
     return with_padding(both, both.shape, padding), new_amax(both, finds_amax)
 
 
 def _launch_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, amax: Tensor | None, activation: str
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    d_gate: Tensor,
+    d_up: Tensor,
+    amax: Tensor | None,
+    activation: str,
 ) -> None:
     if dy.numel():
         grid, width, strides, tile = _grid([dy, gate, up, d_gate, d_up])
         _glu_backward_kernel[grid](
-            dy, gate, up, d_gate, d_up, amax, width, *strides, activation, amax is not None, tile.block,
-            num_warps=tile.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            dy,
+            gate,
+            up,
+            d_gate,
+            d_up,
+            amax,
+            width,
+            *strides,
+            activation,
+            amax is not None,
+            tile.block,
+            num_warps=tile.warps,
+            enable_fp_fusion=False,
+        )
 
 
 class _GLU(torch.autograd.Function):
@@ -196,18 +257,28 @@ class _GLU(torch.autograd.Function):
 class _GLUOfBoth(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, both: Tensor, activation: str, padding: int, gradient_padding: int, amax: Amax | None,
+        ctx: Any,
+        both: Tensor,
+        activation: str,
+        padding: int,
+        gradient_padding: int,
+        amax: Amax | None,
         gradient_amax: Amax | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(both)
-        ctx.options, ctx.amax = (activation, gradient_padding, gradient_amax is not None), gradient_amax
+        ctx.options, ctx.amax = (
+            (activation, gradient_padding, gradient_amax is not None),
+            gradient_amax,
+        )
         y, cell = _forward(*both.chunk(2, -1), activation, padding, amax is not None)
         return with_amax(amax, own_tensor(y), cell)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (with_amax(ctx.amax, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)),)
+        return (
+            with_amax(ctx.amax, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)),
+        )
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -223,7 +294,8 @@ def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """``gelu(gate) · up`` for two tensors of one shape and type; differentiable in both.
 
     Args:
-        approximate: ``none`` for Φ itself, ``tanh`` for its approximation, as ``torch.nn.functional.gelu`` names them.
+        approximate: ``none`` for Φ itself, ``tanh`` for its approximation, as
+            ``torch.nn.functional.gelu`` names them.
 
     Raises:
         ValueError: shapes or types differ, or the approximation is unknown.
@@ -234,14 +306,20 @@ def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
 
 def glu_of_both(
-    both: Tensor, activation: str, padding: int = 0, gradient_padding: int = 0, amax: Amax | None = None,
+    both: Tensor,
+    activation: str,
+    padding: int = 0,
+    gradient_padding: int = 0,
+    amax: Amax | None = None,
     gradient_amax: Amax | None = None,
-) -> Tensor:  # fmt: skip
-    """The gated unit of a merged product ``[T, 2F]``, gate before up, whose gradient comes as one tensor too.
+) -> Tensor:
+    """The gated unit of a merged product ``[T, 2F]``, gate before up, whose gradient comes as one
+    tensor too.
 
     Args:
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
-        padding, gradient_padding: columns left free behind each row of the result and of the gradient.
+        padding, gradient_padding: columns left free behind each row of the result and of the
+            gradient.
         amax, gradient_amax: told the largest absolute value of the result and of the gradient.
 
     Returns:
@@ -254,7 +332,10 @@ def glu_of_both(
 
 def _glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gate is {tuple(gate.shape)} {gate.dtype}, up is {tuple(up.shape)} {up.dtype}: they must be alike")
+        raise ValueError(
+            f"gate is {tuple(gate.shape)} {gate.dtype}, up is {tuple(up.shape)} {up.dtype}: they "
+            "must be alike"
+        )
     if runs_triton(gate, up):
         return _GLU.apply(gate, up, activation)
     return REFERENCES[activation](gate, up)

@@ -2,7 +2,8 @@
 
     norm = sqrt(Σ x²)        squares and sums in fp32
 
-A program sums every n-th chunk; the programs' shares are summed afterwards, in one order. Bytes: those of the tensors.
+A program sums every n-th chunk; the programs' shares are summed afterwards, in one order. Bytes:
+those of the tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ PROGRAMS = 16
 
 @triton.jit
 def _square_sums_kernel(
-    table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, shares_ptr, chunks,
-    KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    sizes_ptr,
+    tensors_ptr,
+    firsts_ptr,
+    shares_ptr,
+    chunks,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     total = tl.zeros((BLOCK,), tl.float32)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         tensor = tl.load(tensors_ptr + chunk)
@@ -32,13 +41,17 @@ def _square_sums_kernel(
             size = tl.multiple_of(size, 8)
         for offset in tl.static_range(0, CHUNK, BLOCK):
             at = start + offset + tl.arange(0, BLOCK)
-            x = tl.load(pointers(table_ptr, tensor, at, KIND, ALIGNED, BLOCK), mask=at < size, other=0.0).to(tl.float32)
+            x = tl.load(
+                pointers(table_ptr, tensor, at, KIND, ALIGNED, BLOCK), mask=at < size, other=0.0
+            ).to(tl.float32)
             total += x * x
     tl.store(shares_ptr + tl.program_id(0), tl.sum(total))
 
 
 def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all elements of ``tensors``, an fp32 scalar on their device; 0 where there are none."""
+    """The norm of all elements of ``tensors``, an fp32 scalar on their device; 0 where there are
+    none.
+    """
     if not tensors:
         return torch.zeros(())
     if not _runs_here(tensors):
@@ -49,11 +62,19 @@ def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def norm_tables(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What a launch for ``tensors`` looks up, made now."""
-    return [x for _, table in _by_type(tensors) for x in table.on_device] if tensors and _runs_here(tensors) else []
+    return (
+        [x for _, table in _by_type(tensors) for x in table.on_device]
+        if tensors and _runs_here(tensors)
+        else []
+    )
 
 
 def _runs_here(tensors: Sequence[Tensor]) -> bool:
-    return runs_triton(*tensors) and all(x.is_contiguous() for x in tensors) and len({x.device for x in tensors}) == 1
+    return (
+        runs_triton(*tensors)
+        and all(x.is_contiguous() for x in tensors)
+        and len({x.device for x in tensors}) == 1
+    )
 
 
 def _by_type(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, Table]]:
@@ -63,10 +84,19 @@ def _by_type(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, Table]]:
 
 def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
     device, chunks = table.sizes.device, len(table.tensors)
-    shares = torch.zeros(max(1, min(chunks, PROGRAMS * multiprocessors(device))), dtype=torch.float32, device=device)
+    shares = torch.zeros(
+        max(1, min(chunks, PROGRAMS * multiprocessors(device))), dtype=torch.float32, device=device
+    )
     if chunks:
         _square_sums_kernel[(len(shares),)](
-            *table.on_device, shares, chunks, of_triton(kind), table.aligned, BLOCK, CHUNK, num_warps=4
+            *table.on_device,
+            shares,
+            chunks,
+            of_triton(kind),
+            table.aligned,
+            BLOCK,
+            CHUNK,
+            num_warps=4,
         )
     return shares
 

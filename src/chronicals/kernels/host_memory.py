@@ -28,8 +28,8 @@ class PinnedMemory:
     """Pinned bytes, allocated once and kept until ``release``.
 
     Args:
-        registered: bytes that are pinned by one call, ``REGISTERED`` by default; no copy to or from a card may cross a multiple
-            of it.
+        registered: bytes that are pinned by one call, ``REGISTERED`` by default; no copy to or from
+            a card may cross a multiple of it.
     """
 
     def __init__(self, registered: int | None = None) -> None:
@@ -39,7 +39,9 @@ class PinnedMemory:
         self._chunks: list[Tensor] = []
 
     def allocate(self, size: int) -> None:
-        """Hold at least ``size`` bytes; tensors of a smaller memory that was held before must not be used any more."""
+        """Hold at least ``size`` bytes; tensors of a smaller memory that was held before must
+        not be used any more.
+        """
         if size <= self.size:
             return
         self.release()
@@ -47,16 +49,23 @@ class PinnedMemory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         runtime = torch.cuda.cudart()
-        for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(self._registered or REGISTERED):
+        for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(
+            self._registered or REGISTERED
+        ):
             chunk.zero_()  # the system gives the pages here, outside of the driver
             if int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0)):
-                logger.warning("%.1f GiB of host memory cannot be pinned: copies hold training for longer", size / 2**30)
+                logger.warning(
+                    "%.1f GiB of host memory cannot be pinned: copies hold training for longer",
+                    size / 2**30,
+                )
                 break
             self._chunks.append(chunk)
         self.size = size
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """A dense tensor of the shape and dtype of ``like`` at ``offset``, a multiple of 64, with a storage of its own."""
+        """A dense tensor of the shape and dtype of ``like`` at ``offset``, a multiple of 64,
+        with a storage of its own.
+        """
         assert self._map is not None
         if not like.nbytes:
             return torch.empty(like.shape, dtype=like.dtype)
@@ -71,7 +80,8 @@ class PinnedMemory:
 
 
 class PinnedTensors:
-    """Tensors in pinned memory of just their size, for torch rounds the size of each up to a power of two.
+    """Tensors in pinned memory of just their size, for torch rounds the size of each up to a power
+    of two.
 
     They stay pinned as long as this object lives, and valid as long as they do.
     """
@@ -86,7 +96,8 @@ class PinnedTensors:
             _unpin(memories, devices)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Dense, with a storage of its own, within memory that one call has pinned; its values are undefined.
+        """Dense, with a storage of its own, within memory that one call has pinned; its values are
+        undefined.
 
         Args:
             device: the card that it is copied to and from.
@@ -112,7 +123,9 @@ _left: list[tuple[list[PinnedMemory], set[torch.device]]] = []
 
 
 def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
-    """Once these devices copy nothing any more; later, where that would break a graph that is being captured."""
+    """Once these devices copy nothing any more; later, where that would break a graph that is
+    being captured.
+    """
     if devices and torch.cuda.is_current_stream_capturing():
         _left.append((memories, devices))
         return
@@ -123,7 +136,9 @@ def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
 
 
 def available_memory(system: Path = Path("/")) -> int | None:
-    """Bytes of host memory that can still be used, on the machine and in its container (cgroup v2); None where unknown."""
+    """Bytes of host memory that can still be used, on the machine and in its container (cgroup
+    v2); None where unknown.
+    """
     found = re.search(r"MemAvailable:\s+(\d+) kB", _read(system / "proc/meminfo"))
     left = [int(found[1]) * 1024] if found else []
     group = system / "sys/fs/cgroup"

@@ -5,8 +5,9 @@
     dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)),   g = dy · w
     dw = Σ_rows dy · x̂,   db = Σ_rows dy
 
-``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` and ``b`` are ``[D]`` or None. All is computed in fp32 and rounded once.
-Saved: x, w and two fp32 a row, μ and rstd. Bytes a row in 16 bit: 4·D forward, 6·D backward.
+``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` and ``b`` are ``[D]`` or None. All is computed in
+fp32 and rounded once. Saved: x, w and two fp32 a row, μ and rstd. Bytes a row in 16 bit: 4·D
+forward, 6·D backward.
 """
 
 from __future__ import annotations
@@ -35,21 +36,41 @@ WARPS_A_PROCESSOR = 16
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """32 elements a thread forward; 16 backward, which holds five values for each and the next under way."""
+    """32 elements a thread forward; 16 backward, which holds five values for each and the next
+    under way.
+    """
     block = next_power_of_2(width)
     rows = max(1, (1024 if backward else 4096) // block)
-    return Tile(rows, block, warps=min(16, max(2 if backward else 4, rows * block // (512 if backward else 1024))))
+    return Tile(
+        rows,
+        block,
+        warps=min(16, max(2 if backward else 4, rows * block // (512 if backward else 1024))),
+    )
 
 
 @triton.jit
 def _layernorm_forward_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, rows, width, x_stride, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    width,
+    x_stride,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     mean = tl.sum(x, axis=1) / width
     centred = tl.where(inside, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=1) / width + eps)
@@ -58,18 +79,35 @@ def _layernorm_forward_kernel(
         y *= tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         y += tl.load(b_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside
+    )
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit
 def _layernorm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, shares_ptr, rows, width, dy_stride, x_stride,
-    HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    shares_ptr,
+    rows,
+    width,
+    dy_stride,
+    x_stride,
+    HAS_WEIGHT: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program takes every n-th block of rows, so that its shares of dw and db stay in registers: no atomics, one order."""
+):
+    """A program takes every n-th block of rows, so that its shares of dw and db stay in
+    registers: no atomics, one order.
+    """
     column = tl.arange(0, BLOCK)
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
     db = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -86,7 +124,9 @@ def _layernorm_backward_kernel(
         row += step  # the next rows are under way while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
         next_x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-        next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
+        next_g = tl.load(
+            dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0
+        )
         mean = tl.load(mean_ptr + at, mask=at < rows, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + at, mask=at < rows, other=0.0)[:, None]
         x = (x - mean) * rstd  # beyond the row this is no zero, but g is
@@ -96,9 +136,15 @@ def _layernorm_backward_kernel(
             db += g
         if HAS_WEIGHT:
             g *= w[None, :]
-        mean_g, mean_gx = tl.split(tl.sum(tl.join(g, g * x), axis=1) / width)  # threads wait once for both
+        mean_g, mean_gx = tl.split(
+            tl.sum(tl.join(g, g * x), axis=1) / width
+        )  # threads wait once for both
         dx = rstd * (g - mean_g[:, None] - x * mean_gx[:, None])
-        tl.store(dx_ptr + at[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=here)
+        tl.store(
+            dx_ptr + at[:, None] * width + column[None, :],
+            dx.to(dx_ptr.dtype.element_ty),
+            mask=here,
+        )
     share = tl.program_id(0).to(tl.int64) * (WANTS_WEIGHT + WANTS_BIAS) * width + column
     if WANTS_WEIGHT:
         tl.store(shares_ptr + share, tl.sum(dw, axis=0), mask=column < width)
@@ -107,57 +153,110 @@ def _layernorm_backward_kernel(
 
 
 @operator("chronicals::layernorm_forward")
-def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd of ``x`` ``[rows, D]``."""
     y, mean, rstd = _outputs(x, weight, bias)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _layernorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, weight, bias, y, mean, rstd, rows, width, x.stride(0), eps, weight is not None, bias is not None,
-            tile.rows, tile.block, num_warps=tile.warps,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            y,
+            mean,
+            rstd,
+            rows,
+            width,
+            x.stride(0),
+            eps,
+            weight is not None,
+            bias is not None,
+            tile.rows,
+            tile.block,
+            num_warps=tile.warps,
+        )
     return y, mean, rstd
 
 
-def _outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     mean, rstd = (x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2))
     return x.new_empty(x.shape, dtype=_widest(x, weight, bias)), mean, rstd
 
 
 @torch.library.register_fake(_forward)
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return _outputs(x, weight, bias)
 
 
 @operator("chronicals::layernorm_backward")
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wants_weight: bool, wants_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    wants_weight: bool,
+    wants_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """dx, and in fp32 those of dw and db that are wanted: ``[0 to 2, D]``."""
     rows, width = x.shape
     tile = _tile(width, backward=True)
-    programs = min(triton.cdiv(rows, tile.rows), multiprocessors(x.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
+    programs = min(
+        triton.cdiv(rows, tile.rows),
+        multiprocessors(x.device) * max(1, WARPS_A_PROCESSOR // tile.warps),
+    )
     dx = x.new_empty(x.shape)
     shares = x.new_empty((programs, wants_weight + wants_bias, width), dtype=torch.float32)
     if rows:
         _layernorm_backward_kernel[(programs,)](
-            dy, x, weight, mean, rstd, dx, shares, rows, width, dy.stride(0), x.stride(0),
-            weight is not None, wants_weight, wants_bias, tile.rows, tile.block, num_warps=tile.warps,
-        )  # fmt: skip
+            dy,
+            x,
+            weight,
+            mean,
+            rstd,
+            dx,
+            shares,
+            rows,
+            width,
+            dy.stride(0),
+            x.stride(0),
+            weight is not None,
+            wants_weight,
+            wants_bias,
+            tile.rows,
+            tile.block,
+            num_warps=tile.warps,
+        )
     return dx, shares.sum(0)
 
 
 @torch.library.register_fake(_backward)
 def _(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wants_weight: bool, wants_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    wants_weight: bool,
+    wants_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((wants_weight + wants_bias, x.shape[1]), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(
+        (wants_weight + wants_bias, x.shape[1]), dtype=torch.float32
+    )
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
         rows, (w, b) = in_rows(x), (None if t is None else t.contiguous() for t in (weight, bias))
         y, mean, rstd = _forward(rows, w, b, eps)
         ctx.save_for_backward(own_tensor(rows), w, mean, rstd)
@@ -170,11 +269,16 @@ class _LayerNorm(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:3]
         dx, sums = _backward(in_rows(dy), *ctx.saved_tensors, *wanted)
         left = iter(sums.unbind(0))
-        return dx.view(dy.shape), *(next(left).to(kind) if want else None for want, kind in zip(wanted, ctx.types))
+        return dx.view(dy.shape), *(
+            next(left).to(kind) if want else None for want, kind in zip(wanted, ctx.types)
+        )
 
 
-def fused_layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm of ``x`` ``[..., D]`` with ``weight`` and ``bias`` ``[D]``; differentiable in the three.
+def fused_layernorm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> Tensor:
+    """LayerNorm of ``x`` ``[..., D]`` with ``weight`` and ``bias`` ``[D]``; differentiable in the
+    three.
 
     Returns:
         ``[..., D]`` in the widest of their types.
@@ -184,13 +288,18 @@ def fused_layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     """
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.shape != x.shape[-1:]:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, x {tuple(x.shape)}: {name} must be [{x.shape[-1]}]")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, x {tuple(x.shape)}: {name} must be "
+                f"[{x.shape[-1]}]"
+            )
     if runs_triton(x, weight, bias) and x.shape[-1] <= WIDEST:
         return _LayerNorm.apply(x, weight, bias, eps)
     return layernorm_reference(x, weight, bias, eps)
 
 
-def layernorm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+def layernorm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)

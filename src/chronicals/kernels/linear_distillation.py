@@ -1,21 +1,25 @@
-"""Knowledge distillation of a linear head: the divergence from a teacher, from the hidden states and heads of both sides.
+"""Knowledge distillation of a linear head: the divergence from a teacher, from the hidden states
+and heads of both sides.
 
     x = h Wᵀ + b + α (h Aᵀ) Bᵀ,  x' = h' W'ᵀ + b' + α' (h' A'ᵀ) B'ᵀ      raw logits of student and teacher, V columns each
     Σ_t w_t (u · D_t(x_t, x'_t) + v · (−log q_t(y_t)))                     over targets y_t ≠ −100
 
-D_t, a divergence of the two next-token distributions at a temperature, is in ``divergence_rows.py``. ``h`` is ``[T, D]``, ``W``
-``[V, D]``; the teacher's ``h'`` ``[T, D']`` may be of another width, ``W'`` ``[V', D']`` of another number of rows: where
-vocabularies are padded to different sizes, both sides are distributions over the first min(V, V') ids, and what is beyond gets
+D_t, a divergence of the two next-token distributions at a temperature, is in
+``divergence_rows.py``. ``h`` is ``[T, D]``, ``W`` ``[V, D]``; the teacher's ``h'`` ``[T, D']`` may
+be of another width, ``W'`` ``[V', D']`` of another number of rows: where vocabularies are padded to
+different sizes, both sides are distributions over the first min(V, V') ids, and what is beyond gets
 no gradient.
 
-In the place of the teacher's states and head may stand what was stored of it: the log-probabilities of k ids a position, over
-which p is normalised anew (Peng et al., 2024, truncate so). The mean of what is kept of a teacher by its k likeliest tokens is
-not the teacher's (Anshumann et al., 2025, section 3); ids that were drawn by its probabilities, with the logarithms of their
-shares, are the same input and have that mean.
+In the place of the teacher's states and head may stand what was stored of it: the log-probabilities
+of k ids a position, over which p is normalised anew (Peng et al., 2024, truncate so). The mean of
+what is kept of a teacher by its k likeliest tokens is not the teacher's (Anshumann et al., 2025,
+section 3); ids that were drawn by its probabilities, with the logarithms of their shares, are the
+same input and have that mean.
 
-Never more than ``chunk_size`` rows of logits of either side exist. As in ``linear_cross_entropy.py`` the sum is what is
-returned, and gradients are made chunk by chunk in the forward pass: two products and what is trained of two more. Floor:
-(6·D + 2·D')·T·V operations, less 2·D·T·V where the head is frozen, and 6·V bytes a token in 16 bit.
+Never more than ``chunk_size`` rows of logits of either side exist. As in
+``linear_cross_entropy.py`` the sum is what is returned, and gradients are made chunk by chunk in
+the forward pass: two products and what is trained of two more. Floor: (6·D + 2·D')·T·V operations,
+less 2·D·T·V where the head is frozen, and 6·V bytes a token in 16 bit.
 """
 
 from __future__ import annotations
@@ -34,9 +38,15 @@ from chronicals.kernels.divergence_rows import (
     divergence_and_gradient_,
     divergence_and_gradient_reference_,
     divergence_reference,
-)  # fmt: skip
+)
 from chronicals.kernels.launch import differentiable_once
-from chronicals.kernels.linear_cross_entropy import ROWS, accumulate_of_head, put_of_states, scale_rows, sum_and_gradients
+from chronicals.kernels.linear_cross_entropy import (
+    ROWS,
+    accumulate_of_head,
+    put_of_states,
+    scale_rows,
+    sum_and_gradients,
+)
 from chronicals.kernels.linear_head import (
     check_head,
     chunk_logits,
@@ -45,7 +55,7 @@ from chronicals.kernels.linear_head import (
     side_by_side,
     trained_rows,
     with_adapter,
-)  # fmt: skip
+)
 from chronicals.kernels.logit_rows import IGNORED, LossOptions, shaped_reference
 from chronicals.kernels.operators import operator
 from chronicals.kernels.two_streams import at_once
@@ -74,14 +84,18 @@ class LinearHead(NamedTuple):
         if vocabulary == len(self.weight):
             return self
         bias = None if self.bias is None else self.bias[:vocabulary]
-        adapter = None if self.adapter is None else self.adapter._replace(b=self.adapter.b[:vocabulary])
+        adapter = (
+            None if self.adapter is None else self.adapter._replace(b=self.adapter.b[:vocabulary])
+        )
         return self._replace(weight=self.weight[:vocabulary], bias=bias, adapter=adapter)
 
     def logits(self) -> Tensor:
         """``[T, V]`` at once, in plain torch, fp32 or wider."""
         x = torch.nn.functional.linear(self.hidden, self.weight, self.bias)
         if self.adapter is not None:
-            down = torch.nn.functional.dropout(self.hidden, self.adapter.dropout) @ self.adapter.a.t()
+            down = (
+                torch.nn.functional.dropout(self.hidden, self.adapter.dropout) @ self.adapter.a.t()
+            )
             x = x + self.adapter.scale * down @ self.adapter.b.t()
         return shaped_reference(x, self.shape)
 
@@ -95,8 +109,8 @@ class StoredTokens(NamedTuple):
 
     Attributes:
         ids: int64 ``[T, k]``; in a place that is not used any id of the vocabulary.
-        log_p: ``[T, k]``, up to a constant of the row; minus infinity in a place that is not used. A position with a target has
-            at least one that is used.
+        log_p: ``[T, k]``, up to a constant of the row; minus infinity in a place that is not used.
+            A position with a target has at least one that is used.
     """
 
     ids: Tensor
@@ -105,11 +119,15 @@ class StoredTokens(NamedTuple):
     def logits(self, vocabulary: int) -> Tensor:
         """``[T, V]`` at once: minus infinity for what was not stored."""
         kind = torch.promote_types(self.log_p.dtype, torch.float32)
-        return _spread(self.ids, self.log_p, self.log_p.new_empty((len(self.ids), vocabulary), dtype=kind))
+        return _spread(
+            self.ids, self.log_p, self.log_p.new_empty((len(self.ids), vocabulary), dtype=kind)
+        )
 
 
 def _spread(ids: Tensor, log_p: Tensor, buffer: Tensor) -> Tensor:
-    """Stored log-probabilities at their ids, in the first rows of ``buffer``; an id that occurs twice has the larger one."""
+    """Stored log-probabilities at their ids, in the first rows of ``buffer``; an id that occurs
+    twice has the larger one.
+    """
     out = buffer[: len(ids)].fill_(-torch.inf)
     return out.scatter_reduce_(1, ids, log_p.to(out.dtype), "amax")
 
@@ -120,8 +138,8 @@ class Distillation(NamedTuple):
     Attributes:
         loss: ``u · divergence + v · cross_entropy``, the only one that is differentiable.
         divergence: D.
-        cross_entropy, teacher_cross_entropy: −log of the targets' probabilities, the student's and the teacher's, at
-            temperature 1.
+        cross_entropy, teacher_cross_entropy: −log of the targets' probabilities, the student's and
+            the teacher's, at temperature 1.
         agreement: tokens at which both sides have the same likeliest one.
         accuracy: targets that are the student's likeliest token.
     """
@@ -136,28 +154,51 @@ class Distillation(NamedTuple):
 
 @operator("chronicals::linear_distillation")
 def _forward(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor,
-    teacher_weight: Tensor | None, teacher_more: Tensor | None, teacher_bias: Tensor | None, teacher_ids: Tensor | None,
-    targets: Tensor, weights: Tensor | None, numbers: list[float], softcap: float | None, teacher_softcap: float | None,
-    chunk_size: int, count: int | None, gradient_type: torch.dtype, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """The sums of ``FOUND``, ``[5]``, and the gradients of hidden, weight, more and bias that are ``wanted``, else nothing in
-    their place.
+    hidden: Tensor,
+    weight: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor | None,
+    teacher_more: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher_ids: Tensor | None,
+    targets: Tensor,
+    weights: Tensor | None,
+    numbers: list[float],
+    softcap: float | None,
+    teacher_softcap: float | None,
+    chunk_size: int,
+    count: int | None,
+    gradient_type: torch.dtype,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The sums of ``FOUND``, ``[5]``, and the gradients of hidden, weight, more and bias that are
+    ``wanted``, else nothing in their place.
 
-    ``more`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``. So it is of the
-    teacher; or ``teacher_hidden`` are log-probabilities of ``teacher_ids``, without a weight.
+    ``more`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D +
+    r]``. So it is of the teacher; or ``teacher_hidden`` are log-probabilities of ``teacher_ids``,
+    without a weight.
     """
     options = _options(numbers, softcap, teacher_softcap)
     sums, d_hidden, *of_head = _outputs(hidden, weight, more, bias, gradient_type, wanted)
     narrow = side_by_side(weight, more, hidden.dtype)
-    theirs = None if teacher_weight is None else side_by_side(teacher_weight, teacher_more, teacher_hidden.dtype)
+    theirs = (
+        None
+        if teacher_weight is None
+        else side_by_side(teacher_weight, teacher_more, teacher_hidden.dtype)
+    )
     rows = trained_rows(targets, count)
-    picked, taught, kept = (x if rows is None else x[rows] for x in (hidden, teacher_hidden, targets))
+    picked, taught, kept = (
+        x if rows is None else x[rows] for x in (hidden, teacher_hidden, targets)
+    )
     weights, ids = (x if x is None or rows is None else x[rows] for x in (weights, teacher_ids))
     d_picked = torch.zeros_like(picked) if wanted[0] and rows is not None else d_hidden
     most = min(chunk_size, len(picked))
     ours_buffer = hidden.new_empty((most, len(narrow)))
-    their_buffer = teacher_hidden.new_empty((most, len(narrow)), dtype=sums.dtype if theirs is None else None)
+    their_buffer = teacher_hidden.new_empty(
+        (most, len(narrow)), dtype=sums.dtype if theirs is None else None
+    )
     ones = hidden.new_ones(most, dtype=sums.dtype)
     for part in chunks(len(picked), chunk_size):
         x = chunk_logits(picked[part], narrow, bias, ours_buffer)
@@ -171,7 +212,15 @@ def _forward(
         sums += (found if of_row is None else found * of_row).sum(1)
         at_once(
             partial(put_of_states, d_picked[part], x, narrow, ones[: len(x)]),
-            partial(accumulate_of_head, of_head, x, picked[part], ones[: len(x)], weight.shape[1], part.start == 0),
+            partial(
+                accumulate_of_head,
+                of_head,
+                x,
+                picked[part],
+                ones[: len(x)],
+                weight.shape[1],
+                part.start == 0,
+            ),
             x.device,
         )
     if wanted[0] and rows is not None:
@@ -184,18 +233,39 @@ def _forward(
 
 @torch.library.register_fake(_forward)
 def _(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor,
-    teacher_weight: Tensor | None, teacher_more: Tensor | None, teacher_bias: Tensor | None, teacher_ids: Tensor | None,
-    targets: Tensor, weights: Tensor | None, numbers: list[float], softcap: float | None, teacher_softcap: float | None,
-    chunk_size: int, count: int | None, gradient_type: torch.dtype, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor | None,
+    teacher_more: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher_ids: Tensor | None,
+    targets: Tensor,
+    weights: Tensor | None,
+    numbers: list[float],
+    softcap: float | None,
+    teacher_softcap: float | None,
+    chunk_size: int,
+    count: int | None,
+    gradient_type: torch.dtype,
+    wanted: list[bool],
+) -> list[Tensor]:
     return _outputs(hidden, weight, more, bias, gradient_type, wanted)
 
 
 def _outputs(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, gradient_type: torch.dtype, wanted: list[bool]
+    hidden: Tensor,
+    weight: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    gradient_type: torch.dtype,
+    wanted: list[bool],
 ) -> list[Tensor]:
-    total, *gradients = sum_and_gradients(hidden, weight, more, bias, None, gradient_type, [*wanted, False])
+    total, *gradients = sum_and_gradients(
+        hidden, weight, more, bias, None, gradient_type, [*wanted, False]
+    )
     return [total.new_zeros(len(FOUND)), *gradients]
 
 
@@ -203,30 +273,55 @@ def _numbers(of: DistillationOptions) -> list[float]:
     """All of ``of`` but the softcaps, as an operator takes it."""
     divergence = of.divergence
     return [
-        divergence.of_teacher, divergence.of_student, divergence.share, of.temperature, of.of_divergence, of.of_cross_entropy,
-        of.student.scale, of.teacher.scale,
-    ]  # fmt: skip
+        divergence.of_teacher,
+        divergence.of_student,
+        divergence.share,
+        of.temperature,
+        of.of_divergence,
+        of.of_cross_entropy,
+        of.student.scale,
+        of.teacher.scale,
+    ]
 
 
-def _options(numbers: list[float], softcap: float | None, teacher_softcap: float | None) -> DistillationOptions:
+def _options(
+    numbers: list[float], softcap: float | None, teacher_softcap: float | None
+) -> DistillationOptions:
     *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
     student, teacher = LossOptions(scale, softcap), LossOptions(teacher_scale, teacher_softcap)
-    return DistillationOptions(Divergence(*of), student, teacher, temperature, of_divergence, of_cross_entropy)
+    return DistillationOptions(
+        Divergence(*of), student, teacher, temperature, of_divergence, of_cross_entropy
+    )
 
 
 class _LinearDistillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        more: Tensor | None,
+        bias: Tensor | None,
+        teacher_hidden: Tensor,
         *given: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         wanted = [bool(needed) for needed in ctx.needs_input_grad[:4]]
         kind = product_type(hidden)
-        teachers_kind = product_type(teacher_hidden) if teacher_hidden.dtype == torch.float32 else teacher_hidden.dtype
+        teachers_kind = (
+            product_type(teacher_hidden)
+            if teacher_hidden.dtype == torch.float32
+            else teacher_hidden.dtype
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             sums, *gradients = _forward(
-                hidden.to(kind), weight, more, bias, teacher_hidden.to(teachers_kind), *given, wanted
-            )  # fmt: skip
+                hidden.to(kind),
+                weight,
+                more,
+                bias,
+                teacher_hidden.to(teachers_kind),
+                *given,
+                wanted,
+            )
         ctx.save_for_backward(*gradients)
         ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias)]
         ctx.wanted = wanted
@@ -238,14 +333,18 @@ class _LinearDistillation(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return tuple(
-            scale_rows(gradient, upstream, torch.empty_like(gradient, dtype=kind)) if wanted else None
+            scale_rows(gradient, upstream, torch.empty_like(gradient, dtype=kind))
+            if wanted
+            else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
 
 
 def _loss(sums: Tensor, of_divergence: float, of_cross_entropy: float) -> Tensor:
     """``u · D + v · cross-entropy``; what has no part in it may be infinite."""
-    parts = [factor * part for factor, part in zip((of_divergence, of_cross_entropy), sums) if factor]
+    parts = [
+        factor * part for factor, part in zip((of_divergence, of_cross_entropy), sums) if factor
+    ]
     return torch.stack(parts).sum() if parts else sums.new_zeros(())
 
 
@@ -263,26 +362,33 @@ def linear_distillation(
     count: int | None = None,
     gradient_type: torch.dtype = torch.float32,
 ) -> Distillation:
-    """Sums of the divergence of ``student`` from ``teacher``, of both sides' cross-entropies, and the loss made of them.
+    """Sums of the divergence of ``student`` from ``teacher``, of both sides' cross-entropies, and
+    the loss made of them.
 
     Args:
-        student: its tensors are differentiable where they require it. A frozen head costs no gradient of its size.
-        teacher: gets no gradient. Its states may be of another width and type, its vocabulary of another size: then the first
-            ids, which both have, are compared. Of one whose predictions were stored every divergence can be had but the reverse
-            KL, which is infinite; its cross-entropy is infinite where a target was not stored.
-        targets: int64 ``[T]``; −100 is left out of every sum. One outside the common ids is an IndexError on the CPU; on a
-            card, which is not asked, it makes the loss and the gradients NaN.
+        student: its tensors are differentiable where they require it. A frozen head costs no
+            gradient of its size.
+        teacher: gets no gradient. Its states may be of another width and type, its vocabulary of
+            another size: then the first ids, which both have, are compared. Of one whose
+            predictions were stored every divergence can be had but the reverse KL, which is
+            infinite; its cross-entropy is infinite where a target was not stored.
+        targets: int64 ``[T]``; −100 is left out of every sum. One outside the common ids is an
+            IndexError on the CPU; on a card, which is not asked, it makes the loss and the
+            gradients NaN.
         divergence: which; ``Divergence.forward_kl()``, ``Divergence.jsd(0.5)``, ….
-        temperature: τ, by which the logits of both sides are divided in the divergence, not in the cross-entropy. As in TRL and
-            Liger, the divergence is not multiplied by τ²: give ``divergence_weight`` τ² for Hinton's.
+        temperature: τ, by which the logits of both sides are divided in the divergence, not in the
+            cross-entropy. As in TRL and Liger, the divergence is not multiplied by τ²: give
+            ``divergence_weight`` τ² for Hinton's.
         divergence_weight, cross_entropy_weight: u and v of the loss.
         weights: optional ``[T]``, not differentiated.
         chunk_size: no more rows of logits of either side than these exist at a time.
         count: a bound on how many targets are not −100, where the host knows one.
-        gradient_type: the type in which the head's gradient is summed over chunks, at least that of the hidden states.
+        gradient_type: the type in which the head's gradient is summed over chunks, at least that of
+            the hidden states.
 
     Raises:
-        ValueError: shapes or types do not fit, or a number is out of its range; the message names it.
+        ValueError: shapes or types do not fit, or a number is out of its range; the message names
+            it.
     """
     _check(student, teacher, targets, divergence, temperature, weights, chunk_size)
     theirs: tuple[Tensor | None, ...]
@@ -295,19 +401,36 @@ def linear_distillation(
             taught, teacher_more = with_adapter(teacher.hidden, teacher.weight, teacher.adapter)
         theirs, shape = (taught, teacher.weight, teacher_more, teacher.bias, None), teacher.shape
     hidden, more = with_adapter(student.hidden, student.weight, student.adapter)
-    options = DistillationOptions(divergence, student.shape, shape, temperature, divergence_weight, cross_entropy_weight)
+    options = DistillationOptions(
+        divergence, student.shape, shape, temperature, divergence_weight, cross_entropy_weight
+    )
     loss, sums = _LinearDistillation.apply(
-        hidden, student.weight, more, student.bias, *(None if x is None else x.detach() for x in theirs),
-        targets.contiguous(), None if weights is None else weights.contiguous(), _numbers(options), student.softcap,
-        shape.softcap, chunk_size, count, gradient_type,
-    )  # fmt: skip
+        hidden,
+        student.weight,
+        more,
+        student.bias,
+        *(None if x is None else x.detach() for x in theirs),
+        targets.contiguous(),
+        None if weights is None else weights.contiguous(),
+        _numbers(options),
+        student.softcap,
+        shape.softcap,
+        chunk_size,
+        count,
+        gradient_type,
+    )
     return Distillation(loss, *sums.unbind())
 
 
 def _check(
-    student: LinearHead, teacher: LinearHead | StoredTokens, targets: Tensor, divergence: Divergence, temperature: float,
-    weights: Tensor | None, chunk_size: int,
-) -> None:  # fmt: skip
+    student: LinearHead,
+    teacher: LinearHead | StoredTokens,
+    targets: Tensor,
+    divergence: Divergence,
+    temperature: float,
+    weights: Tensor | None,
+    chunk_size: int,
+) -> None:
     """Raises ValueError unless everything fits."""
     for side, head in (("student", student), ("teacher", teacher)):
         if isinstance(head, StoredTokens):
@@ -325,14 +448,22 @@ def _check(
 
 def _check_stored(teacher: StoredTokens, targets: Tensor, divergence: Divergence) -> None:
     ids, log_p = teacher
-    if ids.ndim != 2 or ids.shape != log_p.shape or len(ids) != len(targets) or not ids.shape[1] or ids.dtype != torch.int64:
+    if (
+        ids.ndim != 2
+        or ids.shape != log_p.shape
+        or len(ids) != len(targets)
+        or not ids.shape[1]
+        or ids.dtype != torch.int64
+    ):
         raise ValueError(
-            f"teacher: ids {tuple(ids.shape)} of {ids.dtype} and log_p {tuple(log_p.shape)}: expected [{len(targets)}, k] "
+            f"teacher: ids {tuple(ids.shape)} of {ids.dtype} and log_p {tuple(log_p.shape)}: "
+            f"expected [{len(targets)}, k] "
             "both, ids of torch.int64"
         )
     if divergence.share == 1.0:
         raise ValueError(
-            "divergence: the reverse KL from a teacher of whom k tokens were stored is infinite, since it gives all others no "
+            "divergence: the reverse KL from a teacher of whom k tokens were stored is infinite, "
+            "since it gives all others no "
             "chance; take the forward KL, the JSD or a skewed one"
         )
 
@@ -350,29 +481,50 @@ def linear_distillation_reference(
 ) -> Distillation:
     """The definition, with all logits of both sides at once; differentiable by autograd."""
     z = student.logits()
-    teachers_z = teacher.logits(z.shape[1]) if isinstance(teacher, StoredTokens) else teacher.logits()
+    teachers_z = (
+        teacher.logits(z.shape[1]) if isinstance(teacher, StoredTokens) else teacher.logits()
+    )
     return distillation_of_logits(
-        z, teachers_z, targets, divergence, temperature=temperature,
-        divergence_weight=divergence_weight, cross_entropy_weight=cross_entropy_weight, weights=weights,
-    )  # fmt: skip
+        z,
+        teachers_z,
+        targets,
+        divergence,
+        temperature=temperature,
+        divergence_weight=divergence_weight,
+        cross_entropy_weight=cross_entropy_weight,
+        weights=weights,
+    )
 
 
 def distillation_of_logits(
-    z: Tensor, teacher_z: Tensor, targets: Tensor, divergence: Divergence, *, temperature: float = 1.0,
-    divergence_weight: float = 1.0, cross_entropy_weight: float = 0.0, weights: Tensor | None = None,
-) -> Distillation:  # fmt: skip
-    """The same of logits ``[T, V]`` and ``[T, V']`` with scale and softcap, which are there already; for autograd."""
+    z: Tensor,
+    teacher_z: Tensor,
+    targets: Tensor,
+    divergence: Divergence,
+    *,
+    temperature: float = 1.0,
+    divergence_weight: float = 1.0,
+    cross_entropy_weight: float = 0.0,
+    weights: Tensor | None = None,
+) -> Distillation:
+    """The same of logits ``[T, V]`` and ``[T, V']`` with scale and softcap, which are there
+    already; for autograd.
+    """
     common = min(z.shape[1], teacher_z.shape[1])
     wide = torch.promote_types(torch.promote_types(z.dtype, teacher_z.dtype), torch.float32)
     z, teacher_z = z[:, :common].to(wide), teacher_z[:, :common].detach().to(wide)
     ignored = targets == IGNORED
     with torch.no_grad():
         options = DistillationOptions(divergence, LossOptions(), LossOptions(), temperature)
-        found = divergence_and_gradient_reference_(z, teacher_z, targets, None, options, wants_gradient=False)
+        found = divergence_and_gradient_reference_(
+            z, teacher_z, targets, None, options, wants_gradient=False
+        )
     sums = (found if weights is None else found * weights).sum(1)
     losses = torch.zeros_like(found[0])
     if divergence_weight:
-        of_row = divergence_reference(z, teacher_z, divergence, temperature).masked_fill(ignored, 0.0)
+        of_row = divergence_reference(z, teacher_z, divergence, temperature).masked_fill(
+            ignored, 0.0
+        )
         losses = losses + divergence_weight * of_row
     if cross_entropy_weight:
         losses = losses + cross_entropy_weight * torch.nn.functional.cross_entropy(

@@ -1,6 +1,7 @@
 """A linear head a chunk of rows at a time: what the losses over its logits share.
 
-An adapter (A, B, α) continues the columns of the head and of the states: ``h Wᵀ + α (h Aᵀ) Bᵀ = [h, α h Aᵀ] [W, B]ᵀ``.
+An adapter (A, B, α) continues the columns of the head and of the states: ``h Wᵀ + α (h Aᵀ) Bᵀ = [h,
+α h Aᵀ] [W, B]ᵀ``.
 """
 
 from __future__ import annotations
@@ -33,19 +34,32 @@ def product_type(hidden: Tensor) -> torch.dtype:
 
 
 def check_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_size: int, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    softcap: float | None,
 ) -> None:
-    """Raises ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32 ``[T]``, bias ``[V]``, and the
-    numbers are in their ranges."""
+    """Raises ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32
+    ``[T]``, bias ``[V]``, and the numbers are in their ranges."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
     if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap}: must be a positive number, or None where there is no bound")
+        raise ValueError(
+            f"softcap={softcap}: must be a positive number, or None where there is no bound"
+        )
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets are {targets.dtype}: expected torch.int64; give targets.long()")
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+    if (
+        hidden.ndim != 2
+        or weight.ndim != 2
+        or hidden.shape[1] != weight.shape[1]
+        or targets.shape != hidden.shape[:1]
+    ):
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected "
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
+            f"{tuple(targets.shape)}: expected "
             "[T, D], [V, D] and [T]"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -57,7 +71,9 @@ def side_by_side(weight: Tensor, more: Tensor | None, kind: torch.dtype) -> Tens
     return weight.to(kind) if more is None else torch.cat((weight.to(kind), more.to(kind)), 1)
 
 
-def with_adapter(hidden: Tensor, weight: Tensor, adapter: Adapter | None) -> tuple[Tensor, Tensor | None]:
+def with_adapter(
+    hidden: Tensor, weight: Tensor, adapter: Adapter | None
+) -> tuple[Tensor, Tensor | None]:
     """``hidden`` continued by ``α (h Aᵀ)``, and B, which continues the columns of ``weight``.
 
     Raises:
@@ -67,13 +83,18 @@ def with_adapter(hidden: Tensor, weight: Tensor, adapter: Adapter | None) -> tup
         return hidden, None
     a, more = adapter.a, adapter.b
     if a.ndim != 2 or a.shape[1] != hidden.shape[1] or more.shape != (len(weight), len(a)):
-        raise ValueError(f"adapter is {tuple(a.shape)}, {tuple(more.shape)}: expected [r, {hidden.shape[1]}] and [V, r]")
+        raise ValueError(
+            f"adapter is {tuple(a.shape)}, {tuple(more.shape)}: expected [r, {hidden.shape[1]}] "
+            "and [V, r]"
+        )
     down = torch.nn.functional.dropout(hidden, adapter.dropout) @ a.t().to(hidden.dtype)
     return torch.cat((hidden, (adapter.scale * down).to(hidden.dtype)), 1), more
 
 
 def trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
-    """Places of the targets that count, where they can be had without asking a device for a number; else None."""
+    """Places of the targets that count, where they can be had without asking a device for a
+    number; else None.
+    """
     kept = targets != IGNORED
     if targets.device.type == "cpu":
         return kept.nonzero().squeeze(1)
@@ -81,7 +102,11 @@ def trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
 
 
 def _places(kept: Tensor, count: int) -> Tensor:
-    """``count`` places of a mask without a synchronisation: those of its true entries, then others to make up the number."""
+    """``count`` places of a mask without a synchronisation: those of its true entries, then
+    others to make up the number.
+    """
     before = kept.cumsum(0)
     slot = torch.where(kept, before - 1, before[-1] - 1 + (~kept).cumsum(0))
-    return torch.empty_like(slot).scatter_(0, slot, torch.arange(len(kept), device=kept.device))[:count]
+    return torch.empty_like(slot).scatter_(0, slot, torch.arange(len(kept), device=kept.device))[
+        :count
+    ]

@@ -1,25 +1,27 @@
-"""What is made of a row of logits: its loss and gradient, or its statistics. The chunked heads build on these.
+"""What is made of a row of logits: its loss and gradient, or its statistics. The chunked heads
+build on these.
 
     z_j = c · tanh(s · x_j / c)   of raw logits x;  without a softcap c, z = s · x
     lse = log Σ_j e^{z_j},   p_j = e^{z_j − lse},   H = lse − Σ_j p_j z_j   (entropy)
     loss = w · [(1 − ε)(lse − z_y) + ε (lse − mean_j z_j) + ζ · lse²]
     dloss/dz_j = w · [(1 + 2ζ · lse) p_j − (1 − ε) 1(j = y) − ε / V],   dz_j/dx_j = s · (1 − (z_j / c)²)
 
-ε is label smoothing (Szegedy et al., 2016, section 7), ζ the z-loss (Chowdhery et al., 2022, section 5). A program takes a
-row and overwrites its logits by their gradient. Bytes a row in 16 bit: 2·V for statistics, 4·V with the gradient.
+ε is label smoothing (Szegedy et al., 2016, section 7), ζ the z-loss (Chowdhery et al., 2022,
+section 5). A program takes a row and overwrites its logits by their gradient. Bytes a row in 16
+bit: 2·V for statistics, 4·V with the gradient.
 
-Without smoothing one pass is enough, since the normaliser of a row is a factor of the whole row, which the products that
-follow take more cheaply than a second pass over the logits does:
+Without smoothing one pass is enough, since the normaliser of a row is a factor of the whole row,
+which the products that follow take more cheaply than a second pass over the logits does:
 
     S = Σ_j e^{z_j − r}      for a reference r that is known before the largest logit is
     dloss/dx_j = f · n_j,    n_j = (e^{z_j − r} − S / (1 + 2ζ · lse) · 1(j = y)) · (1 − (z_j / c)²),
     f = w · s · (1 + 2ζ · lse) / S
 
-The target's numerator, the one large number of a row, is rounded like the others; f takes its error up, so that f · n_y is
-exact: errors of rows would not cancel where the rows' gradients do.
+The target's numerator, the one large number of a row, is rounded like the others; f takes its error
+up, so that f · n_y is exact: errors of rows would not cancel where the rows' gradients do.
 
-r is the largest logit of the first block or the target's; should a later one be more than e^40 times as likely, r is
-raised, and what was written is scaled down when the row is done.
+r is the largest logit of the first block or the target's; should a later one be more than e^40
+times as likely, r is raised, and what was written is scaled down when the row is done.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ IGNORED = -100  # the default of torch.nn.functional.cross_entropy
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How raw logits become logits, and logits a loss; the letters of the module's docstring in order s, c, ε, ζ."""
+    """How raw logits become logits, and logits a loss; the letters of the module's docstring in
+    order s, c, ε, ζ.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -54,7 +58,9 @@ def tile_of(vocabulary: int) -> Tile:
 def _tanh(x):
     """To fp32's own precision: by its series where 1 − 2 / (e^2x + 1) would cancel."""
     y = x * x
-    series = 1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * (0.021869489 - y * 0.0088632358))))
+    series = 1.0 + y * (
+        -0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * (0.021869489 - y * 0.0088632358)))
+    )
     far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
     return tl.where(tl.abs(x) < 0.3, x * series, tl.where(x < 0, -far, far))
 
@@ -69,12 +75,19 @@ def shaped(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _statistics(
-    x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANTS_SUM: tl.constexpr, WANTS_ENTROPY: tl.constexpr,
+    x_ptr,
+    vocabulary,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    WANTS_SUM: tl.constexpr,
+    WANTS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Largest m, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m} of a row, in one pass.
 
-    Every eight neighbours, which one thread holds, have a maximum and sums of their own until the end of the row: threads
+    Every eight neighbours, which one thread holds, have a maximum and sums of their own until the
+        end of the row: threads
     wait for each other once, not once a block.
     """
     largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
@@ -83,10 +96,14 @@ def _statistics(
     weighted = tl.zeros((BLOCK // 8,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
+        x = tl.load(
+            x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last"
+        )
         z = tl.where(column < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         if WANTS_SUM:
-            plain_sum += tl.sum(tl.reshape(tl.where(column < vocabulary, z, 0.0), (BLOCK // 8, 8)), axis=1)
+            plain_sum += tl.sum(
+                tl.reshape(tl.where(column < vocabulary, z, 0.0), (BLOCK // 8, 8)), axis=1
+            )
         z = tl.reshape(z, (BLOCK // 8, 8))
         new = tl.maximum(largest, tl.max(z, axis=1))
         shrink = tl.exp(largest - new)
@@ -102,14 +119,31 @@ def _statistics(
     if WANTS_ENTROPY:
         weighted = tl.where(total > 0, (weighted + total * (largest - top)) * shrink, 0.0)
     sum_of_shares = tl.sum(total * shrink, axis=0)
-    return top, tl.log(sum_of_shares), tl.sum(plain_sum, axis=0), tl.sum(weighted, axis=0) / sum_of_shares
+    return (
+        top,
+        tl.log(sum_of_shares),
+        tl.sum(plain_sum, axis=0),
+        tl.sum(weighted, axis=0) / sum_of_shares,
+    )
 
 
 @triton.jit
 def _loss_and_numerators_kernel(
-    x_ptr, target_ptr, weight_ptr, loss_ptr, factor_ptr, vocabulary, stride, scale, softcap, z_loss,
-    HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    target_ptr,
+    weight_ptr,
+    loss_ptr,
+    factor_ptr,
+    vocabulary,
+    stride,
+    scale,
+    softcap,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """``BLOCKS`` is at least the number of blocks of a row, ``BLOCK`` columns each."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
@@ -123,7 +157,9 @@ def _loss_and_numerators_kernel(
             tl.store(x_ptr + start + lane, tl.zeros((BLOCK,), kind), mask=start + lane < vocabulary)
     else:
         known = (target >= 0) & (target < vocabulary)
-        at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+        at_target = shaped(
+            tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP
+        )
         x = tl.load(x_ptr + lane, mask=lane < vocabulary, other=0.0, eviction_policy="evict_first")
         z = tl.where(lane < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         first_reference = tl.maximum(tl.maximum(tl.max(z, axis=0), at_target), -3.0e38)
@@ -131,7 +167,12 @@ def _loss_and_numerators_kernel(
         total = tl.zeros((BLOCK // 8,), tl.float32)
         for start in range(0, vocabulary, BLOCK):
             column = start + lane
-            ahead = tl.load(x_ptr + column + BLOCK, mask=column + BLOCK < vocabulary, other=0.0, eviction_policy="evict_first")
+            ahead = tl.load(
+                x_ptr + column + BLOCK,
+                mask=column + BLOCK < vocabulary,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
             z = tl.where(column < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
             top = tl.max(z, axis=0)
             raised = tl.where(top > reference + 40.0, top, reference)
@@ -142,21 +183,34 @@ def _loss_and_numerators_kernel(
             total += tl.sum(tl.reshape(numerator, (BLOCK // 8, 8)), axis=1)
             if HAS_SOFTCAP:
                 numerator *= 1.0 - (z / softcap) * (z / softcap)
-            tl.store(x_ptr + column, numerator.to(kind), mask=column < vocabulary, eviction_policy="evict_first")
+            tl.store(
+                x_ptr + column,
+                numerator.to(kind),
+                mask=column < vocabulary,
+                eviction_policy="evict_first",
+            )
             x = ahead
         whole = tl.sum(total, axis=0)
         tl.debug_barrier()  # what follows overwrites what other threads wrote
-        if reference > first_reference:  # within the loop this branch would cost every row a tenth of its time
+        if (
+            reference > first_reference
+        ):  # within the loop this branch would cost every row a tenth of its time
             for start in range(0, vocabulary, BLOCK):
-                of_block = tl.sum(tl.where(tl.arange(0, BLOCKS) * BLOCK == start, references, 0.0), axis=0)
-                written = tl.load(x_ptr + start + lane, mask=start + lane < vocabulary, other=0.0).to(tl.float32)
+                of_block = tl.sum(
+                    tl.where(tl.arange(0, BLOCKS) * BLOCK == start, references, 0.0), axis=0
+                )
+                written = tl.load(
+                    x_ptr + start + lane, mask=start + lane < vocabulary, other=0.0
+                ).to(tl.float32)
                 scaled = written * tl.exp(of_block - reference)
                 tl.store(x_ptr + start + lane, scaled.to(kind), mask=start + lane < vocabulary)
             tl.debug_barrier()
         rest = tl.log(whole)
         lse = reference + rest
         weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
-        weight = tl.where(known, weight, float("nan"))  # a target outside the vocabulary must not pass unseen
+        weight = tl.where(
+            known, weight, float("nan")
+        )  # a target outside the vocabulary must not pass unseen
         steepness = 1.0 + 2.0 * z_loss * lse
         tl.store(loss_ptr + row, weight * (rest - (at_target - reference) + z_loss * lse * lse))
         numerator = tl.exp(at_target - reference) - whole / steepness
@@ -170,10 +224,22 @@ def _loss_and_numerators_kernel(
 
 @triton.jit
 def _loss_and_gradient_kernel(
-    x_ptr, target_ptr, weight_ptr, loss_ptr, vocabulary, stride, scale, softcap, smoothing, z_loss,
-    HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
+    x_ptr,
+    target_ptr,
+    weight_ptr,
+    loss_ptr,
+    vocabulary,
+    stride,
+    scale,
+    softcap,
+    smoothing,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    WANTS_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     target = tl.load(target_ptr + row)
@@ -187,12 +253,16 @@ def _loss_and_gradient_kernel(
                 tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
     else:
         known = (target >= 0) & (target < vocabulary)
-        at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+        at_target = shaped(
+            tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP
+        )
         largest, rest, plain_sum, _ = _statistics(
             x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, False, BLOCK
-        )  # fmt: skip
+        )
         weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
-        weight = tl.where(known, weight, float("nan"))  # a target outside the vocabulary must not pass unseen
+        weight = tl.where(
+            known, weight, float("nan")
+        )  # a target outside the vocabulary must not pass unseen
         loss = (1.0 - smoothing) * (rest - (at_target - largest))
         if HAS_SMOOTHING:
             loss += smoothing * (rest - (plain_sum / vocabulary - largest))
@@ -203,29 +273,55 @@ def _loss_and_gradient_kernel(
             of_each = weight * smoothing / vocabulary
             for back in range(blocks):
                 column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
-                x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_first")
+                x = tl.load(
+                    x_ptr + column,
+                    mask=column < vocabulary,
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
                 z = shaped(x, scale, softcap, HAS_SOFTCAP)
-                gradient = of_all * tl.exp(z - largest - rest) - tl.where(column == target, of_target, 0.0)
+                gradient = of_all * tl.exp(z - largest - rest) - tl.where(
+                    column == target, of_target, 0.0
+                )
                 if HAS_SMOOTHING:
                     gradient -= of_each
                 gradient *= scale
                 if HAS_SOFTCAP:
                     gradient *= 1.0 - (z / softcap) * (z / softcap)
-                tl.store(x_ptr + column, gradient.to(kind), mask=column < vocabulary, eviction_policy="evict_first")
+                tl.store(
+                    x_ptr + column,
+                    gradient.to(kind),
+                    mask=column < vocabulary,
+                    eviction_policy="evict_first",
+                )
 
 
 @triton.jit
 def _log_probability_kernel(
-    x_ptr, target_ptr, log_p_ptr, lse_ptr, entropy_ptr, vocabulary, stride, scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, WANTS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    target_ptr,
+    log_p_ptr,
+    lse_ptr,
+    entropy_ptr,
+    vocabulary,
+    stride,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    WANTS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     target = tl.load(target_ptr + row)
-    largest, rest, _, mean = _statistics(x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, False, WANTS_ENTROPY, BLOCK)
+    largest, rest, _, mean = _statistics(
+        x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, False, WANTS_ENTROPY, BLOCK
+    )
     known = (target >= 0) & (target < vocabulary)
     at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
-    log_p = tl.where(known, (at_target - largest) - rest, float("nan"))  # outside the vocabulary: must not pass unseen
+    log_p = tl.where(
+        known, (at_target - largest) - rest, float("nan")
+    )  # outside the vocabulary: must not pass unseen
     tl.store(log_p_ptr + row, tl.where(target == -100, 0.0, log_p))
     tl.store(lse_ptr + row, largest + rest)
     if WANTS_ENTROPY:
@@ -234,9 +330,20 @@ def _log_probability_kernel(
 
 @triton.jit
 def _log_probability_gradient_kernel(
-    x_ptr, target_ptr, d_log_p_ptr, d_entropy_ptr, lse_ptr, entropy_ptr, vocabulary, stride, scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, WANTS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    target_ptr,
+    d_log_p_ptr,
+    d_entropy_ptr,
+    lse_ptr,
+    entropy_ptr,
+    vocabulary,
+    stride,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    WANTS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x_ptr += row * stride
@@ -258,7 +365,8 @@ def _log_probability_gradient_kernel(
 def loss_and_gradient_(
     x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses and factors, fp32 ``[rows]``; row t of the gradient of ``x`` ``[rows, V]`` is then ``factors[t] · x[t]``.
+    """Losses and factors, fp32 ``[rows]``; row t of the gradient of ``x`` ``[rows, V]`` is then
+    ``factors[t] · x[t]``.
 
     Args:
         targets: int64 ``[rows]``; the loss and the gradient of −100 are zero.
@@ -274,47 +382,107 @@ def loss_and_gradient_(
     # fp16 has no room for numerators that are not yet shares
     if wants_gradient and not options.label_smoothing and x.dtype != torch.float16:
         _loss_and_numerators_kernel[(rows,)](
-            x, targets, weights, losses, factors, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
-            options.z_loss, options.softcap is not None, weights is not None, tile.block,
-            next_power_of_2(triton.cdiv(vocabulary, tile.block)), num_warps=tile.warps,
-        )  # fmt: skip
+            x,
+            targets,
+            weights,
+            losses,
+            factors,
+            vocabulary,
+            x.stride(0),
+            options.scale,
+            options.softcap or 1.0,
+            options.z_loss,
+            options.softcap is not None,
+            weights is not None,
+            tile.block,
+            next_power_of_2(triton.cdiv(vocabulary, tile.block)),
+            num_warps=tile.warps,
+        )
     else:
         _loss_and_gradient_kernel[(rows,)](
-            x, targets, weights, losses, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
-            options.label_smoothing, options.z_loss, options.softcap is not None, weights is not None,
-            options.label_smoothing != 0, wants_gradient, tile.block, num_warps=tile.warps,
-        )  # fmt: skip
+            x,
+            targets,
+            weights,
+            losses,
+            vocabulary,
+            x.stride(0),
+            options.scale,
+            options.softcap or 1.0,
+            options.label_smoothing,
+            options.z_loss,
+            options.softcap is not None,
+            weights is not None,
+            options.label_smoothing != 0,
+            wants_gradient,
+            tile.block,
+            num_warps=tile.warps,
+        )
         factors.fill_(1.0)
     return losses, factors
 
 
-def log_probabilities(x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the targets (0 where −100), lse and entropy (0 if not wanted) of each row, all fp32 ``[rows]``."""
+def log_probabilities(
+    x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets (0 where −100), lse and entropy (0 if not wanted) of each
+    row, all fp32 ``[rows]``.
+    """
     if not runs_triton(x):
         return log_probabilities_reference(x, targets, options, wants_entropy)
     rows, vocabulary = x.shape
     log_p, lse, entropy = x.new_zeros((3, rows), dtype=torch.float32)
     tile = tile_of(vocabulary)
     _log_probability_kernel[(rows,)](
-        x, targets, log_p, lse, entropy, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
-        options.softcap is not None, wants_entropy, tile.block, num_warps=tile.warps,
-    )  # fmt: skip
+        x,
+        targets,
+        log_p,
+        lse,
+        entropy,
+        vocabulary,
+        x.stride(0),
+        options.scale,
+        options.softcap or 1.0,
+        options.softcap is not None,
+        wants_entropy,
+        tile.block,
+        num_warps=tile.warps,
+    )
     return log_p, lse, entropy
 
 
 def log_probability_gradient_(
-    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, options: LossOptions
+    x: Tensor,
+    targets: Tensor,
+    d_log_p: Tensor,
+    d_entropy: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    options: LossOptions,
 ) -> None:
-    """Overwrite the logits ``x`` by the gradient that reaches them from log-probabilities and entropies."""
+    """Overwrite the logits ``x`` by the gradient that reaches them from log-probabilities and
+    entropies.
+    """
     if not runs_triton(x):
         log_probability_gradient_reference_(x, targets, d_log_p, d_entropy, lse, entropy, options)
         return
     rows, vocabulary = x.shape
     block = min(2048, next_power_of_2(vocabulary))
     _log_probability_gradient_kernel[(rows, triton.cdiv(vocabulary, block))](
-        x, targets, d_log_p, d_entropy, lse, entropy, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
-        options.softcap is not None, d_entropy is not None, block, num_warps=4,
-    )  # fmt: skip
+        x,
+        targets,
+        d_log_p,
+        d_entropy,
+        lse,
+        entropy,
+        vocabulary,
+        x.stride(0),
+        options.scale,
+        options.softcap or 1.0,
+        options.softcap is not None,
+        d_entropy is not None,
+        block,
+        num_warps=4,
+    )
 
 
 def shaped_reference(x: Tensor, options: LossOptions) -> Tensor:
@@ -330,9 +498,16 @@ def places_of(targets: Tensor, vocabulary: int) -> Tensor:
         IndexError: one is outside the vocabulary; only the CPU is asked.
     """
     at = targets.masked_fill(targets == IGNORED, 0)
-    if at.device.type == "cpu" and at.numel() and not 0 <= int(at.min()) <= int(at.max()) < vocabulary:
+    if (
+        at.device.type == "cpu"
+        and at.numel()
+        and not 0 <= int(at.min()) <= int(at.max()) < vocabulary
+    ):
         outside = int(at[(at < 0) | (at >= vocabulary)][0])
-        raise IndexError(f"targets hold {outside}: outside the vocabulary of {vocabulary}; {IGNORED} is what is ignored")
+        raise IndexError(
+            f"targets hold {outside}: outside the vocabulary of {vocabulary}; {IGNORED} is what "
+            "is ignored"
+        )
     return at[:, None]
 
 
@@ -350,10 +525,14 @@ def loss_and_gradient_reference_(
     kept, at_target = targets != IGNORED, places_of(targets, x.shape[1])
     of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
     smoothing = options.label_smoothing
-    log_p = torch.log_softmax(z, 1)  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
+    log_p = torch.log_softmax(
+        z, 1
+    )  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
     losses = (smoothing - 1) * log_p.gather(1, at_target).squeeze(1)
     lse = torch.logsumexp(z, 1) if options.z_loss else torch.zeros_like(losses)
-    spread = smoothing * log_p.mean(1) if smoothing else 0.0  # of a word that is banned it is infinite
+    spread = (
+        smoothing * log_p.mean(1) if smoothing else 0.0
+    )  # of a word that is banned it is infinite
     losses = losses - spread + options.z_loss * lse.square()
     if wants_gradient:
         d_z = log_p.exp_()
@@ -370,15 +549,27 @@ def log_probabilities_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
-    at_target = log_p.gather(1, places_of(targets, x.shape[1])).squeeze(1).masked_fill(targets == IGNORED, 0.0)
+    at_target = (
+        log_p.gather(1, places_of(targets, x.shape[1]))
+        .squeeze(1)
+        .masked_fill(targets == IGNORED, 0.0)
+    )
     entropy = (
-        -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(1) if wants_entropy else torch.zeros_like(at_target)
+        -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(1)
+        if wants_entropy
+        else torch.zeros_like(at_target)
     )
     return at_target, torch.logsumexp(z, 1), entropy
 
 
 def log_probability_gradient_reference_(
-    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, options: LossOptions
+    x: Tensor,
+    targets: Tensor,
+    d_log_p: Tensor,
+    d_entropy: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    options: LossOptions,
 ) -> None:
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)

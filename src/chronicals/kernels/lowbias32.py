@@ -1,5 +1,5 @@
-"""A hash of 32 bits where random numbers are wanted for many places (Ellis, 2018, "lowbias32"): two rounds of multiplying and
-shifting, about ten instructions, as many as one round of Philox takes.
+"""A hash of 32 bits where random numbers are wanted for many places (Ellis, 2018, "lowbias32"): two
+rounds of multiplying and shifting, about ten instructions, as many as one round of Philox takes.
 """
 
 from __future__ import annotations

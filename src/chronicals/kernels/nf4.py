@@ -1,18 +1,20 @@
-"""4-bit weights in bitsandbytes' format: 16 values times a scale for each block (QLoRA, Dettmers et al., 2023, section 3).
+"""4-bit weights in bitsandbytes' format: 16 values times a scale for each block (QLoRA, Dettmers et
+al., 2023, section 3).
 
     absmax[b] = max |w| over block b of consecutive elements        fp32
     code[i]   = the nearest of CODES["nf4"] to w[i] / absmax[b]     two in a byte, the first in the upper half
     w[i]      ≈ CODES[…][code[i]] · absmax[b]                       fp32, rounded once to the output's dtype
 
-A block is 32 to 4096 elements of the flattened weight, the last one may be shorter. The scales may be quantized themselves
-("double quantization", ibid.): to 8 bits in blocks of 256, after their mean was subtracted:
+A block is 32 to 4096 elements of the flattened weight, the last one may be shorter. The scales may
+be quantized themselves ("double quantization", ibid.): to 8 bits in blocks of 256, after their mean
+was subtracted:
 
     absmax[b] ≈ DYNAMIC[q[b]] · absmax2[b / 256] + offset
 
-so that a weight takes 4 + 8/64 + 32/(64·256) = 4.127 bits with blocks of 64, and reading it as 16 bits moves 2.52 bytes.
-"nf4" has quantiles of a normal distribution, "fp4" a sign, two bits of exponent and one of mantissa; "fp4" is quantized by
-plain torch alone.
-Dequantization writes rows that may lie apart, so that the weight can stand in a buffer with padding columns.
+so that a weight takes 4 + 8/64 + 32/(64·256) = 4.127 bits with blocks of 64, and reading it as 16
+bits moves 2.52 bytes. "nf4" has quantiles of a normal distribution, "fp4" a sign, two bits of
+exponent and one of mantissa; "fp4" is quantized by plain torch alone. Dequantization writes rows
+that may lie apart, so that the weight can stand in a buffer with padding columns.
 """
 
 from __future__ import annotations
@@ -28,12 +30,25 @@ from chronicals.kernels.operators import operator
 
 CODES = {
     "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
     ),
     "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
-}  # fmt: skip
+}
 """By format, what each code stands for (QLoRA, appendix E; FP4 over its largest value)."""
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -47,7 +62,9 @@ ELEMENTS = 1024
 """That a program quantizes."""
 
 PIECE = 1 << 24
-"""That plain torch takes at a time, which makes some twenty bytes of each; a multiple of all blocks."""
+"""That plain torch takes at a time, which makes some twenty bytes of each; a multiple of all
+blocks.
+"""
 
 TILE = 4096
 """That one dequantizes: 32 a thread, whose codes are one load of 16 bytes."""
@@ -59,7 +76,8 @@ class Scales:
 
     Attributes:
         absmax: fp32 ``[blocks]``, or their codes, uint8, where they are quantized themselves.
-        absmax2: fp32 ``[blocks / block2]``, largest of each block of scales less the offset; None where they are not quantized.
+        absmax2: fp32 ``[blocks / block2]``, largest of each block of scales less the offset; None
+            where they are not quantized.
         code2: fp32 ``[256]``, what the codes of the scales stand for.
         offset: fp32, one element, the mean that was subtracted from the scales.
         block2: scales in a block of them.
@@ -98,8 +116,8 @@ def _bounds(device: torch.device) -> Tensor:
 
 @cache
 def _guesses(device: torch.device) -> Tensor:
-    """fp32 ``[2, 64]``: of each of the intervals [(n − 17) / 16, (n − 16) / 16) the codes below it, and the one bound that may
-    lie in it, else 2. No bound is near an end of one."""
+    """fp32 ``[2, 64]``: of each of the intervals [(n − 17) / 16, (n − 16) / 16) the codes below
+    it, and the one bound that may lie in it, else 2. No bound is near an end of one."""
     ends = (torch.arange(64) - 17) / 16
     bounds = _bounds(torch.device("cpu"))
     below = (bounds < ends[:, None]).sum(1)
@@ -109,8 +127,8 @@ def _guesses(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_code(device: torch.device) -> Tensor:
-    """fp32 ``[256]``, ascending: the signed dynamic 8-bit code (Dettmers et al., 2022, section 2.1). Every exponent is a decade
-    with twice as many values as the one below."""
+    """fp32 ``[256]``, ascending: the signed dynamic 8-bit code (Dettmers et al., 2022, section
+    2.1). Every exponent is a decade with twice as many values as the one below."""
     values = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1.0, 2**exponent + 1)
@@ -119,7 +137,8 @@ def dynamic_code(device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-# --- quantize ----------------------------------------------------------------------------------------------------------
+# --- quantize
+# ----------------------------------------------------------------------------------------------------------
 
 
 def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
@@ -149,15 +168,32 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
     blocks = max(1, ELEMENTS // block)
     if count:
         _quantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
-            flat, packed, absmax, _guesses(flat.device), count, packed.numel(), SMALLEST, blocks, block, enable_fp_fusion=False
+            flat,
+            packed,
+            absmax,
+            _guesses(flat.device),
+            count,
+            packed.numel(),
+            SMALLEST,
+            blocks,
+            block,
+            enable_fp_fusion=False,
         )
     return packed, absmax
 
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, packed_ptr, absmax_ptr, guesses_ptr, count, pairs, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+    x_ptr,
+    packed_ptr,
+    absmax_ptr,
+    guesses_ptr,
+    count,
+    pairs,
+    SMALLEST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
@@ -173,7 +209,9 @@ def _quantize_kernel(
 @triton.jit
 def _nearest(value, guesses_ptr):
     """The codes, fp32, of values from -1 to 1: a guess by the interval, and one comparison."""
-    interval = (value * 16 + 16.5 + 8388608.0).to(tl.int32, bitcast=True) & 63  # above 2²³ nothing has a fraction
+    interval = (value * 16 + 16.5 + 8388608.0).to(
+        tl.int32, bitcast=True
+    ) & 63  # above 2²³ nothing has a fraction
     guess, bound = tl.load(guesses_ptr + interval), tl.load(guesses_ptr + 64 + interval)
     return guess + (value > bound).to(tl.float32)
 
@@ -184,7 +222,9 @@ def quantize_nf4_reference(weight: Tensor, block: int = 64) -> tuple[Tensor, Ten
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
     scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)
-    codes = torch.bucketize(scaled.reshape(-1)[: flat.numel()], _bounds(flat.device)).to(torch.uint8)
+    codes = torch.bucketize(scaled.reshape(-1)[: flat.numel()], _bounds(flat.device)).to(
+        torch.uint8
+    )
     zero = torch.bucketize(flat.new_zeros(flat.numel() % 2), _bounds(flat.device)).to(torch.uint8)
     pairs = torch.cat([codes, zero]).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1], absmax
@@ -218,7 +258,9 @@ def quantize_scales(absmax: Tensor) -> Scales:
     """Scales, quantized themselves: 8 bits in blocks of ``SCALE_BLOCK``."""
     offset, code = absmax.mean(), dynamic_code(absmax.device)
     centred = absmax - offset
-    blocks = torch.nn.functional.pad(centred, (0, -centred.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    blocks = torch.nn.functional.pad(centred, (0, -centred.numel() % SCALE_BLOCK)).view(
+        -1, SCALE_BLOCK
+    )
     largest = blocks.abs().amax(1)
     scaled = blocks * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)
     bounds = (code[:-1] + code[1:]) / 2
@@ -226,10 +268,13 @@ def quantize_scales(absmax: Tensor) -> Scales:
     return Scales(codes, largest, code, offset)
 
 
-# --- dequantize --------------------------------------------------------------------------------------------------------
+# --- dequantize
+# --------------------------------------------------------------------------------------------------------
 
 
-def dequantize_4bit(packed: Tensor, scales: Scales, out: Tensor, block: int = 64, code: str = "nf4") -> Tensor:
+def dequantize_4bit(
+    packed: Tensor, scales: Scales, out: Tensor, block: int = 64, code: str = "nf4"
+) -> Tensor:
     """Write a weight's values, by one launch.
 
     Args:
@@ -252,35 +297,67 @@ def dequantize_4bit(packed: Tensor, scales: Scales, out: Tensor, block: int = 64
         raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
     if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
         raise ValueError(
-            f"{packed.numel()} bytes and {scales.absmax.numel()} scales are not those of {rows} x {columns} values in blocks "
+            f"{packed.numel()} bytes and {scales.absmax.numel()} scales are not those of {rows} x "
+            f"{columns} values in blocks "
             f"of {block}"
         )
     if columns > 1 and out.stride(1) != 1:
         raise ValueError(f"out has strides {out.stride()}: give one whose rows are dense")
-    _dequantize(packed.view(-1), scales.absmax, scales.absmax2, scales.code2, scales.offset, scales.block2, out, block, code)
+    _dequantize(
+        packed.view(-1),
+        scales.absmax,
+        scales.absmax2,
+        scales.code2,
+        scales.offset,
+        scales.block2,
+        out,
+        block,
+        code,
+    )
     return out
 
 
 @operator("chronicals::dequantize_4bit", mutates=("out",))
 def _dequantize(
-    packed: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
-    out: Tensor, block: int, code: str,
-) -> None:  # fmt: skip
+    packed: Tensor,
+    absmax: Tensor,
+    absmax2: Tensor | None,
+    code2: Tensor | None,
+    offset: Tensor | None,
+    block2: int,
+    out: Tensor,
+    block: int,
+    code: str,
+) -> None:
     rows, columns = out.shape
     if not runs_triton(out):
         scales = Scales(absmax, absmax2, code2, offset, block2)
         if out.is_contiguous():
             _dequantize_pieces(packed, scales.plain(), out.view(-1), block, code)
         else:
-            out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
+            out.copy_(
+                dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code)
+            )
     elif rows * columns:
         nested, count, blocks = absmax2 is not None, rows * columns, TILE // block
         _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
-            packed, absmax, *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)), code_of(code, out.device), out,
-            count, columns, out.stride(0), block2, nested, out.stride(0) == columns, columns % block == 0,
-            count % TILE == 0, blocks, block,
+            packed,
+            absmax,
+            *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)),
+            code_of(code, out.device),
+            out,
+            count,
+            columns,
+            out.stride(0),
+            block2,
+            nested,
+            out.stride(0) == columns,
+            columns % block == 0,
+            count % TILE == 0,
+            blocks,
+            block,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
-        )  # fmt: skip
+        )
 
 
 def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, code: str) -> None:
@@ -289,17 +366,33 @@ def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, 
         piece = out[start : start + PIECE]
         scales = Scales(absmax[start // block : -(-(start + len(piece)) // block)])
         codes = packed[start // 2 : -(-(start + len(piece)) // 2)]
-        piece.copy_(dequantize_4bit_reference(codes, scales, tuple(piece.shape), out.dtype, block, code))
+        piece.copy_(
+            dequantize_4bit_reference(codes, scales, tuple(piece.shape), out.dtype, block, code)
+        )
 
 
 @triton.jit
 def _dequantize_kernel(
-    packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, columns, stride,
-    BLOCK2: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    BLOCKS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """``WHOLE``: no block is in two rows. ``FULL``: each program has all its blocks, and nothing is masked. Blocks are counted
-    in 32 bits, and elements from the program's first one.
+    packed_ptr,
+    absmax_ptr,
+    absmax2_ptr,
+    code2_ptr,
+    offset_ptr,
+    code_ptr,
+    out_ptr,
+    count,
+    columns,
+    stride,
+    BLOCK2: tl.constexpr,
+    NESTED: tl.constexpr,
+    DENSE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """``WHOLE``: no block is in two rows. ``FULL``: each program has all its blocks, and nothing is
+    masked. Blocks are counted in 32 bits, and elements from the program's first one.
     """
     tile = tl.program_id(0)
     block, within = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCKS) * SIZE
@@ -308,21 +401,34 @@ def _dequantize_kernel(
     there = None if FULL else within < left
     if NESTED:
         codes = tl.load(absmax_ptr + block, mask=there).to(tl.int32)
-        absmax = tl.load(code2_ptr + codes, mask=there) * tl.load(absmax2_ptr + block // BLOCK2, mask=there)
+        absmax = tl.load(code2_ptr + codes, mask=there) * tl.load(
+            absmax2_ptr + block // BLOCK2, mask=there
+        )
         absmax = absmax + tl.load(offset_ptr)
     else:
         absmax = tl.load(absmax_ptr + block, mask=there)
     pair = (within // 2)[:, None] + tl.arange(0, SIZE // 2)[None, :]
-    packed = tl.load(packed_ptr + start // 2 + pair, mask=None if FULL else pair < (left + 1) // 2, other=None if FULL else 0)
+    packed = tl.load(
+        packed_ptr + start // 2 + pair,
+        mask=None if FULL else pair < (left + 1) // 2,
+        other=None if FULL else 0,
+    )
     packed = packed.to(tl.int32)
-    first, second = tl.load(code_ptr + (packed >> 4)) * absmax[:, None], tl.load(code_ptr + (packed & 15)) * absmax[:, None]
+    first, second = (
+        tl.load(code_ptr + (packed >> 4)) * absmax[:, None],
+        tl.load(code_ptr + (packed & 15)) * absmax[:, None],
+    )
     element = within[:, None] + tl.arange(0, SIZE)[None, :]
     if DENSE:
         place = out_ptr + start + element
     elif WHOLE:
         a_row = columns // SIZE
         row = block // a_row
-        place = out_ptr + (row.to(tl.int64) * stride + (block - row * a_row) * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
+        place = (
+            out_ptr
+            + (row.to(tl.int64) * stride + (block - row * a_row) * SIZE)[:, None]
+            + tl.arange(0, SIZE)[None, :]
+        )
     else:
         place = out_ptr + (start + element) // columns * stride + (start + element) % columns
     values = tl.interleave(first, second)
@@ -330,8 +436,13 @@ def _dequantize_kernel(
 
 
 def dequantize_4bit_reference(
-    packed: Tensor, scales: Scales, shape: tuple[int, ...], dtype: torch.dtype, block: int = 64, code: str = "nf4"
-) -> Tensor:  # fmt: skip
+    packed: Tensor,
+    scales: Scales,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    block: int = 64,
+    code: str = "nf4",
+) -> Tensor:
     """``dequantize_4bit`` in plain torch, into a new tensor of ``shape`` and ``dtype``."""
     count = torch.Size(shape).numel()
     codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], 1).view(-1)[:count]

@@ -1,4 +1,6 @@
-"""Kernels as operators of torch: ``torch.compile`` sees one node, knows what it returns and writes, and has no graph break."""
+"""Kernels as operators of torch: ``torch.compile`` sees one node, knows what it returns and
+writes, and has no graph break.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Make an operator of a function; its arguments are given by position.
 
-    ``torch.library.custom_op`` adds derivatives and checks, which are 36 µs of the host's time in each call, where this takes
-    2.5. The kernels need neither: they are called within an ``autograd.Function``, whose gradients are kernels, too.
+    ``torch.library.custom_op`` adds derivatives and checks, which are 36 µs of the host's time in
+    each call, where this takes 2.5. The kernels need neither: they are called within an
+    ``autograd.Function``, whose gradients are kernels, too.
 
     Args:
         name: ``chronicals::`` and what it is called.
-        mutates: parameters, tensors, that it writes to; their versions count up, as after any operation in place.
+        mutates: parameters, tensors, that it writes to; their versions count up, as after any
+            operation in place.
 
     Returns:
-        from the function to the operator, for which ``torch.library.register_fake`` says what it returns, if anything.
+        from the function to the operator, for which ``torch.library.register_fake`` says what it
+        returns, if anything.
     """
 
     def made(function: Callable[..., Any]) -> Any:
@@ -32,8 +37,14 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
         library = _library(space)
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
         library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        places = [place for place, given in enumerate(inspect.signature(function).parameters) if given in mutates]
-        library.impl(short, _counting(function, places) if places else function, "CompositeExplicitAutograd")
+        places = [
+            place
+            for place, given in enumerate(inspect.signature(function).parameters)
+            if given in mutates
+        ]
+        library.impl(
+            short, _counting(function, places) if places else function, "CompositeExplicitAutograd"
+        )
         found = getattr(getattr(torch.ops, space), short).default
         FUNCTIONS[found] = function
         if not found._schema.returns:

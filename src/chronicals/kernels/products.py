@@ -9,14 +9,20 @@ from torch import Tensor
 
 
 def product(left: Tensor, right: Tensor, kind: torch.dtype, scale: float = 1.0) -> Tensor:
-    """``scale · left @ right`` in ``kind``, rounded to a narrower type only where the device cannot do otherwise."""
+    """``scale · left @ right`` in ``kind``, rounded to a narrower type only where the device
+    cannot do otherwise.
+    """
     if not left.is_cuda:
         wide = torch.promote_types(left.dtype, torch.float32)
         return torch.mm(left.to(wide), right.to(wide)).mul_(scale).to(kind)
-    options: dict[str, Any] = {"out_dtype": kind} if left.dtype != kind and kind == torch.float32 else {}
+    options: dict[str, Any] = (
+        {"out_dtype": kind} if left.dtype != kind and kind == torch.float32 else {}
+    )
     if scale == 1.0:
         return torch.mm(left, right, **options).to(kind)
-    out = left.new_empty((left.shape[0], right.shape[1]), dtype=options.get("out_dtype", left.dtype))
+    out = left.new_empty(
+        (left.shape[0], right.shape[1]), dtype=options.get("out_dtype", left.dtype)
+    )
     return torch.addmm(out, left, right, **options, beta=0, alpha=scale, out=out).to(kind)
 
 

@@ -1,4 +1,5 @@
-"""RMSNorm of every query and key head, then rotary position embedding: both for q and k in one launch (Qwen3, Gemma 3).
+"""RMSNorm of every query and key head, then rotary position embedding: both for q and k in one
+launch (Qwen3, Gemma 3).
 
 Of one head's row x of D channels, with the weight w and the tables of its token:
 
@@ -7,10 +8,11 @@ Of one head's row x of D channels, with the weight w and the tables of its token
     g: g_a = da' · cos_a + db' · sin_b,   g_b = db' · cos_b − da' · sin_a
     dx = rstd · (h − x̂ · mean(h · x̂)),   h = g · (offset + w);   dw = Σ_heads g · x̂
 
-Pairs are (i, i + R/2) in the half layout of transformers, (2i, 2i + 1) interleaved; tables may be narrower than the head
-(R < D). All is computed in fp32 and rounded once, at the end. ``offset`` is 1 where a model stores w − 1 (Gemma).
-Saved: q and k as they came, the weights, the tables and one fp32 a head.
-Bytes a token in 16 bit: 4 · (H + K) · D forward, 6 · (H + K) · D backward; tables and weights stay in the cache.
+Pairs are (i, i + R/2) in the half layout of transformers, (2i, 2i + 1) interleaved; tables may be
+narrower than the head (R < D). All is computed in fp32 and rounded once, at the end. ``offset`` is
+1 where a model stores w − 1 (Gemma). Saved: q and k as they came, the weights, the tables and one
+fp32 a head. Bytes a token in 16 bit: 4 · (H + K) · D forward, 6 · (H + K) · D backward; tables and
+weights stay in the cache.
 """
 
 from __future__ import annotations
@@ -54,9 +56,11 @@ WARPS_A_PROCESSOR = 16
 
 
 def _tile(half: int, rest: int, backward: bool) -> Tile:
-    """8 pairs a thread: 16 heads a program forward; backward 4 warps, less where ``rest`` channels stand beside.
+    """8 pairs a thread: 16 heads a program forward; backward 4 warps, less where ``rest`` channels
+    stand beside.
 
-    Measured on an H200 at head widths 64, 128 and 256 forward: 0.78 of the copy rate each; 16 pairs a thread reach 0.55.
+    Measured on an H200 at head widths 64, 128 and 256 forward: 0.78 of the copy rate each; 16 pairs
+        a thread reach 0.55.
     """
     block = next_power_of_2(half)
     if backward:
@@ -85,18 +89,42 @@ def _load_weight(w_ptr, offset, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLE
 
 @triton.jit
 def _forward_of_heads(
-    x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, first, positions, length, x_batch, x_token, x_head,
-    y_batch, y_token, y_head, table_batch, table_token, eps, offset,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    rstd_ptr,
+    first,
+    positions,
+    length,
+    x_batch,
+    x_token,
+    x_head,
+    y_batch,
+    y_token,
+    y_head,
+    table_batch,
+    table_token,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     x_ptr += batch * x_batch + token * x_token + head * x_head
     y_ptr += batch * y_batch + token * y_token + head * y_head
     table = batch * table_batch + token * table_token
     a, b = load_pairs(x_ptr, inside, HALF, BLOCK, INTERLEAVED)
     a, b = a.to(tl.float32), b.to(tl.float32)
-    cos_a, cos_b, sin_a, sin_b = load_turn(cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED)
+    cos_a, cos_b, sin_a, sin_b = load_turn(
+        cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED
+    )
     w_a, w_b = _load_weight(w_ptr, offset, HALF, BLOCK, INTERLEAVED)
     squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
     if REST:
@@ -106,7 +134,9 @@ def _forward_of_heads(
     tl.store(rstd_ptr + first + tl.arange(0, ROWS)[:, None], rstd, mask=inside)
     a *= rstd * w_a
     b *= rstd * w_b
-    store_pairs(y_ptr, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, HALF, BLOCK, INTERLEAVED)
+    store_pairs(
+        y_ptr, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, HALF, BLOCK, INTERLEAVED
+    )
     if REST:
         rest *= rstd * (_load_rest(w_ptr, tl.full((1, 1), 1, tl.int1), WIDTH, HALF, REST) + offset)
         _store_rest(y_ptr, rest, inside, WIDTH, HALF, REST)
@@ -114,27 +144,106 @@ def _forward_of_heads(
 
 @triton.jit
 def _qk_norm_rope_forward_kernel(
-    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_rstd_ptr, k_rstd_ptr,
-    positions, length, q_batch, q_token, q_head, k_batch, k_token, k_head, q_out_batch, q_out_token, q_out_head,
-    k_out_batch, k_out_token, k_out_head, table_batch, table_token, eps, offset,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Of ``Q_HEADS + K_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS`` positions."""
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_rstd_ptr,
+    k_rstd_ptr,
+    positions,
+    length,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    q_out_batch,
+    q_out_token,
+    q_out_head,
+    k_out_batch,
+    k_out_token,
+    k_out_head,
+    table_batch,
+    table_token,
+    eps,
+    offset,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Of ``Q_HEADS + K_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS``
+    positions.
+    """
     group = tl.program_id(0) // (Q_HEADS + K_HEADS)
     member = tl.program_id(0) - group * (Q_HEADS + K_HEADS)
     if member < Q_HEADS:
         _forward_of_heads(
-            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, q_rstd_ptr, (group * Q_HEADS + member) * ROWS, positions,
-            length, q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head, table_batch, table_token, eps, offset,
-            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED,
-        )  # fmt: skip
+            q_ptr,
+            q_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            q_out_ptr,
+            q_rstd_ptr,
+            (group * Q_HEADS + member) * ROWS,
+            positions,
+            length,
+            q_batch,
+            q_token,
+            q_head,
+            q_out_batch,
+            q_out_token,
+            q_out_head,
+            table_batch,
+            table_token,
+            eps,
+            offset,
+            Q_HEADS,
+            ROWS,
+            WIDTH,
+            HALF,
+            BLOCK,
+            REST,
+            INTERLEAVED,
+        )
     else:
         _forward_of_heads(
-            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, k_rstd_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS,
-            positions, length, k_batch, k_token, k_head, k_out_batch, k_out_token, k_out_head, table_batch, table_token, eps,
-            offset, K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED,
-        )  # fmt: skip
+            k_ptr,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            k_out_ptr,
+            k_rstd_ptr,
+            (group * K_HEADS + member - Q_HEADS) * ROWS,
+            positions,
+            length,
+            k_batch,
+            k_token,
+            k_head,
+            k_out_batch,
+            k_out_token,
+            k_out_head,
+            table_batch,
+            table_token,
+            eps,
+            offset,
+            K_HEADS,
+            ROWS,
+            WIDTH,
+            HALF,
+            BLOCK,
+            REST,
+            INTERLEAVED,
+        )
 
 
 @triton.jit
@@ -146,11 +255,41 @@ def _over_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _backward_of_heads(
-    dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, share_ptr, amax_ptr, program, programs, positions, length,
-    dy_batch, dy_token, dy_head, x_batch, x_token, x_head, dx_batch, dx_token, dx_head, table_batch, table_token, offset,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, HAS_AMAX: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    rstd_ptr,
+    dx_ptr,
+    share_ptr,
+    amax_ptr,
+    program,
+    programs,
+    positions,
+    length,
+    dy_batch,
+    dy_token,
+    dy_head,
+    x_batch,
+    x_token,
+    x_head,
+    dx_batch,
+    dx_token,
+    dx_head,
+    table_batch,
+    table_token,
+    offset,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WANTS_WEIGHTS: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+):
     """Every ``programs``-th block of heads; the next one is under way while one is reduced."""
     w_a, w_b = _load_weight(w_ptr, offset, HALF, BLOCK, INTERLEAVED)
     dw_a = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -169,13 +308,20 @@ def _backward_of_heads(
         inside, dy_at, x_at = next_inside, next_dy, next_x
         dx_at = dx_ptr + (batch * dx_batch + token * dx_token + head * dx_head)
         table = batch * table_batch + token * table_token
-        dy_a, dy_b, a, b = next_g_a.to(tl.float32), next_g_b.to(tl.float32), next_a.to(tl.float32), next_b.to(tl.float32)
+        dy_a, dy_b, a, b = (
+            next_g_a.to(tl.float32),
+            next_g_b.to(tl.float32),
+            next_a.to(tl.float32),
+            next_b.to(tl.float32),
+        )
         next_inside, batch, token, head = heads_after(first + step, positions, length, HEADS, ROWS)
         next_dy = dy_ptr + (batch * dy_batch + token * dy_token + head * dy_head)
         next_x = x_ptr + (batch * x_batch + token * x_token + head * x_head)
         next_g_a, next_g_b = load_pairs(next_dy, next_inside, HALF, BLOCK, INTERLEAVED)
         next_a, next_b = load_pairs(next_x, next_inside, HALF, BLOCK, INTERLEAVED)
-        cos_a, cos_b, sin_a, sin_b = load_turn(cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED)
+        cos_a, cos_b, sin_a, sin_b = load_turn(
+            cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED
+        )
         rstd = tl.load(rstd_ptr + first + tl.arange(0, ROWS)[:, None], mask=inside, other=0.0)
         g_a = dy_a * cos_a + dy_b * sin_b
         g_b = dy_b * cos_b - dy_a * sin_a
@@ -216,108 +362,325 @@ def _backward_of_heads(
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
-    dq_out_ptr, dk_out_ptr, dv_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_rstd_ptr, k_rstd_ptr,
-    dq_ptr, dk_ptr, dv_place_ptr, shares_ptr, amax_ptr, of_q, of_k, positions, length,
-    dq_out_batch, dq_out_token, dq_out_head, dk_out_batch, dk_out_token, dk_out_head, dv_batch, dv_token, dv_head,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head,
-    place_batch, place_token, place_head, table_batch, table_token, offset,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, V_HEADS: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_AMAX: tl.constexpr,
-):  # fmt: skip
-    """The first ``of_q`` programs share the queries, ``of_k`` the keys; sums for the weights stay in registers. Others copy
-    the gradient of values to its place."""
+    dq_out_ptr,
+    dk_out_ptr,
+    dv_ptr,
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_rstd_ptr,
+    k_rstd_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_place_ptr,
+    shares_ptr,
+    amax_ptr,
+    of_q,
+    of_k,
+    positions,
+    length,
+    dq_out_batch,
+    dq_out_token,
+    dq_out_head,
+    dk_out_batch,
+    dk_out_token,
+    dk_out_head,
+    dv_batch,
+    dv_token,
+    dv_head,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    dq_batch,
+    dq_token,
+    dq_head,
+    dk_batch,
+    dk_token,
+    dk_head,
+    place_batch,
+    place_token,
+    place_head,
+    table_batch,
+    table_token,
+    offset,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WANTS_WEIGHTS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+):
+    """The first ``of_q`` programs share the queries, ``of_k`` the keys; sums for the weights
+    stay in registers. Others copy the gradient of values to its place."""
     program = tl.program_id(0)
     share_ptr = shares_ptr + program.to(tl.int64) * WIDTH
     if program < of_q:
         _backward_of_heads(
-            dq_out_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_rstd_ptr, dq_ptr, share_ptr, amax_ptr, program,
-            of_q, positions, length, dq_out_batch, dq_out_token, dq_out_head, q_batch, q_token, q_head,
-            dq_batch, dq_token, dq_head, table_batch, table_token, offset,
-            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS, HAS_AMAX,
-        )  # fmt: skip
+            dq_out_ptr,
+            q_ptr,
+            q_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            q_rstd_ptr,
+            dq_ptr,
+            share_ptr,
+            amax_ptr,
+            program,
+            of_q,
+            positions,
+            length,
+            dq_out_batch,
+            dq_out_token,
+            dq_out_head,
+            q_batch,
+            q_token,
+            q_head,
+            dq_batch,
+            dq_token,
+            dq_head,
+            table_batch,
+            table_token,
+            offset,
+            Q_HEADS,
+            ROWS,
+            WIDTH,
+            HALF,
+            BLOCK,
+            REST,
+            INTERLEAVED,
+            WANTS_WEIGHTS,
+            HAS_AMAX,
+        )
     elif program < of_q + of_k:
         _backward_of_heads(
-            dk_out_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_rstd_ptr, dk_ptr, share_ptr, amax_ptr, program - of_q,
-            of_k, positions, length, dk_out_batch, dk_out_token, dk_out_head, k_batch, k_token, k_head,
-            dk_batch, dk_token, dk_head, table_batch, table_token, offset,
-            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS, HAS_AMAX,
-        )  # fmt: skip
+            dk_out_ptr,
+            k_ptr,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            k_rstd_ptr,
+            dk_ptr,
+            share_ptr,
+            amax_ptr,
+            program - of_q,
+            of_k,
+            positions,
+            length,
+            dk_out_batch,
+            dk_out_token,
+            dk_out_head,
+            k_batch,
+            k_token,
+            k_head,
+            dk_batch,
+            dk_token,
+            dk_head,
+            table_batch,
+            table_token,
+            offset,
+            K_HEADS,
+            ROWS,
+            WIDTH,
+            HALF,
+            BLOCK,
+            REST,
+            INTERLEAVED,
+            WANTS_WEIGHTS,
+            HAS_AMAX,
+        )
     else:
         if V_HEADS:
             copy_heads(
-                dv_ptr, dv_place_ptr, amax_ptr, (program - of_q - of_k) * ROWS, positions, length, dv_batch, dv_token, dv_head,
-                place_batch, place_token, place_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX,
-            )  # fmt: skip
+                dv_ptr,
+                dv_place_ptr,
+                amax_ptr,
+                (program - of_q - of_k) * ROWS,
+                positions,
+                length,
+                dv_batch,
+                dv_token,
+                dv_head,
+                place_batch,
+                place_token,
+                place_head,
+                V_HEADS,
+                ROWS,
+                WIDTH,
+                WHOLE,
+                HAS_AMAX,
+            )
 
 
-def _constants(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool) -> tuple[Tile, tuple[int | bool, ...]]:
+def _constants(
+    q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool
+) -> tuple[Tile, tuple[int | bool, ...]]:
     """The launch, and what both kernels are compiled for."""
     half, behind = cos.shape[-1] // 2, q.shape[-1] - cos.shape[-1]
     rest = next_power_of_2(behind) if behind else 0
     tile = _tile(half, rest, backward)
-    return tile, (q.shape[1], k.shape[1], tile.rows, q.shape[-1], half, tile.block, rest, interleaved)
+    return tile, (
+        q.shape[1],
+        k.shape[1],
+        tile.rows,
+        q.shape[-1],
+        half,
+        tile.block,
+        rest,
+        interleaved,
+    )
 
 
 @operator("chronicals::qk_norm_rope_forward")
 def _forward(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
     interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """q and k as they come out, and rstd ``[B, S, H]`` and ``[B, S, K]``; q and k ``[B, H or K, S, D]`` with dense channels."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q and k as they come out, and rstd ``[B, S, H]`` and ``[B, S, K]``; q and k ``[B, H or K,
+    S, D]`` with dense channels.
+    """
     q_out, k_out, q_rstd, k_rstd = _outputs(q, k)
     positions, length = q.shape[0] * q.shape[2], q.shape[2]
     if positions:
         tile, constants = _constants(q, k, cos, interleaved, backward=False)
-        _qk_norm_rope_forward_kernel[(triton.cdiv(positions, tile.rows) * (q.shape[1] + k.shape[1]),)](
-            q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_rstd, k_rstd, positions, length,
-            *strides_of_heads(q, k, q_out, k_out), *strides_of_tables(cos), eps, offset, *constants, num_warps=tile.warps,
-        )  # fmt: skip
+        _qk_norm_rope_forward_kernel[
+            (triton.cdiv(positions, tile.rows) * (q.shape[1] + k.shape[1]),)
+        ](
+            q,
+            k,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            q_rstd,
+            k_rstd,
+            positions,
+            length,
+            *strides_of_heads(q, k, q_out, k_out),
+            *strides_of_tables(cos),
+            eps,
+            offset,
+            *constants,
+            num_warps=tile.warps,
+        )
     return q_out, k_out, q_rstd, k_rstd
 
 
 def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q_rstd, k_rstd = (x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32) for x in (q, k))
+    q_rstd, k_rstd = (
+        x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32) for x in (q, k)
+    )
     return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
 
 
 @torch.library.register_fake(_forward)
 def _(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
     interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(q, k)
 
 
 @operator("chronicals::qk_norm_rope_backward")
 def _backward(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, and in fp32 the gradients of both weights ``[2, D]``, or ``[2, 0]`` where they are not wanted."""
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    offset: float,
+    interleaved: bool,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, and in fp32 the gradients of both weights ``[2, D]``, or ``[2, 0]`` where they are
+    not wanted.
+    """
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     return (
         dq,
         dk,
         _launch_backward(
-            dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, dq, dk, offset, interleaved, wants_weights
+            dq_out,
+            dk_out,
+            q,
+            k,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            q_rstd,
+            k_rstd,
+            dq,
+            dk,
+            offset,
+            interleaved,
+            wants_weights,
         ),
     )
 
 
 def _launch_backward(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    q_rstd: Tensor, k_rstd: Tensor, dq: Tensor, dk: Tensor, offset: float, interleaved: bool, wants_weights: bool,
-    copied: tuple[Tensor, Tensor] | None = None, amax: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Fills dq and dk, and the second of ``copied`` with the first, and raises ``amax`` to their largest; returns the gradients
-    of both weights."""
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    offset: float,
+    interleaved: bool,
+    wants_weights: bool,
+    copied: tuple[Tensor, Tensor] | None = None,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """Fills dq and dk, and the second of ``copied`` with the first, and raises ``amax`` to their
+    largest; returns the gradients of both weights."""
     (batch, q_heads, length, width), k_heads = q.shape, k.shape[1]
     positions = batch * length
     tile, constants = _constants(q, k, cos, interleaved, backward=True)
     programs = multiprocessors(q.device) * max(1, WARPS_A_PROCESSOR // tile.warps)
     of_q, of_k = (
-        min(triton.cdiv(positions * heads, tile.rows), max(1, programs * heads // (q_heads + k_heads)))
+        min(
+            triton.cdiv(positions * heads, tile.rows),
+            max(1, programs * heads // (q_heads + k_heads)),
+        )
         for heads in (q_heads, k_heads)
     )
     shares = q.new_empty((of_q + of_k, width if wants_weights else 0), dtype=torch.float32)
@@ -325,45 +688,134 @@ def _launch_backward(
     v_heads = dv.shape[1] if copied else 0
     if positions:
         _qk_norm_rope_backward_kernel[(of_q + of_k + triton.cdiv(positions * v_heads, tile.rows),)](
-            dq_out, dk_out, dv, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, dq, dk, place, shares, amax,
-            of_q, of_k, positions, length, *strides_of_heads(dq_out, dk_out, dv, q, k, dq, dk, place), *strides_of_tables(cos),
-            offset, *constants, wants_weights, v_heads, next_power_of_2(width), amax is not None, num_warps=tile.warps,
-        )  # fmt: skip
+            dq_out,
+            dk_out,
+            dv,
+            q,
+            k,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            q_rstd,
+            k_rstd,
+            dq,
+            dk,
+            place,
+            shares,
+            amax,
+            of_q,
+            of_k,
+            positions,
+            length,
+            *strides_of_heads(dq_out, dk_out, dv, q, k, dq, dk, place),
+            *strides_of_tables(cos),
+            offset,
+            *constants,
+            wants_weights,
+            v_heads,
+            next_power_of_2(width),
+            amax is not None,
+            num_warps=tile.warps,
+        )
     return torch.stack((shares[:of_q].sum(0), shares[of_q:].sum(0)))
 
 
 @torch.library.register_fake(_backward)
 def _(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(q), torch.empty_like(k), q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    offset: float,
+    interleaved: bool,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(q),
+        torch.empty_like(k),
+        q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32),
+    )
 
 
 @operator("chronicals::qkv_norm_rope_backward")
 def _merged_backward(
-    dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
-    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, padding: int,
+    dq_out: Tensor,
+    dk_out: Tensor,
+    dv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    offset: float,
+    interleaved: bool,
+    wants_weights: bool,
+    padding: int,
     finds_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the amax of the former, ``absent`` if not wanted; all
-    but the weights and rstd are ``[T, H or K, D]``."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the amax of the former,
+    ``absent`` if not wanted; all but the weights and rstd are ``[T, H or K, D]``."""
     d_qkv, amax = gradient_like(dq_out, dk_out, dv, padding), new_amax(q, finds_amax)
-    packed = (dense(dq_out), dense(dk_out), q, k, *heads_of(d_qkv, q.shape[1], k.shape[1]), dense(dv))
+    packed = (
+        dense(dq_out),
+        dense(dk_out),
+        q,
+        k,
+        *heads_of(d_qkv, q.shape[1], k.shape[1]),
+        dense(dv),
+    )
     dq_out, dk_out, q, k, dq, dk, place, dv = (x.transpose(0, 1)[None] for x in packed)
     sums = _launch_backward(
-        dq_out, dk_out, q, k, q_weight, k_weight, cos[None], sin[None], q_rstd, k_rstd, dq, dk, offset, interleaved,
-        wants_weights, (dv, place), amax if finds_amax else None,
-    )  # fmt: skip
+        dq_out,
+        dk_out,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos[None],
+        sin[None],
+        q_rstd,
+        k_rstd,
+        dq,
+        dk,
+        offset,
+        interleaved,
+        wants_weights,
+        (dv, place),
+        amax if finds_amax else None,
+    )
     return d_qkv, sums, amax
 
 
 @torch.library.register_fake(_merged_backward)
 def _(
-    dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
-    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, padding: int,
+    dq_out: Tensor,
+    dk_out: Tensor,
+    dv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    offset: float,
+    interleaved: bool,
+    wants_weights: bool,
+    padding: int,
     finds_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     sums = q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
     return gradient_like(dq_out, dk_out, dv, padding), sums, new_amax(q, finds_amax)
 
@@ -371,13 +823,25 @@ def _(
 class _MergedQKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int],
-        eps: float, offset: float, interleaved: bool, padding: int, amax: Amax | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        eps: float,
+        offset: float,
+        interleaved: bool,
+        padding: int,
+        amax: Amax | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = heads_of(qkv, *heads)
         weights = q_weight.contiguous(), k_weight.contiguous()
         of_both = (x.transpose(0, 1)[None] for x in (q, k))
-        q_out, k_out, *rstd = _forward(*of_both, *weights, cos[None], sin[None], eps, offset, interleaved)
+        q_out, k_out, *rstd = _forward(
+            *of_both, *weights, cos[None], sin[None], eps, offset, interleaved
+        )
         ctx.save_for_backward(own_tensor(q), own_tensor(k), *weights, cos, sin, *rstd)
         ctx.options, ctx.amax = (offset, interleaved, padding), amax
         of_q, of_k = (x.squeeze(0).transpose(0, 1) for x in (q_out, k_out))
@@ -386,19 +850,35 @@ class _MergedQKNormRope(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, wanted, (offset, interleaved, padding) = ctx.saved_tensors, ctx.needs_input_grad[1:3], ctx.options
+        saved, wanted, (offset, interleaved, padding) = (
+            ctx.saved_tensors,
+            ctx.needs_input_grad[1:3],
+            ctx.options,
+        )
         options = offset, interleaved, any(wanted), padding, ctx.amax is not None
         d_qkv, sums, cell = _merged_backward(*gradients, *saved, *options)
-        of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
+        of_weights = (
+            (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4]))
+            if any(wanted)
+            else (None, None)
+        )
         return with_amax(ctx.amax, d_qkv, cell), *of_weights
 
 
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-        offset: float, interleaved: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        offset: float,
+        interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:
         taken = dense(q), dense(k), q_weight.contiguous(), k_weight.contiguous(), cos, sin
         q_out, k_out, *rstd = _forward(*taken, eps, offset, interleaved)
         ctx.save_for_backward(*taken, *rstd)
@@ -409,22 +889,36 @@ class _QKNormRope(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:4]
-        dq, dk, sums = _backward(dense(dq_out), dense(dk_out), *saved, ctx.offset, ctx.interleaved, any(wanted))
-        of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
+        dq, dk, sums = _backward(
+            dense(dq_out), dense(dk_out), *saved, ctx.offset, ctx.interleaved, any(wanted)
+        )
+        of_weights = (
+            (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4]))
+            if any(wanted)
+            else (None, None)
+        )
         return dq, dk, *of_weights
 
 
 def fused_qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
-    offset: float = 0.0, interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """RMSNorm of every head of queries and keys with ``offset + weight``, then rotation by the angles of their positions.
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of every head of queries and keys with ``offset + weight``, then rotation by the
+    angles of their positions.
 
     Args:
         q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
         q_weight, k_weight: ``[D]``.
-        cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R channels as
-            transformers does. They get no gradient.
+        cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R
+            channels as transformers does. They get no gradient.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
 
     Returns:
@@ -442,16 +936,32 @@ def fused_qk_norm_rope(
     cos, sin = (table[None] if packed else table for table in (cos, sin))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    of_q, of_k = _QKNormRope.apply(of_q, of_k, q_weight, k_weight, cos, sin, eps, offset, interleaved)
+    of_q, of_k = _QKNormRope.apply(
+        of_q, of_k, q_weight, k_weight, cos, sin, eps, offset, interleaved
+    )
     # squeeze, since an index would copy the gradient
-    return (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1)) if packed else (of_q, of_k)
+    return (
+        (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1))
+        if packed
+        else (of_q, of_k)
+    )
 
 
 def fused_qkv_norm_rope(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], eps: float = 1e-6,
-    offset: float = 0.0, interleaved: bool = False, gradient_padding: int = 0, gradient_amax: Amax | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``fused_qk_norm_rope`` of a merged product, which gets one gradient; values are those of the product.
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+    gradient_padding: int = 0,
+    gradient_amax: Amax | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``fused_qk_norm_rope`` of a merged product, which gets one gradient; values are those of the
+    product.
 
     Args:
         qkv: ``[T, (H + 2K) · D]``.
@@ -477,18 +987,30 @@ def fused_qkv_norm_rope(
     return _MergedQKNormRope.apply(qkv, q_weight, k_weight, cos, sin, *options)
 
 
-def _check(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> None:
     """Raises ValueError unless the shapes fit each other."""
     check_rope(q, k, cos, sin)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.shape != q.shape[-1:]:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}, q {tuple(q.shape)}: it must be [{q.shape[-1]}]")
+            raise ValueError(
+                f"{name} has shape {tuple(weight.shape)}, q {tuple(q.shape)}: it must be "
+                f"[{q.shape[-1]}]"
+            )
 
 
 def qk_norm_rope_reference(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
-    offset: float = 0.0, interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
     normalised_q, normalised_k = (
         rmsnorm_reference(x.to(torch.promote_types(x.dtype, torch.float32)), weight, eps, offset)
         for x, weight in ((q, q_weight), (k, k_weight))

@@ -1,12 +1,15 @@
-"""Rotary position embedding (Su et al., 2021, section 3.4.2) of queries and keys, both in one launch.
+"""Rotary position embedding (Su et al., 2021, section 3.4.2) of queries and keys, both in one
+launch.
 
-Channels are rotated in pairs (a, b): (i, i + R/2) in the half layout of transformers, (2i, 2i + 1) interleaved.
+Channels are rotated in pairs (a, b): (i, i + R/2) in the half layout of transformers, (2i, 2i + 1)
+interleaved.
 
     a' = a · cos_a − b · sin_a          da = da' · cos_a + db' · sin_b
     b' = b · cos_b + a · sin_b          db = db' · cos_b − da' · sin_a
 
-Tables may be narrower than the head: the channels beyond are left alone (partial rotary). Nothing but the tables is
-saved. Bytes a token in 16 bit: 4 · (H + K) · D each way; the tables stay in the cache.
+Tables may be narrower than the head: the channels beyond are left alone (partial rotary). Nothing
+but the tables is saved. Bytes a token in 16 bit: 4 · (H + K) · D each way; the tables stay in the
+cache.
 """
 
 from __future__ import annotations
@@ -17,14 +20,24 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
-from chronicals.kernels.launch import Tile, differentiable_once, next_power_of_2, runs_triton, tl, triton, with_padding
+from chronicals.kernels.launch import (
+    Tile,
+    differentiable_once,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+    with_padding,
+)
 from chronicals.kernels.operators import operator
 
 
 def _tile(half: int, rest: int) -> Tile:
-    """Two warps a program and 16 pairs a thread, or fewer where ``rest`` channels are copied beside each row's.
+    """Two warps a program and 16 pairs a thread, or fewer where ``rest`` channels are copied beside
+    each row's.
 
-    Measured on an H200 at head widths 64, 128 and 256: 0.89, 0.94 and 0.90 of the copy rate, in place 0.87, 0.93 and 0.89.
+    Measured on an H200 at head widths 64, 128 and 256: 0.89, 0.94 and 0.90 of the copy rate, in
+        place 0.87, 0.93 and 0.89.
     """
     block = next_power_of_2(half)
     return Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=2)
@@ -32,7 +45,9 @@ def _tile(half: int, rest: int) -> Tile:
 
 @triton.jit
 def heads_after(first, positions, length, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Of ``ROWS`` heads, counted through all positions: whether they exist, batch, token and head, each ``[ROWS, 1]``."""
+    """Of ``ROWS`` heads, counted through all positions: whether they exist, batch, token and
+    head, each ``[ROWS, 1]``.
+    """
     row = first + tl.arange(0, ROWS)[:, None]
     position = row // HEADS
     batch = position // length
@@ -55,11 +70,17 @@ def load_pairs(at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED:
 
 
 @triton.jit
-def store_pairs(at, a, b, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def store_pairs(
+    at, a, b, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):
     a, b = a.to(at.dtype.element_ty), b.to(at.dtype.element_ty)
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
-        tl.store(at + column, tl.reshape(tl.join(a, b), (a.shape[0], 2 * BLOCK)), mask=inside & (column < 2 * HALF))
+        tl.store(
+            at + column,
+            tl.reshape(tl.join(a, b), (a.shape[0], 2 * BLOCK)),
+            mask=inside & (column < 2 * HALF),
+        )
     else:
         column = tl.arange(0, BLOCK)[None, :]
         tl.store(at + column, a, mask=inside & (column < HALF))
@@ -67,7 +88,9 @@ def store_pairs(at, a, b, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTER
 
 
 @triton.jit
-def load_turn(cos_at, sin_at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def load_turn(
+    cos_at, sin_at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):
     """cos_a, cos_b, sin_a and sin_b in fp32."""
     cos_a, cos_b = load_pairs(cos_at, inside, HALF, BLOCK, INTERLEAVED)
     sin_a, sin_b = load_pairs(sin_at, inside, HALF, BLOCK, INTERLEAVED)
@@ -76,18 +99,41 @@ def load_turn(cos_at, sin_at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, I
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, amax_ptr, first, positions, length, x_batch, x_token, x_head,
-    out_batch, out_token, out_head, table_batch, table_token,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HAS_AMAX: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    amax_ptr,
+    first,
+    positions,
+    length,
+    x_batch,
+    x_token,
+    x_head,
+    out_batch,
+    out_token,
+    out_head,
+    table_batch,
+    table_token,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+):
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     x_ptr += batch * x_batch + token * x_token + head * x_head
     out_ptr += batch * out_batch + token * out_token + head * out_head
     table = batch * table_batch + token * table_token
     a, b = load_pairs(x_ptr, inside, HALF, BLOCK, INTERLEAVED)
     a, b = a.to(tl.float32), b.to(tl.float32)
-    cos_a, cos_b, sin_a, sin_b = load_turn(cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED)
+    cos_a, cos_b, sin_a, sin_b = load_turn(
+        cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED
+    )
     if INVERSE:
         rotated_a, rotated_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
@@ -107,49 +153,162 @@ def _rotate_heads(
 
 @triton.jit
 def copy_heads(
-    x_ptr, out_ptr, amax_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_AMAX: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    amax_ptr,
+    first,
+    positions,
+    length,
+    x_batch,
+    x_token,
+    x_head,
+    out_batch,
+    out_token,
+    out_head,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+):
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside &= column < WIDTH
     x = tl.load(x_ptr + batch * x_batch + token * x_token + head * x_head + column, mask=inside)
-    tl.store(out_ptr + batch * out_batch + token * out_token + head * out_head + column, x, mask=inside)
+    tl.store(
+        out_ptr + batch * out_batch + token * out_token + head * out_head + column, x, mask=inside
+    )
     if HAS_AMAX:
         raise_amax(amax_ptr, tl.max(tl.where(inside, magnitude(x.to(tl.float32)), 0.0), 1))
 
 
 @triton.jit
 def _qk_rope_kernel(
-    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, cos_ptr, sin_ptr, amax_ptr, positions, length,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, q_out_batch, q_out_token, q_out_head,
-    k_out_batch, k_out_token, k_out_head, v_out_batch, v_out_token, v_out_head, table_batch, table_token,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr, HAS_AMAX: tl.constexpr,
-):  # fmt: skip
-    """Of ``Q_HEADS + K_HEADS + V_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS`` positions; those of
-    values are copied."""
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    amax_ptr,
+    positions,
+    length,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    q_out_batch,
+    q_out_token,
+    q_out_head,
+    k_out_batch,
+    k_out_token,
+    k_out_head,
+    v_out_batch,
+    v_out_token,
+    v_out_head,
+    table_batch,
+    table_token,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+):
+    """Of ``Q_HEADS + K_HEADS + V_HEADS`` programs in a row each takes ``ROWS`` heads of the same
+    ``ROWS`` positions; those of values are copied."""
     group = tl.program_id(0) // (Q_HEADS + K_HEADS + V_HEADS)
     member = tl.program_id(0) - group * (Q_HEADS + K_HEADS + V_HEADS)
     if member < Q_HEADS:
         _rotate_heads(
-            q_ptr, q_out_ptr, cos_ptr, sin_ptr, amax_ptr, (group * Q_HEADS + member) * ROWS, positions, length,
-            q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head, table_batch, table_token,
-            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_AMAX,
-        )  # fmt: skip
+            q_ptr,
+            q_out_ptr,
+            cos_ptr,
+            sin_ptr,
+            amax_ptr,
+            (group * Q_HEADS + member) * ROWS,
+            positions,
+            length,
+            q_batch,
+            q_token,
+            q_head,
+            q_out_batch,
+            q_out_token,
+            q_out_head,
+            table_batch,
+            table_token,
+            Q_HEADS,
+            ROWS,
+            WIDTH,
+            HALF,
+            BLOCK,
+            REST,
+            INTERLEAVED,
+            INVERSE,
+            HAS_AMAX,
+        )
     elif member < Q_HEADS + K_HEADS:
         _rotate_heads(
-            k_ptr, k_out_ptr, cos_ptr, sin_ptr, amax_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS, positions, length,
-            k_batch, k_token, k_head, k_out_batch, k_out_token, k_out_head, table_batch, table_token,
-            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_AMAX,
-        )  # fmt: skip
+            k_ptr,
+            k_out_ptr,
+            cos_ptr,
+            sin_ptr,
+            amax_ptr,
+            (group * K_HEADS + member - Q_HEADS) * ROWS,
+            positions,
+            length,
+            k_batch,
+            k_token,
+            k_head,
+            k_out_batch,
+            k_out_token,
+            k_out_head,
+            table_batch,
+            table_token,
+            K_HEADS,
+            ROWS,
+            WIDTH,
+            HALF,
+            BLOCK,
+            REST,
+            INTERLEAVED,
+            INVERSE,
+            HAS_AMAX,
+        )
     else:
         if V_HEADS:
             copy_heads(
-                v_ptr, v_out_ptr, amax_ptr, (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS, positions, length,
-                v_batch, v_token, v_head, v_out_batch, v_out_token, v_out_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX,
-            )  # fmt: skip
+                v_ptr,
+                v_out_ptr,
+                amax_ptr,
+                (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS,
+                positions,
+                length,
+                v_batch,
+                v_token,
+                v_head,
+                v_out_batch,
+                v_out_token,
+                v_out_head,
+                V_HEADS,
+                ROWS,
+                WIDTH,
+                WHOLE,
+                HAS_AMAX,
+            )
 
 
 def strides_of_heads(*tensors: Tensor) -> list[int]:
@@ -162,11 +321,19 @@ def strides_of_tables(cos: Tensor) -> tuple[int, int]:
 
 
 def _launch(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool,
-    copied: tuple[Tensor, Tensor] | None = None, amax: Tensor | None = None,
-) -> None:  # fmt: skip
-    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``; ``copied`` are values and their place,
-    ``amax`` a cell for what is written."""
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inverse: bool,
+    copied: tuple[Tensor, Tensor] | None = None,
+    amax: Tensor | None = None,
+) -> None:
+    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``; ``copied``
+    are values and their place, ``amax`` a cell for what is written."""
     batch, q_heads, length, width = q.shape
     if not q.numel():
         return
@@ -177,16 +344,39 @@ def _launch(
     rest = next_power_of_2(beside) if beside else 0
     tile = _tile(half, rest)
     _qk_rope_kernel[(triton.cdiv(positions, tile.rows) * (q_heads + k_heads + v_heads),)](
-        q, k, v, q_out, k_out, v_out, cos, sin, amax, positions, length, *strides_of_heads(q, k, v, q_out, k_out, v_out),
-        *strides_of_tables(cos), q_heads, k_heads, v_heads, tile.rows, width, half, tile.block, rest, next_power_of_2(width),
-        interleaved, inverse, amax is not None, num_warps=tile.warps,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        q_out,
+        k_out,
+        v_out,
+        cos,
+        sin,
+        amax,
+        positions,
+        length,
+        *strides_of_heads(q, k, v, q_out, k_out, v_out),
+        *strides_of_tables(cos),
+        q_heads,
+        k_heads,
+        v_heads,
+        tile.rows,
+        width,
+        half,
+        tile.block,
+        rest,
+        next_power_of_2(width),
+        interleaved,
+        inverse,
+        amax is not None,
+        num_warps=tile.warps,
+    )
 
 
 @operator("chronicals::qk_rope")
 def _rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     q, k = dense(q), dense(k)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     _launch(q, k, q_out, k_out, cos, sin, interleaved, inverse)
@@ -194,7 +384,9 @@ def _rotate_both(
 
 
 @torch.library.register_fake(_rotate_both)
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(dense(q)), torch.empty_like(dense(k))
 
 
@@ -222,7 +414,10 @@ class _Rotation(torch.autograd.Function):
         if not in_place:
             return _rotate_both(q, k, cos, sin, interleaved, False)
         _rotate_in_place(q, k, cos, sin, interleaved)
-        return q.detach(), k.detach()  # not mark_dirty, which refuses two views, as q and k of a model are
+        return (
+            q.detach(),
+            k.detach(),
+        )  # not mark_dirty, which refuses two views, as q and k of a model are
 
     @staticmethod
     @differentiable_once
@@ -232,25 +427,52 @@ class _Rotation(torch.autograd.Function):
 
 @operator("chronicals::qkv_rope_backward")
 def _merged_gradient(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    padding: int,
+    finds_amax: bool,
+) -> tuple[Tensor, Tensor]:
     """The gradient of all three, and its amax, ``absent`` if not wanted."""
     d_qkv, amax = gradient_like(d_q, d_k, d_v, padding), new_amax(d_q, finds_amax)
     of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
     q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
-    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, (v, of_v), amax if finds_amax else None)
+    _launch(
+        q,
+        k,
+        of_q,
+        of_k,
+        cos[None],
+        sin[None],
+        interleaved,
+        True,
+        (v, of_v),
+        amax if finds_amax else None,
+    )
     return d_qkv, amax
 
 
 def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, padding: int) -> Tensor:
     """Rows for all three side by side, with padding behind; unwritten."""
-    return with_padding(d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), padding)
+    return with_padding(
+        d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), padding
+    )
 
 
 @torch.library.register_fake(_merged_gradient)
 def _(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    padding: int,
+    finds_amax: bool,
+) -> tuple[Tensor, Tensor]:
     return gradient_like(d_q, d_k, d_v, padding), new_amax(d_q, finds_amax)
 
 
@@ -262,19 +484,29 @@ def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, T
 class _MergedRotation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool, padding: int,
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: tuple[int, int],
+        interleaved: bool,
+        padding: int,
         amax: Amax | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.options, ctx.amax = (interleaved, padding, amax is not None), amax
         q, k, v = heads_of(qkv, *heads)
-        _rotate_in_place(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved)
+        _rotate_in_place(
+            q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved
+        )
         return q.detach(), k.detach(), v.detach()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (with_amax(ctx.amax, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)),)
+        return (
+            with_amax(ctx.amax, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)),
+        )
 
 
 def _rotate_without_kernel(
@@ -285,20 +517,27 @@ def _rotate_without_kernel(
 
 
 def fused_qk_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool = False, interleaved: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    in_place: bool = False,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions.
 
     Args:
         q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
-        cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R channels as
-            transformers does. Plain torch rotates by those that require a gradient.
-        in_place: overwrite ``q`` and ``k``, which must not be used afterwards: what is returned stands in their place.
+        cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R
+            channels as transformers does. Plain torch rotates by those that require a gradient.
+        in_place: overwrite ``q`` and ``k``, which must not be used afterwards: what is returned
+            stands in their place.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
 
     Raises:
         ValueError: shapes do not fit each other.
-        RuntimeError: a leaf that requires a gradient would be overwritten, or an element would be twice.
+        RuntimeError: a leaf that requires a gradient would be overwritten, or an element would be
+            twice.
     """
     check_rope(q, k, cos, sin)
     packed = q.ndim == 3
@@ -312,23 +551,40 @@ def fused_qk_rope(
     run = _Rotation.apply if runs_triton(q, k, cos, sin) and not learned else _rotate_without_kernel
     of_q, of_k = run(of_q, of_k, cos, sin, interleaved, in_place)
     # squeeze, since an index would copy the gradient
-    return (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1)) if packed else (of_q, of_k)
+    return (
+        (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1))
+        if packed
+        else (of_q, of_k)
+    )
 
 
 def _check_places(q: Tensor, k: Tensor) -> None:
     """Raises RuntimeError unless each element of both can be overwritten by itself."""
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (q, k)):
-        raise RuntimeError("a leaf that requires a gradient would lose its value; rotate it with in_place=False")
-    expanded = any(stride == 0 and size > 1 for x in (q, k) for stride, size in zip(x.stride(), x.shape))
+        raise RuntimeError(
+            "a leaf that requires a gradient would lose its value; rotate it with in_place=False"
+        )
+    expanded = any(
+        stride == 0 and size > 1 for x in (q, k) for stride, size in zip(x.stride(), x.shape)
+    )
     if expanded or q is k:
-        raise RuntimeError("q or k is expanded, or both are one tensor, which would be rotated twice; use in_place=False")
+        raise RuntimeError(
+            "q or k is expanded, or both are one tensor, which would be rotated twice; use "
+            "in_place=False"
+        )
 
 
 def fused_qkv_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool = False, gradient_padding: int = 0,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    interleaved: bool = False,
+    gradient_padding: int = 0,
     gradient_amax: Amax | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries, keys and values of a merged product, the first two rotated, in the product's own memory.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a merged product, the first two rotated, in the product's own
+    memory.
 
     Args:
         qkv: ``[T, (H + 2K) · D]``, which must not be used afterwards.
@@ -357,27 +613,38 @@ def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raises ValueError unless the shapes fit each other."""
     if q.ndim not in (3, 4) or cos.ndim != q.ndim - 1 or cos.shape != sin.shape or k.ndim != q.ndim:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: expected "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin "
+            f"{tuple(sin.shape)}: expected "
             "[B, H, S, D] with tables [B, S, R], or [T, H, D] with tables [T, R]"
         )
     if cos.shape[-1] > q.shape[-1] or cos.shape[-1] % 2:
-        raise ValueError(f"cos is {cos.shape[-1]} wide: must be even and at most the head's {q.shape[-1]}")
+        raise ValueError(
+            f"cos is {cos.shape[-1]} wide: must be even and at most the head's {q.shape[-1]}"
+        )
     rows = (q.shape[0], q.shape[2]) if q.ndim == 4 else q.shape[:1]
     apart = (k.shape[0], *k.shape[2:]) if k.ndim == 4 else (k.shape[0], k.shape[2])
-    if apart != (*rows, q.shape[-1]) or cos.shape[-2] != rows[-1] or (q.ndim == 4 and cos.shape[0] not in (1, rows[0])):
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} do not fit each other")
+    if (
+        apart != (*rows, q.shape[-1])
+        or cos.shape[-2] != rows[-1]
+        or (q.ndim == 4 and cos.shape[0] not in (1, rows[0]))
+    ):
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} do not fit each other"
+        )
 
 
 def qk_rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     if q.ndim == 4:
         return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
     of_q, of_k = (_rotate(x.transpose(0, 1), cos, sin, interleaved).transpose(0, 1) for x in (q, k))
     return of_q, of_k
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
+) -> Tensor:
     """``x`` ``[..., H, S, D]``, tables ``[..., S, R]``."""
     width = cos.shape[-1]
     first, rest = x[..., :width], x[..., width:]

@@ -1,15 +1,16 @@
-"""RMSNorm (Zhang and Sennrich, 2019, equation 4), alone or after the addition of a residual, over the last dimension.
+"""RMSNorm (Zhang and Sennrich, 2019, equation 4), alone or after the addition of a residual, over
+the last dimension.
 
     s = x + r                             in the type of the sum, where there is a residual r
     y = s / sqrt(mean(s²) + eps) · (offset + w)
     ds = rstd · (g − ŝ · mean(g · ŝ)) (+ the gradient of s itself),   g = dy · (offset + w),   ŝ = s · rstd
     dw = Σ_rows dy · ŝ
 
-``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` ``[D]`` or None; ``offset`` is 1 where a model stores w − 1 (Gemma).
-All is computed in fp32 and rounded once. Forward, squares are rounded before they are added: which of two a compiler takes into
-a multiply-add depends on what stands around them, and a norm that is made again from the sum alone is what it was, bit by bit.
-Saved: s, w and one fp32 a row.
-Bytes a row in 16 bit: 4·D forward, 6·D backward; with the residual 8·D and 8·D.
+``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` ``[D]`` or None; ``offset`` is 1 where a model
+stores w − 1 (Gemma). All is computed in fp32 and rounded once. Forward, squares are rounded before
+they are added: which of two a compiler takes into a multiply-add depends on what stands around
+them, and a norm that is made again from the sum alone is what it was, bit by bit. Saved: s, w and
+one fp32 a row. Bytes a row in 16 bit: 4·D forward, 6·D backward; with the residual 8·D and 8·D.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ WARPS_A_PROCESSOR = 16
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """Forward 32 elements a thread, 64 in wide rows; backward one row of 16 a thread, and the next under way.
+    """Forward 32 elements a thread, 64 in wide rows; backward one row of 16 a thread, and the next
+    under way.
 
-    Measured on an H200 at widths 896, 2048, 4096, 8192: forward 0.96, 0.97, 0.97, 0.95 of the copy rate, backward 0.90,
+    Measured on an H200 at widths 896, 2048, 4096, 8192: forward 0.96, 0.97, 0.97, 0.95 of the copy
+        rate, backward 0.90,
     –, 0.92, 0.92.
     """
     block = next_power_of_2(width)
@@ -50,14 +53,33 @@ def _tile(width: int, backward: bool) -> Tile:
         rows = max(1, 1024 // block)
         return Tile(rows, block, warps=min(16, max(2, rows * block // 512)))
     rows = {1024: 2, 2048: 1, 4096: 4}.get(block, max(1, 2048 // block))
-    return Tile(rows, block, warps=min(16, max(2, rows * block // (1024 if block <= 2048 else 2048))))
+    return Tile(
+        rows, block, warps=min(16, max(2, rows * block // (1024 if block <= 2048 else 2048)))
+    )
 
 
 @triton.jit
 def _rmsnorm_forward_kernel(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, amax_ptr, rows, width, x_stride, r_stride, y_stride, eps, offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_AMAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    r_ptr,
+    w_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    amax_ptr,
+    rows,
+    width,
+    x_stride,
+    r_stride,
+    y_stride,
+    eps,
+    offset,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -70,7 +92,9 @@ def _rmsnorm_forward_kernel(
     rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, axis=1) / width + eps)
     y = s * rstd[:, None]
     if HAS_WEIGHT:
-        y *= tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :] + offset
+        y *= (
+            tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :] + offset
+        )
     y = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y, mask=inside)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
@@ -80,11 +104,31 @@ def _rmsnorm_forward_kernel(
 
 @triton.jit
 def _rmsnorm_backward_kernel(
-    dy_ptr, s_ptr, w_ptr, rstd_ptr, extra_ptr, ds_ptr, dw_ptr, amax_ptr, rows, width, dy_stride, s_stride, extra_stride,
-    ds_stride, offset, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_AMAX: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program takes every n-th block of rows, so that its share of dw stays in registers: no atomics, one order."""
+    dy_ptr,
+    s_ptr,
+    w_ptr,
+    rstd_ptr,
+    extra_ptr,
+    ds_ptr,
+    dw_ptr,
+    amax_ptr,
+    rows,
+    width,
+    dy_stride,
+    s_stride,
+    extra_stride,
+    ds_stride,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program takes every n-th block of rows, so that its share of dw stays in registers: no
+    atomics, one order.
+    """
     column = tl.arange(0, BLOCK)
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
     most = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -101,7 +145,9 @@ def _rmsnorm_backward_kernel(
         row += step  # the next rows are under way while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
         next_s = tl.load(s_ptr + row[:, None] * s_stride + column[None, :], mask=inside, other=0.0)
-        next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
+        next_g = tl.load(
+            dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0
+        )
         rstd = tl.load(rstd_ptr + at, mask=at < rows, other=0.0)[:, None]
         s *= rstd
         if WANTS_WEIGHT:
@@ -125,31 +171,63 @@ def _rmsnorm_backward_kernel(
 
 @operator("chronicals::rmsnorm_forward")
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, rstd, the sum (``absent`` without a residual) and the amax of y (``absent`` if not wanted); ``x`` is ``[rows, D]``."""
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    padding: int,
+    finds_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, rstd, the sum (``absent`` without a residual) and the amax of y (``absent`` if not
+    wanted); ``x`` is ``[rows, D]``.
+    """
     y, rstd, total, amax = _outputs(x, residual, weight, padding, finds_amax)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _rmsnorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, residual, weight, y, None if residual is None else total, rstd, amax if finds_amax else None, rows, width,
-            x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), eps, offset, residual is not None,
-            weight is not None, finds_amax, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            y,
+            None if residual is None else total,
+            rstd,
+            amax if finds_amax else None,
+            rows,
+            width,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            y.stride(0),
+            eps,
+            offset,
+            residual is not None,
+            weight is not None,
+            finds_amax,
+            tile.rows,
+            tile.block,
+            num_warps=tile.warps,
+            enable_fp_fusion=False,
+        )
     return y, rstd, total, amax
 
 
 @torch.library.register_fake(_forward)
 def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    padding: int,
+    finds_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(x, residual, weight, padding, finds_amax)
 
 
 def _outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
@@ -162,29 +240,71 @@ def _outputs(
 
 @operator("chronicals::rmsnorm_backward")
 def _backward(
-    dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    padding: int, finds_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """ds, its amax and dw, both ``absent`` if not wanted; ``extra`` is the gradient that reaches the sum by another way."""
+    dy: Tensor,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    extra: Tensor | None,
+    offset: float,
+    wants_weight: bool,
+    padding: int,
+    finds_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ds, its amax and dw, both ``absent`` if not wanted; ``extra`` is the gradient that reaches
+    the sum by another way.
+    """
     rows, width = s.shape
     tile = _tile(width, backward=True)
-    programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
+    programs = min(
+        triton.cdiv(rows, tile.rows),
+        multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps),
+    )
     ds, amax = with_padding(s, s.shape, padding), new_amax(s, finds_amax)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
-            dy, s, weight, rstd, extra, ds, shares, amax if finds_amax else None, rows, width, dy.stride(0), s.stride(0),
-            0 if extra is None else extra.stride(0), ds.stride(0), offset, weight is not None, wants_weight, extra is not None,
-            finds_amax, tile.rows, tile.block, num_warps=tile.warps,
-        )  # fmt: skip
-    return ds, amax, absent(s) if shares is None or weight is None else shares.sum(0).to(weight.dtype)
+            dy,
+            s,
+            weight,
+            rstd,
+            extra,
+            ds,
+            shares,
+            amax if finds_amax else None,
+            rows,
+            width,
+            dy.stride(0),
+            s.stride(0),
+            0 if extra is None else extra.stride(0),
+            ds.stride(0),
+            offset,
+            weight is not None,
+            wants_weight,
+            extra is not None,
+            finds_amax,
+            tile.rows,
+            tile.block,
+            num_warps=tile.warps,
+        )
+    return (
+        ds,
+        amax,
+        absent(s) if shares is None or weight is None else shares.sum(0).to(weight.dtype),
+    )
 
 
 @torch.library.register_fake(_backward)
 def _(
-    dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    padding: int, finds_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    extra: Tensor | None,
+    offset: float,
+    wants_weight: bool,
+    padding: int,
+    finds_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dw = torch.empty_like(weight) if weight is not None and wants_weight else absent(s)
     return with_padding(s, s.shape, padding), new_amax(s, finds_amax), dw
 
@@ -192,14 +312,25 @@ def _(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, forks: bool,
-        paddings: tuple[int, int] = (0, 0), amaxes: tuple[Amax | None, Amax | None] = (None, None),
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """``forks``: the sum, or x where there is no residual, comes out too, and what reaches it joins in the backward."""
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        forks: bool,
+        paddings: tuple[int, int] = (0, 0),
+        amaxes: tuple[Amax | None, Amax | None] = (None, None),
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``forks``: the sum, or x where there is no residual, comes out too, and what reaches
+        it joins in the backward.
+        """
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
         amax = amaxes[0]
         of_residual = None if residual is None else in_rows(residual)
-        y, rstd, total, cell = _forward(rows, of_residual, weight, eps, offset, paddings[0], amax is not None)
+        y, rstd, total, cell = _forward(
+            rows, of_residual, weight, eps, offset, paddings[0], amax is not None
+        )
         total = rows if residual is None else total
         ctx.save_for_backward(own_tensor(total), weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
@@ -210,7 +341,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dy: Tensor | None, extra: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(
+        ctx: Any, dy: Tensor | None, extra: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         s, weight, rstd = ctx.saved_tensors
         if dy is None and extra is None:
             return None, None, None
@@ -222,12 +355,17 @@ class _RMSNorm(torch.autograd.Function):
             rows, amax = None if extra is None else in_rows(extra), ctx.amax
             options = ctx.offset, wants_weight, ctx.padding, amax is not None
             ds, cell, dw = _backward(in_rows(dy), s, weight, rstd, rows, *options)
-            ds, dw = with_amax(amax, ds.view(shape) if len(shape) != 2 else ds, cell), dw if wants_weight else None
+            ds, dw = (
+                with_amax(amax, ds.view(shape) if len(shape) != 2 else ds, cell),
+                dw if wants_weight else None,
+            )
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
         return of_x, of_residual, dw
 
 
-def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+def fused_rmsnorm(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
+) -> Tensor:
     """RMSNorm of ``x`` ``[..., D]`` with ``offset + weight`` ``[D]``; differentiable in both.
 
     Returns:
@@ -243,14 +381,23 @@ def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: f
 
 
 def fused_add_rmsnorm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, padding: int = 0,
-    gradient_padding: int = 0, amax: Amax | None = None, gradient_amax: Amax | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """RMSNorm of ``x + residual``, and that sum; all ``[..., D]``, differentiable in the three tensors.
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    padding: int = 0,
+    gradient_padding: int = 0,
+    amax: Amax | None = None,
+    gradient_amax: Amax | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of ``x + residual``, and that sum; all ``[..., D]``, differentiable in the three
+    tensors.
 
     Args:
         residual: None where ``x`` is the sum already.
-        padding, gradient_padding: columns left free behind each row of the norm and of the gradient, for ``[T, D]``.
+        padding, gradient_padding: columns left free behind each row of the norm and of the
+            gradient, for ``[T, D]``.
         amax, gradient_amax: told the largest absolute value of the norm and of the gradient.
 
     Returns:
@@ -261,27 +408,49 @@ def fused_add_rmsnorm(
     """
     _check(x, weight)
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike")
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike"
+        )
     if runs_triton(x, residual, weight) and x.shape[-1] <= WIDEST:
-        return _RMSNorm.apply(x, residual, weight, eps, offset, True, (padding, gradient_padding), (amax, gradient_amax))
+        return _RMSNorm.apply(
+            x,
+            residual,
+            weight,
+            eps,
+            offset,
+            True,
+            (padding, gradient_padding),
+            (amax, gradient_amax),
+        )
     return add_rmsnorm_reference(x, residual, weight, eps, offset)
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:
     if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}: weight must be [{x.shape[-1]}]")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}: weight must be "
+            f"[{x.shape[-1]}]"
+        )
 
 
-def rmsnorm_reference(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+def rmsnorm_reference(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
+) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is None:
         return normalised.to(x.dtype)
-    return (normalised * (offset + weight.to(wide.dtype))).to(torch.promote_types(x.dtype, weight.dtype))
+    return (normalised * (offset + weight.to(wide.dtype))).to(
+        torch.promote_types(x.dtype, weight.dtype)
+    )
 
 
 def add_rmsnorm_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     total = x if residual is None else x + residual
     return rmsnorm_reference(total, weight, eps, offset), total

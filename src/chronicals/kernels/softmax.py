@@ -3,10 +3,11 @@
     y = exp(x − max(x)) / Σ exp(x − max(x))
     dx = y · (dy − Σ dy · y)
 
-``x`` is ``[..., D]`` in fp32, bf16 or fp16; all is computed in fp32 and rounded once. Entries of −inf give 0, rows of
-nothing else NaN, as in torch. Saved: y. Up to ``WIDEST`` elements a program holds whole rows; wider ones are read twice,
-with maximum and sum kept online (Milakov and Gimelshein, 2018, algorithm 3).
-Bytes an element in 16 bit: 4 forward, 6 backward; of wide rows 6 and 10, less what the second reading finds in the cache.
+``x`` is ``[..., D]`` in fp32, bf16 or fp16; all is computed in fp32 and rounded once. Entries of
+−inf give 0, rows of nothing else NaN, as in torch. Saved: y. Up to ``WIDEST`` elements a program
+holds whole rows; wider ones are read twice, with maximum and sum kept online (Milakov and
+Gimelshein, 2018, algorithm 3). Bytes an element in 16 bit: 4 forward, 6 backward; of wide rows 6
+and 10, less what the second reading finds in the cache.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from chronicals.kernels.operators import operator
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """32 elements a thread forward, 16 backward, as far as there are threads. 32 warps of wide rows leave no room for a
-    second program on a multiprocessor: of bf16 rows of 128 Ki elements 132 at a time are 35 MB, which the H200's cache of
-    50 MB keeps for the second reading."""
+    """32 elements a thread forward, 16 backward, as far as there are threads. 32 warps of wide
+    rows leave no room for a second program on a multiprocessor: of bf16 rows of 128 Ki elements
+    132 at a time are 35 MB, which the H200's cache of 50 MB keeps for the second reading."""
     if width > WIDEST:
         return Tile(1, 16384 if backward else 32768, warps=32)
     block, a_warp = next_power_of_2(width), 512 if backward else 1024
@@ -42,14 +43,20 @@ def _tile(width: int, backward: bool) -> Tile:
 
 
 @triton.jit
-def _softmax_forward_kernel(x_ptr, y_ptr, rows, width, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax_forward_kernel(
+    x_ptr, y_ptr, rows, width, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.load(
+        x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf")
+    ).to(tl.float32)
     e = tl.exp(x - _finite(tl.max(x, axis=1))[:, None])
     y = e * (1.0 / tl.sum(e, axis=1))[:, None]
-    tl.store(y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -59,13 +66,21 @@ def _wide_softmax_forward_kernel(x_ptr, y_ptr, width, x_stride, BLOCK: tl.conste
     highest = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for first in range(0, width, BLOCK):
-        x = tl.load(x_ptr + row * x_stride + first + column, mask=first + column < width, other=float("-inf")).to(tl.float32)
+        x = tl.load(
+            x_ptr + row * x_stride + first + column,
+            mask=first + column < width,
+            other=float("-inf"),
+        ).to(tl.float32)
         higher = tl.maximum(highest, tl.max(x, axis=0))
-        total = total * tl.exp(highest - _finite(higher)) + tl.sum(tl.exp(x - _finite(higher)), axis=0)
+        total = total * tl.exp(highest - _finite(higher)) + tl.sum(
+            tl.exp(x - _finite(higher)), axis=0
+        )
         highest = higher
     for first in range(0, width, BLOCK):
         inside = first + column < width
-        x = tl.load(x_ptr + row * x_stride + first + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + first + column, mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
         y = tl.exp(x - _finite(highest)) * (1.0 / total)
         tl.store(y_ptr + row * width + first + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -79,12 +94,14 @@ def _finite(highest):
 @triton.jit
 def _softmax_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, rows, width, dy_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at = row[:, None] * width + column[None, :]
-    dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
     dx = y * (dy - tl.sum(dy * y, axis=1)[:, None])
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -97,12 +114,18 @@ def _wide_softmax_backward_kernel(dy_ptr, y_ptr, dx_ptr, width, dy_stride, BLOCK
     products = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):
         inside = first + column < width
-        dy = tl.load(dy_ptr + row * dy_stride + first + column, mask=inside, other=0.0).to(tl.float32)
-        products += dy * tl.load(y_ptr + row * width + first + column, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + first + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        products += dy * tl.load(y_ptr + row * width + first + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
     projection = tl.sum(products, axis=0)
     for first in range(0, width, BLOCK):
         inside = first + column < width
-        dy = tl.load(dy_ptr + row * dy_stride + first + column, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + first + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         y = tl.load(y_ptr + row * width + first + column, mask=inside, other=0.0).to(tl.float32)
         dx = y * (dy - projection)
         tl.store(dx_ptr + row * width + first + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -115,7 +138,9 @@ def _forward(x: Tensor) -> Tensor:
     rows, width = x.shape
     tile = _tile(width, backward=False)
     if rows and width > WIDEST:
-        _wide_softmax_forward_kernel[(rows,)](x, y, width, x.stride(0), tile.block, num_warps=tile.warps)
+        _wide_softmax_forward_kernel[(rows,)](
+            x, y, width, x.stride(0), tile.block, num_warps=tile.warps
+        )
     elif rows:
         _softmax_forward_kernel[(triton.cdiv(rows, tile.rows),)](
             x, y, rows, width, x.stride(0), tile.rows, tile.block, num_warps=tile.warps
@@ -134,7 +159,9 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
     rows, width = y.shape
     tile = _tile(width, backward=True)
     if rows and width > WIDEST:
-        _wide_softmax_backward_kernel[(rows,)](dy, y, dx, width, dy.stride(0), tile.block, num_warps=tile.warps)
+        _wide_softmax_backward_kernel[(rows,)](
+            dy, y, dx, width, dy.stride(0), tile.block, num_warps=tile.warps
+        )
     elif rows:
         _softmax_backward_kernel[(triton.cdiv(rows, tile.rows),)](
             dy, y, dx, rows, width, dy.stride(0), tile.rows, tile.block, num_warps=tile.warps
@@ -168,7 +195,10 @@ def fused_softmax(x: Tensor) -> Tensor:
         ValueError: ``x`` has no dimension, or is not of a floating-point type.
     """
     if x.ndim == 0 or not x.is_floating_point():
-        raise ValueError(f"x has shape {tuple(x.shape)} and type {x.dtype}: expected [..., D] of a floating-point type")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and type {x.dtype}: expected [..., D] of a "
+            "floating-point type"
+        )
     if runs_triton(x) and x.shape[-1] > 0:
         return _Softmax.apply(x)
     return softmax_reference(x)

@@ -1,4 +1,6 @@
-"""Many tensors in one launch: a table of their addresses, and which of them a program finds its chunk in."""
+"""Many tensors in one launch: a table of their addresses, and which of them a program finds its
+chunk in.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from chronicals.kernels.launch import tl, triton
 from chronicals.kernels.two_streams import FIRST
 
 BLOCK, CHUNK = 1024, 2048
-"""Elements that four warps hold at a time, and of a chunk; AdamW on an H200 is 2 % faster with chunks of 2048 than of 8192."""
+"""Elements that four warps hold at a time, and of a chunk; AdamW on an H200 is 2 % faster with
+chunks of 2048 than of 8192.
+"""
 
 KEPT = 64
-"""Tables that are kept; an optimizer has a few for each of its groups and types, updates in the backward pass dozens
-and more."""
+"""Tables that are kept; an optimizer has a few for each of its groups and types, updates in the
+backward pass dozens and more."""
 
 
 @triton.jit
@@ -61,7 +65,9 @@ _looked_up: list[list[Tensor]] = []
 
 @contextmanager
 def tables_looked_up() -> Iterator[list[Tensor]]:
-    """Within, in whatever thread: what launches look up; who captures them must hold it as long as they are replayed."""
+    """Within, in whatever thread: what launches look up; who captures them must hold it as long
+    as they are replayed.
+    """
     found: list[Tensor] = []
     _looked_up.append(found)
     try:
@@ -71,7 +77,8 @@ def tables_looked_up() -> Iterator[list[Tensor]]:
 
 
 def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = CHUNK) -> Table:
-    """The table of dense tensors on one device, in chunks of so many elements; kept while they stay where they are.
+    """The table of dense tensors on one device, in chunks of so many elements; kept while they stay
+    where they are.
 
     Raises:
         ValueError: a row has tensors of other sizes than the first.
@@ -83,7 +90,9 @@ def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = CHUNK) -> Table:
         _check_sizes(rows, sizes)
         if len(_tables) >= KEPT:
             _tables.pop(next(iter(_tables)))
-        aligned = all(address % 16 == 0 for address in addresses) and all(size % 8 == 0 for size in sizes)
+        aligned = all(address % 16 == 0 for address in addresses) and all(
+            size % 8 == 0 for size in sizes
+        )
         table = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1)
         _tables[key] = Table(_brought(table, device), *_division(sizes, device, chunk), aligned)
     for found in _looked_up:
@@ -96,11 +105,18 @@ def _check_sizes(rows: Sequence[Sequence[Tensor]], sizes: tuple[int, ...]) -> No
     for number, row in enumerate(rows):
         own = tuple(x.numel() for x in row)
         if own != sizes:
-            raise ValueError(f"row {number} of the tensors has {own} elements, the first {sizes}: they must be alike")
+            raise ValueError(
+                f"row {number} of the tensors has {own} elements, the first {sizes}: they must be "
+                "alike"
+            )
 
 
-def _division(sizes: tuple[int, ...], device: torch.device, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sizes, tensors of the chunks, first chunks: the same in every step, though gradients lie elsewhere each time."""
+def _division(
+    sizes: tuple[int, ...], device: torch.device, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes, tensors of the chunks, first chunks: the same in every step, though gradients lie
+    elsewhere each time.
+    """
     if (sizes, device, chunk) not in _divisions:
         if len(_divisions) >= KEPT:
             _divisions.pop(next(iter(_divisions)))
@@ -121,7 +137,9 @@ def _brought(values: Tensor, device: torch.device) -> Tensor:
 
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody captures: torch has few of a priority, and hands them out again and again."""
+    """A stream that nobody captures: torch has few of a priority, and hands them out again and
+    again.
+    """
     return torch.cuda.Stream(device, priority=2 * FIRST)
 
 

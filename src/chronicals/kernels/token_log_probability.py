@@ -1,12 +1,13 @@
-"""Log-probability of each target and entropy of each prediction of a linear head, without whole logits.
+"""Log-probability of each target and entropy of each prediction of a linear head, without whole
+logits.
 
     log p_t = z_t[y_t] − lse_t,   H_t = lse_t − Σ_j p_tj z_tj;   see ``logit_rows`` for z, lse and p
 
     dL/dz_j = g · (1(j = y) − p_j) − e · p_j · (log p_j + H)        g, e: upstream gradients of log p_t and H_t
 
-The upstream gradient differs from token to token, so the backward pass makes the logits again, chunk by chunk. Floor:
-2·T·D·V operations forward, 6·T·D·V backward; 2·V and 4·V bytes a token. T are the rows with a target where their number is
-known beforehand.
+The upstream gradient differs from token to token, so the backward pass makes the logits again,
+chunk by chunk. Floor: 2·T·D·V operations forward, 6·T·D·V backward; 2·V and 4·V bytes a token. T
+are the rows with a target where their number is known beforehand.
 """
 
 from __future__ import annotations
@@ -27,30 +28,54 @@ from chronicals.kernels.linear_head import (
     trained_rows,
     with_adapter,
 )
-from chronicals.kernels.logit_rows import IGNORED, LossOptions, log_probabilities, log_probability_gradient_
+from chronicals.kernels.logit_rows import (
+    IGNORED,
+    LossOptions,
+    log_probabilities,
+    log_probability_gradient_,
+)
 from chronicals.kernels.operators import operator
 
 
 @operator("chronicals::token_log_probability")
 def _forward(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, scale: float,
-    softcap: float | None, chunk_size: int, wants_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float,
+    softcap: float | None,
+    chunk_size: int,
+    wants_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """log p, lse and entropy, each ``[T]``."""
     out = _outputs(hidden)
-    narrow, buffer = side_by_side(weight, more, hidden.dtype), hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
+    narrow, buffer = (
+        side_by_side(weight, more, hidden.dtype),
+        hidden.new_empty((min(chunk_size, len(hidden)), len(weight))),
+    )
     for part in chunks(len(hidden), chunk_size):
         x = chunk_logits(hidden[part], narrow, bias, buffer)
-        for whole, some in zip(out, log_probabilities(x, targets[part], LossOptions(scale, softcap), wants_entropy)):
+        for whole, some in zip(
+            out, log_probabilities(x, targets[part], LossOptions(scale, softcap), wants_entropy)
+        ):
             whole[part] = some
     return out
 
 
 @torch.library.register_fake(_forward)
 def _(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, scale: float,
-    softcap: float | None, chunk_size: int, wants_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float,
+    softcap: float | None,
+    chunk_size: int,
+    wants_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _outputs(hidden)
 
 
@@ -61,20 +86,40 @@ def _outputs(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("chronicals::token_log_probability_backward")
 def _backward(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, d_log_p: Tensor,
-    d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, scale: float, softcap: float | None, chunk_size: int,
+    hidden: Tensor,
+    weight: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    d_log_p: Tensor,
+    d_entropy: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    scale: float,
+    softcap: float | None,
+    chunk_size: int,
     wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of hidden, weight, more and bias that are ``wanted``, else nothing in their place."""
+) -> list[Tensor]:
+    """Gradients of hidden, weight, more and bias that are ``wanted``, else nothing in their
+    place.
+    """
     d_hidden, d_weight, d_more, d_bias = _gradients(hidden, weight, more, bias, wanted)
-    narrow, buffer = side_by_side(weight, more, hidden.dtype), hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
+    narrow, buffer = (
+        side_by_side(weight, more, hidden.dtype),
+        hidden.new_empty((min(chunk_size, len(hidden)), len(weight))),
+    )
     width = weight.shape[1]
     for part in chunks(len(hidden), chunk_size):
         x = chunk_logits(hidden[part], narrow, bias, buffer)
         log_probability_gradient_(
-            x, targets[part], d_log_p[part], None if d_entropy is None else d_entropy[part], lse[part], entropy[part],
+            x,
+            targets[part],
+            d_log_p[part],
+            None if d_entropy is None else d_entropy[part],
+            lse[part],
+            entropy[part],
             LossOptions(scale, softcap),
-        )  # fmt: skip
+        )
         if wanted[0]:
             torch.mm(x, narrow, out=d_hidden[part])
         for gradient, columns in ((d_weight, hidden[part, :width]), (d_more, hidden[part, width:])):
@@ -87,36 +132,68 @@ def _backward(
 
 @torch.library.register_fake(_backward)
 def _(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, d_log_p: Tensor,
-    d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, scale: float, softcap: float | None, chunk_size: int,
+    hidden: Tensor,
+    weight: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    d_log_p: Tensor,
+    d_entropy: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    scale: float,
+    softcap: float | None,
+    chunk_size: int,
     wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     return _gradients(hidden, weight, more, bias, wanted)
 
 
 def _gradients(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, wanted: list[bool]
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return [
         hidden.new_empty(0) if not wants or x is None else x.new_zeros(x.shape, dtype=kind)
-        for x, wants, kind in zip((hidden, weight, more, bias), wanted, (hidden.dtype, wide, wide, wide))
+        for x, wants, kind in zip(
+            (hidden, weight, more, bias), wanted, (hidden.dtype, wide, wide, wide)
+        )
     ]
 
 
 class _TokenLogProbability(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, targets: Tensor, scale: float,
-        softcap: float | None, chunk_size: int, wants_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        more: Tensor | None,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        softcap: float | None,
+        chunk_size: int,
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         kind = product_type(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             log_p, lse, entropy = _forward(
-                hidden.to(kind), weight, more, bias, targets, scale, softcap, chunk_size, wants_entropy
-            )  # fmt: skip
+                hidden.to(kind),
+                weight,
+                more,
+                bias,
+                targets,
+                scale,
+                softcap,
+                chunk_size,
+                wants_entropy,
+            )
         ctx.save_for_backward(hidden, weight, more, bias, targets, lse, entropy)
-        ctx.options, ctx.dtype, ctx.wants_entropy = (scale, softcap, chunk_size), kind, wants_entropy
+        ctx.options, ctx.dtype, ctx.wants_entropy = (
+            (scale, softcap, chunk_size),
+            kind,
+            wants_entropy,
+        )
         if not wants_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_p, entropy
@@ -128,9 +205,18 @@ class _TokenLogProbability(torch.autograd.Function):
         wanted = [bool(needed) for needed in ctx.needs_input_grad[:4]]
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _backward(
-                hidden.to(ctx.dtype), weight, more, bias, targets, d_log_p.contiguous(),
-                d_entropy.contiguous() if ctx.wants_entropy else None, lse, entropy, *ctx.options, wanted,
-            )  # fmt: skip
+                hidden.to(ctx.dtype),
+                weight,
+                more,
+                bias,
+                targets,
+                d_log_p.contiguous(),
+                d_entropy.contiguous() if ctx.wants_entropy else None,
+                lse,
+                entropy,
+                *ctx.options,
+                wanted,
+            )
         return tuple(
             gradient.to(x.dtype) if wants else None
             for gradient, x, wants in zip(gradients, (hidden, weight, more, bias), wanted)
@@ -150,18 +236,22 @@ def token_log_probability(
     entropy: bool = False,
     count: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``log p`` of each target and, if wanted, the entropy of each prediction; float32 ``[T]`` both.
+    """``log p`` of each target and, if wanted, the entropy of each prediction; float32 ``[T]``
+    both.
 
     Args:
-        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` where they require it.
-        targets: int64 ``[T]``; the log-probability of −100 is 0. One outside the vocabulary is an IndexError on the CPU; on a
-            card its log-probability is NaN. The entropy is that of every row, unless ``count`` is given.
+        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` where
+            they require it.
+        targets: int64 ``[T]``; the log-probability of −100 is 0. One outside the vocabulary is an
+            IndexError on the CPU; on a card its log-probability is NaN. The entropy is that of
+            every row, unless ``count`` is given.
         adapter: a low-rank addition to the head, differentiable too.
         scale, softcap: applied to the logits, in this order; ``scale`` is one over a temperature.
         chunk_size: no more rows of logits than these exist at a time.
         entropy: whether entropies are wanted; zeros otherwise.
-        count: a bound on how many targets are not −100, where the host knows one: only so many rows go through the products,
-            without a synchronisation, and the entropies of the others are zero.
+        count: a bound on how many targets are not −100, where the host knows one: only so many rows
+            go through the products, without a synchronisation, and the entropies of the others are
+            zero.
 
     Raises:
         ValueError: shapes or types do not fit, ``chunk_size`` < 1, or ``softcap`` is not positive.
@@ -169,7 +259,9 @@ def token_log_probability(
     check_head(hidden, weight, targets, bias, chunk_size, softcap)
     targets = targets.contiguous()
     rows = None if count is None else trained_rows(targets, count)
-    picked, wanted = (hidden, targets) if rows is None else (hidden.index_select(0, rows), targets[rows])
+    picked, wanted = (
+        (hidden, targets) if rows is None else (hidden.index_select(0, rows), targets[rows])
+    )
     picked, more = with_adapter(picked, weight, adapter)
     found: tuple[Tensor, Tensor] = _TokenLogProbability.apply(
         picked, weight, more, bias, wanted, scale, softcap, chunk_size, entropy
@@ -193,12 +285,19 @@ def token_log_probability_reference(
     """The definition, with all logits at once; entropies always."""
     x = torch.nn.functional.linear(hidden, weight, bias)
     if adapter is not None:
-        x = x + adapter.scale * (torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t()) @ adapter.b.t()
+        x = (
+            x
+            + adapter.scale
+            * (torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t())
+            @ adapter.b.t()
+        )
     z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z, 1)
     ignored = targets == IGNORED
     return (
-        log_p.gather(1, targets.masked_fill(ignored, 0)[:, None]).squeeze(1).masked_fill(ignored, 0.0),
+        log_p.gather(1, targets.masked_fill(ignored, 0)[:, None])
+        .squeeze(1)
+        .masked_fill(ignored, 0.0),
         -(log_p.exp() * log_p).sum(1),
     )

@@ -1,4 +1,6 @@
-"""The kernels under the name of a module that older scripts import, and the self-test that such scripts call."""
+"""The kernels under the name of a module that older scripts import, and the self-test that such
+scripts call.
+"""
 
 from chronicals.kernels import *  # noqa: F403
 from chronicals.kernels import __all__ as KERNELS
@@ -8,17 +10,20 @@ __all__ = [*KERNELS, "test_rmsnorm"]
 
 
 def test_rmsnorm() -> None:
-    """Compare RMSNorm, alone and with the residual addition before it, with its definition in fp64 on this machine.
+    """Compare RMSNorm, alone and with the residual addition before it, with its definition in fp64
+    on this machine.
 
     Prints "RMSNorm test passed!".
 
     Raises:
-        AssertionError: an error is larger than the plain operation's allows; the message names the kernel and both errors.
+        AssertionError: an error is larger than the plain operation's allows; the message names the
+            kernel and both errors.
     """
     for result in self_test(only=("rmsnorm", "add_rmsnorm")):
         if not result.passed:
             raise AssertionError(
-                f"{result.name} ({result.runs_as}): relative error {result.error:.2e} beside {result.plain_error:.2e} of the "
+                f"{result.name} ({result.runs_as}): relative error {result.error:.2e} beside "
+                f"{result.plain_error:.2e} of the "
                 "plain operation"
             )
     print("RMSNorm test passed!")  # noqa: T201

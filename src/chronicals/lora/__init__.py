@@ -4,12 +4,25 @@ from chronicals.lora.adapter_layer import AdapterLayer
 from chronicals.lora.apply import adapts, adapts_parameters, apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.experts import report_frozen_experts, stacked_weights
-from chronicals.lora.layers import LoRALinear, adapters, adapters_are_fresh, has_magnitudes, why_base_is_gone, without_adapters
+from chronicals.lora.layers import (
+    LoRALinear,
+    adapters,
+    adapters_are_fresh,
+    has_magnitudes,
+    why_base_is_gone,
+    without_adapters,
+)
 from chronicals.lora.loading import load_adapter
 from chronicals.lora.lora_presets import LORA_PRESETS, lora_preset
 from chronicals.lora.model_methods import merge_and_unload
 from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
-from chronicals.lora.several import adapter_names, add_adapter, add_weighted_adapter, delete_adapter, set_adapter
+from chronicals.lora.several import (
+    adapter_names,
+    add_adapter,
+    add_weighted_adapter,
+    delete_adapter,
+    set_adapter,
+)
 
 __all__ = [
     "LORA_PRESETS",

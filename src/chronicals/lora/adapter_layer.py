@@ -13,8 +13,8 @@ from chronicals.lora.config import LoRAConfig
 
 
 class AdapterLayer(nn.Module, ABC):
-    """A frozen ``base_layer`` with a trained product ``s · B A`` beside one of its weights. A ``[r, in]`` and B ``[out, r]``
-    are fp32 whatever the base is.
+    """A frozen ``base_layer`` with a trained product ``s · B A`` beside one of its weights. A ``[r,
+    in]`` and B ``[out, r]`` are fp32 whatever the base is.
 
     Attributes:
         MATRICES: names of A and B.
@@ -32,10 +32,14 @@ class AdapterLayer(nn.Module, ABC):
             base_layer.requires_grad_(False)
         self.scale, self.dropout, self.enabled = config.scale, config.dropout, True
 
-    def _make_matrices(self, a_shape: tuple[int, int], b_shape: tuple[int, int], device: torch.device) -> None:
+    def _make_matrices(
+        self, a_shape: tuple[int, int], b_shape: tuple[int, int], device: torch.device
+    ) -> None:
         """A and B as parameters, not yet filled."""
         for name, shape in zip(self.MATRICES, (a_shape, b_shape), strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=torch.float32)))
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape, device=device, dtype=torch.float32))
+            )
 
     @property
     def pair(self) -> tuple[nn.Parameter, nn.Parameter]:
@@ -49,12 +53,16 @@ class AdapterLayer(nn.Module, ABC):
         return self.MATRICES
 
     def named_at(self, path: str) -> str:
-        """What patterns of ranks and PEFT's configuration call the adapted weight, where the layer is at ``path``."""
+        """What patterns of ranks and PEFT's configuration call the adapted weight, where the
+        layer is at ``path``.
+        """
         return path
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the layer is what it is without its adapter: one of A and B is zero. Waits for the device."""
+        """Whether the layer is what it is without its adapter: one of A and B is zero. Waits for
+        the device.
+        """
         return not all(bool(matrix.any()) for matrix in self.pair)
 
     @abstractmethod
@@ -63,7 +71,10 @@ class AdapterLayer(nn.Module, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "base_layer" and type(value).__module__.startswith("peft."):
-            raise ValueError(f"PEFT's {type(value).__name__} would go into an adapter of ours: call merge_and_unload() first")
+            raise ValueError(
+                f"PEFT's {type(value).__name__} would go into an adapter of ours: call "
+                "merge_and_unload() first"
+            )
         super().__setattr__(name, value)
 
 
@@ -74,13 +85,15 @@ def exact(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw(matrix: nn.Parameter, how: Callable[[Tensor], Any]) -> None:
-    """Fill it with random numbers of the host: a seed gives the same adapters on every device, and where the model waits in
-    host memory to be divided."""
+    """Fill it with random numbers of the host: a seed gives the same adapters on every device,
+    and where the model waits in host memory to be divided."""
     drawn = torch.empty_like(matrix, device="cpu")
     how(drawn)
     matrix.copy_(drawn)
 
 
 def in_file(name: str) -> str:
-    """What a file of PEFT's calls a trained tensor of a layer: its A and B of a linear layer are layers themselves."""
+    """What a file of PEFT's calls a trained tensor of a layer: its A and B of a linear layer are
+    layers themselves.
+    """
     return f"{name}.weight" if name in AdapterLayer.MATRICES else name

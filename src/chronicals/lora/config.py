@@ -20,22 +20,27 @@ class LoRAConfig:
 
     Attributes:
         rank: r, the rows of A and columns of B.
-        alpha: ``s = alpha / rank``; with ``use_rslora`` ``alpha / sqrt(rank)`` (Kalajdzievski, 2023, theorem 3.2).
+        alpha: ``s = alpha / rank``; with ``use_rslora`` ``alpha / sqrt(rank)`` (Kalajdzievski,
+            2023, theorem 3.2).
         dropout: probability with which an input of A is dropped in training.
-        target_modules: names of linear layers (the last parts of their path), one regular expression for the whole
-            path, or None for every linear layer but the head; the input embedding is adapted where it is named.
-        target_parameters: names of parameters that are adapted by themselves, such as the weights of all experts of a layer in
-            one tensor: the last parts of their path (``mlp.experts.down_proj``). With them ``target_modules`` may be empty.
-        rank_pattern, alpha_pattern: ranks and alphas of some layers, by the end of their path or a regular expression for it,
-            as PEFT reads them; the first that matches counts.
+        target_modules: names of linear layers (the last parts of their path), one regular
+            expression for the whole path, or None for every linear layer but the head; the input
+            embedding is adapted where it is named.
+        target_parameters: names of parameters that are adapted by themselves, such as the weights
+            of all experts of a layer in one tensor: the last parts of their path
+            (``mlp.experts.down_proj``). With them ``target_modules`` may be empty.
+        rank_pattern, alpha_pattern: ranks and alphas of some layers, by the end of their path or a
+            regular expression for it, as PEFT reads them; the first that matches counts.
         layers: numbers of the decoder layers whose targets are adapted; None for all.
-        use_dora: whether each row of the adapted weight has a trained length (Liu et al., 2024; ``magnitude.py``).
-        init: where A and B start: ``default`` (A uniform, B zero), ``gaussian``, ``pissa``, ``pissa_niter_N`` or ``olora``,
-            see ``starting_values``; or ``loftq``, see ``loftq.py``.
-        trainable_token_indices: ids of tokens whose rows of the embedding are trained, and of the head where that is one weight
-            with it; or lists of them by the names of embedding and head (``tokens.py``).
-        modules_to_save: names of the embedding, the head, and heads that predict experts, if they are to be trained whole and
-            saved with the adapters.
+        use_dora: whether each row of the adapted weight has a trained length (Liu et al., 2024;
+            ``magnitude.py``).
+        init: where A and B start: ``default`` (A uniform, B zero), ``gaussian``, ``pissa``,
+            ``pissa_niter_N`` or ``olora``, see ``starting_values``; or ``loftq``, see ``loftq.py``.
+        trainable_token_indices: ids of tokens whose rows of the embedding are trained, and of the
+            head where that is one weight with it; or lists of them by the names of embedding and
+            head (``tokens.py``).
+        modules_to_save: names of the embedding, the head, and heads that predict experts, if they
+            are to be trained whole and saved with the adapters.
     """
 
     rank: int = 64
@@ -62,26 +67,36 @@ class LoRAConfig:
         if not is_init(self.init):
             raise ValueError(f"init={self.init!r}: {INITS}")
         if self.use_dora and self.takes_from_weights:
-            raise ValueError(f"use_dora=True with init={self.init!r}: lengths are of whole weights; leave one out")
+            raise ValueError(
+                f"use_dora=True with init={self.init!r}: lengths are of whole weights; leave one "
+                "out"
+            )
         if isinstance(self.target_parameters, str):
-            raise ValueError(f"target_parameters={self.target_parameters!r}: give a list of names, also for one")
+            raise ValueError(
+                f"target_parameters={self.target_parameters!r}: give a list of names, also for one"
+            )
         if self.target_parameters:
             self._check_parameters()
         elif self.target_modules == []:
             raise ValueError(
-                "lora_target_modules='none': nothing would be trained; name layers, or leave it out for all linear ones"
+                "lora_target_modules='none': nothing would be trained; name layers, or leave it "
+                "out for all linear ones"
             )
         for name, least in (("rank_pattern", 1), ("alpha_pattern", 0)):
             for key, value in getattr(self, name).items():
                 if value < least or value == 0:
-                    raise ValueError(f"{name}: {key}={value}: must be {'at least 1' if least else 'positive'}")
+                    raise ValueError(
+                        f"{name}: {key}={value}: must be {'at least 1' if least else 'positive'}"
+                    )
                 try:
                     re.compile(key)
                 except re.error as error:
                     raise ValueError(f"{name}: {key!r} is no regular expression: {error}") from None
 
     def _check_parameters(self) -> None:
-        """What an adapter of a parameter cannot do, as in PEFT: it has no input of its own and no rows with a length."""
+        """What an adapter of a parameter cannot do, as in PEFT: it has no input of its own and
+        no rows with a length.
+        """
         for value, name, remedy in (
             (self.dropout, "dropout", "set dropout=0"),
             (self.use_dora, "use_dora", "leave use_dora out"),
@@ -89,8 +104,10 @@ class LoRAConfig:
         ):
             if value:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} with target_parameters={list(self.target_parameters or ())!r}: adapters "
-                    f"of parameters have none; {remedy}, or adapt linear layers alone (target_modules)"
+                    f"{name}={getattr(self, name)!r} with "
+                    f"target_parameters={list(self.target_parameters or ())!r}: adapters "
+                    f"of parameters have none; {remedy}, or adapt linear layers alone "
+                    "(target_modules)"
                 )
 
     @property
@@ -104,19 +121,28 @@ class LoRAConfig:
 
     def at(self, path: str) -> LoRAConfig:
         """What it says of the layer at ``path`` alone: rank and alpha without patterns."""
-        rank, alpha = _of_pattern(self.rank_pattern, path, self.rank), _of_pattern(self.alpha_pattern, path, self.alpha)
+        rank, alpha = (
+            _of_pattern(self.rank_pattern, path, self.rank),
+            _of_pattern(self.alpha_pattern, path, self.alpha),
+        )
         return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def fitted(self, paths: Collection[str]) -> LoRAConfig:
         """The same without the keys of patterns that match none of these paths."""
-        used = {key for key in (*self.rank_pattern, *self.alpha_pattern) if any(_names(key, path) for path in paths)}
+        used = {
+            key
+            for key in (*self.rank_pattern, *self.alpha_pattern)
+            if any(_names(key, path) for path in paths)
+        }
         ranks = {key: rank for key, rank in self.rank_pattern.items() if key in used}
         alphas = {key: alpha for key, alpha in self.alpha_pattern.items() if key in used}
         return replace(self, rank_pattern=ranks, alpha_pattern=alphas)
 
 
 def _names(key: str, path: str) -> bool:
-    """Whether the key of a pattern is the end of a path, or matches it, as ``peft.utils.other.get_pattern_key`` does."""
+    """Whether the key of a pattern is the end of a path, or matches it, as
+    ``peft.utils.other.get_pattern_key`` does.
+    """
     return re.match(rf"(.*\.)?({key})$", path) is not None
 
 

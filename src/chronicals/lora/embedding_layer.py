@@ -2,7 +2,8 @@
 
     y = (W + s · (B A)ᵀ)[ids] · e          W [V, D], A [r, V], B [D, r]; e: the scale of classes that have one (Gemma 3), else 1
 
-A starts at zero and B normal, as PEFT starts them: the model is at first unchanged. There is no dropout: ids are no numbers.
+A starts at zero and B normal, as PEFT starts them: the model is at first unchanged. There is no
+dropout: ids are no numbers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class LoRAEmbedding(AdapterLayer):
 
 
 def is_embedding(layer: Any) -> bool:
-    """Whether the layer is ``W[ids]``, or that times its ``embed_scale``: a class of its own is tried with a small copy."""
+    """Whether the layer is ``W[ids]``, or that times its ``embed_scale``: a class of its own is
+    tried with a small copy.
+    """
     if not isinstance(layer, nn.Embedding) or layer.max_norm is not None or layer.sparse:
         return False
     if type(layer).forward is nn.Embedding.forward:
@@ -68,11 +71,21 @@ def is_embedding(layer: Any) -> bool:
     with torch.random.fork_rng(devices=[]):
         small = nn.Embedding(5, 3, device="cpu", dtype=torch.float32)
     expected = small(ids)
-    small.__dict__ = {name: value for name, value in vars(layer).items() if name != "forward"} | vars(small)
+    small.__dict__ = {
+        name: value for name, value in vars(layer).items() if name != "forward"
+    } | vars(small)
     small.__class__ = type(layer)
     try:
-        small._buffers = {name: buffer.float().cpu() for name, buffer in layer._buffers.items() if buffer is not None}
+        small._buffers = {
+            name: buffer.float().cpu()
+            for name, buffer in layer._buffers.items()
+            if buffer is not None
+        }
         got, factor = small(ids), torch.as_tensor(getattr(layer, "embed_scale", 1.0)).float().cpu()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return False
-    return factor.numel() == 1 and got.shape == expected.shape and torch.allclose(got, expected * factor, rtol=1e-4)
+    return (
+        factor.numel() == 1
+        and got.shape == expected.shape
+        and torch.allclose(got, expected * factor, rtol=1e-4)
+    )

@@ -1,7 +1,7 @@
 """What is saved with an adapter beside its matrices.
 
-Embeddings are, where tokens were added and the base's files lack their rows; and modules that are trained whole: embedding and
-head, the score of a reward model, heads that predict experts.
+Embeddings are, where tokens were added and the base's files lack their rows; and modules that are
+trained whole: embedding and head, the score of a reward model, heads that predict experts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ STORED = "_chronicals_stores_embeddings"
 """Attribute of a model whose adapter was loaded with embeddings; they are saved with it again."""
 
 Weights = dict[tuple[str, str], Tensor]
-"""Tensors of the input embedding and the head, by the path of the layer and the name of the parameter."""
+"""Tensors of the input embedding and the head, by the path of the layer and the name of the
+parameter.
+"""
 
 
 def _layers(model: Any) -> dict[str, nn.Module]:
-    """The input embedding and the head by path; of an adapted head its base layer. A model with a score is saved without its
-    head."""
+    """The input embedding and the head by path; of an adapted head its base layer. A model with
+    a score is saved without its head."""
     head = None if score_of(model) is not None else model.get_output_embeddings()
     ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
     return {
@@ -40,9 +42,19 @@ def _layers(model: Any) -> dict[str, nn.Module]:
 
 
 def _others(model: Any) -> dict[str, nn.Module]:
-    """By path, what may be trained whole and has no rows of tokens: the score, and the heads that predict experts."""
+    """By path, what may be trained whole and has no rows of tokens: the score, and the heads
+    that predict experts.
+    """
     score, heads = score_of(model), list(lookahead_heads(model).values())
-    found = {path: module for path, module in model.named_modules() if any(module is head for head in heads)} if heads else {}
+    found = (
+        {
+            path: module
+            for path, module in model.named_modules()
+            if any(module is head for head in heads)
+        }
+        if heads
+        else {}
+    )
     return found if score is None else {SCORE: score, **found}
 
 
@@ -55,44 +67,62 @@ def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
 
 
 def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.Module]:
-    """The embedding, the head, the score and heads that predict experts by path, of those that ``names`` names by the end of
-    their path.
+    """The embedding, the head, the score and heads that predict experts by path, of those that
+    ``names`` names by the end of their path.
 
     Raises:
         ValueError: a name is of none, or embedding and head share a weight.
     """
-    ends, others, found, beside = _layers(model), _others(model), dict[str, nn.Module](), dict[str, nn.Module]()
+    ends, others, found, beside = (
+        _layers(model),
+        _others(model),
+        dict[str, nn.Module](),
+        dict[str, nn.Module](),
+    )
     for name in names or ():
-        named, more = ({path: m for path, m in all.items() if f".{path}".endswith(f".{name}")} for all in (ends, others))
+        named, more = (
+            {path: m for path, m in all.items() if f".{path}".endswith(f".{name}")}
+            for all in (ends, others)
+        )
         if not named and not more:
             if score_of(model) is not None and _names_head(name, model):
-                raise ValueError(f"lora_modules_to_save: {name!r} predicts tokens, which a reward model does not; leave it out")
+                raise ValueError(
+                    f"lora_modules_to_save: {name!r} predicts tokens, which a reward model does "
+                    "not; leave it out"
+                )
             known = ", ".join([*ends, *(path for path in others if path != SCORE)])
             raise ValueError(
-                f"lora_modules_to_save: {name!r} is neither the embedding nor the head ({known}), which alone are "
-                "trained whole beside adapters; name it in lora_target_modules if it is a linear layer, or leave it out"
+                f"lora_modules_to_save: {name!r} is neither the embedding nor the head ({known}), "
+                "which alone are "
+                "trained whole beside adapters; name it in lora_target_modules if it is a linear "
+                "layer, or leave it out"
             )
         found |= named
         beside |= more
     weights = [layer.weight for layer in ends.values()]
     if found and any(a is b for n, a in enumerate(weights) for b in weights[:n]):
         raise ValueError(
-            f"lora_modules_to_save={list(names or ())!r}: embedding and head are one weight here, of which PEFT makes "
-            "two; leave it out, or untie them in the base first (tie_word_embeddings: false, with a weight for each)"
+            f"lora_modules_to_save={list(names or ())!r}: embedding and head are one weight here, "
+            "of which PEFT makes "
+            "two; leave it out, or untie them in the base first (tie_word_embeddings: false, with "
+            "a weight for each)"
         )
     return found | beside
 
 
 def _names_head(name: str, model: Any) -> bool:
     head = model.get_output_embeddings()
-    return any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules())
+    return any(
+        module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules()
+    )
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
     """Names of the weights of embedding and head if they must be saved with the adapter; else none.
 
-    They must if the embedding's rows differ from the base's, if the base's rows are unknown, or if they were loaded with the
-    adapter. A head that is tied to the embedding is stored once, as the embedding.
+    They must if the embedding's rows differ from the base's, if the base's rows are unknown, or if
+    they were loaded with the adapter. A head that is tied to the embedding is stored once, as the
+    embedding.
 
     Args:
         base: folder or hub name of the base; None if the model was not loaded from one.
@@ -109,7 +139,8 @@ def embeddings_to_store(model: Any, base: str | None) -> list[str]:
 
 
 def remember_base_rows(model: Any) -> None:
-    """Keep the number of embedding rows in the files of the model's base as an attribute, if they can be read.
+    """Keep the number of embedding rows in the files of the model's base as an attribute, if they
+    can be read.
 
     When the adapter is saved, the files may be gone or unreachable.
     """
@@ -118,9 +149,11 @@ def remember_base_rows(model: Any) -> None:
 
 
 def _rows_in_files(model: Any, base: str) -> int | None:
-    """Rows of the embedding by the configuration in a folder, or in the cache for a hub name; None if it cannot be read.
+    """Rows of the embedding by the configuration in a folder, or in the cache for a hub name; None
+    if it cannot be read.
 
-    A model that was loaded by its hub name left its configuration in the cache, so the hub is not asked.
+    A model that was loaded by its hub name left its configuration in the cache, so the hub is not
+    asked.
     """
     try:
         config = type(model.config).from_pretrained(base, local_files_only=True)
@@ -131,21 +164,31 @@ def _rows_in_files(model: Any, base: str) -> int | None:
 
 
 def _is_resized(model: Any, base: str | None) -> bool:
-    """Whether the embedding's rows differ from those in the base's files, or may differ because those are unknown."""
+    """Whether the embedding's rows differ from those in the base's files, or may differ because
+    those are unknown.
+    """
     rows, there = embedding_table(model).shape[0], getattr(model, BASE_ROWS, None)
     if there is None and base is None:  # made in memory: no file has any of its weights
         return False
     if there is None and base is not None:
         there = _rows_in_files(model, base)
     if there is None:
-        logger.warning("the embedding is saved with the adapter: whether that of its base has other rows cannot be read")
+        logger.warning(
+            "the embedding is saved with the adapter: whether that of its base has other rows "
+            "cannot be read"
+        )
     elif there != rows:
-        logger.info("the embedding has %d rows, that of the base %d: it is saved with the adapter", rows, there)
+        logger.info(
+            "the embedding has %d rows, that of the base %d: it is saved with the adapter",
+            rows,
+            there,
+        )
     return there != rows
 
 
 def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> Weights:
-    """Remove the weights of what is saved whole from an adapter's tensors, whose names begin with ``prefix``, and return them.
+    """Remove the weights of what is saved whole from an adapter's tensors, whose names begin with
+    ``prefix``, and return them.
 
     Raises:
         ValueError: the base weight that PEFT stored for an adapted head is not the model's.
@@ -156,7 +199,9 @@ def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> We
             for beneath in ("", ".base_layer", ".token_adapter.base_layer"):
                 stored = tensors.pop(f"{prefix}{path}{beneath}.{name}", None)
                 if stored is not None and beneath and _is_of_another_model(stored, own):
-                    raise ValueError(f"holds another weight for {path} than the model has: of another model?")
+                    raise ValueError(
+                        f"holds another weight for {path} than the model has: of another model?"
+                    )
                 if stored is not None:
                     found[path, name] = stored
     return found

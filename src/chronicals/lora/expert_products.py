@@ -1,9 +1,10 @@
-"""The experts of a layer with adapters, as transformers 5 defines experts (``use_experts_implementation``), in plain torch.
+"""The experts of a layer with adapters, as transformers 5 defines experts
+(``use_experts_implementation``), in plain torch.
 
     y_t = Σ_k p_tk · down_e(gate(up_e(x_t))),   e = expert k of token t;   up and down: x W[e]ᵀ + b[e] + s · (x A[e]ᵀ) B[e]ᵀ
 
-Rows are sorted by expert and multiplied group by group. Nothing of the size of W is made: the gradients of A and B come from
-products as wide as the rank, W is frozen and has none.
+Rows are sorted by expert and multiplied group by group. Nothing of the size of W is made: the
+gradients of A and B come from products as wide as the rank, W is frozen and has none.
 
 Shapes: T tokens, k experts of a token, S = T · k rows, E experts, K inputs, N outputs, R rank.
 """
@@ -23,12 +24,12 @@ from chronicals.model_shape import EXPERTS
 from chronicals.versions import EXPERTS_SAY_PARALLEL, transformers_before
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
-"""What ``use_experts_implementation`` says of a class: how its experts are computed from its parameters. Newer ones also say
-``has_post_expert_norm``."""
+"""What ``use_experts_implementation`` says of a class: how its experts are computed from its
+parameters. Newer ones also say ``has_post_expert_norm``."""
 
 TAKES_FACTORS = "takes_factors"
-"""Attribute of a function that replaces a layer's forward and is given the factors of its adapters as ``factors``; it returns
-None where it cannot compute them."""
+"""Attribute of a function that replaces a layer's forward and is given the factors of its
+adapters as ``factors``; it returns None where it cannot compute them."""
 
 ALIGNED = 8
 """Elements of 16 bits in the 16 bytes that rows of a grouped product begin at multiples of."""
@@ -50,9 +51,11 @@ class Routed(NamedTuple):
     shares_Tk: Tensor
 
 
-def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Routed | None:
-    """The inputs of a layer whose experts are computed here; None where the layer is something else, has hooks, or has its
-    experts on several ranks.
+def expert_inputs(
+    layer: Any, names: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]
+) -> Routed | None:
+    """The inputs of a layer whose experts are computed here; None where the layer is something
+    else, has hooks, or has its experts on several ranks.
 
     Args:
         names: of the parameters that are adapted.
@@ -73,20 +76,28 @@ def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Ma
 
 def has_hooks(layer: nn.Module) -> bool:
     """Whether something is to be called when the layer is."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+    )
 
 
 def is_parallel(layer: Any) -> bool:
     """Whether its experts are on several ranks.
 
-    Where no version of transformers says so of experts, it is a layer of a model that is divided over ranks
-    (``_is_hooked``) and has fewer experts than its configuration, as a layer that was pruned has, too.
+    Where no version of transformers says so of experts, it is a layer of a model that is divided
+    over ranks (``_is_hooked``) and has fewer experts than its configuration, as a layer that was
+    pruned has, too.
     """
     if not transformers_before(EXPERTS_SAY_PARALLEL):
         return bool(getattr(layer, "_is_expert_parallel", False))
     if not getattr(layer, "_is_hooked", False):
         return False
-    there = min(len(layer.down_proj), getattr(layer, "num_experts", len(layer.down_proj)))  # the first may be a DTensor
+    there = min(
+        len(layer.down_proj), getattr(layer, "num_experts", len(layer.down_proj))
+    )  # the first may be a DTensor
     numbers = (getattr(getattr(layer, "config", None), name, None) for name in EXPERTS)
     configured = next((number for number in numbers if isinstance(number, int)), there)
     return there != configured
@@ -108,8 +119,11 @@ def _first(layer: Any) -> str:
 
 
 def adapted_experts(
-    layer: Any, factors: Mapping[str, Factors], routed: Routed, stacks: Mapping[str, Any] | None = None
-) -> Tensor:  # fmt: skip
+    layer: Any,
+    factors: Mapping[str, Factors],
+    routed: Routed,
+    stacks: Mapping[str, Any] | None = None,
+) -> Tensor:
     """``[T, N]``, in the dtype of the hidden states.
 
     Args:
@@ -126,13 +140,17 @@ def adapted_experts(
     experts_S, order_S = experts_Tk.reshape(-1).sort(stable=True)
     numbers_E = torch.arange(len(layer.down_proj), device=experts_S.device)
     groups = _Groups(experts_S, torch.searchsorted(experts_S, numbers_E, right=True))
-    rows_SN = _adapted_product(layer, _first(layer), weights, factors, hidden_TK[order_S // each], groups)
+    rows_SN = _adapted_product(
+        layer, _first(layer), weights, factors, hidden_TK[order_S // each], groups
+    )
     rows_SN = layer._apply_gate(rows_SN) if layer.has_gate else layer.act_fn(rows_SN)
     rows_SN = _adapted_product(layer, "down_proj", weights, factors, rows_SN, groups)
     if getattr(layer, "has_post_expert_norm", False):
         rows_SN = layer.post_expert_norm(rows_SN)
     rows_SN = rows_SN * shares_Tk.reshape(-1)[order_S, None]
-    back_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+    back_S = torch.empty_like(order_S).scatter_(
+        0, order_S, torch.arange(len(order_S), device=order_S.device)
+    )
     return rows_SN[back_S].unflatten(0, (tokens, each)).sum(1).to(hidden_TK.dtype)
 
 
@@ -144,11 +162,18 @@ class _Groups(NamedTuple):
 
 
 def _adapted_product(
-    layer: Any, name: str, weights: Mapping[str, Any], factors: Mapping[str, Factors], x_SK: Tensor, groups: _Groups
-) -> Tensor:  # fmt: skip
+    layer: Any,
+    name: str,
+    weights: Mapping[str, Any],
+    factors: Mapping[str, Factors],
+    x_SK: Tensor,
+    groups: _Groups,
+) -> Tensor:
     weight: Tensor = weights[name] if isinstance(weights[name], Tensor) else weights[name].dense()
     x_SK = x_SK.to(weight.dtype)
-    y_SN = grouped_product(x_SK, weight if layer.is_transposed else weight.transpose(1, 2), groups.ends_E)
+    y_SN = grouped_product(
+        x_SK, weight if layer.is_transposed else weight.transpose(1, 2), groups.ends_E
+    )
     if layer.has_bias:
         y_SN = y_SN + weights[f"{name}_bias"][groups.experts_S]
     if name not in factors:
@@ -160,10 +185,11 @@ def _adapted_product(
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
-    """``[S, N]``: rows of x, those before ``ends_E[0]`` times ``w_EKN[0]``, those before ``ends_E[1]`` times ``w_EKN[1]`` ….
+    """``[S, N]``: rows of x, those before ``ends_E[0]`` times ``w_EKN[0]``, those before
+    ``ends_E[1]`` times ``w_EKN[1]`` ….
 
-    In bf16 on a card of compute capability 8.0 or newer it is one kernel and the host waits for nothing; elsewhere a product
-    for each expert with rows, whose numbers the host reads.
+    In bf16 on a card of compute capability 8.0 or newer it is one kernel and the host waits for
+    nothing; elsewhere a product for each expert with rows, whose numbers the host reads.
     """
     if _is_grouped(x_SK) and w_EKN.dtype == x_SK.dtype:
         more_K, more_N = (-size % ALIGNED for size in w_EKN.shape[1:])
@@ -180,5 +206,9 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _is_grouped(x: Tensor) -> bool:
-    capable = x.is_cuda and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    capable = (
+        x.is_cuda
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    )
     return capable and x.dtype == torch.bfloat16

@@ -1,4 +1,6 @@
-"""Which weights of experts are trained: those of all experts of a layer are one tensor, adapted where it is named."""
+"""Which weights of experts are trained: those of all experts of a layer are one tensor, adapted
+where it is named.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class StackedWeight:
         path: in the model without adapters, ``model.layers.0.mlp.experts.down_proj``.
         experts: how many.
         values: how many numbers it stands for.
-        trained: the weight itself and the matrices of its adapters, ours or PEFT's, as far as they require a gradient, and
-            which each is: ``""``, ``"A"`` or ``"B"``.
+        trained: the weight itself and the matrices of its adapters, ours or PEFT's, as far as they
+            require a gradient, and which each is: ``""``, ``"A"`` or ``"B"``.
     """
 
     path: str
@@ -39,7 +41,9 @@ class StackedWeight:
 
 
 def stacked_weights(model: Any) -> list[StackedWeight]:
-    """The weights of a model's experts that are one parameter of a layer; none of what reads images."""
+    """The weights of a model's experts that are one parameter of a layer; none of what reads
+    images.
+    """
     text = within_adapters(model)
     found = []
     for path, outer, inner in _experts_of_text(text):
@@ -48,13 +52,16 @@ def stacked_weights(model: Any) -> list[StackedWeight]:
             shape = inner.stacked[name] if isinstance(inner, Experts4bit) else parameter.shape
             own = [(parameter, "")] if parameter.requires_grad else []
             trained = (*own, *adapters.get(name, ()))
-            found.append(StackedWeight(f"{path}.{name}", shape[0], torch.Size(shape).numel(), trained))
+            found.append(
+                StackedWeight(f"{path}.{name}", shape[0], torch.Size(shape).numel(), trained)
+            )
     return found
 
 
 def report_frozen_experts(model: Any) -> None:
-    """Warn about experts that are not trained, each of their weights by name, with its ratio of all weights: those without
-    adapters (ours or PEFT's) beside adapters, or frozen ones where there are none.
+    """Warn about experts that are not trained, each of their weights by name, with its ratio of all
+    weights: those without adapters (ours or PEFT's) beside adapters, or frozen ones where there are
+    none.
 
     What reads images has none, but may have 3-D parameters.
     """
@@ -63,12 +70,18 @@ def report_frozen_experts(model: Any) -> None:
         if not weight.trained:
             alike[_numbered(weight.path)].append((weight.path, weight.values))
     for path, _, inner in _experts_of_text(text):
-        if not stacked(inner) and not any(parameter.requires_grad for parameter in inner.parameters()):
+        if not stacked(inner) and not any(
+            parameter.requires_grad for parameter in inner.parameters()
+        ):
             alike[_numbered(path)].append((path, count_values(inner)))
     adapted = hasattr(model, "chronicals_lora") or bool(getattr(model, "peft_config", None))
     for found in alike.values():
         path, ratio = found[0][0], sum(values for _, values in found) / count_values(model)
-        layers = f" (layers {_ranges([int(NUMBER.findall(path)[0]) for path, _ in found])})" if len(found) > 1 else ""
+        layers = (
+            f" (layers {_ranges([int(NUMBER.findall(path)[0]) for path, _ in found])})"
+            if len(found) > 1
+            else ""
+        )
         name = path.rpartition(".")[2]
         if adapted:
             remedy = f"; lora_target_parameters={name} adapts them" if name != "experts" else ""
@@ -78,7 +91,10 @@ def report_frozen_experts(model: Any) -> None:
 
 
 WITHOUT_ADAPTERS = "experts have no adapters and stay frozen: %s%s, %.0f%% of all weights%s"
-FROZEN = "experts are frozen and not trained: %s%s, %.0f%% of all weights; requires_grad_(True) of the parameter trains them"
+FROZEN = (
+    "experts are frozen and not trained: %s%s, %.0f%% of all weights; requires_grad_(True) "
+    "of the parameter trains them"
+)
 
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -117,7 +133,9 @@ def _experts_of_text(text: Any) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 
 
 def _adapters_around(outer: Any) -> dict[str, list[tuple[nn.Parameter, str]]]:
-    """The matrices of adapters that are trained, by the name of the weight that they adapt, and which each is."""
+    """The matrices of adapters that are trained, by the name of the weight that they adapt, and
+    which each is.
+    """
     found = defaultdict[str, list[tuple[nn.Parameter, str]]](list)
     while hasattr(outer, "base_layer"):
         for path, parameter in outer.named_parameters():
@@ -137,7 +155,9 @@ def _is_parameter(model: Any, path: str) -> bool:
 
 
 def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold the experts of a layer: with 3-D parameters, or named ``experts``; adapters around them included."""
+    """Modules that hold the experts of a layer: with 3-D parameters, or named ``experts``;
+    adapters around them included.
+    """
     inner: Any = module
     while hasattr(inner, "base_layer"):
         inner = inner.base_layer

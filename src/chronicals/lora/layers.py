@@ -3,11 +3,12 @@
     y = x Wᵀ + b + s · u Bᵀ,   u = dropout(x) Aᵀ
     g = s · dy B,   dx = dy W + g A,   dA = gᵀ x,   dB = s · dyᵀ u        (no dropout)
 
-With DoRA (``magnitude.py``) the rows of ``W + s B A`` have lengths m: ``y = m / n ⊙ (x Wᵀ + s · u Bᵀ) + b``.
+With DoRA (``magnitude.py``) the rows of ``W + s B A`` have lengths m: ``y = m / n ⊙ (x Wᵀ + s · u
+Bᵀ) + b``.
 
-Without dropout and DoRA, over a plain linear layer, the adapter's products are added by the products themselves (``addmm``),
-both ways: no sum passes over y or dx by itself. Saved beside x, W, A and B: u. A compiler is given the plain formula, whose
-sums it puts into what follows.
+Without dropout and DoRA, over a plain linear layer, the adapter's products are added by the
+products themselves (``addmm``), both ways: no sum passes over y or dx by itself. Saved beside x, W,
+A and B: u. A compiler is given the plain formula, whose sums it puts into what follows.
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 from chronicals.lora.adapter_layer import AdapterLayer, draw, exact
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
+from chronicals.lora.magnitude import (
+    SHORTEST,
+    adapted_norms,
+    crossed,
+    is_plain,
+    squared_norms_of,
+    unbiased,
+)
 from chronicals.lora.tokens import TrainedTokens
 from chronicals.models.lookahead_heads import is_of_head
 from chronicals.quantization import PackedLinear
 
 
 class LoRALinear(AdapterLayer):
-    """``base(x) + s · B (A dropout(x))`` with A ``[r, in]``, B ``[out, r]``, both fp32 whatever the base is.
+    """``base(x) + s · B (A dropout(x))`` with A ``[r, in]``, B ``[out, r]``, both fp32 whatever the
+    base is.
 
     A starts uniform as a linear layer does and B at zero, so that the model is at first unchanged.
 
@@ -43,9 +52,11 @@ class LoRALinear(AdapterLayer):
         in_features, out_features: of the base layer.
 
     Attributes:
-        lora_magnitude_vector: m of DoRA, fp32 ``[out]``, or None; it starts at the norms of the rows of W.
-        lora_start_A, lora_start_B: where the adapter started, if a part of the base's weight was moved into it
-            (``starting_values``); else None. Off, such a layer computes what the original weight does.
+        lora_magnitude_vector: m of DoRA, fp32 ``[out]``, or None; it starts at the norms of the
+            rows of W.
+        lora_start_A, lora_start_B: where the adapter started, if a part of the base's weight was
+            moved into it (``starting_values``); else None. Off, such a layer computes what the
+            original weight does.
     """
 
     lora_A: nn.Parameter
@@ -54,7 +65,9 @@ class LoRALinear(AdapterLayer):
     lora_start_A: Tensor | None
     lora_start_B: Tensor | None
 
-    def __init__(self, base_layer: nn.Module, config: LoRAConfig, in_features: int, out_features: int):
+    def __init__(
+        self, base_layer: nn.Module, config: LoRAConfig, in_features: int, out_features: int
+    ):
         super().__init__(base_layer, config)
         self.in_features, self.out_features = in_features, out_features
         device = next(base_layer.parameters()).device
@@ -67,24 +80,37 @@ class LoRALinear(AdapterLayer):
 
     @property
     def trained(self) -> tuple[str, ...]:
-        return self.MATRICES if self.lora_magnitude_vector is None else (*self.MATRICES, "lora_magnitude_vector")
+        return (
+            self.MATRICES
+            if self.lora_magnitude_vector is None
+            else (*self.MATRICES, "lora_magnitude_vector")
+        )
 
     def keep_start(self) -> None:
         """Keep A and B as they are now as those that the base's weight is without."""
-        self.lora_start_A, self.lora_start_B = self.lora_A.detach().clone(), self.lora_B.detach().clone()
+        self.lora_start_A, self.lora_start_B = (
+            self.lora_A.detach().clone(),
+            self.lora_B.detach().clone(),
+        )
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor] | None:
         """A and B that are to be added to the base; None where that computes alone."""
         if self.enabled:
             return self.lora_A, self.lora_B
-        return None if self.lora_start_A is None or self.lora_start_B is None else (self.lora_start_A, self.lora_start_B)
+        return (
+            None
+            if self.lora_start_A is None or self.lora_start_B is None
+            else (self.lora_start_A, self.lora_start_B)
+        )
 
     @property
     def is_fresh(self) -> bool:
         """Whether the layer is what it is without its adapter. Waits for the device."""
         if self.lora_start_A is not None and self.lora_start_B is not None:
-            same = torch.equal(self.lora_A, self.lora_start_A) and torch.equal(self.lora_B, self.lora_start_B)
+            same = torch.equal(self.lora_A, self.lora_start_A) and torch.equal(
+                self.lora_B, self.lora_start_B
+            )
         else:
             same = super().is_fresh
         magnitude = self.lora_magnitude_vector
@@ -92,15 +118,18 @@ class LoRALinear(AdapterLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The base's weight with the adapter in it, of the base's shape and type, for a model that reads it instead of calling
-        the layer, as Mamba does; of that, no input is dropped.
+        """The base's weight with the adapter in it, of the base's shape and type, for a model that
+        reads it instead of calling the layer, as Mamba does; of that, no input is dropped.
 
         Raises:
             AttributeError: the base's weight is quantised.
         """
         weight = cast(Tensor, self.base_layer.weight)
         if not weight.is_floating_point() or weight.element_size() == 1:
-            raise AttributeError(f"the {weight.dtype} weight of {type(self.base_layer).__name__} has no adapter in it")
+            raise AttributeError(
+                f"the {weight.dtype} weight of {type(self.base_layer).__name__} has no adapter in "
+                "it"
+            )
         if (matrices := self.matrices) is None:
             return weight
         return self.with_adapter(weight, *matrices).to(weight.dtype)
@@ -127,9 +156,13 @@ class LoRALinear(AdapterLayer):
         return adapted_norms(self._squared_norms(), across, self.lora_A, self.lora_B * self.scale)
 
     def _squared_norms(self) -> Tensor:
-        """‖W‖², computed once for a weight that stays where and what it is, which a compiled graph does not see."""
+        """‖W‖², computed once for a weight that stays where and what it is, which a compiled
+        graph does not see.
+        """
         weight = cast(Tensor, self.base_layer.weight)
-        if torch.compiler.is_compiling() and (is_plain(weight) or isinstance(self.base_layer, PackedLinear)):
+        if torch.compiler.is_compiling() and (
+            is_plain(weight) or isinstance(self.base_layer, PackedLinear)
+        ):
             return squared_norms_of(self.base_layer, self.in_features)
         key = weight.data_ptr(), weight._version, weight.dtype, weight.device
         if self._squares is None or self._squares[0] != key:
@@ -149,16 +182,26 @@ class LoRALinear(AdapterLayer):
             return self._with_magnitude(x, self.lora_magnitude_vector)
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)
-            weight, bias, rows = self.base_layer.weight, self.base_layer.bias, x.reshape(-1, x.shape[-1])
+            weight, bias, rows = (
+                self.base_layer.weight,
+                self.base_layer.bias,
+                x.reshape(-1, x.shape[-1]),
+            )
             y = _WithAdapter.apply(rows, weight, bias, a, b, self.scale)
             return y.view(*x.shape[:-1], len(weight))
         base = self.base_layer(x)
         return base + self._added(x, a, b, dropout).to(base.dtype) * self.scale
 
     def _with_magnitude(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """The factors of rows are not rounded to 16 bits, in which they would move by 0.8 % at a time."""
+        """The factors of rows are not rounded to 16 bits, in which they would move by 0.8 % at a
+        time.
+        """
         plain, dropout = _is_plain(self.base_layer, x), self.dropout if self.training else 0.0
-        base = F.linear(x, cast(Tensor, self.base_layer.weight)) if plain else unbiased(self.base_layer, x)
+        base = (
+            F.linear(x, cast(Tensor, self.base_layer.weight))
+            if plain
+            else unbiased(self.base_layer, x)
+        )
         added = self._added(x, self.lora_A, self.lora_B, dropout)
         y = (base + added.to(base.dtype) * self.scale) * (magnitude / self.norms())
         return (y if self.bias is None else y + self.bias).to(base.dtype)
@@ -178,8 +221,12 @@ def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
-    """Paths and modules of the adapted layers, linear or not. Of several around one layer the outermost comes first."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer))
+    """Paths and modules of the adapted layers, linear or not. Of several around one layer the
+    outermost comes first.
+    """
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer)
+    )
 
 
 def linear_adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -193,17 +240,27 @@ def has_magnitudes(model: nn.Module) -> bool:
 
 
 def adapters_are_fresh(model: nn.Module) -> bool:
-    """Whether the model without its adapters, which are ours and all that is trained beside heads that predict experts, is
-    still what it is with them. Waits for the device."""
+    """Whether the model without its adapters, which are ours and all that is trained beside
+    heads that predict experts, is still what it is with them. Waits for the device."""
     layers = [layer for _, layer in adapters(model)]
-    own = {id(p) for layer in layers for name, p in layer.named_parameters() if name.startswith("lora_")}
-    if not layers or any(p.requires_grad and id(p) not in own and not is_of_head(name) for name, p in model.named_parameters()):
+    own = {
+        id(p)
+        for layer in layers
+        for name, p in layer.named_parameters()
+        if name.startswith("lora_")
+    }
+    if not layers or any(
+        p.requires_grad and id(p) not in own and not is_of_head(name)
+        for name, p in model.named_parameters()
+    ):
         return False
     return all(layer.is_fresh for layer in layers)
 
 
 def why_base_is_gone(model: nn.Module) -> str | None:
-    """Why the model without its adapters is not the base that they were trained over; None where it is."""
+    """Why the model without its adapters is not the base that they were trained over; None where
+    it is.
+    """
     named = getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None) or ()
     whole = [name for name in named if not is_of_head(name)]
     return f"{', '.join(whole)} is trained whole (modules_to_save)" if whole else None
@@ -211,17 +268,21 @@ def why_base_is_gone(model: nn.Module) -> str | None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within: adapted layers, and tokens with trained rows, are what the base makes of them, as for a reference policy. No
-    storage moves.
+    """Within: adapted layers, and tokens with trained rows, are what the base makes of them, as for
+    a reference policy. No storage moves.
 
     Layers that are recomputed in the backward pass must be so within, too.
 
     Raises:
-        ValueError: embedding or head are trained whole (``modules_to_save``), so that the base is no longer there.
+        ValueError: embedding or head are trained whole (``modules_to_save``), so that the base is
+            no longer there.
     """
     if gone := why_base_is_gone(model):
         raise ValueError(f"without_adapters: {gone}; load the base beside it")
-    found: list[Any] = [*(layer for _, layer in adapters(model)), *(m for m in model.modules() if isinstance(m, TrainedTokens))]
+    found: list[Any] = [
+        *(layer for _, layer in adapters(model)),
+        *(m for m in model.modules() if isinstance(m, TrainedTokens)),
+    ]
     layers = [layer for layer in found if layer.enabled]
     for layer in layers:
         layer.enabled = False
@@ -233,24 +294,47 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether ``layer`` is its frozen weight and bias and nothing else: no hooks, no other forward, no autocast."""
-    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or "forward" in vars(layer):
+    """Whether ``layer`` is its frozen weight and bias and nothing else: no hooks, no other
+    forward, no autocast.
+    """
+    if (
+        type(layer) is not nn.Linear
+        or type(layer.weight) not in (nn.Parameter, Tensor)
+        or "forward" in vars(layer)
+    ):
         return False
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    hooks = (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+    )
     trained = any(p.requires_grad for p in layer.parameters())
-    return not hooks and not trained and layer.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
+    return (
+        not hooks
+        and not trained
+        and layer.weight.dtype == x.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 class _WithAdapter(torch.autograd.Function):
-    """Of rows, not of any shape: what follows may write into an output only if it is no view made in here.
+    """Of rows, not of any shape: what follows may write into an output only if it is no view made
+    in here.
 
     The base is frozen: weight and bias get no gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+    ) -> Tensor:
         kind = rows.dtype
         down = rows @ a.t().to(kind)
         y = F.linear(rows, weight, bias)

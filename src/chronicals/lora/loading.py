@@ -18,7 +18,13 @@ from chronicals.config.lora_init import is_init
 from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embeddings import Weights, modules_to_save, rows_of, stored_embeddings, take_embeddings
+from chronicals.lora.embeddings import (
+    Weights,
+    modules_to_save,
+    rows_of,
+    stored_embeddings,
+    take_embeddings,
+)
 from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.starting_values import Start
@@ -34,12 +40,14 @@ NEEDED = ("r", "lora_alpha", "target_modules")
 
 
 def load_adapter(model: Any, folder: str | Path) -> Any:
-    """Attach the adapters in ``folder``, ours or PEFT's, to a model that has none; or refill those it has.
+    """Attach the adapters in ``folder``, ours or PEFT's, to a model that has none; or refill those
+    it has.
 
     Where an embedding is stored with them, because tokens were added, the model's becomes that one.
 
     Raises:
-        ValueError: the folder holds something else than LoRA or DoRA, or its tensors do not fit the model, which is as it was.
+        ValueError: the folder holds something else than LoRA or DoRA, or its tensors do not fit the
+            model, which is as it was.
     """
     folder = Path(folder)
     described = describe_adapter(folder)
@@ -48,33 +56,70 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     attached = dict(adapters(model))
     config = _config(model, described, attached)
     for path, layer in attached.items():
-        if not math.isclose(layer.scale, scale := config.at(layer.named_at(path)).scale, rel_tol=1e-12):
-            raise ValueError(f"{folder}: {path} is scaled by {scale:g}, the model's adapter by {layer.scale:g}")
+        if not math.isclose(
+            layer.scale, scale := config.at(layer.named_at(path)).scale, rel_tol=1e-12
+        ):
+            raise ValueError(
+                f"{folder}: {path} is scaled by {scale:g}, the model's adapter by {layer.scale:g}"
+            )
     if attached and model.chronicals_lora.use_dora != config.use_dora:
-        which = "is DoRA, the model's adapters are not" if config.use_dora else "is not DoRA, the model's adapters are"
+        which = (
+            "is DoRA, the model's adapters are not"
+            if config.use_dora
+            else "is not DoRA, the model's adapters are"
+        )
         raise ValueError(f"{folder}: {which}; load the model without adapters")
-    if attached and set(model.chronicals_lora.modules_to_save or ()) != set(config.modules_to_save or ()):
+    if attached and set(model.chronicals_lora.modules_to_save or ()) != set(
+        config.modules_to_save or ()
+    ):
         here = model.chronicals_lora.modules_to_save
-        raise ValueError(f"{folder}: was trained with modules_to_save={config.modules_to_save}, the model has {here}")
+        raise ValueError(
+            f"{folder}: was trained with modules_to_save={config.modules_to_save}, the model has "
+            f"{here}"
+        )
     whole = modules_to_save(model, config.modules_to_save)
     tensors = _tensors(folder)
     embeddings = _embeddings(model, folder, tensors, fixed=bool(attached))
     own = ((path, name) for path, module in whole.items() for name, _ in module.named_parameters())
-    if absent := [f"{path} is in modules_to_save, and its {name}" for path, name in own if (path, name) not in embeddings]:
+    if absent := [
+        f"{path} is in modules_to_save, and its {name}"
+        for path, name in own
+        if (path, name) not in embeddings
+    ]:
         raise ValueError(f"{folder}: {absent[0]} is missing: save the adapter again")
     targets = [] if attached else targets_of(model, config, whole)
     shapes = {path: _shapes_of(layer) for path, layer in attached.items()}
-    shapes |= {target.path: target.shapes(model, config, rows_of(model, embeddings)) for target in targets}
+    shapes |= {
+        target.path: target.shapes(model, config, rows_of(model, embeddings)) for target in targets
+    }
     tokens = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
-    plan = _tokens(model, folder, config, {*shapes, *whole}, rows_of(model, embeddings), tokens if attached else None)
+    plan = _tokens(
+        model,
+        folder,
+        config,
+        {*shapes, *whole},
+        rows_of(model, embeddings),
+        tokens if attached else None,
+    )
     wide = embedding_table(model).shape[1]
-    rows = _taken(folder, tensors, {path: {FILE_NAME: torch.Size((len(ids), wide))} for path, ids in plan.items()}, last=False)
+    rows = _taken(
+        folder,
+        tensors,
+        {path: {FILE_NAME: torch.Size((len(ids), wide))} for path, ids in plan.items()},
+        last=False,
+    )
     for path in plan:  # of a head that is the embedding PEFT may store the same rows again
-        same = [name for name in tensors if name.endswith(FILE_NAME) and torch.equal(tensors[name], rows[path][FILE_NAME])]
+        same = [
+            name
+            for name in tensors
+            if name.endswith(FILE_NAME) and torch.equal(tensors[name], rows[path][FILE_NAME])
+        ]
         for name in same if len(plan) == 1 else ():
             del tensors[name]
     stored = _taken(folder, tensors, shapes)
-    stored |= {path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()}
+    stored |= {
+        path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()
+    }
     take_embeddings(model, embeddings, whole)
     if not attached:
         apply_lora(model, config.fitted([target.named for target in targets]))
@@ -88,40 +133,71 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
 
 
 def _tokens(
-    model: Any, folder: Path, config: LoRAConfig, taken: Collection[str], rows: int, there: Mapping[str, list[int]] | None
-) -> Mapping[str, list[int]]:  # fmt: skip
-    """The trained tokens of the adapter, which must be those that are ``there`` if adapters are attached."""
+    model: Any,
+    folder: Path,
+    config: LoRAConfig,
+    taken: Collection[str],
+    rows: int,
+    there: Mapping[str, list[int]] | None,
+) -> Mapping[str, list[int]]:
+    """The trained tokens of the adapter, which must be those that are ``there`` if adapters are
+    attached.
+    """
     if there is None:
         return plan_tokens(model, config.trainable_token_indices, taken, rows)
     asked = config.trainable_token_indices
-    lists = [list(ids) for ids in (asked.values() if isinstance(asked, Mapping) else [] if asked is None else [asked])]
-    if lists != list(there.values()) and (len(there) != 1 or any(ids != lists[0] for ids in (*lists, *there.values()))):
-        raise ValueError(f"{folder}: trainable_token_indices={asked}, the model's adapters have {dict(there) or None}")
+    lists = [
+        list(ids)
+        for ids in (
+            asked.values() if isinstance(asked, Mapping) else [] if asked is None else [asked]
+        )
+    ]
+    if lists != list(there.values()) and (
+        len(there) != 1 or any(ids != lists[0] for ids in (*lists, *there.values()))
+    ):
+        raise ValueError(
+            f"{folder}: trainable_token_indices={asked}, the model's adapters have "
+            f"{dict(there) or None}"
+        )
     return there
 
 
 def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
-    """Of what is trained of a layer, by the names in a file: with the starting values beside A and B where it has some."""
+    """Of what is trained of a layer, by the names in a file: with the starting values beside A
+    and B where it has some.
+    """
     if not isinstance(layer, LoRALinear) or layer.lora_start_A is None:
         return {in_file(name): layer.get_parameter(name).shape for name in layer.trained}
     (rank, wide), narrow = layer.lora_A.shape, len(layer.lora_B)
-    return {"lora_A.weight": torch.Size((2 * rank, wide)), "lora_B.weight": torch.Size((narrow, 2 * rank))}
+    return {
+        "lora_A.weight": torch.Size((2 * rank, wide)),
+        "lora_B.weight": torch.Size((narrow, 2 * rank)),
+    }
 
 
-def _since_start(folder: Path, path: str, layer: AdapterLayer, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def _since_start(
+    folder: Path, path: str, layer: AdapterLayer, stored: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """A and B of a layer from those over its original weight; see ``starting_values``.
 
     Raises:
-        ValueError: they started elsewhere than the layer, whose base is without another part of its weight.
+        ValueError: they started elsewhere than the layer, whose base is without another part of its
+            weight.
     """
-    if not isinstance(layer, LoRALinear) or layer.lora_start_A is None or layer.lora_start_B is None:
+    if (
+        not isinstance(layer, LoRALinear)
+        or layer.lora_start_A is None
+        or layer.lora_start_B is None
+    ):
         return stored
     now, start = _halves(stored["lora_A.weight"], stored["lora_B.weight"])
     own = layer.lora_start_A, layer.lora_start_B
     if not all(torch.equal(value.to(kept), kept) for value, kept in zip(start, own, strict=True)):
         raise ValueError(
-            f"{folder}: {path} started from other values than the model's adapter does; load the adapter over the original "
-            "base instead, which has none: chronicals.lora.load_adapter, or --model with this folder"
+            f"{folder}: {path} started from other values than the model's adapter does; load the "
+            "adapter over the original "
+            "base instead, which has none: chronicals.lora.load_adapter, or --model with this "
+            "folder"
         )
     return dict(zip(stored, now, strict=True))
 
@@ -133,14 +209,19 @@ def _halves(a: Tensor, b: Tensor) -> tuple[Start, Start]:
 
 
 def stored_start(folder: Path) -> dict[str, Start]:
-    """Where the adapters in ``folder`` started, by path; of those that started from the weights of their base.
+    """Where the adapters in ``folder`` started, by path; of those that started from the weights of
+    their base.
 
     Raises:
         ValueError: the file of weights cannot be read.
     """
-    tensors = {name.removesuffix(".weight"): tensor for name, tensor in adapter_tensors(folder).items()}
+    tensors = {
+        name.removesuffix(".weight"): tensor for name, tensor in adapter_tensors(folder).items()
+    }
     paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
-    return {path: _halves(tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"])[1] for path in paths}
+    return {
+        path: _halves(tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"])[1] for path in paths
+    }
 
 
 def describe_adapter(folder: Path) -> dict[str, Any]:
@@ -159,7 +240,8 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
     absent = [field for field in NEEDED if described.get(field) is None]
     if absent:
         raise ValueError(
-            f"{folder / CONFIG_FILE}: {', '.join(absent)} is missing; it was cut or changed, save the adapter again"
+            f"{folder / CONFIG_FILE}: {', '.join(absent)} is missing; it was cut or changed, save "
+            "the adapter again"
         )
     return described
 
@@ -170,7 +252,9 @@ def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) 
     if (excluded or layers not in (None, [])) and not attached:
         layers = [layers] if isinstance(layers, int) else layers or None
         lists = described.get("layers_pattern") or r"[^.]*"
-        wanted = targeted_paths(model, wanted, excluded, layers, [lists] if isinstance(lists, str) else lists)
+        wanted = targeted_paths(
+            model, wanted, excluded, layers, [lists] if isinstance(lists, str) else lists
+        )
     return shape_of(described, wanted)
 
 
@@ -188,7 +272,9 @@ def shape_of(described: Mapping[str, Any], target_modules: list[str] | str) -> L
         trainable_token_indices=described.get("trainable_token_indices") or None,
         target_parameters=described.get("target_parameters") or None,
         use_dora=described.get("use_dora", False),
-        init=start if isinstance(start := described.get("init_lora_weights"), str) and _is_from_weights(start) else "default",
+        init=start
+        if isinstance(start := described.get("init_lora_weights"), str) and _is_from_weights(start)
+        else "default",
     )
 
 
@@ -221,7 +307,11 @@ def stored_rows(folder: Path) -> int | None:
     """Rows of the embedding that is stored with an adapter; None where there is none."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         others = (".lora_", FILE_NAME, f"{PREFIX}{SCORE}.")
-        names = [name for name in list(file.keys()) if not is_of_head(name) and not any(other in name for other in others)]
+        names = [
+            name
+            for name in list(file.keys())
+            if not is_of_head(name) and not any(other in name for other in others)
+        ]
         return max((file.get_slice(name).get_shape()[0] for name in names), default=None)
 
 
@@ -233,30 +323,45 @@ def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: boo
         raise ValueError(f"{folder}: {error}") from None
     there, here = rows_of(model, found), embedding_table(model).shape[0]
     if fixed and there != here:
-        raise ValueError(f"{folder}: its embedding has {there} rows, the model's {here}: add the tokens that were added before")
+        raise ValueError(
+            f"{folder}: its embedding has {there} rows, the model's {here}: add the tokens that "
+            "were added before"
+        )
     return found
 
 
 def _taken(
-    folder: Path, tensors: dict[str, Tensor], shapes: Mapping[str, Mapping[str, torch.Size]], last: bool = True
-) -> dict[str, dict[str, Tensor]]:  # fmt: skip
-    """The tensors of each layer by name, all of ``shapes`` and, where these are the ``last``, no others."""
+    folder: Path,
+    tensors: dict[str, Tensor],
+    shapes: Mapping[str, Mapping[str, torch.Size]],
+    last: bool = True,
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each layer by name, all of ``shapes`` and, where these are the ``last``, no
+    others.
+    """
     found: dict[str, dict[str, Tensor]] = {path: {} for path in shapes}
     for path, expected in shapes.items():
         for name, shape in expected.items():
             stored = tensors.pop(f"{PREFIX}{path}.{name}", None)
             if stored is None or stored.shape != shape:
                 own = name.removesuffix(".weight")
-                raise ValueError(f"{folder}: {path}.{own} is missing or not {tuple(shape)}: of another model?")
+                raise ValueError(
+                    f"{folder}: {path}.{own} is missing or not {tuple(shape)}: of another model?"
+                )
             found[path][name] = stored
     if tensors and last:
-        raise ValueError(f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is {next(iter(tensors))}")
+        raise ValueError(
+            f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is "
+            f"{next(iter(tensors))}"
+        )
     return found
 
 
 def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
     if described.get("peft_type") != "LORA":
-        raise ValueError(f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded")
+        raise ValueError(
+            f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded"
+        )
     for field in (
         "layer_replication",
         "alora_invocation_tokens",
@@ -269,14 +374,29 @@ def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
         "megatron_config",
     ):
         if described.get(field):
-            remedy = "merge the adapter into its base with PEFT's merge_and_unload and load that model"
-            raise ValueError(f"{folder}: {field}={described[field]!r} is not supported in this version; {remedy}")
+            remedy = (
+                "merge the adapter into its base with PEFT's merge_and_unload and load that model"
+            )
+            raise ValueError(
+                f"{folder}: {field}={described[field]!r} is not supported in this version; {remedy}"
+            )
     start = described.get("init_lora_weights", True)
-    harmless = start in (True, False, "gaussian", "orthogonal", "eva")  # others change the weights of the base
+    harmless = start in (
+        True,
+        False,
+        "gaussian",
+        "orthogonal",
+        "eva",
+    )  # others change the weights of the base
     if not harmless and not (isinstance(start, str) and _is_from_weights(start)):
-        raise ValueError(f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot be loaded")
+        raise ValueError(
+            f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot "
+            "be loaded"
+        )
     if described.get("bias", "none") != "none" or described.get("lora_bias"):
-        raise ValueError(f"{folder}: adapters with a trained bias are not supported in this version")
+        raise ValueError(
+            f"{folder}: adapters with a trained bias are not supported in this version"
+        )
 
 
 def _is_from_weights(start: str) -> bool:

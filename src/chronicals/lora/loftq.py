@@ -1,10 +1,11 @@
-"""LoftQ: adapters over a base in 4 bits start as what quantising took, as well as their rank can hold it (Li et al., 2023,
-arXiv 2310.08659, algorithm 1 with T = 1).
+"""LoftQ: adapters over a base in 4 bits start as what quantising took, as well as their rank can
+hold it (Li et al., 2023, arXiv 2310.08659, algorithm 1 with T = 1).
 
     Q = q(W),   W − Q = U S Vᵀ:   A = √(S/s) Vᵀ,   B = U √(S/s)        of the r largest values, so that Q + s · B A is nearest W
 
-Q is what everybody has who quantises W to NF4, so an adapter is right over that base as it is. Further alternations
-(Q = q(W − s · B A)) give another base, in which no file of weights is: they are not taken.
+Q is what everybody has who quantises W to NF4, so an adapter is right over that base as it is.
+Further alternations (Q = q(W − s · B A)) give another base, in which no file of weights is: they
+are not taken.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from chronicals.quantization import Linear4bit, Packed
 
 
 class LoftQ:
-    """Starting values, computed while a model is quantised, layer by layer, since W is gone afterwards.
+    """Starting values, computed while a model is quantised, layer by layer, since W is gone
+    afterwards.
 
-    ``load_model(..., watch=...)`` and ``quantise_layers(model, watch)`` call it for each layer, and leave it with the model.
+    ``load_model(..., watch=...)`` and ``quantise_layers(model, watch)`` call it for each layer, and
+    leave it with the model.
 
     Args:
         config: of the adapters that will be attached; layers that it does not name are passed over.
@@ -53,12 +56,16 @@ class LoftQ:
             return
         if shape.rank > min(weight.shape):
             raise ValueError(
-                f"lora_init='loftq': the adapter of {path} has rank {shape.rank}, its weight {tuple(weight.shape)} only "
+                f"lora_init='loftq': the adapter of {path} has rank {shape.rank}, its weight "
+                f"{tuple(weight.shape)} only "
                 f"{min(weight.shape)}; set lora_rank, or lora_rank_pattern for this layer"
             )
         u, s, vh = torch.linalg.svd(weight.float() - packed.dense().float(), full_matrices=False)
         root = (s[: shape.rank] / shape.scale).sqrt()
-        self.starts[path] = (root[:, None] * vh[: shape.rank]).cpu(), (u[:, : shape.rank] * root).cpu()
+        self.starts[path] = (
+            (root[:, None] * vh[: shape.rank]).cpu(),
+            (u[:, : shape.rank] * root).cpu(),
+        )
 
     def _names(self, path: str) -> bool:
         """Whether the layer may be a target; what is one is decided when adapters are attached."""
@@ -71,27 +78,40 @@ class LoftQ:
 
 
 def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> None:
-    """Raises ValueError where a layer has no start: it is not in 4 bits, or was quantised without being watched."""
+    """Raises ValueError where a layer has no start: it is not in 4 bits, or was quantised
+    without being watched.
+    """
     watch = getattr(model, WATCHED, None)
     known = watch.starts if isinstance(watch, LoftQ) else {}
     for path in paths:
         if not isinstance(model.get_submodule(path), Linear4bit):
             raise ValueError(
-                f"lora_init='loftq': the weight of {path} is not in 4 bits, of which it makes up for the loss; set "
-                "quantization='nf4', leave the layer out of lora_target_modules, or leave lora_init out"
+                f"lora_init='loftq': the weight of {path} is not in 4 bits, of which it makes up "
+                "for the loss; set "
+                "quantization='nf4', leave the layer out of lora_target_modules, or leave "
+                "lora_init out"
             )
         there, (rank, scale) = known.get(path), (config.at(path).rank, config.at(path).scale)
-        if watch is None or there is None or len(there[0]) != rank or watch.config.at(path).scale != scale:
+        if (
+            watch is None
+            or there is None
+            or len(there[0]) != rank
+            or watch.config.at(path).scale != scale
+        ):
             raise ValueError(
-                f"lora_init='loftq': {path} was quantised before, and what that took is not known any more, or for another "
-                "rank and alpha; give the model in 16 bits with quantization='nf4', or load it with "
+                f"lora_init='loftq': {path} was quantised before, and what that took is not known "
+                "any more, or for another "
+                "rank and alpha; give the model in 16 bits with quantization='nf4', or load it "
+                "with "
                 "load_model(..., quantization='nf4', watch=LoftQ(config))"
             )
 
 
 @torch.no_grad()
 def start_from_quantisation(model: Any) -> None:
-    """Give every adapter its start, and forget the starts; magnitudes (DoRA) become the lengths of rows with it."""
+    """Give every adapter its start, and forget the starts; magnitudes (DoRA) become the lengths
+    of rows with it.
+    """
     starts = vars(model).pop(WATCHED).starts
     for path, layer in linear_adapters(model):
         for own, start in zip((layer.lora_A, layer.lora_B), starts[path], strict=True):

@@ -11,10 +11,13 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA_PRESETS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ATTENTION},
     "all-linear": {"target_modules": None},
-    "experts": {"target_modules": ATTENTION, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "experts": {
+        "target_modules": ATTENTION,
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
 }
-"""By name the fields of a ``LoRAConfig``: the products of attention, every linear layer but the head, or attention and the
-stacked weights of all experts of a mixture."""
+"""By name the fields of a ``LoRAConfig``: the products of attention, every linear layer but the
+head, or attention and the stacked weights of all experts of a mixture."""
 
 
 def lora_preset(name: str, **overrides: Any) -> LoRAConfig:
@@ -24,8 +27,12 @@ def lora_preset(name: str, **overrides: Any) -> LoRAConfig:
         ValueError: there is no such preset, or an override cannot be.
     """
     if name not in LORA_PRESETS:
-        raise ValueError(f"lora preset {name!r}: no such preset; there are {', '.join(LORA_PRESETS)}")
+        raise ValueError(
+            f"lora preset {name!r}: no such preset; there are {', '.join(LORA_PRESETS)}"
+        )
     fields = {**LORA_PRESETS[name], **overrides}
     if fields.get("target_parameters") and "dropout" not in fields:
-        fields["dropout"] = 0.0  # an adapter of a parameter has no input of its own that could be dropped
+        fields["dropout"] = (
+            0.0  # an adapter of a parameter has no input of its own that could be dropped
+        )
     return LoRAConfig(**fields)

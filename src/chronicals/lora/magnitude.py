@@ -1,10 +1,11 @@
-"""DoRA: each row of an adapted weight has a trained length, its magnitude (Liu et al., 2024, arXiv 2402.09353).
+"""DoRA: each row of an adapted weight has a trained length, its magnitude (Liu et al., 2024, arXiv
+2402.09353).
 
     W' = diag(m / n) (W + s B A)        n = ‖W + s B A‖, a constant in the backward pass (section 4.3); at first m = ‖W‖
     n² = ‖W‖² + Σᵣ (2 W Aᵀ + s B A Aᵀ) ⊙ s B
 
-Norms are those of rows, W ``[N, K]``, A ``[r, K]``, B ``[N, r]``, m and n ``[N]``. The second line needs W in one product as
-wide as the rank, not W + s B A.
+Norms are those of rows, W ``[N, K]``, A ``[r, K]``, B ``[N, r]``, m and n ``[N]``. The second line
+needs W in one product as wide as the rank, not W + s B A.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ SHORTEST = 1e-18
 
 
 class RowNorms:
-    """n of the rows of a base with the adapters that are in its padding, computed once while both stay what they are.
+    """n of the rows of a base with the adapters that are in its padding, computed once while both
+    stay what they are.
 
-    It is kept in the same memory, which CUDA graphs read. What a graph is captured from is computed in that graph, too.
+    It is kept in the same memory, which CUDA graphs read. What a graph is captured from is computed
+    in that graph, too.
     """
 
     def __init__(self) -> None:
@@ -50,12 +53,16 @@ class RowNorms:
         return self._norms[1]
 
     def forget(self) -> None:
-        """Compute them anew when they are needed next: the replay of a graph changes adapters, not their versions."""
+        """Compute them anew when they are needed next: the replay of a graph changes adapters,
+        not their versions.
+        """
         if self._norms is not None:
             self._norms = (), self._norms[1]
 
     def discard(self) -> None:
-        """Compute everything anew, in other memory: what was computed of values that mean nothing."""
+        """Compute everything anew, in other memory: what was computed of values that mean
+        nothing.
+        """
         self._norms = self._squares = None
 
 
@@ -86,7 +93,9 @@ def adapted_norms(squares: Tensor, crossed: Tensor, down: Tensor, up: Tensor) ->
 
 def squared_norms(weight: Tensor) -> Tensor:
     """‖W‖², in at least fp32."""
-    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32)).square_()
+    return torch.linalg.vector_norm(
+        weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32)
+    ).square_()
 
 
 def is_plain(weight: Any) -> bool:
@@ -95,7 +104,9 @@ def is_plain(weight: Any) -> bool:
 
 
 def squared_norms_of(layer: Any, width: int) -> Tensor:
-    """‖W‖² of a linear layer, quantised or not: of what it returns for the identity, where its weight is not plain."""
+    """‖W‖² of a linear layer, quantised or not: of what it returns for the identity, where its
+    weight is not plain.
+    """
     if is_plain(layer.weight):
         return squared_norms(upright(layer))
     if isinstance(layer, PackedLinear):
@@ -110,7 +121,9 @@ def crossed(layer: Any, down: Tensor) -> Tensor:
     """W Aᵀ of a linear layer, quantised or not."""
     if is_plain(layer.weight):
         weight = upright(layer)
-        return product(weight, down.to(weight.dtype).t(), torch.promote_types(weight.dtype, torch.float32))
+        return product(
+            weight, down.to(weight.dtype).t(), torch.promote_types(weight.dtype, torch.float32)
+        )
     return unbiased(layer, down.to(getattr(layer, "compute_dtype", None) or down.dtype)).t()
 
 

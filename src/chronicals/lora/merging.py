@@ -1,5 +1,5 @@
-"""Merging: an adapted layer becomes a plain one with the weight ``W + s · B A``, its rows scaled where the adapter has
-magnitudes (``magnitude.py``)."""
+"""Merging: an adapted layer becomes a plain one with the weight ``W + s · B A``, its rows scaled
+where the adapter has magnitudes (``magnitude.py``)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from chronicals.quantization import Experts4bit, PackedLinear, Stack
 
 @torch.no_grad()
 def merge_adapters(model: Any) -> None:
-    """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and rounded once to its dtype.
+    """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and
+    rounded once to its dtype.
 
-    Layers and experts in 4 bits become plain ones of what they are dequantised to, those without an adapter too; rows of
-    trained tokens go into the embedding. A head that is tied to the embedding gets a weight of its own where one of the two is
-    adapted. All weights stay frozen, as with PEFT.
+    Layers and experts in 4 bits become plain ones of what they are dequantised to, those without an
+    adapter too; rows of trained tokens go into the embedding. A head that is tied to the embedding
+    gets a weight of its own where one of the two is adapted. All weights stay frozen, as with PEFT.
 
     Raises:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is unchanged.
     """
     adapted = dict(adapters(model))
     if not adapted:
-        raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter to merge")
+        raise ValueError(
+            f"{type(model).__name__} has no adapters of apply_lora or load_adapter to merge"
+        )
     quantised = [path for path, layer in adapted.items() if not _can_be_merged(layer)]
     if quantised:
         raise ValueError(
-            f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the adapter, load the base in 16 "
+            f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the "
+            "adapter, load the base in 16 "
             "bit, attach it with chronicals.lora.load_adapter, and merge that"
         )
     for path, module in list(model.named_modules()):
@@ -59,8 +63,8 @@ def _can_be_merged(adapted: AdapterLayer) -> bool:
 
 
 def _untie_adapted_head(model: Any) -> None:
-    """Give the head a copy of a weight that it shares with the embedding, so that merging an adapter of one of them does not
-    change the other."""
+    """Give the head a copy of a weight that it shares with the embedding, so that merging an
+    adapter of one of them does not change the other."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     adapted = isinstance(head, AdapterLayer) or isinstance(embedding, AdapterLayer)
     plain: Any = head.base_layer if isinstance(head, AdapterLayer) else head

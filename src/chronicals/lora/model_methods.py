@@ -1,4 +1,6 @@
-"""Methods that a model with our adapters has of its own, where transformers' would write or do something wrong."""
+"""Methods that a model with our adapters has of its own, where transformers' would write or do
+something wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,19 @@ from chronicals.models import describe_packed
 logger = logging.getLogger(__name__)
 
 NAMED, ACTIVE = "_chronicals_named_adapters", "_chronicals_active_adapter"
-"""Attributes of a model with several adapters (``several``): all by name, and the name of the one that is attached."""
+"""Attributes of a model with several adapters (``several``): all by name, and the name of the
+one that is attached.
+"""
 
-UPLOAD = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags"}
+UPLOAD = {
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "private",
+    "revision",
+    "create_pr",
+    "tags",
+}
 """Arguments of ``model.push_to_hub``."""
 
 USUAL = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
@@ -28,10 +40,11 @@ USUAL = {"save_peft_format": True, "save_original_format": True, "distributed_ch
 
 
 def bind_methods(model: Any) -> None:
-    """Give ``model`` these methods, until its adapters are merged; its class has them no more than before.
+    """Give ``model`` these methods, until its adapters are merged; its class has them no more than
+    before.
 
-    The model becomes an instance of a subclass, by the same name. Methods bound on the model would refer to it in a cycle,
-    and its memory would be freed by the garbage collector alone.
+    The model becomes an instance of a subclass, by the same name. Methods bound on the model would
+    refer to it in a cycle, and its memory would be freed by the garbage collector alone.
     """
     kind: type = type(model)
     model.__class__ = _adapted(kind)
@@ -56,11 +69,19 @@ def _new(kind: type) -> Any:
 
 
 def save_pretrained(
-    model: Any, save_directory: str | Path, is_main_process: bool = True, state_dict: Mapping[str, Tensor] | None = None,
-    push_to_hub: bool = False, max_shard_size: int | str | None = None, variant: str | None = None,
-    token: str | bool | None = None, safe_serialization: bool = True, **others: Any,
-) -> None:  # fmt: skip
-    """Write the adapter in PEFT's format, which ``AutoModelForCausalLM`` and PEFT load over the model's base.
+    model: Any,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str | None = None,
+    variant: str | None = None,
+    token: str | bool | None = None,
+    safe_serialization: bool = True,
+    **others: Any,
+) -> None:
+    """Write the adapter in PEFT's format, which ``AutoModelForCausalLM`` and PEFT load over the
+    model's base.
 
     Args:
         save_directory: folder for ``adapter_config.json`` and ``adapter_model.safetensors``.
@@ -69,18 +90,23 @@ def save_pretrained(
         push_to_hub: also upload the folder, to ``repo_id`` or a repository of its name.
         max_shard_size, variant: ignored, for an adapter is one file of a fixed name.
         token: of the hub.
-        others: arguments of ``model.push_to_hub``; what else transformers takes is ignored, with a warning.
+        others: arguments of ``model.push_to_hub``; what else transformers takes is ignored, with a
+            warning.
 
     Raises:
         ValueError: ``safe_serialization=False``: no other format is written.
     """
     if not safe_serialization:
-        raise ValueError("safe_serialization=False: adapters are written as safetensors only; leave it out")
+        raise ValueError(
+            "safe_serialization=False: adapters are written as safetensors only; leave it out"
+        )
     if not is_main_process:
         return
     upload = {name: others.pop(name) for name in UPLOAD & others.keys()} if push_to_hub else {}
     asked = {"variant": variant, **others}
-    ignored = sorted(name for name, value in asked.items() if value is not None and value is not USUAL.get(name))
+    ignored = sorted(
+        name for name, value in asked.items() if value is not None and value is not USUAL.get(name)
+    )
     if ignored:
         logger.warning("save_pretrained of a model with adapters ignores %s", ", ".join(ignored))
     save_adapter(model, save_directory, state_dict=state_dict)
@@ -89,9 +115,11 @@ def save_pretrained(
 
 
 def merge_and_unload(model: Any) -> Any:
-    """``model`` without adapters, their products in its weights: a plain model of transformers, changed in place.
+    """``model`` without adapters, their products in its weights: a plain model of transformers,
+    changed in place.
 
-    No file holds these weights yet, so adapters trained on them later name no base until the model is saved and loaded.
+    No file holds these weights yet, so adapters trained on them later name no base until the model
+    is saved and loaded.
 
     Raises:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is as it was.
@@ -106,17 +134,24 @@ def merge_and_unload(model: Any) -> Any:
 
 
 def plain_again(model: Any) -> None:
-    """What ``apply_lora`` gave a model, whose layers have no adapters any more, is taken from it."""
+    """What ``apply_lora`` gave a model, whose layers have no adapters any more, is taken from
+    it.
+    """
     _give_back(model)
     vars(model).pop("chronicals_lora", None)
 
 
 def _refuse(method: str) -> Callable[..., None]:
-    remedy = "chronicals.lora.load_adapter refills them" if method == "load_adapter" else "chronicals trains them"
+    remedy = (
+        "chronicals.lora.load_adapter refills them"
+        if method == "load_adapter"
+        else "chronicals trains them"
+    )
 
     def refuse(model: Any, *_: Any, **__: Any) -> None:
         raise ValueError(
-            f"{method}: the model has adapters of chronicals, beside which PEFT's would not be saved; {remedy}, and "
+            f"{method}: the model has adapters of chronicals, beside which PEFT's would not be "
+            f"saved; {remedy}, and "
             "merge_and_unload() first makes the model plain"
         )
 

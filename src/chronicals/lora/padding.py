@@ -1,4 +1,6 @@
-"""Padding: where the adapters of some linear layers are, so that the products of their weight compute them too."""
+"""Padding: where the adapters of some linear layers are, so that the products of their weight
+compute them too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.quantization import Dense
 
 MULTIPLE = 64
-"""Of the padding's columns: behind rows of whole multiples, rows then begin at multiples of 128 bytes and products take whole
-steps, which is up to 3 % faster than with 16."""
+"""Of the padding's columns: behind rows of whole multiples, rows then begin at multiples of 128
+bytes and products take whole steps, which is up to 3 % faster than with 16."""
 
 
 def columns_for(ranks: Sequence[int]) -> int:
@@ -39,14 +41,21 @@ class Padding:
 
     @classmethod
     def beside(cls, weight: Dense, sizes: Sequence[int], ranks: Sequence[int]) -> Padding:
-        """In the buffer of a weight that has ``columns_for(ranks)``; others of the same sizes and ranks may be there too."""
+        """In the buffer of a weight that has ``columns_for(ranks)``; others of the same sizes
+        and ranks may be there too.
+        """
         return cls(weight.down, weight.up, tuple(sizes), tuple(ranks), weight.written)
 
     @classmethod
-    def apart(cls, weight: Tensor, sizes: Sequence[int], ranks: Sequence[int], device: torch.device) -> Padding:
+    def apart(
+        cls, weight: Tensor, sizes: Sequence[int], ranks: Sequence[int], device: torch.device
+    ) -> Padding:
         """In buffers of its own, for a weight ``[N, K]`` whose products do not run over it."""
         columns = columns_for(ranks)
-        down, up = (weight.new_zeros(shape, device=device) for shape in ((columns, weight.shape[1]), (len(weight), columns)))
+        down, up = (
+            weight.new_zeros(shape, device=device)
+            for shape in ((columns, weight.shape[1]), (len(weight), columns))
+        )
         return cls(down, up, tuple(sizes), tuple(ranks))
 
     @property
@@ -59,7 +68,9 @@ class Padding:
         """How many of the R hold an adapter."""
         return sum(self.ranks)
 
-    def write(self, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: Sequence[float]) -> tuple:
+    def write(
+        self, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: Sequence[float]
+    ) -> tuple:
         """Put these adapters there, and say which they are, for ``holds``."""
         write_adapters(self.down, self.up, self.sizes, self.ranks, downs, ups, scales)
         there = [x for x in (*downs, *ups) if x is not None]

@@ -1,13 +1,15 @@
-"""LoRAParameter: an adapter beside a bare parameter of a layer, such as the weights of all experts in one tensor.
+"""LoRAParameter: an adapter beside a bare parameter of a layer, such as the weights of all experts
+in one tensor.
 
     W'[e] = W[e] + s · B[e] A[e]          W [E, N, K], or [E, K, N] where the class says ``is_transposed``; or one matrix [N, K]
 
-In PEFT's format (``target_parameters``) A is ``[E · r, K]`` with the ranks of an expert together, B ``[N, r · E]`` with the
-experts of a rank together. A layer with several adapted parameters is wrapped several times, in the order of its parameters.
+In PEFT's format (``target_parameters``) A is ``[E · r, K]`` with the ranks of an expert together, B
+``[N, r · E]`` with the experts of a rank together. A layer with several adapted parameters is
+wrapped several times, in the order of its parameters.
 
-Experts as transformers 5 computes them take A and B as products of their own beside the base's (``expert_products``). Any other
-layer runs with W' in the place of W: in the dtype of W, for the length of the call. Of experts in 4 bits (``Experts4bit``) W is
-what their codes stand for.
+Experts as transformers 5 computes them take A and B as products of their own beside the base's
+(``expert_products``). Any other layer runs with W' in the place of W: in the dtype of W, for the
+length of the call. Of experts in 4 bits (``Experts4bit``) W is what their codes stand for.
 """
 
 from __future__ import annotations
@@ -69,11 +71,15 @@ class LoRAParameter(AdapterLayer):
             if weight.ndim == 2:
                 return torch.addmm(weight, up_ENR[0], down_ERK[0], alpha=scale)
             if is_transposed(innermost(self)):
-                return torch.baddbmm(weight, down_ERK.transpose(1, 2), up_ENR.transpose(1, 2), alpha=scale)
+                return torch.baddbmm(
+                    weight, down_ERK.transpose(1, 2), up_ENR.transpose(1, 2), alpha=scale
+                )
             return torch.baddbmm(weight, up_ENR, down_ERK, alpha=scale)
 
     def __getattr__(self, name: str) -> Any:
-        """What a class reads of the layer instead of calling it; of the adapted parameter with the adapter in it."""
+        """What a class reads of the layer instead of calling it; of the adapted parameter with
+        the adapter in it.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -83,7 +89,10 @@ class LoRAParameter(AdapterLayer):
         return on[name].adapted() if name in on else getattr(innermost(self), name)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        layer, on = innermost(self), {found.parameter_name: found for found in _around(self) if found.enabled}
+        layer, on = (
+            innermost(self),
+            {found.parameter_name: found for found in _around(self) if found.enabled},
+        )
         if not on:
             return layer(*inputs, **named)
         if (y := _by_products(layer, on, inputs, named)) is not None:
@@ -96,21 +105,32 @@ class LoRAParameter(AdapterLayer):
     @torch.no_grad()
     def merge(self) -> None:
         weight, (down_ERK, up_ENR, scale) = dense(self.parameter), self.factors(torch.float32)
-        transposed, matrices = is_transposed(innermost(self)), weight if weight.ndim == 3 else [weight]
+        transposed, matrices = (
+            is_transposed(innermost(self)),
+            weight if weight.ndim == 3 else [weight],
+        )
         for own, down, up in zip(matrices, down_ERK, up_ENR, strict=True):
             update = scale * (up @ down)
             own.copy_(exact(own) + (update.t() if transposed and weight.ndim == 3 else update))
 
 
 @torch.compiler.disable
-def _by_products(layer: Any, on: Mapping[str, LoRAParameter], inputs: tuple, named: Mapping[str, Any]) -> Tensor | None:
-    """What the layer returns where its experts are computed with A and B as products of their own; else None. How many rows an
-    expert has is no matter for a compiler, which would compile for each number."""
+def _by_products(
+    layer: Any, on: Mapping[str, LoRAParameter], inputs: tuple, named: Mapping[str, Any]
+) -> Tensor | None:
+    """What the layer returns where its experts are computed with A and B as products of their
+    own; else None. How many rows an expert has is no matter for a compiler, which would compile
+    for each number."""
     packed = isinstance(layer, Experts4bit)
     inner, stacks = (layer.inner, layer.stacks()) if packed else (layer, None)
     if (packed and has_hooks(layer)) or (routed := expert_inputs(inner, on, inputs, named)) is None:
         return None
-    return adapted_experts(inner, {name: found.factors(found.parameter.dtype) for name, found in on.items()}, routed, stacks)
+    return adapted_experts(
+        inner,
+        {name: found.factors(found.parameter.dtype) for name, found in on.items()},
+        routed,
+        stacks,
+    )
 
 
 def shapes_for(layer: nn.Module, name: str, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -156,4 +176,6 @@ def _around(layer: nn.Module) -> list[LoRAParameter]:
 
 def is_transposed(layer: nn.Module) -> bool:
     """Whether the matrices of its experts are ``[in, out]``."""
-    return bool(getattr(layer.inner if isinstance(layer, Experts4bit) else layer, "is_transposed", False))
+    return bool(
+        getattr(layer.inner if isinstance(layer, Experts4bit) else layer, "is_transposed", False)
+    )

@@ -1,4 +1,6 @@
-"""Adapters on disk as PEFT writes them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Adapters on disk as PEFT writes them: ``adapter_config.json`` and
+``adapter_model.safetensors``.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,23 @@ OF_A_SCORE = "SEQ_CLS"
 """PEFT's name of the task of a sequence classifier."""
 
 CHANGED = "_chronicals_weights_changed"
-"""Attribute of a model whose weights are no longer those of the folder or hub name that it was loaded from."""
+"""Attribute of a model whose weights are no longer those of the folder or hub name that it was
+loaded from.
+"""
 
 
-def _described(model: Any, config: LoRAConfig, layers: Mapping[str, Any], base: str | None, trained: bool) -> dict[str, Any]:
-    """PEFT's configuration of the adapters ``layers``, by their paths; ``trained``: rows of the embedding are, too."""
-    whole_layers = sorted(path for path, layer in layers.items() if not isinstance(layer, LoRAParameter))
-    parameters = sorted(layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter))
+def _described(
+    model: Any, config: LoRAConfig, layers: Mapping[str, Any], base: str | None, trained: bool
+) -> dict[str, Any]:
+    """PEFT's configuration of the adapters ``layers``, by their paths; ``trained``: rows of the
+    embedding are, too.
+    """
+    whole_layers = sorted(
+        path for path, layer in layers.items() if not isinstance(layer, LoRAParameter)
+    )
+    parameters = sorted(
+        layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter)
+    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if score_of(model) is None else OF_A_SCORE,
@@ -54,49 +66,88 @@ def _described(model: Any, config: LoRAConfig, layers: Mapping[str, Any], base: 
         "use_dora": config.use_dora,
         "target_modules": whole_layers,
         "target_parameters": parameters or None,
-        "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()),
+        "fan_in_fan_out": any(
+            type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()
+        ),
         "bias": "none",
         "inference_mode": True,
     }
 
 
 def save_adapter(
-    model: Any, folder: str | Path, base_model: str | None = None, state_dict: Mapping[str, Tensor] | None = None
-) -> None:  # fmt: skip
-    """Write the adapters of ``model`` so that PEFT loads them; with what is trained whole beside them, and embedding and head
-    where they were resized.
+    model: Any,
+    folder: str | Path,
+    base_model: str | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the adapters of ``model`` so that PEFT loads them; with what is trained whole beside
+    them, and embedding and head where they were resized.
 
     vLLM loads them too, but none with an embedding: that is merged for it, which the log says.
 
     Args:
-        base_model: folder or hub name of the model they belong to; else the one that ``model`` was loaded from.
-        state_dict: values to write instead of the model's own, by the names of ``model.state_dict()``.
+        base_model: folder or hub name of the model they belong to; else the one that ``model`` was
+            loaded from.
+        state_dict: values to write instead of the model's own, by the names of
+            ``model.state_dict()``.
 
     Raises:
         ValueError: there are none, or they are PEFT's, which writes its own.
     """
     layers = dict(adapters(model))
     if not layers:
-        theirs = "; PEFT's are written by its own save_pretrained" if hasattr(model, "peft_config") else ""
-        raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter{theirs}")
-    base = lasting(base_model or ("" if getattr(model, CHANGED, False) else model.config._name_or_path)) or None
+        theirs = (
+            "; PEFT's are written by its own save_pretrained"
+            if hasattr(model, "peft_config")
+            else ""
+        )
+        raise ValueError(
+            f"{type(model).__name__} has no adapters of apply_lora or load_adapter{theirs}"
+        )
+    base = (
+        lasting(
+            base_model or ("" if getattr(model, CHANGED, False) else model.config._name_or_path)
+        )
+        or None
+    )
     if base is None:
-        logger.warning("%s: no folder or hub name is known to hold the model's weights, so the adapter names no base", folder)
+        logger.warning(
+            "%s: no folder or hub name is known to hold the model's weights, so the adapter names "
+            "no base",
+            folder,
+        )
     config: LoRAConfig = over_original_weights(model.chronicals_lora)
     trained = dict(trained_tokens(model))
     if bool(trained) != (config.trainable_token_indices is not None):
-        raise ValueError("trainable_token_indices: the embedding was replaced since; resize it before adapters are attached")
+        raise ValueError(
+            "trainable_token_indices: the embedding was replaced since; resize it before adapters "
+            "are attached"
+        )
     described = _described(model, config, layers, base, trained=bool(trained))
     values = model.state_dict() if state_dict is None else state_dict
     stored = {path: _stored(path, layer, values) for path, layer in layers.items()}
-    tensors = {f"{PREFIX}{path}.{name}": tensor for path, found in stored.items() for name, tensor in found.items()}
-    tensors |= {f"{PREFIX}{path}.{FILE_NAME}": values[f"{path}.lora_tokens"].detach().contiguous() for path in trained}
+    tensors = {
+        f"{PREFIX}{path}.{name}": tensor
+        for path, found in stored.items()
+        for name, tensor in found.items()
+    }
+    tensors |= {
+        f"{PREFIX}{path}.{FILE_NAME}": values[f"{path}.lora_tokens"].detach().contiguous()
+        for path in trained
+    }
     whole = modules_to_save(model, config.modules_to_save)
-    learned = [f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()]
+    learned = [
+        f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()
+    ]
     if embeddings := sorted({*learned, *embeddings_to_store(model, base)}):
-        tensors |= {_in_file(name, model): values[name].detach().contiguous() for name in embeddings}
+        tensors |= {
+            _in_file(name, model): values[name].detach().contiguous() for name in embeddings
+        }
     if any(name != f"{SCORE}.weight" and not is_of_head(name) for name in embeddings):
-        message = "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives"
+        message = (
+            "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what "
+            "merge_and_unload() gives"
+        )
         logger.warning(message, folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
@@ -104,21 +155,30 @@ def save_adapter(
 
 
 def _in_file(name: str, model: Any) -> str:
-    """What a file calls a weight of the embedding or the head, which PEFT keeps beneath the rows of trained tokens."""
+    """What a file calls a weight of the embedding or the head, which PEFT keeps beneath the rows
+    of trained tokens.
+    """
     path, beneath, last = name.partition(".base_layer.")
     tokens = beneath and isinstance(model.get_submodule(path), TrainedTokens)
     return f"{PREFIX}{path}.token_adapter{beneath}{last}" if tokens else PREFIX + name
 
 
 def over_original_weights(config: LoRAConfig) -> LoRAConfig:
-    """Of adapters that began with a part of the weights, those over the original ones: of twice the rank at the same scale."""
+    """Of adapters that began with a part of the weights, those over the original ones: of twice
+    the rank at the same scale.
+    """
     if not config.takes_from_weights:
         return config
     factor = 2**0.5 if config.use_rslora else 2
     ranks = {key: 2 * rank for key, rank in config.rank_pattern.items()}
     alphas = {key: factor * alpha for key, alpha in config.alpha_pattern.items()}
     return replace(
-        config, rank=2 * config.rank, alpha=factor * config.alpha, rank_pattern=ranks, alpha_pattern=alphas, init="default"
+        config,
+        rank=2 * config.rank,
+        alpha=factor * config.alpha,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        init="default",
     )
 
 
@@ -128,12 +188,16 @@ def _stored(path: str, layer: AdapterLayer, values: Mapping[str, Tensor]) -> dic
     start_a, start_b = (values.get(f"{path}.lora_start_{side}") for side in "AB")
     if start_a is not None and start_b is not None:
         a, b = found["lora_A.weight"], found["lora_B.weight"]
-        found = {"lora_A.weight": torch.cat((a, start_a.to(a))), "lora_B.weight": torch.cat((b, -start_b.to(b)), 1)}
+        found = {
+            "lora_A.weight": torch.cat((a, start_a.to(a))),
+            "lora_B.weight": torch.cat((b, -start_b.to(b)), 1),
+        }
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def name_base_by_absolute_path(folder: Path, known: bool = True) -> None:
-    """In adapters that PEFT wrote to ``folder``, each named one in a folder of its own: it keeps the path as it was given.
+    """In adapters that PEFT wrote to ``folder``, each named one in a folder of its own: it keeps
+    the path as it was given.
 
     Args:
         known: whether that still has the weights that the adapters are over; else none is named.
@@ -142,6 +206,14 @@ def name_base_by_absolute_path(folder: Path, known: bool = True) -> None:
         described = json.loads(file.read_text())
         if base := described.get("base_model_name_or_path"):
             place = lasting(base) if known else None
-            file.write_text(json.dumps({**described, "base_model_name_or_path": place}, indent=2, sort_keys=True))
+            file.write_text(
+                json.dumps(
+                    {**described, "base_model_name_or_path": place}, indent=2, sort_keys=True
+                )
+            )
             if not known:
-                logger.warning("%s: the weights beneath were changed since they were loaded, so no base is named", file.parent)
+                logger.warning(
+                    "%s: the weights beneath were changed since they were loaded, so no base is "
+                    "named",
+                    file.parent,
+                )

@@ -4,9 +4,10 @@
     pissa      W = U S Vᵀ:  A = √(S/s) Vᵀ,  B = U √(S/s)   of the r largest values     (Meng et al., 2024, equations 2 to 4)
     olora      W = Q R:     A = R[:r],      B = Q[:, :r]                               (Büyükakyüz, 2024, algorithm 1)
 
-The last two begin with a part of the weight and leave the rest, ``W − s · B₀ A₀``, in the base. B₀ and A₀ are kept: an adapter
-over the original weight is that of twice the rank, ``s · [B  −B₀] [A ; A₀]``, as PEFT converts it
-(``path_initial_model_for_weight_conversion``). ``pissa_niter_N`` takes a randomised decomposition with N iterations.
+The last two begin with a part of the weight and leave the rest, ``W − s · B₀ A₀``, in the base. B₀
+and A₀ are kept: an adapter over the original weight is that of twice the rank, ``s · [B  −B₀] [A ;
+A₀]``, as PEFT converts it (``path_initial_model_for_weight_conversion``). ``pissa_niter_N`` takes a
+randomised decomposition with N iterations.
 """
 
 from __future__ import annotations
@@ -25,25 +26,34 @@ Start = tuple[Tensor, Tensor]
 
 
 def check_weights(model: Any, paths: Collection[str], config: LoRAConfig) -> None:
-    """Raises ValueError where a weight is quantised, shared with another layer, or smaller than the rank."""
+    """Raises ValueError where a weight is quantised, shared with another layer, or smaller than
+    the rank.
+    """
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     for path in paths:
-        weight, rank, field = model.get_submodule(path).weight, config.at(path).rank, f"lora_init={config.init!r}"
+        weight, rank, field = (
+            model.get_submodule(path).weight,
+            config.at(path).rank,
+            f"lora_init={config.init!r}",
+        )
         if not weight.is_floating_point() or weight.element_size() == 1:
             raise ValueError(
-                f"{field}: the weight of {path} is quantised ({weight.dtype}), and a part of it cannot be taken out; load the "
+                f"{field}: the weight of {path} is quantised ({weight.dtype}), and a part of it "
+                "cannot be taken out; load the "
                 "base in 16 bit, or leave lora_init out"
             )
         if others := [owner for owner in owners[id(weight)] if owner != path]:
             raise ValueError(
-                f"{field}: {path} shares its weight with {others[0]}, which would be changed with it; leave it out of "
+                f"{field}: {path} shares its weight with {others[0]}, which would be changed with "
+                "it; leave it out of "
                 "lora_target_modules"
             )
         if rank > min(weight.shape):
             raise ValueError(
-                f"{field}: the adapter of {path} has rank {rank}, its weight {tuple(weight.shape)} only {min(weight.shape)}; "
+                f"{field}: the adapter of {path} has rank {rank}, its weight "
+                f"{tuple(weight.shape)} only {min(weight.shape)}; "
                 "set lora_rank, or lora_rank_pattern for this layer"
             )
 

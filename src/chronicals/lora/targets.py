@@ -32,7 +32,8 @@ class Target:
 
     Attributes:
         path: of the adapter in the model and in a file.
-        named: what patterns of ranks and a saved configuration call it: for a parameter its own path, else ``path``.
+        named: what patterns of ranks and a saved configuration call it: for a parameter its own
+            path, else ``path``.
         layer: the path of the layer, in a model without adapters.
         kind: LoRALinear, LoRAEmbedding or LoRAParameter.
         parameter: its name in the layer, of a LoRAParameter.
@@ -44,7 +45,9 @@ class Target:
     kind: type[AdapterLayer]
     parameter: str = ""
 
-    def shapes(self, model: Any, config: LoRAConfig, rows: int | None = None) -> dict[str, torch.Size]:
+    def shapes(
+        self, model: Any, config: LoRAConfig, rows: int | None = None
+    ) -> dict[str, torch.Size]:
         """Of what is trained, by the names in a file.
 
         Args:
@@ -60,11 +63,18 @@ class Target:
             elif layer is model.get_output_embeddings():
                 narrow = rows or narrow
             pair = (rank, wide), (narrow, rank)
-        found = {in_file(name): torch.Size(shape) for name, shape in zip(self.kind.MATRICES, pair, strict=True)}
-        return found | ({"lora_magnitude_vector": torch.Size(pair[1][:1])} if config.use_dora else {})
+        found = {
+            in_file(name): torch.Size(shape)
+            for name, shape in zip(self.kind.MATRICES, pair, strict=True)
+        }
+        return found | (
+            {"lora_magnitude_vector": torch.Size(pair[1][:1])} if config.use_dora else {}
+        )
 
     def attach(self, model: Any, config: LoRAConfig) -> None:
-        """Put the adapter around the layer, or around the adapters that it has of other parameters."""
+        """Put the adapter around the layer, or around the adapters that it has of other
+        parameters.
+        """
         layer, own = model.get_submodule(self.layer), config.at(self.named)
         if self.kind is LoRAParameter:
             adapted: AdapterLayer = LoRAParameter(layer, self.parameter, own)
@@ -82,30 +92,45 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 
 def targets_of(model: Any, config: LoRAConfig, left_out: Collection[str] = ()) -> list[Target]:
-    """What ``config`` names in a model without adapters, in the order in which it is to be attached.
+    """What ``config`` names in a model without adapters, in the order in which it is to be
+    attached.
 
     Args:
         left_out: paths of layers that are trained whole.
 
     Raises:
-        ValueError: there is nothing, a name matches nothing, or something that cannot be adapted as the config says.
+        ValueError: there is nothing, a name matches nothing, or something that cannot be adapted as
+            the config says.
     """
-    paths = [path for path in targeted_paths(model, config.target_modules, layers=config.layers) if path not in left_out]
+    paths = [
+        path
+        for path in targeted_paths(model, config.target_modules, layers=config.layers)
+        if path not in left_out
+    ]
     found = []
     for path in paths:
         linear = linear_shape(model.get_submodule(path)) is not None
         found.append(Target(path, path, path, LoRALinear if linear else LoRAEmbedding))
-        field = "use_dora=True" if config.use_dora else f"init={config.init!r}" if config.takes_from_weights else ""
+        field = (
+            "use_dora=True"
+            if config.use_dora
+            else f"init={config.init!r}"
+            if config.takes_from_weights
+            else ""
+        )
         if not linear and field:
             raise ValueError(
-                f"lora_target_modules: {path!r} is an embedding, whose adapter cannot have {field}; leave it out of "
+                f"lora_target_modules: {path!r} is an embedding, whose adapter cannot have "
+                f"{field}; leave it out of "
                 "lora_target_modules, or train it whole (lora_modules_to_save)"
             )
     return found + _parameter_targets(model, config)
 
 
 def _parameter_targets(model: Any, config: LoRAConfig) -> list[Target]:
-    """Those of bare parameters: of several in one layer the first is to be innermost, as PEFT nests them."""
+    """Those of bare parameters: of several in one layer the first is to be innermost, as PEFT
+    nests them.
+    """
     if not config.target_parameters:
         return []
     keys = targeted_parameters(model, config.target_parameters, config.layers)
@@ -114,31 +139,47 @@ def _parameter_targets(model: Any, config: LoRAConfig) -> list[Target]:
         layer, _, name = key.rpartition(".")
         by_layer.setdefault(layer, []).append(name)
     return [
-        Target(layer + f".{WRAPPED}" * (len(names) - 1 - n), f"{layer}.{name}", layer, LoRAParameter, name)
+        Target(
+            layer + f".{WRAPPED}" * (len(names) - 1 - n),
+            f"{layer}.{name}",
+            layer,
+            LoRAParameter,
+            name,
+        )
         for layer, names in by_layer.items()
         for n, name in enumerate(names)
     ]
 
 
-def targeted_parameters(model: Any, wanted: Collection[str], layers: Collection[int] | None = None) -> list[str]:
-    """Paths of the parameters that ``wanted`` names by the end of their path, in the order of the model.
+def targeted_parameters(
+    model: Any, wanted: Collection[str], layers: Collection[int] | None = None
+) -> list[str]:
+    """Paths of the parameters that ``wanted`` names by the end of their path, in the order of the
+    model.
 
     Args:
         layers: numbers of decoder layers, outside which nothing is named; None for no such limit.
 
     Raises:
-        ValueError: there are none, a name matches nothing, or something that cannot be adapted by itself.
+        ValueError: there are none, a name matches nothing, or something that cannot be adapted by
+            itself.
     """
     there = [name for name, _ in model.named_parameters()]
     for name in wanted:
         if not any(ends_in(key, name) for key in there):
             known = ", ".join(stacked_parameters(model)) or "none"
-            raise ValueError(f"lora_target_parameters: {name!r} matches no parameter; those of stacked experts here: {known}")
+            raise ValueError(
+                f"lora_target_parameters: {name!r} matches no parameter; those of stacked experts "
+                f"here: {known}"
+            )
     found = [key for key in there if any(ends_in(key, name) for name in wanted)]
     if layers is not None:
         found = [key for key in found if layer_number(key) in layers]
     if not found:
-        raise ValueError(f"lora_layers: none of lora_target_parameters={list(wanted)!r} is in these layers; leave it out")
+        raise ValueError(
+            f"lora_layers: none of lora_target_parameters={list(wanted)!r} is in these layers; "
+            "leave it out"
+        )
     for key in found:
         _check_parameter(model, key)
     return found
@@ -149,19 +190,22 @@ def _check_parameter(model: Any, key: str) -> None:
     layer, parameter = model.get_submodule(path), model.get_parameter(key)
     if not path or isinstance(layer, nn.Embedding) or linear_shape(layer) is not None:
         raise ValueError(
-            f"lora_target_parameters: {key!r} is of {type(layer).__name__}; a linear layer or embedding is adapted as such: "
+            f"lora_target_parameters: {key!r} is of {type(layer).__name__}; a linear layer or "
+            "embedding is adapted as such: "
             f"name {path.rpartition('.')[2]!r} in lora_target_modules instead"
         )
     if isinstance(layer, Experts4bit) and key.rpartition(".")[2] in layer.stacked:
         return
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         raise ValueError(
-            f"lora_target_parameters: {key!r} is quantised ({parameter.dtype}), and no adapter is computed over that; load the "
+            f"lora_target_parameters: {key!r} is quantised ({parameter.dtype}), and no adapter is "
+            "computed over that; load the "
             "base in 16 bit, or leave it out"
         )
     if parameter.ndim not in (2, 3):
         raise ValueError(
-            f"lora_target_parameters: {key!r} has {parameter.ndim} dimensions; a matrix has 2, one for each expert 3; leave it "
+            f"lora_target_parameters: {key!r} has {parameter.ndim} dimensions; a matrix has 2, "
+            "one for each expert 3; leave it "
             "out"
         )
 
@@ -173,12 +217,16 @@ def ends_in(path: str, name: str) -> bool:
 
 def stacked_parameters(model: nn.Module) -> list[str]:
     """The ends of the paths of 3-D parameters, but those of convolutions."""
-    found = [f"{path}.{name}" for path, module in model.named_modules() for name, _ in stacked(module)]
+    found = [
+        f"{path}.{name}" for path, module in model.named_modules() for name, _ in stacked(module)
+    ]
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in found})
 
 
 def layer_number(path: str, lists: Sequence[str] = (r"[^.]*",)) -> int | None:
-    """The first number in a path that stands behind a list of layers, of one of these names; None where there is none."""
+    """The first number in a path that stands behind a list of layers, of one of these names;
+    None where there is none.
+    """
     found = (re.match(rf"(?:.*?\.)?{name}\.(\d+)\.", path) for name in lists)
     return next((int(match[1]) for match in found if match), None)
 
@@ -189,34 +237,53 @@ def linear_shape(layer: Any) -> tuple[int, int] | None:
         return layer.in_features, layer.out_features
     if isinstance(layer, nn.Linear):
         return (layer.in_features, layer.out_features) if _multiplies(layer) else None
-    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # GPT-2's linear layer, weight [in, out]
+    if type(layer).__name__ == "Conv1D" and hasattr(
+        layer, "nf"
+    ):  # GPT-2's linear layer, weight [in, out]
         return layer.nx, layer.nf
     return None
 
 
 def _multiplies(layer: nn.Linear) -> bool:
-    """Whether the layer is ``x Wᵀ + b``: a class derived from ``nn.Linear`` may be a router, so a small copy is tried."""
-    if type(layer).forward is nn.Linear.forward or f"{type(layer).__module__}.".startswith(QUANTISERS):
+    """Whether the layer is ``x Wᵀ + b``: a class derived from ``nn.Linear`` may be a router, so
+    a small copy is tried.
+    """
+    if type(layer).forward is nn.Linear.forward or f"{type(layer).__module__}.".startswith(
+        QUANTISERS
+    ):
         return True
     with torch.random.fork_rng(devices=[]):
         x = torch.randn(2, 4, 5, device="cpu", dtype=torch.float32)
         small = nn.Linear(5, 3, layer.bias is not None, device="cpu", dtype=torch.float32)
         expected = small(x)
-        small.__dict__ = {name: value for name, value in vars(layer).items() if name != "forward"} | vars(small)
+        small.__dict__ = {
+            name: value for name, value in vars(layer).items() if name != "forward"
+        } | vars(small)
         small.__class__ = type(layer)
         try:
             got = small(x)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return False
-    return isinstance(got, Tensor) and got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    return (
+        isinstance(got, Tensor)
+        and got.shape == expected.shape
+        and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    )
 
 
 def _report_others(modules: dict[str, nn.Module]) -> None:
     """Of what is not adapted, that which is derived from a linear layer."""
-    derived = {path: type(layer).__name__ for path, layer in modules.items() if isinstance(layer, nn.Linear)}
+    derived = {
+        path: type(layer).__name__
+        for path, layer in modules.items()
+        if isinstance(layer, nn.Linear)
+    }
     if derived:
         names, first = ", ".join(sorted(set(derived.values()))), next(iter(derived))
-        message = "lora_target_modules: %d layers are more than a linear layer and stay frozen: %s, the first is %s"
+        message = (
+            "lora_target_modules: %d layers are more than a linear layer and stay frozen: "
+            "%s, the first is %s"
+        )
         logger.warning(message, len(derived), names, first)
 
 
@@ -226,9 +293,12 @@ def ends(paths: Collection[str]) -> list[str]:
 
 
 def targeted_paths(
-    model: Any, wanted: list[str] | str | None, excluded: list[str] | str | None = None, layers: Collection[int] | None = None,
+    model: Any,
+    wanted: list[str] | str | None,
+    excluded: list[str] | str | None = None,
+    layers: Collection[int] | None = None,
     lists: Sequence[str] = (r"[^.]*",),
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Paths of the layers that ``wanted`` names, less those that ``excluded`` names.
 
     Args:
@@ -236,16 +306,27 @@ def targeted_paths(
         lists: expressions for the names of the lists that ``layers`` counts in.
 
     Raises:
-        ValueError: there are none, a name matches nothing, or something that it matches is not a linear layer.
+        ValueError: there are none, a name matches nothing, or something that it matches is not a
+            linear layer.
     """
     head, towers = model.get_output_embeddings(), beside_text(model)
-    linear = {path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head}
+    linear = {
+        path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head
+    }
     there = f"linear layers here: {', '.join(ends(linear)) or 'none'}"
     if wanted is None or wanted == "all-linear":
         found = sorted(path for path in linear if not is_within(path, towers))
         if towers:
-            logger.info("lora_target_modules: what reads no text is not adapted: %s", ", ".join(towers))
-        _report_others({path: layer for path, layer in model.named_modules() if path not in linear and layer is not head})
+            logger.info(
+                "lora_target_modules: what reads no text is not adapted: %s", ", ".join(towers)
+            )
+        _report_others(
+            {
+                path: layer
+                for path, layer in model.named_modules()
+                if path not in linear and layer is not head
+            }
+        )
     elif isinstance(wanted, str):
         found = matches(model, wanted)
     else:
@@ -259,12 +340,16 @@ def targeted_paths(
     if layers is not None and wanted != []:
         found = _within(layers, found, lists)
     if not found and wanted != []:
-        raise ValueError(f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained; {there}")
+        raise ValueError(
+            f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained; "
+            f"{there}"
+        )
     for path in found:
         layer = model.get_submodule(path)
         if linear_shape(layer) is None and not is_embedding(layer):
             raise ValueError(
-                f"lora_target_modules: {path!r} is {type(layer).__name__}; only linear layers and embeddings can be adapted"
+                f"lora_target_modules: {path!r} is {type(layer).__name__}; only linear layers and "
+                "embeddings can be adapted"
             )
     return found
 
@@ -278,8 +363,14 @@ def _within(layers: Collection[int], paths: list[str], lists: Sequence[str]) -> 
     numbers = {path: layer_number(path, lists) for path in paths}
     there = {number for number in numbers.values() if number is not None}
     if absent := sorted(set(layers) - there):
-        known = f"{min(there)} to {max(there)}" if there else "none, for no target is in a numbered layer"
-        raise ValueError(f"lora_layers: no target is in layer {absent[0]}; layers with targets: {known}")
+        known = (
+            f"{min(there)} to {max(there)}"
+            if there
+            else "none, for no target is in a numbered layer"
+        )
+        raise ValueError(
+            f"lora_layers: no target is in layer {absent[0]}; layers with targets: {known}"
+        )
     return [path for path in paths if numbers[path] in layers]
 
 

@@ -1,12 +1,13 @@
 """Activations in host memory between the forward and the backward pass.
 
-Tensors that autograd saves are copied to the host on a stream of their own while the forward pass goes on, and prefetched
-before the backward pass uses them. A tensor stays on the card until its copy has ended; at most ``window`` bytes are in such
-copies, so a card that computes faster than the bus copies waits for the bus. At most as many are prefetched at a time. The
-tensors saved last are used first, and are still on the card then.
+Tensors that autograd saves are copied to the host on a stream of their own while the forward pass
+goes on, and prefetched before the backward pass uses them. A tensor stays on the card until its
+copy has ended; at most ``window`` bytes are in such copies, so a card that computes faster than the
+bus copies waits for the bus. At most as many are prefetched at a time. The tensors saved last are
+used first, and are still on the card then.
 
-All order is by streams, without a host synchronisation, so a step can be captured in a CUDA graph after it has run once, which
-allocates the host memory.
+All order is by streams, without a host synchronisation, so a step can be captured in a CUDA graph
+after it has run once, which allocates the host memory.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ SMALLEST = 1 << 20
 """Bytes of the smallest tensor that is moved."""
 
 LARGEST_RATIO = 4
-"""A tensor's whole storage is moved, with all tensors in it, unless the storage is more than this many times as large as the
-tensor that is saved first; then that tensor is copied out of it."""
+"""A tensor's whole storage is moved, with all tensors in it, unless the storage is more than
+this many times as large as the tensor that is saved first; then that tensor is copied out of it."""
 
 AT_A_TIME = 3
-"""The default window, in tensors as large as the largest: one being copied, one waiting, one just computed. That is about what
-a layer of an 8B model saves; a recomputed layer saves its input alone."""
+"""The default window, in tensors as large as the largest: one being copied, one waiting, one
+just computed. That is about what a layer of an 8B model saves; a recomputed layer saves its
+input alone."""
 
 
 class ActivationOffload:
-    """Moves what autograd saves in forward passes of ``module`` to host memory; see the module's docstring.
+    """Moves what autograd saves in forward passes of ``module`` to host memory; see the module's
+    docstring.
 
     Weights stay on the card. Results are bit-equal. Host memory is kept for later passes.
 
     Args:
         module: such as the decoder of a model; of recomputed layers in it the inputs are moved.
         smallest: bytes of the smallest tensor that is moved; ``SMALLEST`` by default.
-        window: most bytes that are copied in one direction at a time; by default ``AT_A_TIME`` times the largest tensor.
+        window: most bytes that are copied in one direction at a time; by default ``AT_A_TIME``
+            times the largest tensor.
     """
 
     def __init__(self, module: nn.Module, smallest: int | None = None, window: int | None = None):
@@ -68,7 +72,9 @@ class ActivationOffload:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the hooks, as the end of ``with`` does; backward passes of earlier forward passes still work."""
+        """Remove the hooks, as the end of ``with`` does; backward passes of earlier forward
+        passes still work.
+        """
         for hook in self._hooks:
             hook.remove()
         while self._passes:  # torch calls no hook where a pass ends by KeyboardInterrupt
@@ -93,18 +99,26 @@ class ActivationOffload:
         """Take streams of the module's present device."""
         if device != self.device:
             self.device, self.free = device, {}
-            self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+            self.streams = (
+                (torch.cuda.Stream(device), torch.cuda.Stream(device))
+                if device.type == "cuda"
+                else None
+            )
 
     def take(self, size: int) -> Tensor:
         """A buffer of at least ``size`` bytes in host memory, pinned if the device is a card.
 
-        Sizes are powers of two, so that a buffer serves passes of other lengths too; torch rounds pinned memory up to them
-        anyway.
+        Sizes are powers of two, so that a buffer serves passes of other lengths too; torch rounds
+        pinned memory up to them anyway.
         """
         rounded = next_power_of_2(size)
         free = self.free.setdefault(rounded, [])
         self.moved, self.largest = self.moved + size, max(self.largest, size)
-        return free.pop() if free else torch.empty(rounded, dtype=torch.uint8, pin_memory=self.streams is not None)
+        return (
+            free.pop()
+            if free
+            else torch.empty(rounded, dtype=torch.uint8, pin_memory=self.streams is not None)
+        )
 
 
 class _Saved:
@@ -124,7 +138,9 @@ class _Saved:
         self.number, self.uses, self.spoiled = number, 0, False
         self.first: Tensor | None = tensor.detach()
         self.version = tensor._version
-        self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            tensor.untyped_storage()
+        )
         self.event: torch.cuda.Event | None = None
         memory = owner.take(self.here.nbytes)
         self.host = memory[: self.here.nbytes]
@@ -135,10 +151,14 @@ class _Saved:
         self.here = self.first = None
 
     def check(self) -> None:
-        self.spoiled = self.spoiled or (self.first is not None and self.first._version != self.version)
+        self.spoiled = self.spoiled or (
+            self.first is not None and self.first._version != self.version
+        )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in this storage, which is being copied and was not written to since it was saved."""
+        """Whether the tensor is in this storage, which is being copied and was not written to
+        since it was saved.
+        """
         if self.first is None or self.version != tensor._version:
             return False
         return self.first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -166,7 +186,8 @@ class _Tape:
         saved: what was moved, in order; autograd keeps it alive.
         leaving: copies to the host that may still run, oldest first.
         coming: bytes being prefetched, by number.
-        used: streams on which something of this pass runs; a captured graph can wait for these only.
+        used: streams on which something of this pass runs; a captured graph can wait for these
+            only.
     """
 
     def __init__(self, owner: ActivationOffload, weights: set[int]):
@@ -178,7 +199,8 @@ class _Tape:
         self.used: set[torch.cuda.Stream] = set()
         self.joins = False
 
-    # --- forward -------------------------------------------------------------------------------------------------
+    # --- forward
+    # -------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Tensor | _Place:
         if not self._moves(tensor):
@@ -194,10 +216,17 @@ class _Tape:
         return _Place(saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _moves(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.device != self.device:
+        if (
+            type(tensor) is not Tensor
+            or not tensor.is_floating_point()
+            or tensor.device != self.device
+        ):
             return False
         memory = tensor.untyped_storage()
-        return min(tensor.nbytes, memory.nbytes()) >= self.owner.smallest and memory.data_ptr() not in self.weights
+        return (
+            min(tensor.nbytes, memory.nbytes()) >= self.owner.smallest
+            and memory.data_ptr() not in self.weights
+        )
 
     def _copy_out(self, saved: _Saved) -> None:
         self.leaving.append(saved)
@@ -221,7 +250,8 @@ class _Tape:
         if saved.event is not None:
             torch.cuda.current_stream(self.device).wait_event(saved.event)
 
-    # --- backward ------------------------------------------------------------------------------------------------
+    # --- backward
+    # ------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: Tensor | _Place) -> Tensor:
         if isinstance(packed, Tensor):
@@ -241,7 +271,8 @@ class _Tape:
         saved.check()
         if saved.spoiled:
             raise RuntimeError(
-                f"a tensor {list(packed.shape)} that the backward pass needs was changed in place after it was saved; "
+                f"a tensor {list(packed.shape)} that the backward pass needs was changed in place "
+                "after it was saved; "
                 "without activation_offload autograd says by which operation"
             )
         tensor = packed.tensor()
@@ -266,7 +297,9 @@ class _Tape:
             saved.event = back.record_event()
 
     def _free_copied(self) -> None:
-        """Free what was used while it was still on the card, after the last copies to the host have ended."""
+        """Free what was used while it was still on the card, after the last copies to the host
+        have ended.
+        """
         if self.leaving:
             self._wait_for(self.leaving[-1])
         for saved in self.leaving:

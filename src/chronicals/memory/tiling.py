@@ -1,6 +1,8 @@
-"""A function of rows computed in tiles, each recomputed in the backward pass (Bekman et al., 2025, sequence tiling).
+"""A function of rows computed in tiles, each recomputed in the backward pass (Bekman et al., 2025,
+sequence tiling).
 
-The inner activations of an MLP are several times as wide as the model; with tiles they exist for one tile at a time.
+The inner activations of an MLP are several times as wide as the model; with tiles they exist for
+one tile at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +27,20 @@ def makes_tiles(rows: int) -> bool:
 
 
 def tiled(
-    function: Callable[[Tensor], Tensor], x: Tensor, draws: bool = False, tells: bool = False, tile: int | None = None
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    draws: bool = False,
+    tells: bool = False,
+    tile: int | None = None,
 ) -> Tensor:
-    """``function(x)``, ``[T, ...]``, for a function in which a row of the result depends on the same row of x alone.
+    """``function(x)``, ``[T, ...]``, for a function in which a row of the result depends on the
+    same row of x alone.
 
     Args:
         x: ``[T, D]``.
         draws: the function draws random numbers; its recomputation draws the same ones.
-        tells: within the function ``runs_again`` says whether the tile is recomputed; torch.compile cannot trace that.
+        tells: within the function ``runs_again`` says whether the tile is recomputed; torch.compile
+            cannot trace that.
         tile: most rows at a time; ``TILE`` by default.
     """
     tile = tile or TILE

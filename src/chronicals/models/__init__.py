@@ -4,7 +4,14 @@ from chronicals import deferred_imports  # noqa: F401  transformers, without wha
 from chronicals.model_shape import ModelShape
 from chronicals.models.additions import Addition, Computed
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
-from chronicals.models.classifier import SCORE, attach_score, form_without_weights, load_scored, saved_form, score_of
+from chronicals.models.classifier import (
+    SCORE,
+    attach_score,
+    form_without_weights,
+    load_scored,
+    saved_form,
+    score_of,
+)
 from chronicals.models.experts import speaks_of_experts
 from chronicals.models.four_bits import (
     QUANTISED_FROM,

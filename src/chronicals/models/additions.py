@@ -1,4 +1,6 @@
-"""Additions: terms that any objective's loss has beside its own, made of what a model computes beside its states."""
+"""Additions: terms that any objective's loss has beside its own, made of what a model computes
+beside its states.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ class Computed:
     Attributes:
         states: ``[T, D]``, or logits ``[T, V]``.
         router_logits: ``[T, E]`` of each layer with routed experts, where they were asked for.
-        layers_ahead: ``[T, n, E]`` of each such layer: the logits that it predicts of itself and of n - 1 later layers.
-        tokens_ahead: ``[T, K, L, E]``: those that are predicted of all layers for the tokens t + 1 … t + K.
-        received: int64 ``[T, k]`` of each layer of ``PresentedModel.experts``: the experts that tokens really got; ids that no
-            expert has stand for none.
+        layers_ahead: ``[T, n, E]`` of each such layer: the logits that it predicts of itself and of
+            n - 1 later layers.
+        tokens_ahead: ``[T, K, L, E]``: those that are predicted of all layers for the tokens t + 1
+            … t + K.
+        received: int64 ``[T, k]`` of each layer of ``PresentedModel.experts``: the experts that
+            tokens really got; ids that no expert has stand for none.
     """
 
     states: Tensor

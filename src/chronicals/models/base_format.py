@@ -1,8 +1,9 @@
 """The format of the weights beneath adapters, read off the model that has them.
 
-An adapter is trained over numbers, and its folder names the files that these came from. Where layers were quantised after their
-weights were read, those files hold other numbers: how each layer was quantised is written beside the adapter, and what loads,
-merges or exports it makes the same numbers again.
+An adapter is trained over numbers, and its folder names the files that these came from. Where
+layers were quantised after their weights were read, those files hold other numbers: how each layer
+was quantised is written beside the adapter, and what loads, merges or exports it makes the same
+numbers again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from chronicals.quantization.nf4 import BLOCK
 BESIDE_ADAPTERS = "base_layer"
 """Name by which adapters, ours and PEFT's, hold the layer that they are around."""
 
-OLDER = {"bf16": ("bfloat16", "bfloat16"), "fp16": ("float32", "float16"), "fp32": ("float32", "float32")}
-"""Dtypes before quantising and of products, by ``mixed_precision``, in folders that state nothing else of a base in NF4."""
+OLDER = {
+    "bf16": ("bfloat16", "bfloat16"),
+    "fp16": ("float32", "float16"),
+    "fp32": ("float32", "float32"),
+}
+"""Dtypes before quantising and of products, by ``mixed_precision``, in folders that state
+nothing else of a base in NF4.
+"""
 
 
 class OtherBase(ValueError):
@@ -54,11 +61,19 @@ class FourBits:
         """Of a weight in 4 bits, of whose values a process may hold a part."""
         scales = weight.scales
         source = None if weight.quantized_from is None else _name(weight.quantized_from)
-        return cls(weight.code, weight.block, scales.block2 if scales.nested else None, source, _name(products))
+        return cls(
+            weight.code,
+            weight.block,
+            scales.block2 if scales.nested else None,
+            source,
+            _name(products),
+        )
 
     def quantise(self, weight: Tensor) -> Packed:
         """The weight ``[n, K]``, quantised as it says, from the dtype that it says."""
-        source = weight.dtype if self.quantized_from is None else getattr(torch, self.quantized_from)
+        source = (
+            weight.dtype if self.quantized_from is None else getattr(torch, self.quantized_from)
+        )
         return Packed.of(weight.to(source), self.block, self.scale_block is not None, self.code)
 
     def values(self, weight: Tensor) -> Tensor:
@@ -72,13 +87,16 @@ class FourBits:
 
 @dataclass(frozen=True)
 class BaseFormat:
-    """The quantised layers of a model by their paths without adapters; all others are in 16 or 32 bit.
+    """The quantised layers of a model by their paths without adapters; all others are in 16 or 32
+    bit.
 
     Attributes:
-        layers: linear layers; None where a folder does not name them, and they are those that ``load_model`` quantises.
+        layers: linear layers; None where a folder does not name them, and they are those that
+            ``load_model`` quantises.
         experts: modules with stacked weights.
         usual: how all are quantised that are not named.
-        by_transformers: ``quantization_config`` of layers that transformers quantised, to something else than 4 bits.
+        by_transformers: ``quantization_config`` of layers that transformers quantised, to something
+            else than 4 bits.
     """
 
     layers: Mapping[str, FourBits] | None = field(default_factory=dict)
@@ -88,11 +106,15 @@ class BaseFormat:
 
     @classmethod
     def of(cls, model: Any) -> BaseFormat | None:
-        """What a model's layers are; None where none is quantised, or all are in the blocks of a GGUF file."""
+        """What a model's layers are; None where none is quantised, or all are in the blocks of a
+        GGUF file.
+        """
         inner = within_adapters(model)
         layers = dict(_linear_layers(inner))
         experts = {
-            without_adapters(path): FourBits.of(module.packed(next(iter(module.stacked))), module.dtype)
+            without_adapters(path): FourBits.of(
+                module.packed(next(iter(module.stacked))), module.dtype
+            )
             for path, module in inner.named_modules()
             if isinstance(module, Experts4bit)
         }
@@ -103,7 +125,9 @@ class BaseFormat:
 
     @classmethod
     def read(cls, stated: Mapping[str, Any] | None) -> BaseFormat | None:
-        """The format in ``to_json``'s words, or in those of older folders: NF4, and the ``mixed_precision`` of the run."""
+        """The format in ``to_json``'s words, or in those of older folders: NF4, and the
+        ``mixed_precision`` of the run.
+        """
         if not stated:
             return None
         if "mixed_precision" in stated:
@@ -114,16 +138,27 @@ class BaseFormat:
             kind = FourBits(**{name: value for name, value in group.items() if name not in found})
             for which, paths in found.items():
                 paths.update(dict.fromkeys(group.get(which, ()), kind))
-        return cls(layers=found["layers"], experts=found["experts"], by_transformers=stated.get("by_transformers"))
+        return cls(
+            layers=found["layers"],
+            experts=found["experts"],
+            by_transformers=stated.get("by_transformers"),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: each way of quantising once, with the layers that have it."""
         assert self.layers is not None and self.experts is not None
         kinds = list(dict.fromkeys([*self.layers.values(), *self.experts.values()]))
         groups = [
-            {**asdict(kind), "layers": _paths(self.layers, kind), "experts": _paths(self.experts, kind)} for kind in kinds
+            {
+                **asdict(kind),
+                "layers": _paths(self.layers, kind),
+                "experts": _paths(self.experts, kind),
+            }
+            for kind in kinds
         ]
-        theirs = {} if self.by_transformers is None else {"by_transformers": dict(self.by_transformers)}
+        theirs = (
+            {} if self.by_transformers is None else {"by_transformers": dict(self.by_transformers)}
+        )
         return {**({"in_4_bits": groups} if groups else {}), **theirs}
 
     def kind_of(self, path: str) -> FourBits | None:
@@ -149,14 +184,16 @@ class BaseFormat:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which weights are to be read: the one from which all were quantised, or fp32, which holds what any
-        held; None where it is not known."""
+        """The dtype in which weights are to be read: the one from which all were quantised, or
+        fp32, which holds what any held; None where it is not known."""
         names = {kind.quantized_from for kind in self.kinds}
         known = [getattr(torch, name) for name in names if name is not None]
         return (known[0] if len(known) == 1 else torch.float32) if known else None
 
     def difference(self, other: BaseFormat | None) -> str | None:
-        """In what another model's layers are quantised otherwise, but for the dtype of products; None where in nothing."""
+        """In what another model's layers are quantised otherwise, but for the dtype of products;
+        None where in nothing.
+        """
         if other is None:
             return f"{self} there, nothing is quantised here"
         if self.by_transformers is not None or other.by_transformers is not None:
@@ -167,13 +204,19 @@ class BaseFormat:
                 continue
             for path in sorted(there.keys() | here.keys()):
                 if not _same_codes(there.get(path), here.get(path)):
-                    return f"{path} is {_in_words(there.get(path))} there, {_in_words(here.get(path))} here"
+                    return (
+                        f"{path} is {_in_words(there.get(path))} there, "
+                        f"{_in_words(here.get(path))} here"
+                    )
         return None
 
     def __str__(self) -> str:
         if self.by_transformers is not None:
             bits = " in 8 bits" if self.in_8_bits else ""
-            return f"layers that transformers quantised by {self.by_transformers.get('quant_method')}{bits}"
+            return (
+                "layers that transformers quantised by "
+                f"{self.by_transformers.get('quant_method')}{bits}"
+            )
         return " and ".join(sorted({str(kind) for kind in self.kinds}))
 
     @property
@@ -200,7 +243,10 @@ def _described_by_transformers(model: Any) -> dict[str, Any] | None:
         return None
     described = dict(config) if isinstance(config, dict) else dict(config.to_dict())
     method = described.get("quant_method")
-    return {**json.loads(json.dumps(described, default=str)), "quant_method": str(getattr(method, "value", method))}
+    return {
+        **json.loads(json.dumps(described, default=str)),
+        "quant_method": str(getattr(method, "value", method)),
+    }
 
 
 def without_adapters(path: str) -> str:
@@ -222,7 +268,9 @@ def _same_codes(one: FourBits | None, other: FourBits | None) -> bool:
         return one is other
     source = one.quantized_from or other.quantized_from
     unlike = other.quantized_from not in (None, source)
-    return not unlike and replace(one, products="", quantized_from="") == replace(other, products="", quantized_from="")
+    return not unlike and replace(one, products="", quantized_from="") == replace(
+        other, products="", quantized_from=""
+    )
 
 
 def _in_words(kind: FourBits | None) -> str:

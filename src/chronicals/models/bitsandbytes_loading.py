@@ -1,4 +1,6 @@
-"""A model in 4 bits as transformers and bitsandbytes make it: for what is compared with ours. Training needs neither."""
+"""A model in 4 bits as transformers and bitsandbytes make it: for what is compared with ours.
+Training needs neither.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,19 @@ def missing_for_bitsandbytes() -> list[str]:
 
 
 def load_by_bitsandbytes(
-    kind: Any, name: str | Path, dtype: torch.dtype, device: torch.device, nested: bool = True,
-    products: torch.dtype | None = None, **options: Any,
-) -> Any:  # fmt: skip
-    """A model whose layers are ``bitsandbytes.nn.Linear4bit`` where ours would be ``Linear4bit``, in training mode.
+    kind: Any,
+    name: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    nested: bool = True,
+    products: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    """A model whose layers are ``bitsandbytes.nn.Linear4bit`` where ours would be ``Linear4bit``,
+    in training mode.
 
-    A checkpoint that is in 4 bits already is loaded as it says; of another one the layers that ``quantise_layers`` takes are
-    quantised to NF4 in blocks of 64.
+    A checkpoint that is in 4 bits already is loaded as it says; of another one the layers that
+    ``quantise_layers`` takes are quantised to NF4 in blocks of 64.
 
     Args:
         kind: class of the model.
@@ -50,17 +58,31 @@ def load_by_bitsandbytes(
         with torch.device("meta"):
             left = layers_left(_empty(kind, config))
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=products,
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=nested,
+            bnb_4bit_compute_dtype=products,
             llm_int8_skip_modules=left,
-        )  # fmt: skip
+        )
     elif isinstance(described, dict) and described.get("load_in_4bit"):
-        config.quantization_config = {**described, "bnb_4bit_compute_dtype": str(products).removeprefix("torch.")}
+        config.quantization_config = {
+            **described,
+            "bnb_4bit_compute_dtype": str(products).removeprefix("torch."),
+        }
     else:
-        raise ValueError(f"{name}: its weights are quantised already, and not in bitsandbytes' 4 bits")
+        raise ValueError(
+            f"{name}: its weights are quantised already, and not in bitsandbytes' 4 bits"
+        )
     model, report = kind.from_pretrained(
-        name, config=config, dtype=dtype, device_map={"": device}, use_safetensors=True, output_loading_info=True,
-        ignore_mismatched_sizes=True, **options,
-    )  # fmt: skip
+        name,
+        config=config,
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
+    )
     check_whole(model, report)
     return model.train()  # in evaluation bitsandbytes lays the codes out anew on some CPUs
 
@@ -70,9 +92,15 @@ def _empty(kind: Any, config: Any) -> Any:
 
 
 def layers_left(model: Any) -> list[str]:
-    """Paths of the linear layers that transformers would quantise and ``quantise_layers`` does not."""
+    """Paths of the linear layers that transformers would quantise and ``quantise_layers`` does
+    not.
+    """
     ours = linear_layers(model)
-    linear = (path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) or _is_conv1d(layer))
+    linear = (
+        path
+        for path, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) or _is_conv1d(layer)
+    )
     return [path for path in linear if path not in ours]
 
 

@@ -1,4 +1,6 @@
-"""Whether a checkpoint has exactly the weights of a model class, apart from those that the class leaves out by design."""
+"""Whether a checkpoint has exactly the weights of a model class, apart from those that the class
+leaves out by design.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ COMPUTED = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|atte
 """Buffers that some classes compute and some checkpoints store."""
 
 NEXT_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")
-"""Parts that predict further tokens for speculative decoding, which causal language models leave out."""
+"""Parts that predict further tokens for speculative decoding, which causal language models leave
+out.
+"""
 
 FEW = 4
 """Names in an error, at most."""
@@ -28,7 +32,8 @@ def check_whole(model: Any, report: Mapping[str, Any]) -> None:
         report: as returned with ``output_loading_info=True``.
 
     Raises:
-        ValueError: weights are missing, have another shape, or would be dropped; the message names them.
+        ValueError: weights are missing, have another shape, or would be dropped; the message names
+            them.
     """
     missing = [name for name in report["missing_keys"] if not COMPUTED.search(name)]
     unexpected = [name for name in report["unexpected_keys"] if not COMPUTED.search(name)]
@@ -37,14 +42,26 @@ def check_whole(model: Any, report: Mapping[str, Any]) -> None:
     if missing:
         reasons.append(f"{_told(missing)}: not in the checkpoint, and would be drawn at random")
     if report["mismatched_keys"]:
-        shapes = [f"{name} ({list(there)} there, {list(here)} here)" for name, there, here in report["mismatched_keys"]]
+        shapes = [
+            f"{name} ({list(there)} there, {list(here)} here)"
+            for name, there, here in report["mismatched_keys"]
+        ]
         reasons.append(f"{_told(shapes)}: of another shape than config.json says")
     if dropped:
-        reasons.append(f"{_told(dropped)}: in the checkpoint, and {type(model).__name__} has no place for it")
+        reasons.append(
+            f"{_told(dropped)}: in the checkpoint, and {type(model).__name__} has no place for it"
+        )
     if reasons:
-        raise ValueError(f"{'; '.join(reasons)}. Its config.json or the names in it are of another model: download it again")
+        raise ValueError(
+            f"{'; '.join(reasons)}. Its config.json or the names in it are of another model: "
+            "download it again"
+        )
     if unexpected:
-        logger.warning("%s leaves out what the checkpoint has beside it: %s", type(model).__name__, _told(unexpected))
+        logger.warning(
+            "%s leaves out what the checkpoint has beside it: %s",
+            type(model).__name__,
+            _told(unexpected),
+        )
 
 
 def _told(names: Collection[str]) -> str:
@@ -53,18 +70,24 @@ def _told(names: Collection[str]) -> str:
 
 
 def _is_left_by_design(model: Any, name: str) -> bool:
-    """Whether a weight is of a part beside the language model: a classifier, a vision tower, speculative decoding."""
+    """Whether a weight is of a part beside the language model: a classifier, a vision tower,
+    speculative decoding.
+    """
     text = model.config.get_text_config()
     layer = re.search(r"\.layers\.(\d+)\.", name)
     further = getattr(text, "num_nextn_predict_layers", None) or 0
-    if NEXT_TOKENS.search(name) or (layer and 0 <= int(layer[1]) - ModelShape.of(model.config).layers < further):
+    if NEXT_TOKENS.search(name) or (
+        layer and 0 <= int(layer[1]) - ModelShape.of(model.config).layers < further
+    ):
         return True
     is_of_this_class = type(model).__name__ in (model.config.architectures or ())
     return not is_of_this_class and _is_beside(model, name)
 
 
 def _is_beside(model: Any, name: str) -> bool:
-    """Whether a weight's closest existing module is the model itself or its body: it belongs to a part the class lacks."""
+    """Whether a weight's closest existing module is the model itself or its body: it belongs to
+    a part the class lacks.
+    """
     paths = {path: module for path, module in model.named_modules()}
     path = name.rpartition(".")[0]
     while path not in paths:

@@ -1,8 +1,10 @@
-"""Experts of a model: what their weights are called in its files, and where transformers 5 puts them.
+"""Experts of a model: what their weights are called in its files, and where transformers 5 puts
+them.
 
-Files hold a matrix an expert, ``layers.3.mlp.experts.7.up_proj.weight`` (Mixtral's ``block_sparse_moe.experts.7.w3``). A loaded
-model has two parameters a layer, ``experts.gate_up_proj`` ``[E, 2 I, D]``, whose upper half is the gate, and
-``experts.down_proj`` ``[E, D, I]``. Some families are stored so, too, and some of those with transposed experts.
+Files hold a matrix an expert, ``layers.3.mlp.experts.7.up_proj.weight`` (Mixtral's
+``block_sparse_moe.experts.7.w3``). A loaded model has two parameters a layer,
+``experts.gate_up_proj`` ``[E, 2 I, D]``, whose upper half is the gate, and ``experts.down_proj``
+``[E, D, I]``. Some families are stored so, too, and some of those with transposed experts.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ ROLES = {GATE: GATE, "w1": GATE, UP: UP, "w3": UP, DOWN: DOWN, "w2": DOWN}
 """What a matrix of an expert is, by its name in files."""
 
 PRODUCTS = ("linear", "matmul", "__matmul__")
-"""Names of torch's functions that multiply something with an expert's matrix, which is their second argument."""
+"""Names of torch's functions that multiply something with an expert's matrix, which is their
+second argument.
+"""
 
 Through = Callable[[str, int, Tensor], Tensor]
-"""Called with the path of a stacked parameter, the number of an expert and what is multiplied with its matrix, ``[n, in]``;
-gives what is multiplied in its place."""
+"""Called with the path of a stacked parameter, the number of an expert and what is multiplied
+with its matrix, ``[n, in]``; gives what is multiplied in its place."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,11 @@ class Expert:
     def named(cls, name: str) -> Expert | None:
         """By the name of a tensor in a file; None for what is no expert's matrix."""
         found = ONE.fullmatch(name)
-        return cls(int(found[1]), int(found[2]), ROLES[found[3]]) if found and found[3] in ROLES else None
+        return (
+            cls(int(found[1]), int(found[2]), ROLES[found[3]])
+            if found and found[3] in ROLES
+            else None
+        )
 
     @property
     def stack(self) -> tuple[int, str]:
@@ -68,18 +76,26 @@ def stack_named(name: str) -> tuple[int, str] | None:
 
 
 def speaks_of_experts(config: Any) -> bool:
-    """Whether a configuration has a field about experts; recurrent layers have stacked weights without."""
+    """Whether a configuration has a field about experts; recurrent layers have stacked weights
+    without.
+    """
     return any("expert" in name for name in config.get_text_config().to_dict())
 
 
 def watch_experts(model: nn.Module, through: Through) -> Callable[[], None]:
-    """Let what each expert's matrices are multiplied with pass through a function, until what is returned is called.
+    """Let what each expert's matrices are multiplied with pass through a function, until what is
+    returned is called.
 
-    Experts are computed one after the other meanwhile, as transformers defines them (its implementation ``eager``).
+    Experts are computed one after the other meanwhile, as transformers defines them (its
+    implementation ``eager``).
     """
     watched = []
     for path, module in model.named_modules():
-        names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+        names = [
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim == 3
+        ]
         if "down_proj" in names and "forward" not in vars(module):
             module.forward = partial(_watched, module, path, names, through)  # type: ignore[method-assign]
             watched.append(module)
@@ -91,7 +107,9 @@ def watch_experts(model: nn.Module, through: Through) -> Callable[[], None]:
     return undo
 
 
-def _watched(module: nn.Module, path: str, names: list[str], through: Through, *given: Any, **named: Any) -> Any:
+def _watched(
+    module: nn.Module, path: str, names: list[str], through: Through, *given: Any, **named: Any
+) -> Any:
     eager = getattr(type(module).forward, "__wrapped__", type(module).forward)
     with _Products({f"{path}.{name}": module.get_parameter(name) for name in names}, through):
         return eager(module, *given, **named)
@@ -108,7 +126,9 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.stacks, self.through = stacks, through
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if getattr(func, "__name__", "") in PRODUCTS and len(args) > 1:
             for path, stack in self.stacks.items():
                 offset = args[1].data_ptr() - stack.data_ptr()

@@ -1,8 +1,9 @@
-"""Linear layers and stacked experts of decoder layers in 4 bits: quantised while a checkpoint is read, or in a model that is
-there.
+"""Linear layers and stacked experts of decoder layers in 4 bits: quantised while a checkpoint is
+read, or in a model that is there.
 
-Head, embeddings, norms, routers and whatever is neither a plain linear layer nor stacked experts stay as they are. While
-reading, no more than one weight exists in 16 bit beside those that stay so, with the tensors of a file that it is made of.
+Head, embeddings, norms, routers and whatever is neither a plain linear layer nor stacked experts
+stay as they are. While reading, no more than one weight exists in 16 bit beside those that stay so,
+with the tensors of a file that it is made of.
 """
 
 from __future__ import annotations
@@ -34,13 +35,19 @@ Watch = Callable[[str, Tensor, Packed], None]
 """Called for every layer that is quantised: its path, its weight, and what that becomes."""
 
 Take = Callable[[nn.Linear, Tensor], nn.Module]
-"""Called for a layer whose weight was read: gives the module that takes its place, which has a parameter ``weight``."""
+"""Called for a layer whose weight was read: gives the module that takes its place, which has a
+parameter ``weight``.
+"""
 
 QUANTISED_FROM = "_chronicals_quantised_from"
-"""Attribute of a model with layers that were quantised here: the dtype that their weights had before."""
+"""Attribute of a model with layers that were quantised here: the dtype that their weights had
+before.
+"""
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of small linear layers that choose experts, where a rounding would choose others, or of what holds these."""
+"""Names of small linear layers that choose experts, where a rounding would choose others, or of
+what holds these.
+"""
 
 
 def has_4bit_layers(model: nn.Module) -> bool:
@@ -53,13 +60,15 @@ def has_4bit_experts(model: nn.Module) -> bool:
 
 
 def has_packed_layers(model: nn.Module) -> bool:
-    """Whether layers have their weight packed, in 4 bits or in another format that is dequantised for each product."""
+    """Whether layers have their weight packed, in 4 bits or in another format that is
+    dequantised for each product.
+    """
     return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | None = None) -> int:
-    """Quantise the linear layers and stacked experts of the decoder layers to NF4, in place, one after the other; how many
-    linear layers there were.
+    """Quantise the linear layers and stacked experts of the decoder layers to NF4, in place, one
+    after the other; how many linear layers there were.
 
     Args:
         watch: sees each weight of a linear layer; the model knows it afterwards.
@@ -88,38 +97,52 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
 
 
 def quantise_experts(model: Any) -> int:
-    """Quantise the stacked experts of the decoder layers to NF4, in place, layer by layer, and nothing else; how many layers
-    there were. They are frozen.
+    """Quantise the stacked experts of the decoder layers to NF4, in place, layer by layer, and
+    nothing else; how many layers there were. They are frozen.
 
     Raises:
         ValueError: there is none, or it has adapters.
     """
     found = stacked_experts(model)
     if not found:
-        raise ValueError(f"{type(model).__name__} has no stacked experts: nothing would be quantised")
+        raise ValueError(
+            f"{type(model).__name__} has no stacked experts: nothing would be quantised"
+        )
     _check_bare(found)
     _quantise_experts(model, found)
     return len(found)
 
 
-def _quantise_experts(model: Any, found: Mapping[str, nn.Module], form: BaseFormat | None = None) -> None:
+def _quantise_experts(
+    model: Any, found: Mapping[str, nn.Module], form: BaseFormat | None = None
+) -> None:
     for path, module in found.items():
         setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
         model.set_submodule(path, Experts4bit.of(module, _kind_of_experts(path, form).quantise))
 
 
 def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
-    """By their paths, the plain layers that are to be quantised; a form may name others than the usual ones."""
+    """By their paths, the plain layers that are to be quantised; a form may name others than the
+    usual ones.
+    """
     if form is None or form.layers is None:
         return dict(linear_layers(model))
     named = {path: module for path, module in model.named_modules() if path in form.layers}
-    return {path: module for path, module in named.items() if type(module) is nn.Linear or _is_transposed(module)}
+    return {
+        path: module
+        for path, module in named.items()
+        if type(module) is nn.Linear or _is_transposed(module)
+    }
 
 
 def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
     """By their paths, the experts that are to be quantised."""
     found = stacked_experts(model)
-    return found if form is None else {path: module for path, module in found.items() if form.kind_of_experts(path)}
+    return (
+        found
+        if form is None
+        else {path: module for path, module in found.items() if form.kind_of_experts(path)}
+    )
 
 
 def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
@@ -137,32 +160,40 @@ def _is_transposed(layer: nn.Module) -> bool:
 
 
 def _check_bare(experts: Iterable[str]) -> None:
-    """Raises ValueError where experts have adapters already, whose sizes are those of what they are around."""
+    """Raises ValueError where experts have adapters already, whose sizes are those of what they
+    are around.
+    """
     wrapped = next((path for path in experts if path.rpartition(".")[2] == "base_layer"), None)
     if wrapped is not None:
         raise ValueError(f"{wrapped}: has adapters; quantise experts before they are attached")
 
 
 def stacked_experts(model: Any) -> dict[str, nn.Module]:
-    """By their paths, the modules of decoder layers that hold experts as stacked weights, in 16 or 32 bit."""
+    """By their paths, the modules of decoder layers that hold experts as stacked weights, in 16
+    or 32 bit.
+    """
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    return {path: module for path, module in model.named_modules() if id(module) in inside and can_be_packed(module)}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if id(module) in inside and can_be_packed(module)
+    }
 
 
 def quantising_while_reading(
     watch: Watch | None = None, take: Take | None = None, form: BaseFormat | None = None
-) -> Any:  # fmt: skip
-    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers and stacked experts of the
-    decoder layers to NF4, or those that ``form`` names as it says, or lets ``take`` replace the linear layers; nothing of it
-    stays in the model's configuration."""
+) -> Any:
+    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers
+    and stacked experts of the decoder layers to NF4, or those that ``form`` names as it says, or
+    lets ``take`` replace the linear layers; nothing of it stays in the model's configuration."""
     configuration = _classes()()
     configuration.watch, configuration.take, configuration.form = watch, take, form
     return configuration
 
 
 def count_values(model: nn.Module) -> int:
-    """Weights that a model's parameters stand for: of what is packed those of the layer, else a byte of codes holds two; of
-    what is divided among ranks those of all."""
+    """Weights that a model's parameters stand for: of what is packed those of the layer, else a
+    byte of codes holds two; of what is divided among ranks those of all."""
     packed, inside = set[int](), 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -172,7 +203,9 @@ def count_values(model: nn.Module) -> int:
             packed |= {id(module.get_parameter(name)) for name in module.stacked}
             inside += module.values
     others = (p for p in model.parameters() if id(p) not in packed)
-    return inside + sum(p.numel() * getattr(p, PART, 1) * (2 if p.dtype == torch.uint8 else 1) for p in others)
+    return inside + sum(
+        p.numel() * getattr(p, PART, 1) * (2 if p.dtype == torch.uint8 else 1) for p in others
+    )
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
@@ -189,7 +222,8 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
 
 def _no_layers(model: Any) -> ValueError:
     return ValueError(
-        f"quantization='nf4': {type(model).__name__} has no list of decoder layers with plain linear layers, so nothing would "
+        f"quantization='nf4': {type(model).__name__} has no list of decoder layers with plain "
+        "linear layers, so nothing would "
         "be quantised; leave it out"
     )
 
@@ -197,20 +231,38 @@ def _no_layers(model: Any) -> ValueError:
 def _report(model: Any) -> None:
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     experts = [module for module in model.modules() if isinstance(module, Experts4bit)]
-    inside = sum(layer.out_features * layer.in_features for layer in layers) + sum(module.values for module in experts)
+    inside = sum(layer.out_features * layer.in_features for layer in layers) + sum(
+        module.values for module in experts
+    )
     size = sum(layer.packed.bytes for layer in layers) + sum(module.bytes for module in experts)
-    what = f"{len(layers)} linear layers" + (f" and the experts of {len(experts)} layers" if experts else "")
+    what = f"{len(layers)} linear layers" + (
+        f" and the experts of {len(experts)} layers" if experts else ""
+    )
     share = 100 * inside / count_values(model)
-    logger.info("quantization: %s in NF4, %.1f %% of the weights, in %.2f GiB", what, share, size / 2**30)
+    logger.info(
+        "quantization: %s in NF4, %.1f %% of the weights, in %.2f GiB", what, share, size / 2**30
+    )
     if left := sorted({type(module).__name__ for module in _left_experts(model)}):
-        message = "quantization: these experts stay in 16 bit, for they are no module of stacked weights and biases alone: %s"
+        message = (
+            "quantization: these experts stay in 16 bit, for they are no module of stacked "
+            "weights and biases alone: %s"
+        )
         logger.warning(message, ", ".join(left))
 
 
 def _left_experts(model: Any) -> list[nn.Module]:
     """Modules of decoder layers with stacked weights that are not quantised."""
-    inside = (module for layer in decoder_layers(model) for module in layer.modules() if not isinstance(module, _ConvNd))
-    return [module for module in inside if any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))]
+    inside = (
+        module
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+        if not isinstance(module, _ConvNd)
+    )
+    return [
+        module
+        for module in inside
+        if any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
+    ]
 
 
 @functools.cache
@@ -230,14 +282,20 @@ def _classes() -> Any:
         def __init__(self, left: set[str], stacks: _Stacks, asked: Any):
             self.left, self.stacks, self.asked = left, stacks, asked
 
-        def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Tensor]:
+        def convert(
+            self, input_dict: dict[str, Any], model: Any = None, **_: Any
+        ) -> dict[str, Tensor]:
             ((name, value),) = input_dict.items()
             self.left.discard(name)
             weight = value[0] if isinstance(value, list) else value
             if name in self.stacks.names:
                 return {name: self.stacks.take(model, name, weight)}
             path, asked = name.removesuffix(".weight"), self.asked
-            return {name: _take(model, path, weight, asked.watch, asked.take, _kind_of(path, asked.form))}
+            return {
+                name: _take(
+                    model, path, weight, asked.watch, asked.take, _kind_of(path, asked.form)
+                )
+            }
 
     @register_quantizer(METHOD)
     class Quantiser(HfQuantizer):
@@ -247,10 +305,15 @@ def _classes() -> Any:
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
             form = self.quantization_config.form
             named = _named_layers(model, form)
-            self.left = {f"{path}.weight" for path, layer in named.items() if not _is_transposed(layer)}
+            self.left = {
+                f"{path}.weight" for path, layer in named.items() if not _is_transposed(layer)
+            }
             if not self.left and form is None:
                 raise _no_layers(model)
-            self.stacks = _Stacks({} if self.quantization_config.take is not None else _named_experts(model, form), form)
+            self.stacks = _Stacks(
+                {} if self.quantization_config.take is not None else _named_experts(model, form),
+                form,
+            )
             self.left |= self.stacks.names
             return model
 
@@ -301,15 +364,19 @@ class _Stacks:
     def __init__(self, experts: Mapping[str, nn.Module], form: BaseFormat | None = None):
         self.form = form
         self.shapes = {
-            path: {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
+            path: {
+                name: tuple(p.shape)
+                for name, p in module.named_parameters(recurse=False)
+                if p.ndim == 3
+            }
             for path, module in experts.items()
         }
         self.names = {f"{path}.{name}" for path, shapes in self.shapes.items() for name in shapes}
         self._packed: dict[str, dict[str, Packed]] = {path: {} for path in experts}
 
     def take(self, model: Any, name: str, stack: Tensor) -> Tensor:
-        """Quantise a stack that was read, on a card where there is one, and return its codes; one of another shape stays what
-        it is, for the loader to complain of."""
+        """Quantise a stack that was read, on a card where there is one, and return its codes;
+        one of another shape stays what it is, for the loader to complain of."""
         path, _, own = name.rpartition(".")
         if tuple(stack.shape) != self.shapes[path][own]:
             return stack
@@ -317,39 +384,60 @@ class _Stacks:
         packed = pack_stack(stack.to("cuda") if torch.cuda.is_available() else stack, quantise)
         packed = packed.moved(stack.device).to(stack.dtype)
         self._packed[path][own] = packed
-        model.get_submodule(path).register_parameter(own, nn.Parameter(packed.codes, requires_grad=False))
+        model.get_submodule(path).register_parameter(
+            own, nn.Parameter(packed.codes, requires_grad=False)
+        )
         return packed.codes
 
     def settle(self, model: Any) -> None:
         """Put the quantised experts in the places of those that were read whole.
 
         Raises:
-            ValueError: a stack in the files has another shape; transformers below 5.21 does not complain of it.
+            ValueError: a stack in the files has another shape; transformers below 5.21 does not
+                complain of it.
         """
         for path, packed in self._packed.items():
             for own in self.shapes[path].keys() - packed.keys():
-                there, here = tuple(model.get_submodule(path).get_parameter(own).shape), self.shapes[path][own]
+                there, here = (
+                    tuple(model.get_submodule(path).get_parameter(own).shape),
+                    self.shapes[path][own],
+                )
                 if there != here:
                     raise ValueError(
-                        f"{path}.{own} ({list(there)} there, {list(here)} here): of another shape than config.json says"
+                        f"{path}.{own} ({list(there)} there, {list(here)} here): of another shape "
+                        "than config.json says"
                     )
             if packed.keys() == self.shapes[path].keys():
-                model.set_submodule(path, Experts4bit(model.get_submodule(path), packed, self.shapes[path]))
+                model.set_submodule(
+                    path, Experts4bit(model.get_submodule(path), packed, self.shapes[path])
+                )
 
 
 def _check_shapes(model: Any) -> None:
-    """Raises ValueError where a layer has got a weight of another shape, of which not every loader complains."""
+    """Raises ValueError where a layer has got a weight of another shape, of which not every
+    loader complains.
+    """
     for path, layer in linear_layers(model).items():
-        if (there := tuple(layer.weight.shape)) != (here := (layer.out_features, layer.in_features)):
-            raise ValueError(f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than config.json says")
+        if (there := tuple(layer.weight.shape)) != (
+            here := (layer.out_features, layer.in_features)
+        ):
+            raise ValueError(
+                f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than "
+                "config.json says"
+            )
 
 
 def _take(
-    model: Any, path: str, weight: Tensor, watch: Watch | None = None, take: Take | None = None, kind: FourBits | None = None
-) -> Tensor:  # fmt: skip
-    """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, or what ``take`` makes of it, and
-    return its codes; a weight of another shape stays what it is, for the loader to complain of. Where there is a card, that
-    quantises."""
+    model: Any,
+    path: str,
+    weight: Tensor,
+    watch: Watch | None = None,
+    take: Take | None = None,
+    kind: FourBits | None = None,
+) -> Tensor:
+    """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, or
+    what ``take`` makes of it, and return its codes; a weight of another shape stays what it is,
+    for the loader to complain of. Where there is a card, that quantises."""
     linear = model.get_submodule(path)
     if weight.shape != linear.weight.shape:
         return weight

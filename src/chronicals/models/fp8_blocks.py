@@ -1,7 +1,8 @@
-"""Checkpoints in FP8 with a scale of each block of a weight (``weight_scale_inv``), as DeepSeek V3's, read into 16 bit.
+"""Checkpoints in FP8 with a scale of each block of a weight (``weight_scale_inv``), as DeepSeek
+V3's, read into 16 bit.
 
-By itself transformers dequantises them only where there is no card with FP8; on one it computes by layers of its own, which
-nothing here knows.
+By itself transformers dequantises them only where there is no card with FP8; on one it computes by
+layers of its own, which nothing here knows.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ BLOCK = (128, 128)
 
 
 def dequantising(config: Any, model: Any) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` by which these weights, of linear layers and of experts, become 16 bit.
+    """Arguments of ``from_pretrained`` by which these weights, of linear layers and of experts,
+    become 16 bit.
 
     Args:
         config: with a ``quantization_config`` of that method.
         model: of it, on the meta device.
 
     Raises:
-        ValueError: blocks end within a weight, which transformers would take for blocks of another size.
+        ValueError: blocks end within a weight, which transformers would take for blocks of another
+            size.
     """
     from transformers import FineGrainedFP8Config
 
@@ -39,15 +42,24 @@ def dequantising(config: Any, model: Any) -> dict[str, Any]:
     for name, shape in _stored_shapes(model, kept) if block else ():
         if any(size > of and size % of for size, of in zip(shape, block)):
             raise ValueError(
-                f"{name} is {list(shape)} in FP8 with a scale of each {block[0]} x {block[1]}, which transformers dequantises "
+                f"{name} is {list(shape)} in FP8 with a scale of each {block[0]} x {block[1]}, "
+                "which transformers dequantises "
                 "only where such blocks fill a weight; take a checkpoint in 16 bit"
             )
-    logger.info("its weights are in FP8 with scales of blocks; they are dequantised as they are read")
-    return {"quantization_config": FineGrainedFP8Config(dequantize=True, modules_to_not_convert=kept or None)}
+    logger.info(
+        "its weights are in FP8 with scales of blocks; they are dequantised as they are read"
+    )
+    return {
+        "quantization_config": FineGrainedFP8Config(
+            dequantize=True, modules_to_not_convert=kept or None
+        )
+    }
 
 
 def _stored_shapes(model: Any, kept: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Of the matrices of linear layers and of single experts, whose gate and up are apart in the files."""
+    """Of the matrices of linear layers and of single experts, whose gate and up are apart in the
+    files.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     for path, module in model.named_modules():

@@ -1,8 +1,10 @@
-"""Which models GGUF can express, and how: the architecture's name, its settings, and how its tensors are laid out.
+"""Which models GGUF can express, and how: the architecture's name, its settings, and how its
+tensors are laid out.
 
-Names of architectures, settings and tensors are those of the package ``gguf``. What an architecture of llama.cpp does in one
-way only (which layers have a window, how attention is scaled) is compared with the model's configuration; a model that does it
-otherwise is refused, for it would be computed wrongly without a word.
+Names of architectures, settings and tensors are those of the package ``gguf``. What an architecture
+of llama.cpp does in one way only (which layers have a window, how attention is scaled) is compared
+with the model's configuration; a model that does it otherwise is refused, for it would be computed
+wrongly without a word.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ class Family:
 
     Attributes:
         architecture: in ``gguf.MODEL_ARCH``.
-        reorders_heads: llama.cpp rotates neighbouring elements of a head where transformers rotates its halves: rows of q and k
-            are reordered.
+        reorders_heads: llama.cpp rotates neighbouring elements of a head where transformers rotates
+            its halves: rows of q and k are reordered.
         norm_offset: what a norm adds to its weight, which is part of the weight in the file.
-        interleaves_experts: gate and up of stacked experts alternate, and matrices are transposed (gpt-oss).
+        interleaves_experts: gate and up of stacked experts alternate, and matrices are transposed
+            (gpt-oss).
         loses_epsilon: some versions of llama.cpp compute its norms without their epsilon.
         settings: of a configuration, beside those that all have.
         check: raises ``NotExpressible``.
@@ -57,11 +60,14 @@ def family_of(config: Any) -> Family:
     found = FAMILIES.get(config.model_type)
     if found is None:
         raise NotExpressible(
-            f"model_type={config.model_type!r}: has no proved form in GGUF here; there are {', '.join(sorted(FAMILIES))}. "
+            f"model_type={config.model_type!r}: has no proved form in GGUF here; there are "
+            f"{', '.join(sorted(FAMILIES))}. "
             "Export merged weights (--to merged) and convert those with llama.cpp's own script"
         )
     if getattr(config, "quantization_config", None):
-        raise NotExpressible("the model is quantised; export it with merged weights first (--to merged)")
+        raise NotExpressible(
+            "the model is quantised; export it with merged weights first (--to merged)"
+        )
     found.check(config)
     return found
 
@@ -70,11 +76,16 @@ def settings_of(config: Any, family: Family) -> Settings:
     """Everything that the file says of the architecture's sizes."""
     heads, dim = config.num_attention_heads, head_dim(config)
     found: Settings = {
-        "block_count": config.num_hidden_layers, "context_length": _context(config), "embedding_length": config.hidden_size,
-        "head_count": heads, "head_count_kv": getattr(config, "num_key_value_heads", None) or heads,
-        "key_length": dim, "value_length": dim, "vocab_size": config.vocab_size,
+        "block_count": config.num_hidden_layers,
+        "context_length": _context(config),
+        "embedding_length": config.hidden_size,
+        "head_count": heads,
+        "head_count_kv": getattr(config, "num_key_value_heads", None) or heads,
+        "key_length": dim,
+        "value_length": dim,
+        "vocab_size": config.vocab_size,
         "rope_dimension_count": rotated(config),
-    }  # fmt: skip
+    }
     if getattr(config, "intermediate_size", None):
         found["feed_forward_length"] = config.intermediate_size
     found["layer_norm_rms_eps"] = config.rms_norm_eps
@@ -108,7 +119,10 @@ def _rope(config: Any) -> Settings:
     kind, found = rope.get("rope_type", "default"), {"rope_freq_base": float(rope["rope_theta"])}
     local = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention")
     if local and local.get("rope_type", "default") != "default":
-        raise NotExpressible(f"rope_type={local['rope_type']!r} of the layers with a window: llama.cpp scales the others alone")
+        raise NotExpressible(
+            f"rope_type={local['rope_type']!r} of the layers with a window: llama.cpp scales the "
+            "others alone"
+        )
     if local:
         found["rope_freq_base_swa"] = float(local["rope_theta"])
     if kind not in ("default", "mrope", "llama3", "linear", "yarn", "longrope"):
@@ -118,15 +132,20 @@ def _rope(config: Any) -> Settings:
     if kind == "yarn":
         found["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
         named = {
-            "attention_factor": "rope_scaling_yarn_attn_factor", "beta_fast": "rope_scaling_yarn_beta_fast",
+            "attention_factor": "rope_scaling_yarn_attn_factor",
+            "beta_fast": "rope_scaling_yarn_beta_fast",
             "beta_slow": "rope_scaling_yarn_beta_slow",
-        }  # fmt: skip
-        found |= {key: float(rope[name]) for name, key in named.items() if rope.get(name) is not None}
+        }
+        found |= {
+            key: float(rope[name]) for name, key in named.items() if rope.get(name) is not None
+        }
     return found
 
 
 def extra_tensors(config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of the file that no weight of the model is: what divides the frequencies of the rotation."""
+    """Tensors of the file that no weight of the model is: what divides the frequencies of the
+    rotation.
+    """
     rope = _rope_of(config)
     if rope.get("rope_type") == "llama3":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -141,37 +160,54 @@ def extra_tensors(config: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def as_computed(config: Any) -> tuple[Any, list[str]]:
-    """The configuration of what llama.cpp computes, and in words where that is nearly the model but not quite."""
+    """The configuration of what llama.cpp computes, and in words where that is nearly the model
+    but not quite.
+    """
     changed, notes = copy.deepcopy(config), []
     rope = getattr(changed.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
         rope["truncate"] = True
-        notes.append("llama.cpp rounds the ends of YaRN's ramp, which the model does not (truncate=false)")
+        notes.append(
+            "llama.cpp rounds the ends of YaRN's ramp, which the model does not (truncate=false)"
+        )
     return changed, notes
 
 
-# --- what llama.cpp does in one way only -------------------------------------------------------------------------------
+# --- what llama.cpp does in one way only
+# -------------------------------------------------------------------------------
 
 
 def _refuse(wrong: bool, said: str) -> None:
     if wrong:
-        raise NotExpressible(f"{said}: llama.cpp computes this architecture otherwise; export merged weights (--to merged)")
+        raise NotExpressible(
+            f"{said}: llama.cpp computes this architecture otherwise; export merged weights (--to "
+            "merged)"
+        )
 
 
 def _windows(config: Any, period: int) -> None:
     """Every layer has a window but each ``period``-th."""
     kinds = getattr(config, "layer_types", None)
-    expected = ["full_attention" if (n + 1) % period == 0 else "sliding_attention" for n in range(config.num_hidden_layers)]
+    expected = [
+        "full_attention" if (n + 1) % period == 0 else "sliding_attention"
+        for n in range(config.num_hidden_layers)
+    ]
     _refuse(kinds is not None and list(kinds) != expected, f"layer_types={kinds}")
 
 
 def _no_windows(config: Any) -> None:
     kinds = getattr(config, "layer_types", None) or []
-    _refuse("sliding_attention" in kinds, f"layer_types with {kinds.count('sliding_attention')} layers with a window")
+    _refuse(
+        "sliding_attention" in kinds,
+        f"layer_types with {kinds.count('sliding_attention')} layers with a window",
+    )
 
 
 def _all_layers_have_experts(config: Any) -> None:
-    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None)
+    step, dense = (
+        getattr(config, "decoder_sparse_step", 1),
+        getattr(config, "mlp_only_layers", None),
+    )
     _refuse(step != 1 or bool(dense), f"decoder_sparse_step={step}, mlp_only_layers={dense}")
 
 
@@ -188,20 +224,35 @@ def _experts(normalised: bool | None = None) -> Callable[[Any], None]:
 def _gemma2(config: Any) -> None:
     _windows(config, 2)
     _attention_scale(config, largest=46)
-    _refuse(config.hidden_activation != "gelu_pytorch_tanh", f"hidden_activation={config.hidden_activation!r}")
+    _refuse(
+        config.hidden_activation != "gelu_pytorch_tanh",
+        f"hidden_activation={config.hidden_activation!r}",
+    )
 
 
 def _gemma3(config: Any) -> None:
     _windows(config, 6)
     _attention_scale(config, largest=62)
     _refuse(getattr(config, "attn_logit_softcapping", None) is not None, "attn_logit_softcapping")
-    _refuse(bool(getattr(config, "use_bidirectional_attention", False)), "use_bidirectional_attention=True")
+    _refuse(
+        bool(getattr(config, "use_bidirectional_attention", False)),
+        "use_bidirectional_attention=True",
+    )
 
 
 def _attention_scale(config: Any, largest: int) -> None:
-    """The scale of queries is that of their heads; but for the family's largest model, which llama.cpp knows by its layers."""
-    wide = config.hidden_size // config.num_attention_heads if config.num_hidden_layers == largest else head_dim(config)
-    _refuse(config.query_pre_attn_scalar != wide, f"query_pre_attn_scalar={config.query_pre_attn_scalar}")
+    """The scale of queries is that of their heads; but for the family's largest model, which
+    llama.cpp knows by its layers.
+    """
+    wide = (
+        config.hidden_size // config.num_attention_heads
+        if config.num_hidden_layers == largest
+        else head_dim(config)
+    )
+    _refuse(
+        config.query_pre_attn_scalar != wide,
+        f"query_pre_attn_scalar={config.query_pre_attn_scalar}",
+    )
 
 
 def _smollm3(config: Any) -> None:
@@ -211,19 +262,26 @@ def _smollm3(config: Any) -> None:
 
 
 def _gpt_oss(config: Any) -> None:
-    kinds = ["sliding_attention" if n % 2 == 0 else "full_attention" for n in range(config.num_hidden_layers)]
+    kinds = [
+        "sliding_attention" if n % 2 == 0 else "full_attention"
+        for n in range(config.num_hidden_layers)
+    ]
     _refuse(list(config.layer_types) != kinds, f"layer_types={config.layer_types}")
 
 
 def _a_key_for_each_query(config: Any) -> None:
     own = config.num_key_value_heads
     _refuse(
-        own != config.num_attention_heads, f"num_key_value_heads={own} for num_attention_heads={config.num_attention_heads}"
+        own != config.num_attention_heads,
+        f"num_key_value_heads={own} for num_attention_heads={config.num_attention_heads}",
     )
 
 
 def _silu(config: Any) -> None:
-    _refuse(getattr(config, "hidden_act", "silu") != "silu", f"hidden_act={getattr(config, 'hidden_act', None)!r}")
+    _refuse(
+        getattr(config, "hidden_act", "silu") != "silu",
+        f"hidden_act={getattr(config, 'hidden_act', None)!r}",
+    )
 
 
 def _both(*checks: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -234,7 +292,8 @@ def _both(*checks: Callable[[Any], None]) -> Callable[[Any], None]:
     return check
 
 
-# --- settings of some --------------------------------------------------------------------------------------------------
+# --- settings of some
+# --------------------------------------------------------------------------------------------------
 
 
 def _of_experts(config: Any) -> Settings:
@@ -249,19 +308,25 @@ def _of_experts(config: Any) -> Settings:
 
 def _of_gemma2(config: Any) -> Settings:
     return {
-        "sliding_window": config.sliding_window, "attn_logit_softcapping": config.attn_logit_softcapping,
+        "sliding_window": config.sliding_window,
+        "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
-    }  # fmt: skip
+    }
 
 
 def _of_gemma3(config: Any) -> Settings:
     capped = getattr(config, "final_logit_softcapping", None)
-    return {"sliding_window": config.sliding_window, **({"final_logit_softcapping": capped} if capped else {})}
+    return {
+        "sliding_window": config.sliding_window,
+        **({"final_logit_softcapping": capped} if capped else {}),
+    }
 
 
 def _of_phi3(config: Any) -> Settings:
     rope, longest = _rope_of(config), config.max_position_embeddings
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", longest)
+    original = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", longest
+    )
     found = {"sliding_window": config.sliding_window or 0, "rope_scaling_orig_ctx_len": original}
     if rope.get("rope_type") == "longrope":
         scale = longest / original
@@ -279,16 +344,20 @@ def _of_gpt_oss(config: Any) -> Settings:
 
 
 def _of_qwen2vl(config: Any) -> Settings:
-    """How many pairs of a head turn with time, height and width; llama.cpp has a fourth kind of position."""
+    """How many pairs of a head turn with time, height and width; llama.cpp has a fourth kind of
+    position.
+    """
     sections = list(_rope_of(config)["mrope_section"])
     return {"rope_dimension_sections": [*sections, *[0] * (4 - len(sections))]}
 
 
 def _of_granite(config: Any) -> Settings:
     return {
-        "embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier,
-        "attention_scale": config.attention_multiplier, "logit_scale": config.logits_scaling,
-    }  # fmt: skip
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "attention_scale": config.attention_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
 
 
 WINDOW_IS_CONTEXT = ("mistral", "mixtral", "phi3")
@@ -299,11 +368,21 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("LLAMA", reorders_heads=True, check=_silu),
     "mixtral": Family("LLAMA", reorders_heads=True, settings=_of_experts, check=_silu),
     "qwen2": Family("QWEN2", check=_both(_silu, _no_windows)),
-    "qwen2_5_vl_text": Family("QWEN2VL", loses_epsilon=True, settings=_of_qwen2vl, check=_both(_silu, _no_windows)),
+    "qwen2_5_vl_text": Family(
+        "QWEN2VL", loses_epsilon=True, settings=_of_qwen2vl, check=_both(_silu, _no_windows)
+    ),
     "qwen3": Family("QWEN3", check=_both(_silu, _no_windows)),
-    "qwen2_moe": Family("QWEN2MOE", settings=_of_experts, check=_both(_silu, _experts(normalised=False))),
-    "qwen3_moe": Family("QWEN3MOE", settings=_of_experts, check=_both(_silu, _experts(normalised=True))),
-    "olmoe": Family("OLMOE", settings=_of_experts, check=_both(_silu, _experts(normalised=False), _a_key_for_each_query)),
+    "qwen2_moe": Family(
+        "QWEN2MOE", settings=_of_experts, check=_both(_silu, _experts(normalised=False))
+    ),
+    "qwen3_moe": Family(
+        "QWEN3MOE", settings=_of_experts, check=_both(_silu, _experts(normalised=True))
+    ),
+    "olmoe": Family(
+        "OLMOE",
+        settings=_of_experts,
+        check=_both(_silu, _experts(normalised=False), _a_key_for_each_query),
+    ),
     "gemma2": Family("GEMMA2", norm_offset=1.0, settings=_of_gemma2, check=_gemma2),
     "gemma3_text": Family("GEMMA3", norm_offset=1.0, settings=_of_gemma3, check=_gemma3),
     "phi3": Family("PHI3", settings=_of_phi3, check=_silu),

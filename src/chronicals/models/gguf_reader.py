@@ -1,4 +1,6 @@
-"""Reading a GGUF file: its settings, and its tensors as they are stored or dequantised. By the package ``gguf``."""
+"""Reading a GGUF file: its settings, and its tensors as they are stored or dequantised. By the
+package ``gguf``.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ def require_gguf() -> None:
     """Raises ValueError where the package is missing."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
-            "GGUF files are written and read by the package gguf, which is not installed: pip install 'chronicals[export]'"
+            "GGUF files are written and read by the package gguf, which is not installed: pip "
+            "install 'chronicals[export]'"
         )
     logging.getLogger("gguf").setLevel(logging.WARNING)
 
 
 def gguf_of(name: str | Path) -> Path | None:
-    """The GGUF file that a model's name stands for: itself, or the only one in a folder that holds no other model.
+    """The GGUF file that a model's name stands for: itself, or the only one in a folder that holds
+    no other model.
 
     Raises:
         ValueError: the folder holds several.
@@ -47,7 +51,10 @@ def gguf_of(name: str | Path) -> Path | None:
     found = sorted(file for file in path.glob(f"*{SUFFIX}") if PROJECTOR not in file.name)
     if len(found) > 1:
         named = ", ".join(file.name for file in found)
-        raise ValueError(f"model={str(name)!r}: the folder holds {len(found)} GGUF files ({named}); give the path of one")
+        raise ValueError(
+            f"model={str(name)!r}: the folder holds {len(found)} GGUF files ({named}); give the "
+            "path of one"
+        )
     return found[0] if found else None
 
 
@@ -71,7 +78,9 @@ class File:
         try:
             self.reader = gguf.GGUFReader(path)
         except (ValueError, IndexError, KeyError) as error:
-            raise ValueError(f"{path}: is no GGUF file, or one that is cut ({error}); download it again") from error
+            raise ValueError(
+                f"{path}: is no GGUF file, or one that is cut ({error}); download it again"
+            ) from error
         self.path = path
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
 
@@ -92,7 +101,9 @@ class File:
         return tuple(int(n) for n in reversed(self.tensors[name].shape))
 
     def blocks(self, name: str) -> Tensor:
-        """The bytes of a quantised tensor of two dimensions, copied, uint8 ``[rows, bytes of a row]``."""
+        """The bytes of a quantised tensor of two dimensions, copied, uint8 ``[rows, bytes of a
+        row]``.
+        """
         data = np.array(self.tensors[name].data, np.uint8)
         return torch.from_numpy(data).view(self.shape_of(name)[0], -1)
 

@@ -1,4 +1,6 @@
-"""How a byte-level BPE splits a text, by llama.cpp's names: regular expressions of ``tokenizer.json``."""
+"""How a byte-level BPE splits a text, by llama.cpp's names: regular expressions of
+``tokenizer.json``.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ BY_EXPRESSIONS: dict[tuple[str, ...], str] = {
     (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{REST}",): "llama-bpe",
     (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{REST}",): "qwen2",
     (rf"{CONTRACTIONS}|{MARKED_LETTERS}|\p{{N}}|{REST_AND_NO_MARKS}",): "qwen35",
-    (rf"{UPPER_LOWER}{CONTRACTIONS}?|{LOWER_UPPER}{CONTRACTIONS}?|\p{{N}}{{1,3}}|{REST_WITH_SLASH}",): "gpt-4o",
+    (
+        rf"{UPPER_LOWER}{CONTRACTIONS}?|{LOWER_UPPER}{CONTRACTIONS}?|\p{{N}}{{1,3}}|{REST_WITH_SLASH}",
+    ): "gpt-4o",
     (rf"{UPPER_LOWER}|{LOWER_UPPER}|\p{{N}}|{REST_WITH_SLASH}",): "tekken",
     ("digits", "words"): "smollm",
     ("words",): "gpt-2",
-}  # fmt: skip
-"""llama.cpp's name by what splits a text: expressions, ``digits`` (each by itself) and ``words`` (GPT-2's expression)."""
+}
+"""llama.cpp's name by what splits a text: expressions, ``digits`` (each by itself) and ``words``
+(GPT-2's expression).
+"""
 
 WITHOUT_MERGED_WORDS = {"llama-bpe": "dbrx"}
-"""The name of the same split where a word that is a token is still put together by merges (``ignore_merges`` is false)."""
+"""The name of the same split where a word that is a token is still put together by merges
+(``ignore_merges`` is false).
+"""

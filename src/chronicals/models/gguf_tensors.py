@@ -1,7 +1,8 @@
 """The tensors of a GGUF file, each made of tensors of the model, and back.
 
-A ``Piece`` is a tensor of the file. What makes it of the model's tensors has an inverse, by which the file is read back into
-the model's own names and layout: so a written file is compared with the model without believing in the way that it was written.
+A ``Piece`` is a tensor of the file. What makes it of the model's tensors has an inverse, by which
+the file is read back into the model's own names and layout: so a written file is compared with the
+model without believing in the way that it was written.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ IN_GGUF = {GATE: "FFN_GATE_EXP", UP: "FFN_UP_EXP", DOWN: "FFN_DOWN_EXP"}
 """What gguf calls the experts' matrices."""
 
 KEPT = 2
-"""Tensors of a file that stay in memory: stacked experts and their halves are read for many tensors of the model."""
+"""Tensors of a file that stay in memory: stacked experts and their halves are read for many
+tensors of the model.
+"""
 
 IN_FULL = ("ffn_gate_inp", "ffn_gate_inp_shexp", "attn_sinks")
-"""Tensors that are fp32 in every file, as norms, biases and vectors are: routers and attention sinks."""
+"""Tensors that are fp32 in every file, as norms, biases and vectors are: routers and attention
+sinks.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,14 @@ class Piece:
     def is_full(self) -> bool:
         """Whether it is fp32 in every file."""
         role = self.name.split(".")[-2] if "." in self.name else self.name
-        return len(self.shape) < 2 or self.name.endswith((".bias", "_norm.weight")) or role in IN_FULL
+        return (
+            len(self.shape) < 2 or self.name.endswith((".bias", "_norm.weight")) or role in IN_FULL
+        )
 
 
 def pieces_of(shapes: Mapping[str, tuple[int, ...]], config: Any, family: Family) -> list[Piece]:
-    """Of all tensors of a model, by name; every one is in exactly one piece, or its two halves are in two.
+    """Of all tensors of a model, by name; every one is in exactly one piece, or its two halves are
+    in two.
 
     Raises:
         NotExpressible: the architecture has no place for one.
@@ -80,7 +88,9 @@ def pieces_of(shapes: Mapping[str, tuple[int, ...]], config: Any, family: Family
         names = tuple(numbered[number] for number in sorted(numbered))
         if list(sorted(numbered)) != list(range(len(names))):
             raise NotExpressible(f"{target}: experts {sorted(numbered)} are there, not all from 0")
-        found.append(Piece(target, (len(names), *shapes[names[0]]), names, torch.stack, _unstacked(names)))
+        found.append(
+            Piece(target, (len(names), *shapes[names[0]]), names, torch.stack, _unstacked(names))
+        )
     return found
 
 
@@ -89,7 +99,9 @@ def _expert_name(role: str, block: int, suffix: str = "weight") -> str:
 
     if role not in ROLES:
         raise NotExpressible(f"experts have {role!r}, which GGUF has no place for")
-    return f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[IN_GGUF[ROLES[role]]]].format(bid=block)}.{suffix}"
+    return (
+        f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[IN_GGUF[ROLES[role]]]].format(bid=block)}.{suffix}"
+    )
 
 
 def _unstacked(names: tuple[str, ...]) -> Callable[[Tensor], list[Part]]:
@@ -103,14 +115,24 @@ def _of_one(name: str, shape: tuple[int, ...], table: Any, config: Any, family: 
     if target.endswith("attn_sinks"):
         target += ".weight"
     there, back = _layout(name, config, family)
-    return Piece(target, shape, (name,), lambda given: there(given[0]), lambda written: [(name, ..., back(written))])
+    return Piece(
+        target,
+        shape,
+        (name,),
+        lambda given: there(given[0]),
+        lambda written: [(name, ..., back(written))],
+    )
 
 
-def _layout(name: str, config: Any, family: Family) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _layout(
+    name: str, config: Any, family: Family
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """How a tensor is laid out in the file, and back."""
     if family.norm_offset and name.endswith("norm.weight"):
         return lambda x: x + family.norm_offset, lambda x: x - family.norm_offset
-    if family.reorders_heads and name.endswith(("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")):
+    if family.reorders_heads and name.endswith(
+        ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+    ):
         half = head_dim(config) // 2
         return (
             lambda x: x.view(-1, 2, half, *x.shape[1:]).transpose(1, 2).reshape(x.shape),
@@ -119,8 +141,12 @@ def _layout(name: str, config: Any, family: Family) -> tuple[Callable[[Tensor], 
     return lambda x: x, lambda x: x
 
 
-def _of_stack(name: str, shape: tuple[int, ...], block: int, role: str, bias: bool, family: Family) -> Iterable[Piece]:
-    """Experts that the model has stacked: ``[E, out, in]``, or ``[E, in, out]`` with gate and up alternating."""
+def _of_stack(
+    name: str, shape: tuple[int, ...], block: int, role: str, bias: bool, family: Family
+) -> Iterable[Piece]:
+    """Experts that the model has stacked: ``[E, out, in]``, or ``[E, in, out]`` with gate and up
+    alternating.
+    """
     suffix, turned = "bias" if bias else "weight", family.interleaves_experts and not bias
 
     def upright(x: Tensor) -> Tensor:
@@ -129,19 +155,28 @@ def _of_stack(name: str, shape: tuple[int, ...], block: int, role: str, bias: bo
     stood = (shape[0], shape[2], shape[1]) if turned else tuple(shape)
     if role == "down_proj":
         yield Piece(
-            _expert_name(role, block, suffix), stood, (name,), lambda given: upright(given[0]),
+            _expert_name(role, block, suffix),
+            stood,
+            (name,),
+            lambda given: upright(given[0]),
             lambda written: [(name, ..., upright(written))],
-        )  # fmt: skip
+        )
         return
     halves = stood[1] // 2
     for number, half in enumerate((GATE, UP)):
-        rows = slice(number, None, 2) if family.interleaves_experts else slice(number * halves, (number + 1) * halves)
+        rows = (
+            slice(number, None, 2)
+            if family.interleaves_experts
+            else slice(number * halves, (number + 1) * halves)
+        )
         place = (slice(None), slice(None), rows) if turned else (slice(None), rows)
         yield Piece(
-            _expert_name(half, block, suffix), (stood[0], halves, *stood[2:]), (name,),
+            _expert_name(half, block, suffix),
+            (stood[0], halves, *stood[2:]),
+            (name,),
             lambda given, rows=rows: upright(given[0])[:, rows],  # type: ignore[misc]
             lambda written, place=place: [(name, place, upright(written))],  # type: ignore[misc]
-        )  # fmt: skip
+        )
 
 
 class Restored:
@@ -153,7 +188,12 @@ class Restored:
         read: a tensor of the file by its name, fp32.
     """
 
-    def __init__(self, pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]):
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], Tensor],
+    ):
         self.shapes, self._read = shapes, functools.lru_cache(KEPT)(read)
         self.pieces: dict[str, list[Piece]] = {}
         for piece in pieces:

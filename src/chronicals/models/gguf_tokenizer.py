@@ -1,8 +1,9 @@
-"""The tokenizer in a GGUF file, as transformers has them: byte-level BPE (``gpt2``) and BPE with byte fallback (``llama``).
+"""The tokenizer in a GGUF file, as transformers has them: byte-level BPE (``gpt2``) and BPE with
+byte fallback (``llama``).
 
-The first has its merges in the file. Of the second the file has scores alone: every way to put a token together from two others
-is a merge, and those of higher scores come first (as transformers converts SentencePiece's models). A normaliser is not said in
-a file, nor does llama.cpp apply one.
+The first has its merges in the file. Of the second the file has scores alone: every way to put a
+token together from two others is a merge, and those of higher scores come first (as transformers
+converts SentencePiece's models). A normaliser is not said in a file, nor does llama.cpp apply one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def tokenizer_of(file: File) -> Any:
     """The tokenizer of a file: the one beside it, if there is one, else made of the file.
 
     Raises:
-        ValueError: the one beside it has other tokens; or there is none, and the file's is of a kind that is not proved here.
+        ValueError: the one beside it has other tokens; or there is none, and the file's is of a
+            kind that is not proved here.
     """
     folder = file.path.parent
     if (folder / BESIDE).exists():
@@ -38,7 +40,10 @@ def tokenizer_of(file: File) -> Any:
     kind = file.value(f"{KEY}.model")
     make = {"gpt2": _byte_level, "llama": _with_byte_fallback}.get(str(kind))
     if make is None:
-        raise ValueError(f"{file.path}: its tokenizer is of kind {kind!r}, which cannot be read from a GGUF file; {REMEDY}")
+        raise ValueError(
+            f"{file.path}: its tokenizer is of kind {kind!r}, which cannot be read from a GGUF "
+            f"file; {REMEDY}"
+        )
     made = make(file, file.value(f"{KEY}.tokens"), list(file.value(f"{KEY}.token_type") or []))
     return _wrapped(file, made)
 
@@ -48,10 +53,18 @@ def _beside(file: File, folder: Path) -> Any:
 
     found = AutoTokenizer.from_pretrained(folder)
     tokens = file.value(f"{KEY}.tokens")
-    other = next((text for text, number in found.get_vocab().items() if number >= len(tokens) or tokens[number] != text), None)
+    other = next(
+        (
+            text
+            for text, number in found.get_vocab().items()
+            if number >= len(tokens) or tokens[number] != text
+        ),
+        None,
+    )
     if other is not None:
         raise ValueError(
-            f"{folder / BESIDE}: token {other!r} is not that of {file.path.name} at its id, so it is of another model; take it "
+            f"{folder / BESIDE}: token {other!r} is not that of {file.path.name} at its id, so it "
+            "is of another model; take it "
             "away, or put the right one there"
         )
     return found
@@ -71,9 +84,16 @@ def _byte_level(file: File, tokens: list[str], types: list[int]) -> Any:
     splits = next((splits for splits, known in BY_EXPRESSIONS.items() if known == name), None)
     if splits is None:
         known = ", ".join([*dict.fromkeys(BY_EXPRESSIONS.values()), *WITHOUT_MERGED_WORDS.values()])
-        raise ValueError(f"{file.path}: {KEY}.pre={pre!r}: how it splits a text is known here for {known}; {REMEDY}")
+        raise ValueError(
+            f"{file.path}: {KEY}.pre={pre!r}: how it splits a text is known here for {known}; "
+            f"{REMEDY}"
+        )
     merges = [tuple(merge.split(" ", 1)) for merge in file.value(f"{KEY}.merges") or []]
-    made = Tokenizer(models.BPE(vocab=_vocabulary(tokens, types), merges=merges, ignore_merges=pre in WHOLE_WORDS))
+    made = Tokenizer(
+        models.BPE(
+            vocab=_vocabulary(tokens, types), merges=merges, ignore_merges=pre in WHOLE_WORDS
+        )
+    )
     steps: list[Any] = []
     for split in splits:
         if split == "digits":
@@ -95,16 +115,26 @@ def _with_byte_fallback(file: File, tokens: list[str], types: list[int]) -> Any:
     normal = {text: number for text, number in vocabulary.items() if types[number] == NORMAL}
     unknown = next((tokens[number] for number, kind in enumerate(types) if kind == UNKNOWN), None)
     merges = _merges(normal, scores)
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    made = Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
     prefix = file.value(f"{KEY}.add_space_prefix") is not False
-    made.normalizer = normalizers.Sequence([*([normalizers.Prepend(BLANK)] if prefix else []), normalizers.Replace(" ", BLANK)])
+    made.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(BLANK)] if prefix else []), normalizers.Replace(" ", BLANK)]
+    )
     strips = [decoders.Strip(" ", 1, 0)] if prefix else []
-    made.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strips])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strips]
+    )
     return made
 
 
 def _merges(normal: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """In the order in which they are made: by the score of what they make, then by the ids of the two."""
+    """In the order in which they are made: by the score of what they make, then by the ids of
+    the two.
+    """
     found = [
         (-scores[number], normal[text[:cut]], normal[text[cut:]], text[:cut], text[cut:])
         for text, number in normal.items()
@@ -120,8 +150,14 @@ def _wrapped(file: File, made: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokens, types = file.value(f"{KEY}.tokens"), list(file.value(f"{KEY}.token_type") or [])
-    added = [(text, kind == CONTROL) for text, kind in zip(tokens, types) if kind in (CONTROL, USER_DEFINED)]
-    made.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in added])
+    added = [
+        (text, kind == CONTROL)
+        for text, kind in zip(tokens, types)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    made.add_tokens(
+        [AddedToken(text, special=special, normalized=False) for text, special in added]
+    )
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: file.value(f"{KEY}.{key}_token_id") for name, key in keys.items()}
     named = {name: tokens[number] for name, number in ids.items() if number is not None}
@@ -134,12 +170,16 @@ def _wrapped(file: File, made: Any) -> Any:
         special = [(named[name], ids[name]) for name, there in ends.items() if there]
         single = [*around["bos"], "$A", *around["eos"]]
         made.post_processor = processors.TemplateProcessing(
-            single=single, pair=[*single, *around["bos"], "$B:1", *around["eos"]], special_tokens=special
+            single=single,
+            pair=[*single, *around["bos"], "$B:1", *around["eos"]],
+            special_tokens=special,
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, clean_up_tokenization_spaces=False, chat_template=file.value("tokenizer.chat_template"),
+        tokenizer_object=made,
+        clean_up_tokenization_spaces=False,
+        chat_template=file.value("tokenizer.chat_template"),
         **{f"{name}_token": text for name, text in named.items()},
-    )  # fmt: skip
+    )
 
 
 def _asked(file: File, name: str, default: bool) -> bool:

@@ -1,7 +1,7 @@
 """Head: what a causal language model does with its last hidden states, as tensors and numbers.
 
-A loss takes the module, not a raw weight: scale, softcap and bias come with it, and a head that is not understood is
-refused by name instead of being computed wrongly.
+A loss takes the module, not a raw weight: scale, softcap and bias come with it, and a head that is
+not understood is refused by name instead of being computed wrongly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Head:
         bias: ``[V]`` or None.
         scale: factor on the logits.
         softcap: bound of the logits, or None.
-        adapter: A, B and α of LoRA on the head, or None; without dropout where the layer is not being trained.
+        adapter: A, B and α of LoRA on the head, or None; without dropout where the layer is not
+            being trained.
         rows: of the table that trained ones stand for, or None.
     """
 
@@ -45,13 +46,19 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """W: the table, or a copy of it with the trained rows; who takes table and rows apart makes none."""
+        """W: the table, or a copy of it with the trained rows; who takes table and rows apart
+        makes none.
+        """
         return self.table if self.rows is None else self.rows.within(self.table)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` of ``hidden`` ``[..., D]``: products in the dtype of ``hidden``, the rest in at least fp32."""
+        """``[..., V]`` of ``hidden`` ``[..., D]``: products in the dtype of ``hidden``, the rest
+        in at least fp32.
+        """
         dtype = hidden.dtype
-        x = F.linear(hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        x = F.linear(
+            hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        )
         if self.adapter is not None:
             down = F.linear(F.dropout(hidden, self.adapter.dropout), self.adapter.a.to(dtype))
             x = x + self.adapter.scale * F.linear(down, self.adapter.b.to(dtype))
@@ -68,10 +75,12 @@ SCALES: dict[str, Callable[[float], float]] = {
 
 
 def read_head(model: Any) -> Head:
-    """The head of a transformers causal language model as it is now: its adapters may be switched off or merged later.
+    """The head of a transformers causal language model as it is now: its adapters may be switched
+    off or merged later.
 
     Raises:
-        UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one with plain LoRA.
+        UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one
+            with plain LoRA.
     """
     try:
         output, rows = _with_trained_rows(model.get_output_embeddings())
@@ -81,7 +90,10 @@ def read_head(model: Any) -> Head:
     if isinstance(layer, PackedLinear):
         raise UnknownHead(f"the output layer of {type(model).__name__} has its weight packed")
     if adapter is not None and adapter.magnitude is not None:
-        raise UnknownHead(f"the output layer of {type(model).__name__} has DoRA (use_dora), whose magnitudes no loss knows")
+        raise UnknownHead(
+            f"the output layer of {type(model).__name__} has DoRA (use_dora), whose magnitudes no "
+            "loss knows"
+        )
     config = model.config.get_text_config()
     scale = 1.0
     for field, factor in SCALES.items():
@@ -94,6 +106,9 @@ def read_head(model: Any) -> Head:
 
 def _with_trained_rows(layer: Any) -> tuple[Any, Rows | None]:
     """A head without the rows that are trained by themselves, and these."""
-    if f"{type(layer).__module__}.{type(layer).__qualname__}" != "chronicals.lora.tokens.TrainedTokens":
+    if (
+        f"{type(layer).__module__}.{type(layer).__qualname__}"
+        != "chronicals.lora.tokens.TrainedTokens"
+    ):
         return layer, None
     return layer.base_layer, layer.rows

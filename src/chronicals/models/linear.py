@@ -13,7 +13,9 @@ from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, share
 
 
 class UnknownLinear(ValueError):
-    """The layer is neither a plain linear layer nor one with plain LoRA; the message continues a sentence after its name."""
+    """The layer is neither a plain linear layer nor one with plain LoRA; the message continues a
+    sentence after its name.
+    """
 
 
 class ReadLinear(NamedTuple):
@@ -31,21 +33,33 @@ class ReadLinear(NamedTuple):
 
 
 def _of_chronicals(layer: Any) -> tuple[Adapter | None, bool]:
-    dropout, magnitude = layer.dropout if layer.training and layer.enabled else 0.0, layer.lora_magnitude_vector
+    dropout, magnitude = (
+        layer.dropout if layer.training and layer.enabled else 0.0,
+        layer.lora_magnitude_vector,
+    )
     a, b = layer.matrices or (layer.lora_A, layer.lora_B)
     return Adapter(a, b, layer.scale, dropout, magnitude), layer.matrices is not None
 
 
 def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
-    """The one active adapter of PEFT's LoRA layer; None where there is none, or where it is merged."""
+    """The one active adapter of PEFT's LoRA layer; None where there is none, or where it is
+    merged.
+    """
     names = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
     if not names:
         return None, False
-    if len(names) > 1 or names[0] in layer.lora_variant or layer.lora_bias.get(names[0]) or layer.fan_in_fan_out:
+    if (
+        len(names) > 1
+        or names[0] in layer.lora_variant
+        or layer.lora_bias.get(names[0])
+        or layer.fan_in_fan_out
+    ):
         raise UnknownLinear(f"has adapters that are more than one plain LoRA: {', '.join(names)}")
     (name,) = names
     dropout = getattr(layer.lora_dropout[name], "p", 0.0) if layer.training else 0.0
-    adapter = Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dropout)
+    adapter = Adapter(
+        layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dropout
+    )
     return adapter, not layer.disable_adapters
 
 
@@ -54,7 +68,9 @@ ADAPTED: dict[str, Callable[[Any], tuple[Adapter | None, bool]]] = {
     "peft.tuners.lora.layer.Linear": _of_peft,
     "peft.tuners.lora.bnb.Linear4bit": _of_peft,
 }
-"""Layers that add an adapter to their ``base_layer``, and how it is read from them, and whether it is on."""
+"""Layers that add an adapter to their ``base_layer``, and how it is read from them, and whether
+it is on.
+"""
 
 
 def read_linear(layer: Any) -> ReadLinear:

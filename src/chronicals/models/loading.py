@@ -14,7 +14,13 @@ from chronicals.config.paths import lasting
 from chronicals.model_shape import ModelShape
 from chronicals.models.base_format import BaseFormat, OtherBase
 from chronicals.models.completeness import check_whole
-from chronicals.models.four_bits import Take, Watch, linear_layers, quantise_layers, quantising_while_reading
+from chronicals.models.four_bits import (
+    Take,
+    Watch,
+    linear_layers,
+    quantise_layers,
+    quantising_while_reading,
+)
 from chronicals.models.fp8_blocks import METHOD as IN_FP8
 from chronicals.models.fp8_blocks import dequantising
 from chronicals.models.gguf_config import config_of
@@ -32,16 +38,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
-"""The dtype of the weights by ``mixed_precision``; for fp16 they are fp32, since fp16 would lose small updates."""
+"""The dtype of the weights by ``mixed_precision``; for fp16 they are fp32, since fp16 would lose
+small updates.
+"""
 
 BASE_ROWS = "_chronicals_base_rows"
-"""Attribute of a model: rows of the embedding in the checkpoint it was loaded from; None or absent if unknown."""
+"""Attribute of a model: rows of the embedding in the checkpoint it was loaded from; None or
+absent if unknown.
+"""
 
 RUNS_ON = "_chronicals_runs_on"
 """Attribute of a model: the device where it will run, though its weights are elsewhere as yet."""
 
 DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
 """Said in errors about a safetensors file that cannot be read."""
+
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """A tokenizer from a folder, a hub name or a GGUF file.
@@ -53,7 +64,9 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
 
     if (file := gguf_of(name)) is not None:
         return tokenizer_of(File(file))
-    return as_declared(_load(AutoTokenizer, "tokenizer", name, trust_remote_code), name, trust_remote_code)
+    return as_declared(
+        _load(AutoTokenizer, "tokenizer", name, trust_remote_code), name, trust_remote_code
+    )
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -78,11 +91,15 @@ def _load(auto_class: Any, what: str, name: str | Path, trust_remote_code: bool)
     try:
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}") from error
+        raise ValueError(
+            f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}"
+        ) from error
 
 
 def without_field(error: Exception) -> str:
-    """What an error of loading says of a model that another field names: all but ``model='…': ``."""
+    """What an error of loading says of a model that another field names: all but ``model='…':
+    ``.
+    """
     return re.sub(r"""^model=('[^'\n]*'|"[^"\n]*"): """, "", str(error))
 
 
@@ -92,24 +109,34 @@ def _where(name: str | Path) -> str:
 
 
 def load_model(
-    name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
-    watch: Watch | None = None, form: BaseFormat | None = None,
-) -> PreTrainedModel:  # fmt: skip
-    """A causal language model, or one of images and text, from a folder, a hub name or a GGUF file, in host memory.
+    name: str | Path,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+    watch: Watch | None = None,
+    form: BaseFormat | None = None,
+) -> PreTrainedModel:
+    """A causal language model, or one of images and text, from a folder, a hub name or a GGUF file,
+    in host memory.
 
-    Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``). Weights in FP8 with scales of blocks, as DeepSeek
-    V3's, are dequantised as they are read, those of experts too, on any machine.
+    Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``). Weights in FP8 with
+    scales of blocks, as DeepSeek V3's, are dequantised as they are read, those of experts too, on
+    any machine.
 
     Args:
-        quantization: ``nf4``: the linear layers and stacked experts of its decoder layers are quantised to 4 bits as they are
-            read; ``int8``: linear layers become bitsandbytes' layers in LLM.int8 (Dettmers et al., 2022), which are for
-            computing alone, not to be trained.
-        watch: sees each weight when it is quantised, and is then known to the model (``lora.loftq``).
+        quantization: ``nf4``: the linear layers and stacked experts of its decoder layers are
+            quantised to 4 bits as they are read; ``int8``: linear layers become bitsandbytes'
+            layers in LLM.int8 (Dettmers et al., 2022), which are for computing alone, not to be
+            trained.
+        watch: sees each weight when it is quantised, and is then known to the model
+            (``lora.loftq``).
         form: of ``nf4``, which layers are quantised instead of the usual ones, and how.
 
     Raises:
-        ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
-        VersionError: torch or transformers is older than the lowest version that chronicals runs with.
+        ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the
+            reason.
+        VersionError: torch or transformers is older than the lowest version that chronicals runs
+            with.
     """
     check_versions()
     if (file := gguf_of(name)) is not None:
@@ -118,7 +145,11 @@ def load_model(
         config = _config(name, trust_remote_code)
         if is_reward_model(config):
             raise ValueError(why_no_language_model(name))
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "use_safetensors": True,
+        }
         load = load_packed if is_packed(config) else load_whole
         if quantization is not None and load is load_whole:
             options |= _quantising(config, watch, quantization, form)
@@ -128,24 +159,31 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
     except SafetensorError as error:
-        raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
+        raise ValueError(
+            f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}"
+        ) from error
     read_processors(_named(model, name))
     return model
 
 
-def load_base(name: str | Path, dtype: torch.dtype, trust_remote_code: bool, form: BaseFormat) -> Any:
+def load_base(
+    name: str | Path, dtype: torch.dtype, trust_remote_code: bool, form: BaseFormat
+) -> Any:
     """The base of an adapter with the very numbers that it was trained over, in host memory.
 
     Args:
         dtype: of what is not quantised, and of what codes are dequantised to.
-        form: of its layers then; where the files hold other numbers, those are quantised so as they are read.
+        form: of its layers then; where the files hold other numbers, those are quantised so as they
+            are read.
 
     Raises:
         ValueError: it cannot be loaded, with the reason.
         OtherBase: the layers of the files cannot become what they were.
     """
     read_in = form.dtype or dtype
-    described = {} if gguf_of(name) is not None else _quantization(load_config(name, trust_remote_code))
+    described = (
+        {} if gguf_of(name) is not None else _quantization(load_config(name, trust_remote_code))
+    )
     if described or gguf_of(name) is not None:
         model = load_model(name, read_in, trust_remote_code)
     elif form.by_transformers is not None:
@@ -156,7 +194,8 @@ def load_base(name: str | Path, dtype: torch.dtype, trust_remote_code: bool, for
         quantise_layers(model, form=form)  # those that are not quantised while they are read
     if difference := form.difference(BaseFormat.of(model)):
         raise OtherBase(
-            f"model={str(name)!r}: is another base than the adapter was trained over ({difference}); give the one that it was "
+            f"model={str(name)!r}: is another base than the adapter was trained over "
+            f"({difference}); give the one that it was "
             "trained over"
         )
     return model if form.by_transformers is not None else model.to(dtype)
@@ -172,7 +211,8 @@ def _named(model: Any, name: str | Path) -> Any:
 def _of_gguf(file: Path, name: str | Path, dtype: torch.dtype, quantization: str | None) -> Any:
     if quantization is not None:
         raise ValueError(
-            f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as they are; leave it out "
+            f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as "
+            "they are; leave it out "
             "(--load-in-4bit too)"
         )
     return _named(load_gguf(file, dtype), name)
@@ -187,7 +227,8 @@ def is_packed(config: Any) -> bool:
     described = _quantization(config)
     if described.get("load_in_8bit"):
         raise ValueError(
-            "quantization_config has load_in_8bit=True: weights in LLM.int8 cannot be trained here; take the model in 16 bits, "
+            "quantization_config has load_in_8bit=True: weights in LLM.int8 cannot be trained "
+            "here; take the model in 16 bits, "
             "or a copy of it in 4 bits (load_in_4bit)"
         )
     return bool(described.get("load_in_4bit"))
@@ -199,7 +240,8 @@ def _quantization(config: Any) -> dict[str, Any]:
 
 
 def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """``load_whole`` of a checkpoint in bitsandbytes' 4 bits, whose layers become ``Linear4bit``; that library is not needed.
+    """``load_whole`` of a checkpoint in bitsandbytes' 4 bits, whose layers become ``Linear4bit``;
+    that library is not needed.
 
     Raises:
         ValueError: as there; or a packed weight is damaged; the message names it.
@@ -215,13 +257,16 @@ def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """``auto_class.from_pretrained(name, **options)``; checkpoint and model class must have the same weights.
+    """``auto_class.from_pretrained(name, **options)``; checkpoint and model class must have the
+    same weights.
 
     Raises:
         ValueError: they do not; the message names the weights.
     """
     try:
-        model, report = auto_class.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        model, report = auto_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # what transformers raises for weights that it cannot convert
@@ -231,7 +276,8 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The model of a folder or hub name without its weights, which are read by rows when they are divided among processes.
+    """The model of a folder or hub name without its weights, which are read by rows when they are
+    divided among processes.
 
     Raises:
         ValueError: it cannot be loaded, or its weights cannot be read by rows, with the reason.
@@ -245,7 +291,9 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
     if not folder.is_dir():
         folder = Path(snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
     with parameters_on_meta():
-        model = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = _auto_class(config).from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     setattr(model, STORED, StoredRows(folder, model))
@@ -253,9 +301,11 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
     return model
 
 
-def load_replacing(name: str | Path, dtype: torch.dtype, take: Take, trust_remote_code: bool = False) -> Any:
-    """``load_model`` of 16-bit weights, in which a module of the caller's takes the place of each linear layer of the decoder
-    layers as soon as its weight was read.
+def load_replacing(
+    name: str | Path, dtype: torch.dtype, take: Take, trust_remote_code: bool = False
+) -> Any:
+    """``load_model`` of 16-bit weights, in which a module of the caller's takes the place of each
+    linear layer of the decoder layers as soon as its weight was read.
 
     Raises:
         ValueError: as there.
@@ -263,7 +313,12 @@ def load_replacing(name: str | Path, dtype: torch.dtype, take: Take, trust_remot
     config = load_config(name, trust_remote_code)
     _check_in_16_bit(config, name)
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
-    model = load_whole(_auto_class(config), name, quantization_config=quantising_while_reading(None, take), **options)
+    model = load_whole(
+        _auto_class(config),
+        name,
+        quantization_config=quantising_while_reading(None, take),
+        **options,
+    )
     read_processors(_named(model, name))
     return model
 
@@ -271,7 +326,8 @@ def load_replacing(name: str | Path, dtype: torch.dtype, take: Take, trust_remot
 def _check_in_16_bit(config: Any, name: str | Path) -> None:
     if described := _quantization(config):
         raise NotByRows(
-            f"sharding='weights': the weights of {name} are quantised already ({described.get('quant_method')}); take the "
+            f"sharding='weights': the weights of {name} are quantised already "
+            f"({described.get('quant_method')}); take the "
             "model in 16 bit, or sharding='optimizer'"
         )
 
@@ -288,7 +344,9 @@ def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[st
     Raises:
         ValueError: there is no such model.
     """
-    return {f"{path}.weight" for path in linear_layers(load_without_weights(name, trust_remote_code))}
+    return {
+        f"{path}.weight" for path in linear_layers(load_without_weights(name, trust_remote_code))
+    }
 
 
 def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -302,34 +360,45 @@ def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> A
         return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
-def _quantising(config: Any, watch: Watch | None, quantization: str, form: BaseFormat | None = None) -> dict[str, Any]:
+def _quantising(
+    config: Any, watch: Watch | None, quantization: str, form: BaseFormat | None = None
+) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` by which it quantises what it reads.
 
     Raises:
-        ValueError: that is quantised already, otherwise than in 4 bits of bitsandbytes; or bitsandbytes is needed and missing.
+        ValueError: that is quantised already, otherwise than in 4 bits of bitsandbytes; or
+            bitsandbytes is needed and missing.
     """
     if described := _quantization(config):
         raise ValueError(
-            f"quantization={quantization!r}: its weights are quantised already ({described.get('quant_method')}); leave it out "
+            f"quantization={quantization!r}: its weights are quantised already "
+            f"({described.get('quant_method')}); leave it out "
             "(--load-in-4bit too)"
         )
     if quantization == "int8":
         from transformers import BitsAndBytesConfig
 
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError("quantization='int8' needs bitsandbytes, which is not installed: pip install bitsandbytes")
+            raise ValueError(
+                "quantization='int8' needs bitsandbytes, which is not installed: pip install "
+                "bitsandbytes"
+            )
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     return {"quantization_config": quantising_while_reading(watch, form=form)}
 
 
 def _auto_class(config: Any) -> Any:
-    """transformers' Auto class for the model: causal LM, or image-text-to-text if the configuration names such a class."""
+    """transformers' Auto class for the model: causal LM, or image-text-to-text if the
+    configuration names such a class.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
     of_text = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
     with_images = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    if with_images is not None and (not of_text or with_images.__name__ in (config.architectures or ())):
+    if with_images is not None and (
+        not of_text or with_images.__name__ in (config.architectures or ())
+    ):
         return transformers.AutoModelForImageTextToText
     if not of_text:
         raise ValueError(f"{type(config).__name__} is of a model that is no causal language model")
@@ -337,12 +406,16 @@ def _auto_class(config: Any) -> Any:
 
 
 def embedding_table(model: Any) -> torch.Tensor:
-    """The weight of the input embedding as it is stored, ``[V, D]``, without rows that are trained by themselves."""
+    """The weight of the input embedding as it is stored, ``[V, D]``, without rows that are
+    trained by themselves.
+    """
     layer = model.get_input_embeddings()
     return getattr(layer, "base_layer", layer).weight
 
 
 def input_device(model: Any) -> torch.device:
-    """The device that token ids must be on: that of the embedding, unless it is still to come there."""
+    """The device that token ids must be on: that of the embedding, unless it is still to come
+    there.
+    """
     coming: torch.device | None = vars(model).get(RUNS_ON)
     return embedding_table(model).device if coming is None else coming

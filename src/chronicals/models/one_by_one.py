@@ -1,9 +1,12 @@
-"""Packed documents for attention that takes no bounds: it runs on one document after the other, all else on the pack.
+"""Packed documents for attention that takes no bounds: it runs on one document after the other, all
+else on the pack.
 
-Some classes choose the keys of a query by a part of their own, over a whole row and its mask (DeepSeek V3.2's indexer), or
-attend to keys that they make of several tokens (DeepSeek V4's compressors). Their attention modules get a forward that cuts
-what they are given into documents, makes each document's mask, and puts the outputs end to end. Nothing is computed for
-padding, and no mask is larger than a document. The bounds are numbers on the host, so that steps are no CUDA graphs.
+Some classes choose the keys of a query by a part of their own, over a whole row and its mask
+(DeepSeek V3.2's indexer), or attend to keys that they make of several tokens (DeepSeek V4's
+compressors). Their attention modules get a forward that cuts what they are given into documents,
+makes each document's mask, and puts the outputs end to end. Nothing is computed for padding, and no
+mask is larger than a document. The bounds are numbers on the host, so that steps are no CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from chronicals.models.attention_seam import Seam
 from chronicals.models.rebinding import OURS
 
 DOCUMENTS = "documents_of_pack"
-"""Argument by which the bounds of documents reach attention modules: start and end of each that has tokens."""
+"""Argument by which the bounds of documents reach attention modules: start and end of each that
+has tokens.
+"""
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "flash")
 """Arguments with the bounds of a whole pack, which a document by itself has not."""
@@ -33,7 +38,9 @@ CHOOSERS = {
     "indexer": "chooses the keys that a query attends to",
     "compressor": "attends to keys that it makes of several tokens",
 }
-"""Parts of an attention beside its projections, and what they do over a whole row of tokens and its mask."""
+"""Parts of an attention beside its projections, and what they do over a whole row of tokens and
+its mask.
+"""
 
 
 INSTALLED = "_chronicals_one_by_one"
@@ -64,7 +71,8 @@ SEAM = WithoutMasks("one_by_one")
 
 @dataclass(frozen=True)
 class PerDocument:
-    """What a layer's attention returned for each document beside its output, as a later layer's takes it.
+    """What a layer's attention returned for each document beside its output, as a later layer's
+    takes it.
 
     Attributes:
         values: in the order of the documents.
@@ -88,16 +96,25 @@ def why_not_one_by_one(model: Any) -> str:
     name = model.config.get_text_config()._attn_implementation
     if name in (None, *WITH_MASKS):
         return ""
-    return f"it attends by attn_implementation={name}; with eager or sdpa it takes packs, one document after the other"
+    return (
+        f"it attends by attn_implementation={name}; with eager or sdpa it takes packs, one "
+        "document after the other"
+    )
 
 
 def attention_modules(model: Any) -> list[nn.Module]:
     layers = getattr(model.get_decoder(), "layers", ())
-    return [child for layer in layers for child in layer.children() if "Attention" in type(child).__name__]
+    return [
+        child
+        for layer in layers
+        for child in layer.children()
+        if "Attention" in type(child).__name__
+    ]
 
 
 def install(model: Any) -> None:
-    """Let attention modules that are given ``DOCUMENTS`` run on one document after the other. May be called several times.
+    """Let attention modules that are given ``DOCUMENTS`` run on one document after the other. May
+    be called several times.
 
     Raises:
         RuntimeError: the forward of an attention module was replaced by something else.
@@ -111,7 +128,10 @@ def install(model: Any) -> None:
         own = vars(module).get("forward")
         if own is not None and not hasattr(getattr(own, "__func__", None), OURS):
             name = type(module).__name__
-            raise RuntimeError(f"the forward of {name} was replaced (hooks, offload), so documents would see each other")
+            raise RuntimeError(
+                f"the forward of {name} was replaced (hooks, offload), so documents would see "
+                "each other"
+            )
     attention_seam.install(model, SEAM)
     for module in modules:
         vars(module)[INSTALLED] = Installed(vars(module).get("forward"))
@@ -146,7 +166,10 @@ def _one_by_one(own: Callable[..., tuple]) -> Callable[..., tuple]:
         found = []
         for number, (start, end) in enumerate(documents):
             given = [_of_document(value, number, start, end, tokens) for value in args]
-            named = {name: _of_document(value, number, start, end, tokens) for name, value in options.items()}
+            named = {
+                name: _of_document(value, number, start, end, tokens)
+                for name, value in options.items()
+            }
             states = named["hidden_states"] if "hidden_states" in named else given[0]
             named["attention_mask"] = causal_mask(states, window)
             found.append(own(*given, **named))
@@ -165,15 +188,19 @@ def _of_document(value: Any, number: int, start: int, end: int, tokens: int) -> 
     if isinstance(value, tuple):
         return tuple(_of_document(part, number, start, end, tokens) for part in value)
     if isinstance(value, dict):
-        return {name: _of_document(part, number, start, end, tokens) for name, part in value.items()}
+        return {
+            name: _of_document(part, number, start, end, tokens) for name, part in value.items()
+        }
     return value
 
 
 def causal_mask(states: Tensor, window: int | None) -> Tensor:
-    """What is added to the scores of a document's states ``[1, L, D]``: ``[1, 1, L, L]``, the lowest number where a key is
-    later than its query, or ``window`` tokens or more before it."""
+    """What is added to the scores of a document's states ``[1, L, D]``: ``[1, 1, L, L]``, the
+    lowest number where a key is later than its query, or ``window`` tokens or more before it."""
     place = torch.arange(states.shape[1], device=states.device)
     distance = place[:, None] - place[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     lowest = torch.finfo(states.dtype).min
-    return torch.zeros(hidden.shape, dtype=states.dtype, device=states.device).masked_fill(hidden, lowest)[None, None]
+    return torch.zeros(hidden.shape, dtype=states.dtype, device=states.device).masked_fill(
+        hidden, lowest
+    )[None, None]

@@ -1,10 +1,13 @@
-"""Does a model class keep packed documents apart? Proved on a small random twin, once for each class and configuration.
+"""Does a model class keep packed documents apart? Proved on a small random twin, once for each
+class and configuration.
 
-A twin is a model of the same class and configuration, with smaller sizes, in fp32 on the CPU, all parameters random. The hidden
-states of each document packed among others, and the gradient of its embeddings, must be those of the document alone, in any
-order of the documents. A model with recurrence, convolutions or ALiBi fails this, and so does one whose attention does not
-get the document bounds. The same twin shows whether answers attend to a prompt that they share, which a class does not let
-them that makes masks of positions by itself, and whether ``read_head`` reads the head correctly.
+A twin is a model of the same class and configuration, with smaller sizes, in fp32 on the CPU, all
+parameters random. The hidden states of each document packed among others, and the gradient of its
+embeddings, must be those of the document alone, in any order of the documents. A model with
+recurrence, convolutions or ALiBi fails this, and so does one whose attention does not get the
+document bounds. The same twin shows whether answers attend to a prompt that they share, which a
+class does not let them that makes masks of positions by itself, and whether ``read_head`` reads the
+head correctly.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def prove_packability(model: Any) -> Packability:
     try:
         config = twin_config(model.config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        return Packability(False, False, f"its configuration cannot be made small ({error})", has_twin=False)
+        return Packability(
+            False, False, f"its configuration cannot be made small ({error})", has_twin=False
+        )
     key = (type(model), config.to_json_string(use_diff=False))
     if key not in _PROVED:
         with plain_surroundings():
@@ -74,8 +79,8 @@ def prove_packability(model: Any) -> Packability:
 def why_neighbours_matter(config: Any, width: int) -> str:
     """Why documents of a batch change each other by its longest one; empty if they do not.
 
-    Some rotary embeddings change their frequencies for the whole batch where its longest document exceeds a limit. The twin's
-    documents are too short to show it.
+    Some rotary embeddings change their frequencies for the whole batch where its longest document
+    exceeds a limit. The twin's documents are too short to show it.
 
     Args:
         width: most tokens of a document.
@@ -88,7 +93,8 @@ def why_neighbours_matter(config: Any, width: int) -> str:
         limit = text.max_position_embeddings if rope_type == "dynamic" else limit
         if limit is not None and width > limit:
             return (
-                f"rope_type {rope_type}: the class gives all documents of a batch other frequencies where one is longer than "
+                f"rope_type {rope_type}: the class gives all documents of a batch other "
+                "frequencies where one is longer than "
                 f"{limit:,} tokens; with max_seq_length={limit} none is"
             )
     return ""
@@ -99,13 +105,22 @@ def _prove(cls: Any, config: Any) -> Packability:
         twin = build_twin(cls, config)
         alone = _documents_alone(twin)
     except Exception as error:  # any class of transformers may object to its sizes in its own way
-        return Packability(False, False, f"a small twin could not be run ({type(error).__name__}: {error})", has_twin=False)
+        return Packability(
+            False,
+            False,
+            f"a small twin could not be run ({type(error).__name__}: {error})",
+            has_twin=False,
+        )
     head_proved = _head_is_understood(twin)
     if not _is_causal(twin):
-        return Packability(False, head_proved, "its hidden states depend on later tokens", causal=False)
+        return Packability(
+            False, head_proved, "its hidden states depend on later tokens", causal=False
+        )
     try:
         leak = _leak(twin, alone)
-        return Packability(not leak, head_proved, leak, sees_prompts=not leak and _answers_see_prompts(twin))
+        return Packability(
+            not leak, head_proved, leak, sees_prompts=not leak and _answers_see_prompts(twin)
+        )
     except Exception as error:  # likewise: a class without document bounds fails in its own way
         why_not = f"({type(error).__name__}: {error})"
     choice = own_choice(twin)
@@ -115,7 +130,9 @@ def _prove(cls: Any, config: Any) -> Packability:
     try:
         leak = _leak(twin, alone, one_by_one=True)
     except Exception as error:  # likewise: its attention takes or returns something else
-        return Packability(False, head_proved, f"{reason} {why_not}, nor on one document after the other ({error})")
+        return Packability(
+            False, head_proved, f"{reason} {why_not}, nor on one document after the other ({error})"
+        )
     return Packability(not leak, head_proved, leak and f"{reason}; {leak}", one_by_one=not leak)
 
 
@@ -131,11 +148,18 @@ def _leak(twin: Any, alone: tuple[list[Tensor], list[Tensor]], one_by_one: bool 
 
 
 def _answers_see_prompts(twin: Any) -> bool:
-    """Whether states and gradients of answers behind one prompt are those of each behind a prompt of its own."""
+    """Whether states and gradients of answers behind one prompt are those of each behind a
+    prompt of its own.
+    """
     documents = _documents(twin)
     prompt, answers = documents[PROMPT], [documents[n] for n in ANSWERS]
     batch = _sharing(prompt, answers)
-    whole = [twin.get_decoder()(input_ids=torch.cat([prompt, x])[None], use_cache=False).last_hidden_state[0] for x in answers]
+    whole = [
+        twin.get_decoder()(
+            input_ids=torch.cat([prompt, x])[None], use_cache=False
+        ).last_hidden_state[0]
+        for x in answers
+    ]
     alone = torch.cat([*(states[len(prompt) :] for states in whole), whole[0][: len(prompt)]])
     with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
         shared = presented.hidden_states(batch)
@@ -145,33 +169,58 @@ def _answers_see_prompts(twin: Any) -> bool:
 
 def _sharing(prompt: Tensor, answers: list[Tensor]) -> Batch:
     """Answers, and behind them the prompt that they share."""
-    ids, lengths = torch.cat([*answers, prompt]), [*(len(answer) for answer in answers), len(prompt)]
+    ids, lengths = (
+        torch.cat([*answers, prompt]),
+        [*(len(answer) for answer in answers), len(prompt)],
+    )
     starts = torch.tensor([0, *lengths]).cumsum(0)
     own = [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths)]
     index = torch.cat([*(torch.cat([own[-1], tokens]) for tokens in own[:-1]), own[-1]])
-    ends = torch.tensor([0, *(len(prompt) + length for length in lengths[:-1]), len(prompt)]).cumsum(0)
+    ends = torch.tensor(
+        [0, *(len(prompt) + length for length in lengths[:-1]), len(prompt)]
+    ).cumsum(0)
     places = torch.full((len(answers) + 1, len(ids)), -1)
     for number, tokens in enumerate(own[:-1]):
         places[number + 1, own[-1]] = ends[number] + torch.arange(len(prompt))
         places[0, tokens] = ends[number] + len(prompt) + torch.arange(len(tokens))
     places[0, own[-1]] = ends[-2] + torch.arange(len(prompt))
-    positions = torch.cat([*(len(prompt) + torch.arange(len(answer)) for answer in answers), torch.arange(len(prompt))])
+    positions = torch.cat(
+        [
+            *(len(prompt) + torch.arange(len(answer)) for answer in answers),
+            torch.arange(len(prompt)),
+        ]
+    )
     keys = SharedKeys(index, ends.to(torch.int32), places, int(ends.diff().max()))
-    return Batch(ids, torch.full_like(ids, IGNORED), positions, starts.to(torch.int32), max(lengths), keys=keys)
+    return Batch(
+        ids,
+        torch.full_like(ids, IGNORED),
+        positions,
+        starts.to(torch.int32),
+        max(lengths),
+        keys=keys,
+    )
 
 
 def _documents(twin: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     size = twin.get_input_embeddings().weight.shape[0]
-    return [torch.randint(FIRST_TOKEN, size, (length,), generator=generator) for length in DOCUMENT_LENGTHS]
+    return [
+        torch.randint(FIRST_TOKEN, size, (length,), generator=generator)
+        for length in DOCUMENT_LENGTHS
+    ]
 
 
 def _documents_alone(twin: Any) -> tuple[list[Tensor], list[Tensor]]:
-    states = [twin.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in _documents(twin)]
+    states = [
+        twin.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        for ids in _documents(twin)
+    ]
     return [state.detach() for state in states], [_embedding_gradient(twin, torch.cat(states))]
 
 
-def _documents_packed(twin: Any, order: tuple[int, ...], one_by_one: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+def _documents_packed(
+    twin: Any, order: tuple[int, ...], one_by_one: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     documents = [_documents(twin)[n] for n in order]
     ids = torch.cat(documents)
     lengths = [len(document) for document in documents]
@@ -192,7 +241,10 @@ def _is_causal(twin: Any) -> bool:
     ids = _documents(twin)[2][None]
     other = ids.clone()
     other[0, -1] = FIRST_TOKEN + (ids[0, -1] == FIRST_TOKEN)
-    first, second = (twin.get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0, :-1] for x in (ids, other))
+    first, second = (
+        twin.get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0, :-1]
+        for x in (ids, other)
+    )
     return bool(_distance(first, second) <= TOLERANCE)
 
 
@@ -206,8 +258,15 @@ def _head_is_understood(twin: Any) -> bool:
     try:
         head = read_head(twin)
         hidden = twin.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        return bool(_distance(twin(input_ids=ids, use_cache=False).logits, head.logits(hidden)) <= TOLERANCE)
-    except (UnknownHead, AttributeError, TypeError, RuntimeError):  # a class may project hidden states before its head
+        return bool(
+            _distance(twin(input_ids=ids, use_cache=False).logits, head.logits(hidden)) <= TOLERANCE
+        )
+    except (
+        UnknownHead,
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # a class may project hidden states before its head
         return False
 
 

@@ -1,8 +1,10 @@
-"""Loading checkpoints whose linear layers are in bitsandbytes' 4 bits, by transformers, into layers of ours.
+"""Loading checkpoints whose linear layers are in bitsandbytes' 4 bits, by transformers, into layers
+of ours.
 
-transformers knows a quantizer, which prepares the model and says what becomes of the tensors of a file. This one puts a place
-for each quantized layer into the model, lets the place take the layer's tensors as they come, and puts ``Linear4bit`` there at
-the end. bitsandbytes is not needed, and nothing is ever dequantized.
+transformers knows a quantizer, which prepares the model and says what becomes of the tensors of a
+file. This one puts a place for each quantized layer into the model, lets the place take the layer's
+tensors as they come, and puts ``Linear4bit`` there at the end. bitsandbytes is not needed, and
+nothing is ever dequantized.
 """
 
 from __future__ import annotations
@@ -37,11 +39,17 @@ def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
         described: the checkpoint's own, of bitsandbytes.
     """
     storage = described.get("bnb_4bit_quant_storage") or "uint8"
-    return {"quant_method": METHOD, "skipped": described.get("llm_int8_skip_modules"), "storage": storage}
+    return {
+        "quant_method": METHOD,
+        "skipped": described.get("llm_int8_skip_modules"),
+        "storage": storage,
+    }
 
 
 def settle(model: Any, described: Mapping[str, Any]) -> None:
-    """Leave nothing of the quantizer in a loaded model, whose configuration is to be that of its files."""
+    """Leave nothing of the quantizer in a loaded model, whose configuration is to be that of its
+    files.
+    """
     del model.hf_quantizer
     model.config.quantization_config = dict(described)
     used = [conversion for conversion in model._weight_conversions if not _is_ours(conversion)]
@@ -62,11 +70,16 @@ class _Place(nn.Module):
         """
         super().__init__()
         conv = isinstance(linear, Conv1D)
-        self.shape: tuple[int, int] = (linear.nf, linear.nx) if conv else (linear.out_features, linear.in_features)
+        self.shape: tuple[int, int] = (
+            (linear.nf, linear.nx) if conv else (linear.out_features, linear.in_features)
+        )
         size = -(-self.shape[0] * self.shape[1] // 2)
-        # Older versions cast what they read to the dtype of the parameter; newer ones ask the quantizer.
+        # Older versions cast what they read to the dtype of the parameter; newer ones ask the
+        # quantizer.
         dtype = stored if transformers_before(QUANTIZER_SAYS_DTYPE) else torch.uint8
-        self.weight = nn.Parameter(torch.empty((size, 1), dtype=dtype, device="meta"), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty((size, 1), dtype=dtype, device="meta"), requires_grad=False
+        )
         self.bias = linear.bias
         self.packed: Packed | None = None
 
@@ -75,13 +88,22 @@ class _Take(ConversionOps):
     """Gives the tensors of a layer to its place."""
 
     def convert(
-        self, input_dict: dict[str, Any], *_: Any, model: Any = None, full_layer_name: str = "", **__: Any
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        input_dict: dict[str, Any],
+        *_: Any,
+        model: Any = None,
+        full_layer_name: str = "",
+        **__: Any,
+    ) -> dict[str, Any]:
         layer = model.get_submodule(full_layer_name.rpartition(".")[0])
         if len(input_dict) == 1 and not isinstance(layer, _Place):
             return input_dict
-        first = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        stored = {full_layer_name + key.removeprefix("weight"): tensor for key, tensor in first.items()}
+        first = {
+            key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()
+        }
+        stored = {
+            full_layer_name + key.removeprefix("weight"): tensor for key, tensor in first.items()
+        }
         try:
             codes = self._taken(layer, full_layer_name, stored)
         except ValueError as error:
@@ -91,12 +113,21 @@ class _Take(ConversionOps):
 
     def _taken(self, layer: Any, name: str, stored: Mapping[str, Tensor]) -> Tensor:
         if len(stored) == 1:
-            raise ValueError(f"{name}: is not in 4 bits, and config.json does not name it in llm_int8_skip_modules")
+            raise ValueError(
+                f"{name}: is not in 4 bits, and config.json does not name it in "
+                "llm_int8_skip_modules"
+            )
         if not isinstance(layer, _Place):  # its tensors were cast to the dtype of a dense weight
-            raise ValueError(f"{name}: is in 4 bits, and of no linear layer or one that llm_int8_skip_modules names")
+            raise ValueError(
+                f"{name}: is in 4 bits, and of no linear layer or one that llm_int8_skip_modules "
+                "names"
+            )
         packed = read_weight(name, stored)
         if packed.shape != layer.shape:
-            raise ValueError(f"{name}: is {list(packed.shape)} in the checkpoint, {list(layer.shape)} by config.json")
+            raise ValueError(
+                f"{name}: is {list(packed.shape)} in the checkpoint, {list(layer.shape)} by "
+                "config.json"
+            )
         layer.packed = packed
         return packed.codes.view(-1, 1)
 
@@ -132,20 +163,35 @@ class _Quantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
-    def _process_model_before_weight_loading(self, model: Any, dtype: torch.dtype = torch.float32, **_: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: Any, dtype: torch.dtype = torch.float32, **_: Any
+    ) -> None:
         self.dtype = dtype
-        self.dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
-        kept = self.get_modules_to_not_convert(model, self.quantization_config.skipped, model._keep_in_fp32_modules)
+        self.dtypes = {
+            name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()
+        }
+        kept = self.get_modules_to_not_convert(
+            model, self.quantization_config.skipped, model._keep_in_fp32_modules
+        )
         for path, layer in list(model.named_modules()):
-            if (type(layer) is nn.Linear or isinstance(layer, Conv1D)) and should_convert_module(path, kept):
+            if (type(layer) is nn.Linear or isinstance(layer, Conv1D)) and should_convert_module(
+                path, kept
+            ):
                 self.dtypes.pop(f"{path}.weight", None)
-                model.set_submodule(path, _Place(layer, getattr(torch, self.quantization_config.storage, torch.uint8)))
+                model.set_submodule(
+                    path,
+                    _Place(layer, getattr(torch, self.quantization_config.storage, torch.uint8)),
+                )
 
     def get_weight_conversions(self) -> list[Any]:
         stored = [f"weight.{entry}" for entry in ENTRIES]
-        return [WeightConverter([*stored, "weight"], "weight", [_Take()])]  # in older versions the first that matches wins
+        return [
+            WeightConverter([*stored, "weight"], "weight", [_Take()])
+        ]  # in older versions the first that matches wins
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
         """None for the tensors of a place: only what is stored dense is cast."""
         return dtype if dtype is not None and dtype.is_floating_point else None
 
@@ -155,12 +201,16 @@ class _Quantizer(HfQuantizer):
             raise ValueError(failures[0] + others)
         for path, place in list(model.named_modules()):
             if isinstance(place, _Place) and place.packed is not None:
-                model.set_submodule(path, Linear4bit(place.packed.to(self.dtype), place.bias).train(place.training))
+                model.set_submodule(
+                    path, Linear4bit(place.packed.to(self.dtype), place.bias).train(place.training)
+                )
         if transformers_before(QUANTIZER_SAYS_DTYPE):
             self._cast_renamed(model)
 
     def _cast_renamed(self, model: Any) -> None:
-        """Cast dense parameters that older versions left in the dtype of the file, to what they are without a quantizer."""
+        """Cast dense parameters that older versions left in the dtype of the file, to what they
+        are without a quantizer.
+        """
         in_fp32 = list(model._get_dtype_plan(self.dtype))
         pattern = build_glob_alternation(in_fp32)[0] if in_fp32 else None
         for name, parameter in model.named_parameters():

@@ -1,4 +1,6 @@
-"""How many positions a model has: a table of positions ends; rotary embeddings go on, beyond what the model was trained for."""
+"""How many positions a model has: a table of positions ends; rotary embeddings go on, beyond
+what the model was trained for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ FEW = 16
 
 
 def check_positions(model: Any, longest: int) -> None:
-    """Check that ``model`` has positions for a document of ``longest`` tokens; warn if it was not trained for so many.
+    """Check that ``model`` has positions for a document of ``longest`` tokens; warn if it was not
+    trained for so many.
 
     Raises:
         ValueError: it has fewer.
@@ -27,13 +30,17 @@ def check_positions(model: Any, longest: int) -> None:
     if stated is None or longest <= stated:
         return
     found = (
-        f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), documents have up to {longest:,}"
+        f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), "
+        f"documents have up to {longest:,}"
     )
     if last_position(model, longest):
         raise ValueError(f"{found}: set max_seq_length to at most {stated}")
     if longest > stated * _stretched(model.config.get_text_config()):
         logger.warning(
-            "%s: max_seq_length=%d keeps to them, or give its configuration a RoPE that reaches further", found, stated
+            "%s: max_seq_length=%d keeps to them, or give its configuration a RoPE that reaches "
+            "further",
+            found,
+            stated,
         )
 
 
@@ -50,14 +57,18 @@ def _stated(model: Any) -> int | None:
 
 
 def _stretched(text: Any) -> float:
-    """The factor by which rotary positions are stretched. Configurations differ in whether the stated number includes it."""
+    """The factor by which rotary positions are stretched. Configurations differ in whether the
+    stated number includes it.
+    """
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     return max(float(part.get("factor") or 1.0) for part in parts)
 
 
 def _has_no_more(model: Any) -> bool:
-    """Whether a small random twin fails beyond its last position; False where no twin can be built."""
+    """Whether a small random twin fails beyond its last position; False where no twin can be
+    built.
+    """
     try:
         config = twin_config(model.config)
         config.get_text_config().max_position_embeddings = FEW

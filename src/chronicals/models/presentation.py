@@ -1,8 +1,8 @@
 """Presenting a Batch to a Hugging Face model: hidden states come back flat, one row a token.
 
-Where the class is proved to respect documents, the Batch goes in packed, with transformers' own arguments
-(``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``) and our attention in a seam of the instance. Otherwise
-its documents become padded rows with a mask: slower, the same result.
+Where the class is proved to respect documents, the Batch goes in packed, with transformers' own
+arguments (``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``) and our attention in a seam of
+the instance. Otherwise its documents become padded rows with a mask: slower, the same result.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from chronicals.models.terms import Terms
 Result = TypeVar("Result")
 
 ATTENTION = "chronicals_documents"
-"""Name of document attention in transformers' table, for modules whose forward is somebody else's; there is no mask function of
-this name, so that transformers makes no mask. No configuration of a user's carries it."""
+"""Name of document attention in transformers' table, for modules whose forward is somebody
+else's; there is no mask function of this name, so that transformers makes no mask. No
+configuration of a user's carries it."""
 
 AS_FORWARD = "chronicals_forward"
-"""Method of a model whose weights are gathered for each forward pass: it calls what it is given, as such a pass."""
+"""Method of a model whose weights are gathered for each forward pass: it calls what it is given,
+as such a pass.
+"""
 
 LOOKAHEAD = "output_lookahead"
 """Argument by which a model also predicts the choices of its routers."""
@@ -65,29 +68,54 @@ def _documents_only(
     split_documents: SplitDocuments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: ``[1, H, Q, D]`` and ``[1, K, T, D]`` in, ``[1, Q, H, D]`` out."""
+    """transformers' attention interface: ``[1, H, Q, D]`` and ``[1, K, T, D]`` in, ``[1, Q, H,
+    D]`` out.
+    """
     if cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
+        raise ValueError(
+            f"{type(module).__name__} does not pass document bounds on to its attention"
+        )
     if attention_mask is not None:
-        raise ValueError(f"{type(module).__name__} attends with a mask of its own, beside the bounds of documents")
+        raise ValueError(
+            f"{type(module).__name__} attends with a mask of its own, beside the bounds of "
+            "documents"
+        )
     if dropout:
         raise ValueError(
-            f"attention dropout {dropout} is not supported; set attention_dropout=0 (attn_pdrop=0 in GPT-2's family) in the "
+            f"attention dropout {dropout} is not supported; set attention_dropout=0 (attn_pdrop=0 "
+            "in GPT-2's family) in the "
             "model's configuration"
         )
-    # Under autocast the rotation leaves queries and keys in fp32, where the products' own type is that of the values.
+    # Under autocast the rotation leaves queries and keys in fp32, where the products' own type is
+    # that of the values.
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if shared_keys is not None:
         k_TKD, v_TKD = gather_keys(k_TKD, shared_keys), gather_keys(v_TKD, shared_keys)
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor | None, max_k: int | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        max_q: int,
+        cu_k: Tensor | None,
+        max_k: int | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         return document_attention(
-            q, k, v, cu_q, max_q, cu_k, max_k,
-            scale=scaling, window=sliding_window, softcap=softcap, sinks=sinks, flash=flash,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cu_q,
+            max_q,
+            cu_k,
+            max_k,
+            scale=scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            flash=flash,
+        )
 
     of_heads = () if s_aux is None else (s_aux,)
     if split_documents is not None:
@@ -119,12 +147,15 @@ class PresentedModel:
     Attributes:
         model: the Hugging Face model, without PEFT's wrapping where that is looked through.
         packed: True where it takes documents end to end.
-        head_is_read: True where its head is taken as tensors, False where the model's own logits must be used.
+        head_is_read: True where its head is taken as tensors, False where the model's own logits
+            must be used.
         router_loss: what its class adds to the loss, where its configuration asks for it.
         flash: False where packs attend by no backend of FlashAttention.
-        pack_width: tokens of a pack, each of which has a router loss of its own; None where a Batch is one pack.
+        pack_width: tokens of a pack, each of which has a router loss of its own; None where a Batch
+            is one pack.
         additions: what else is minimised beside any objective's terms.
-        experts: the modules that layers call for their experts, where it is recorded what these receive.
+        experts: the modules that layers call for their experts, where it is recorded what these
+            receive.
         one_by_one: packs, but attention takes no bounds and runs on one document after the other.
     """
 
@@ -144,9 +175,12 @@ class PresentedModel:
         return self.router_loss is not None or bool(self.additions)
 
     def as_forward(self, compute: Callable[[], Result]) -> Result:
-        """``compute()``, which may use the model's parts and its head: as one forward pass of the whole model, where weights
-        are gathered for each. What it returns is a tensor, or tensors in dictionaries."""
-        forward: Callable[[Callable[[], Result]], Result] | None = getattr(self.model, AS_FORWARD, None)
+        """``compute()``, which may use the model's parts and its head: as one forward pass of
+        the whole model, where weights are gathered for each. What it returns is a tensor, or
+        tensors in dictionaries."""
+        forward: Callable[[Callable[[], Result]], Result] | None = getattr(
+            self.model, AS_FORWARD, None
+        )
         return compute() if forward is None else forward(compute)
 
     @property
@@ -158,11 +192,16 @@ class PresentedModel:
         """What an objective starts from.
 
         Returns:
-            The hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` where that is None; and auxiliary
-            terms by name, which belong to the loss: ``router_loss`` of mixture-of-experts classes that ask for one, and, where
-            gradients are computed, those of ``additions``.
+            The hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` where
+            that is None; and auxiliary terms by name, which belong to the loss: ``router_loss`` of
+            mixture-of-experts classes that ask for one, and, where gradients are computed, those of
+            ``additions``.
         """
-        return self.states(batch) if self.head_is_read else self._with_terms(batch, self.model, "logits")
+        return (
+            self.states(batch)
+            if self.head_is_read
+            else self._with_terms(batch, self.model, "logits")
+        )
 
     def states(self, batch: Batch) -> tuple[Tensor, Terms]:
         """As when called, but the hidden states ``[T, D]`` whatever the head is."""
@@ -172,10 +211,14 @@ class PresentedModel:
         additions = self.additions if torch.is_grad_enabled() else ()
         if self.router_loss is None and not additions:
             return self._run(batch, module, name).states, {}
-        computed = self._run(batch, module, name, True, any(addition.lookahead for addition in additions))
+        computed = self._run(
+            batch, module, name, True, any(addition.lookahead for addition in additions)
+        )
         terms = {}
         if self.router_loss is not None:
-            terms[ROUTER_LOSS] = self.router_loss.term(computed.router_logits, batch, self.pack_width)
+            terms[ROUTER_LOSS] = self.router_loss.term(
+                computed.router_logits, batch, self.pack_width
+            )
         for addition in additions:
             terms |= addition.terms(self, computed, batch)
         return computed.states, terms
@@ -193,16 +236,28 @@ class PresentedModel:
         return self.computed(batch, lookahead=False).router_logits
 
     def computed(self, batch: Batch, lookahead: bool) -> Computed:
-        """Hidden states before the head, the logits of routers and, if asked for, what is predicted of them."""
+        """Hidden states before the head, the logits of routers and, if asked for, what is
+        predicted of them.
+        """
         return self._run(batch, self.model.get_decoder(), "last_hidden_state", True, lookahead)
 
-    def _run(self, batch: Batch, module: Any, name: str, routers: bool = False, lookahead: bool = False) -> Computed:
-        """What ``module`` gives: its output of that name, and what else is asked for: a row a token."""
+    def _run(
+        self, batch: Batch, module: Any, name: str, routers: bool = False, lookahead: bool = False
+    ) -> Computed:
+        """What ``module`` gives: its output of that name, and what else is asked for: a row a
+        token.
+        """
         if batch.split is not None and not self.packed:
-            raise ValueError(f"{type(self.model).__name__} takes padded rows, which cannot be split (context_parallel)")
+            raise ValueError(
+                f"{type(self.model).__name__} takes padded rows, which cannot be split "
+                "(context_parallel)"
+            )
         if self.one_by_one and (batch.split is not None or batch.keys is not None):
             name = type(self.model).__name__
-            raise ValueError(f"{name} attends to one document after the other, which may be neither split nor share a prompt")
+            raise ValueError(
+                f"{name} attends to one document after the other, which may be neither split nor "
+                "share a prompt"
+            )
         padded = None if self.packed else PaddedRows.of(batch)
         inputs = packed_arguments(batch) if padded is None else padded.inputs
         if self.one_by_one:
@@ -214,7 +269,10 @@ class PresentedModel:
         if lookahead:
             inputs[LOOKAHEAD] = True
         unrecorded = unrecorded_routers(self.model) if routers else ()
-        with receiving(self.experts if routers else ()) as received, reading_logits(unrecorded) as read:
+        with (
+            receiving(self.experts if routers else ()) as received,
+            reading_logits(unrecorded) as read,
+        ):
             out = module(**inputs)
 
         def flat(x: Tensor, beside: int = 1) -> Tensor:
@@ -226,7 +284,9 @@ class PresentedModel:
 
         found = router_logits_of(out, read) if routers else ()
         ahead = out.lookahead if lookahead else None
-        layers, tokens = (None, None) if ahead is None else (ahead.get("layers"), ahead.get("tokens"))
+        layers, tokens = (
+            (None, None) if ahead is None else (ahead.get("layers"), ahead.get("tokens"))
+        )
         return Computed(
             flat(getattr(out, name)),
             [flat(logits) for logits in found],
@@ -237,7 +297,9 @@ class PresentedModel:
 
     @contextmanager
     def attending_documents(self) -> Iterator[PresentedModel]:
-        """Within: the model's attention takes document bounds. Afterwards it is as before, ready to generate."""
+        """Within: the model's attention takes document bounds. Afterwards it is as before, ready
+        to generate.
+        """
         if not self.packed:
             yield self
             return
@@ -249,7 +311,9 @@ class PresentedModel:
 
     @contextmanager
     def attending_as_before(self) -> Iterator[None]:
-        """Within ``attending_documents``: the model's attention is for a while what it was, for whoever calls the model."""
+        """Within ``attending_documents``: the model's attention is for a while what it was, for
+        whoever calls the model.
+        """
         if not self.packed:
             yield
             return
@@ -282,7 +346,10 @@ def _attend_documents(model: Any) -> None:
     without = attention_seam.module_without(model, SEAM)
     if without:
         attention_seam.remove(model, SEAM)
-        raise RuntimeError(f"the attention of {without} cannot take document bounds, so documents would see each other")
+        raise RuntimeError(
+            f"the attention of {without} cannot take document bounds, so documents would see each "
+            "other"
+        )
 
 
 @contextmanager
@@ -321,11 +388,13 @@ def documents_of(batch: Batch) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Documents that have a target as right-padded rows, behind the prompt that they share with others.
+    """Documents that have a target as right-padded rows, behind the prompt that they share with
+    others.
 
     Attributes:
         inputs: arguments of the model.
-        kept: int64, the documents' own tokens among those of the rows, and of each prompt one copy, flat.
+        kept: int64, the documents' own tokens among those of the rows, and of each prompt one copy,
+            flat.
         places: int64, where each of these stands in the Batch.
     """
 
@@ -336,23 +405,35 @@ class PaddedRows:
     @classmethod
     def of(cls, batch: Batch) -> PaddedRows:
         device, bounds = batch.input_ids.device, batch.cu_seqlens.tolist()
-        spans = [n for n, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a and bool((batch.targets[a:b] >= 0).any())]
+        spans = [
+            n
+            for n, (a, b) in enumerate(zip(bounds, bounds[1:]))
+            if b > a and bool((batch.targets[a:b] >= 0).any())
+        ]
         own = [torch.arange(bounds[n], bounds[n + 1], device=device) for n in spans or [0]]
         rows = own
         if batch.keys is not None:
             ends = batch.keys.cu_seqlens.tolist()
             rows = [batch.keys.index[ends[n] : ends[n + 1]] for n in spans or [0]]
-        own = [row if first else some for row, some, first in zip(rows, own, _first_of_their_prompts(rows, own))]
+        own = [
+            row if first else some
+            for row, some, first in zip(rows, own, _first_of_their_prompts(rows, own))
+        ]
         lengths = torch.tensor([len(row) for row in rows], device=device)
         columns = torch.arange(int(lengths.max()), device=device)
         mask = (columns < lengths[:, None]).long()
         before = lengths - torch.tensor([len(some) for some in own], device=device)
         kept = ((columns >= before[:, None]) & (mask > 0)).flatten().nonzero().squeeze(1)
         ids = pad_sequence([batch.input_ids[row] for row in rows], batch_first=True)
-        return cls({"input_ids": ids, "attention_mask": mask, "use_cache": False}, kept, torch.cat(own))
+        return cls(
+            {"input_ids": ids, "attention_mask": mask, "use_cache": False}, kept, torch.cat(own)
+        )
 
 
 def _first_of_their_prompts(rows: list[Tensor], own: list[Tensor]) -> list[bool]:
     """Whether no row before has the prompt that stands before a row's own tokens."""
     prompts = [int(row[0]) if len(row) > len(some) else None for row, some in zip(rows, own)]
-    return [prompt is not None and prompt not in prompts[:number] for number, prompt in enumerate(prompts)]
+    return [
+        prompt is not None and prompt not in prompts[:number]
+        for number, prompt in enumerate(prompts)
+    ]

@@ -15,18 +15,24 @@ from chronicals.models.router_proof import proved_router_loss
 logger = logging.getLogger(__name__)
 
 WITHOUT_TWIN = (
-    "%s trains in padded rows, not in packs, with whole logits, not with a fused loss, and with its own attention, which is "
+    "%s trains in padded rows, not in packs, with whole logits, not with a fused loss, and with "
+    "its own attention, which is "
     "slower and takes more memory: nothing could be proved of the class, as %s"
 )
 
 
 def present(
-    model: Any, fused_head: bool = True, flash: bool = True, pack_width: int | None = None, shared_prompts: bool = False
+    model: Any,
+    fused_head: bool = True,
+    flash: bool = True,
+    pack_width: int | None = None,
+    shared_prompts: bool = False,
 ) -> PresentedModel:
     """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
 
     Args:
-        model: a Hugging Face model, or PEFT's wrapping of one, which is looked through where every token is taken by itself.
+        model: a Hugging Face model, or PEFT's wrapping of one, which is looked through where every
+            token is taken by itself.
         fused_head: False always takes the model's own logits.
         flash: False attends by no backend of FlashAttention.
         pack_width: tokens of a pack, of which a Batch has several; None for Batches of one.
@@ -39,11 +45,15 @@ def present(
     proof = prove_packability(model)
     if not proof.has_twin:
         logger.warning(WITHOUT_TWIN, type(model).__name__, proof.reason)
-        return PresentedModel(model, False, False, proved_router_loss(model, False), flash, pack_width)
+        return PresentedModel(
+            model, False, False, proved_router_loss(model, False), flash, pack_width
+        )
     if not proof.causal:
         raise ValueError(
-            f"{type(model).__name__} sees the tokens that it is to predict: its states change with later ones; let it attend "
-            "to earlier ones alone (is_decoder=True in BERT's family, use_bidirectional_attention=False in Gemma 3's)"
+            f"{type(model).__name__} sees the tokens that it is to predict: its states change "
+            "with later ones; let it attend "
+            "to earlier ones alone (is_decoder=True in BERT's family, "
+            "use_bidirectional_attention=False in Gemma 3's)"
         )
     head_is_read = False
     if fused_head and proof.head_proved:
@@ -52,7 +62,9 @@ def present(
         except UnknownHead as error:
             logger.warning("%s: the model's own logits are used, which takes more memory", error)
     elif fused_head:
-        logger.warning("the head of %s could not be proved: its own logits are used", type(model).__name__)
+        logger.warning(
+            "the head of %s could not be proved: its own logits are used", type(model).__name__
+        )
     reason = proof.reason or _attention_dropout(model.config.get_text_config())
     if not reason and proof.one_by_one:
         reason = why_not_one_by_one(model)
@@ -63,13 +75,31 @@ def present(
     packed = not reason
     one_by_one = packed and proof.one_by_one
     if one_by_one:
-        logger.info("%s takes packs, in which attention runs on one document after the other", type(model).__name__)
+        logger.info(
+            "%s takes packs, in which attention runs on one document after the other",
+            type(model).__name__,
+        )
     router_loss = proved_router_loss(model, packed, one_by_one)
-    return PresentedModel(model, packed, head_is_read, router_loss, flash, pack_width, one_by_one=one_by_one)
+    return PresentedModel(
+        model, packed, head_is_read, router_loss, flash, pack_width, one_by_one=one_by_one
+    )
 
 
 def _attention_dropout(config: Any) -> str:
     """That and how the model drops what it attends to, which our attention does not; else empty."""
-    shares = {name: share for name, share in vars(config).items() if name.startswith("att") and "drop" in name}
-    dropped = [f"{name}={share}" for name, share in shares.items() if isinstance(share, float) and share > 0]
-    return f"it has attention dropout ({', '.join(dropped)}; with 0 in its configuration it takes packs)" if dropped else ""
+    shares = {
+        name: share
+        for name, share in vars(config).items()
+        if name.startswith("att") and "drop" in name
+    }
+    dropped = [
+        f"{name}={share}"
+        for name, share in shares.items()
+        if isinstance(share, float) and share > 0
+    ]
+    return (
+        f"it has attention dropout ({', '.join(dropped)}; with 0 in its configuration it takes "
+        "packs)"
+        if dropped
+        else ""
+    )

@@ -1,7 +1,7 @@
 """Copies of functions with some global names replaced, for use as methods of single instances.
 
-A copy has the code object of the function, a copy of its globals with the names replaced, and its decorators. No source text is
-read, and no class or module is written to.
+A copy has the code object of the function, a copy of its globals with the names replaced, and its
+decorators. No source text is read, and no class or module is written to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 OURS = "chronicals_form"
-"""Attribute of a function that replaces a method of a single instance: the name of the replacement."""
+"""Attribute of a function that replaces a method of a single instance: the name of the
+replacement.
+"""
 
 
 def functions_beside(function: Callable) -> tuple:
@@ -24,7 +26,9 @@ def functions_beside(function: Callable) -> tuple:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Global names and attributes that a code object uses, comprehensions and inner functions included."""
+    """Global names and attributes that a code object uses, comprehensions and inner functions
+    included.
+    """
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*(names_in(part) for part in inner))
 
@@ -34,18 +38,23 @@ def rebound(function: Callable, names: Mapping[str, Any], label: str) -> Callabl
 
     Args:
         function: a plain Python function, decorated or not.
-        label: a word for the values; the copied globals are shared by all calls with the same functions, names and label.
+        label: a word for the values; the copied globals are shared by all calls with the same
+            functions, names and label.
 
     Returns:
         The copy, or None if a decorator does not keep the decorated function in its closure.
     """
     inner = inspect.unwrap(function)
     assert isinstance(inner, FunctionType)
-    return _decorated_alike(function, _copied(inner, _globals_with(inner, names, label), inner.__closure__))
+    return _decorated_alike(
+        function, _copied(inner, _globals_with(inner, names, label), inner.__closure__)
+    )
 
 
 def _decorated_alike(function: Any, made: Callable) -> Callable | None:
-    """``made`` with the decorators of ``function``; None if one of them does not keep the decorated function in its closure."""
+    """``made`` with the decorators of ``function``; None if one of them does not keep the
+    decorated function in its closure.
+    """
     decorated = getattr(function, "__wrapped__", None)
     if decorated is None:
         return made
@@ -58,7 +67,9 @@ def _decorated_alike(function: Any, made: Callable) -> Callable | None:
     return functools.update_wrapper(_copied(function, function.__globals__, cells), inner)
 
 
-def _copied(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+def _copied(
+    function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
     """The function with these globals and this closure."""
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
@@ -67,9 +78,13 @@ def _copied(function: FunctionType, names: dict[str, Any], closure: tuple[CellTy
 
 
 def _globals_with(function: FunctionType, names: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The globals of ``function`` with ``names`` replaced, in a module of their own, where ``torch.compile`` looks them up."""
+    """The globals of ``function`` with ``names`` replaced, in a module of their own, where
+    ``torch.compile`` looks them up.
+    """
     version = hash(functions_beside(function))  # other code may have replaced one since
-    name = f"chronicals.{label}.{function.__globals__['__name__']}.{'.'.join(sorted(names))}.{version}"
+    name = (
+        f"chronicals.{label}.{function.__globals__['__name__']}.{'.'.join(sorted(names))}.{version}"
+    )
     if name not in sys.modules:
         module = ModuleType(name)
         vars(module).update(function.__globals__, __name__=name, **names)

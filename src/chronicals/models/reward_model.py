@@ -1,4 +1,6 @@
-"""How a reward model is told from a language model: by its configuration, before anything is loaded."""
+"""How a reward model is told from a language model: by its configuration, before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def is_reward_model(config: Any) -> bool:
 def why_no_language_model(name: Any) -> str:
     """An error about a reward model where a language model is needed."""
     return (
-        f"{name}: is a reward model (a sequence classifier with one label), which scores answers and predicts no tokens; load "
-        "it with transformers' AutoModelForSequenceClassification, or train it by objective='reward'; here give the language "
+        f"{name}: is a reward model (a sequence classifier with one label), which scores answers "
+        "and predicts no tokens; load "
+        "it with transformers' AutoModelForSequenceClassification, or train it by "
+        "objective='reward'; here give the language "
         "model that it was trained from"
     )

@@ -1,8 +1,10 @@
-"""The routed experts of a Hugging Face mixture: which modules hold them, and which experts a token really gets.
+"""The routed experts of a Hugging Face mixture: which modules hold them, and which experts a token
+really gets.
 
-Experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``), in 4 bits too, and is called with the chosen
-ones. What they receive is read there, not from the router: the ids among the arguments, or, where our products compute them,
-the rows that their dispatch hands to each expert.
+Experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``), in 4 bits too, and
+is called with the chosen ones. What they receive is read there, not from the router: the ids among
+the arguments, or, where our products compute them, the rows that their dispatch hands to each
+expert.
 
 Shapes: T tokens, k experts of a token, E experts.
 """
@@ -25,7 +27,9 @@ WRAPPED = ".base_layer"
 def is_experts(module: nn.Module) -> bool:
     """Whether it holds stacked experts, and is called with the chosen ones."""
     shapes = _shapes(module)
-    return len(shapes.get("down_proj", ())) == 3 and bool(shapes.keys() & {"gate_up_proj", "up_proj"})
+    return len(shapes.get("down_proj", ())) == 3 and bool(
+        shapes.keys() & {"gate_up_proj", "up_proj"}
+    )
 
 
 def count_of(experts: nn.Module) -> int:
@@ -40,8 +44,12 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def routed_experts(model: Any) -> dict[str, nn.Module]:
-    """The modules of the decoder that hold experts, by their paths in it, in the order of its layers."""
-    return {path: module for path, module in model.get_decoder().named_modules() if is_experts(module)}
+    """The modules of the decoder that hold experts, by their paths in it, in the order of its
+    layers.
+    """
+    return {
+        path: module for path, module in model.get_decoder().named_modules() if is_experts(module)
+    }
 
 
 def without_adapters(path: str) -> str:
@@ -50,7 +58,9 @@ def without_adapters(path: str) -> str:
 
 
 def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.Module] | None:
-    """The router of a block: the path and the module of the first weight ``[E, D]``; None where there is none."""
+    """The router of a block: the path and the module of the first weight ``[E, D]``; None where
+    there is none.
+    """
     for path, module in block.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.shape == (experts, width):
@@ -59,15 +69,15 @@ def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.M
 
 
 def called_for_experts(model: Any) -> tuple[nn.Module, ...]:
-    """What the layers call for their experts: the modules that hold them, or the adapters around these, which look for hooks on
-    what they wrap."""
+    """What the layers call for their experts: the modules that hold them, or the adapters around
+    these, which look for hooks on what they wrap."""
     decoder = model.get_decoder()
     return tuple(decoder.get_submodule(without_adapters(path)) for path in routed_experts(model))
 
 
 def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """int64 ids and weights, ``[T, k]`` both, among the arguments of an experts module: the tensor of integers, and the last of
-    the others."""
+    """int64 ids and weights, ``[T, k]`` both, among the arguments of an experts module: the
+    tensor of integers, and the last of the others."""
     tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
     ids = next(x for x in tensors if not x.is_floating_point())
     ids = ids.reshape(-1, ids.shape[-1])
@@ -76,8 +86,8 @@ def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def receiving(called: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Within: each call of these modules appends the experts that tokens really get, ``[T, k]``; one that there is not, below 0
-    or E and above, is none.
+    """Within: each call of these modules appends the experts that tokens really get, ``[T, k]``;
+    one that there is not, below 0 or E and above, is none.
 
     The hooks are there for as long, so that nothing takes the modules for others than they are.
     """

@@ -1,4 +1,5 @@
-"""The logits of routers where a class of transformers does not record them: read from the routers themselves.
+"""The logits of routers where a class of transformers does not record them: read from the routers
+themselves.
 
 Shapes: T tokens, E experts.
 """
@@ -11,7 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from chronicals.models.routed_experts import count_of, routed_experts, router_within, without_adapters
+from chronicals.models.routed_experts import (
+    count_of,
+    routed_experts,
+    router_within,
+    without_adapters,
+)
 from chronicals.versions import ROUTERS_RECORDED, transformers_before
 
 NAME = "router_logits"
@@ -19,8 +25,8 @@ NAME = "router_logits"
 
 
 def unrecorded_routers(model: Any) -> tuple[nn.Module, ...]:
-    """The routers whose logits the decoder's class does not record, in the order of layers; empty where it does, and where a
-    layer has a router that is not found."""
+    """The routers whose logits the decoder's class does not record, in the order of layers;
+    empty where it does, and where a layer has a router that is not found."""
     if not transformers_before(ROUTERS_RECORDED):
         return ()
     decoder = model.get_decoder()
@@ -43,7 +49,9 @@ def reading_logits(routers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     logits: list[Tensor] = []
 
     def read(_: nn.Module, args: tuple, output: Any) -> None:
-        first = output if isinstance(output, Tensor) else output[0]  # such a router returns them before what it chooses
+        first = (
+            output if isinstance(output, Tensor) else output[0]
+        )  # such a router returns them before what it chooses
         logits.append(first.reshape(-1, first.shape[-1]))
 
     with ExitStack() as hooks:

@@ -1,13 +1,16 @@
-"""The load-balancing loss of a mixture-of-experts class, which its configuration asks for by ``output_router_logits=True``.
+"""The load-balancing loss of a mixture-of-experts class, which its configuration asks for by
+``output_router_logits=True``.
 
     loss = E · Σ_e f_e · p_e        (Fedus et al., 2022, equations 4 to 6, with the k experts of a token instead of one)
 
-f_e is how often a token of a layer is sent to expert e of E, p_e the mean of the softmax of its router logits; both are means
-over all layers and over the tokens of a batch. The class adds the loss times its own coefficient to the cross-entropy.
+f_e is how often a token of a layer is sent to expert e of E, p_e the mean of the softmax of its
+router logits; both are means over all layers and over the tokens of a batch. The class adds the
+loss times its own coefficient to the cross-entropy.
 
-Here every pack is such a batch, and the loss of a step is the mean over its packs, so it depends neither on ``batch_size`` and
-accumulation nor on the number of processes. Tokens of documents without a target, such as padding, do not count; those of a
-prompt that several answers share count once for each.
+Here every pack is such a batch, and the loss of a step is the mean over its packs, so it depends
+neither on ``batch_size`` and accumulation nor on the number of processes. Tokens of documents
+without a target, such as padding, do not count; those of a prompt that several answers share count
+once for each.
 
 Shapes: L layers, T tokens, P packs of W tokens, E experts.
 """
@@ -28,7 +31,9 @@ ROUTER_LOSS = "router_loss"
 """Name of the auxiliary term."""
 
 COUNTED = "counted"
-"""Segment of a Batch by which an objective says which of the documents count that have a target; by default all."""
+"""Segment of a Batch by which an objective says which of the documents count that have a target;
+by default all.
+"""
 
 SWITCH = "output_router_logits"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -54,10 +59,15 @@ class RouterLoss:
             logits: ``[T, E]`` of each layer.
             width: tokens of a pack; None for a Batch of one pack.
         """
-        return Term(self.sum_over_packs(logits, times_trained(batch), width or len(batch)), self.coefficient, "packs")
+        return Term(
+            self.sum_over_packs(logits, times_trained(batch), width or len(batch)),
+            self.coefficient,
+            "packs",
+        )
 
     def sum_over_packs(self, logits: Sequence[Tensor], counted: Tensor, width: int) -> Tensor:
-        """The sum of the losses of all packs, fp32, without the coefficient. A pack without tokens that count adds zero.
+        """The sum of the losses of all packs, fp32, without the coefficient. A pack without tokens
+        that count adds zero.
 
         Args:
             logits: ``[T, E]`` of each layer.
@@ -68,7 +78,9 @@ class RouterLoss:
         f_PE = p_PE = torch.zeros((), device=counted.device)
         for layer in logits:
             p_PWE = layer.float().unflatten(0, (-1, width)).softmax(-1)
-            sent_PWE = torch.zeros_like(p_PWE).scatter(-1, p_PWE.topk(self.experts_per_token).indices, 1.0)
+            sent_PWE = torch.zeros_like(p_PWE).scatter(
+                -1, p_PWE.topk(self.experts_per_token).indices, 1.0
+            )
             f_PE = f_PE + torch.einsum("pwe,pw->pe", sent_PWE, counted_PW)
             p_PE = p_PE + torch.einsum("pwe,pw->pe", p_PWE, counted_PW)
         rows_P1 = (len(logits) * counted_PW.sum(1, keepdim=True)).clamp(min=1.0)
@@ -76,7 +88,9 @@ class RouterLoss:
 
 
 def times_trained(batch: Batch) -> Tensor:
-    """fp32 ``[T]``: in how many documents that count a token stands, its own and those of answers to a prompt it is part of."""
+    """fp32 ``[T]``: in how many documents that count a token stands, its own and those of
+    answers to a prompt it is part of.
+    """
     bounds = batch.cu_seqlens
     document = document_of(torch.arange(len(batch), device=bounds.device), bounds)
     targets = torch.zeros(len(bounds), dtype=torch.int32, device=bounds.device)
@@ -86,23 +100,33 @@ def times_trained(batch: Batch) -> Tensor:
     if batch.keys is None:
         return counts[document].float()
     places = batch.keys.places
-    return ((places >= 0) & counts[document_of(places.clamp(min=0), batch.keys.cu_seqlens)]).sum(0).float()
+    return (
+        ((places >= 0) & counts[document_of(places.clamp(min=0), batch.keys.cu_seqlens)])
+        .sum(0)
+        .float()
+    )
 
 
 def document_of(places: Tensor, bounds: Tensor) -> Tensor:
-    """int64 like ``places``: the number of the document in which each place stands, by their ``bounds`` ``[N + 1]``."""
+    """int64 like ``places``: the number of the document in which each place stands, by their
+    ``bounds`` ``[N + 1]``.
+    """
     return torch.searchsorted(bounds[1:], places.to(bounds.dtype), right=True)
 
 
 def asks_for_router_loss(model: Any) -> bool:
-    """Whether the configuration has the class add a router loss, and with a coefficient that is not zero."""
-    asked = getattr(model.config, SWITCH, None) or getattr(model.config.get_text_config(), SWITCH, None)
+    """Whether the configuration has the class add a router loss, and with a coefficient that is
+    not zero.
+    """
+    asked = getattr(model.config, SWITCH, None) or getattr(
+        model.config.get_text_config(), SWITCH, None
+    )
     return bool(asked and any(_own(model, name) for name in COEFFICIENTS))
 
 
 def read_router_loss(model: Any) -> RouterLoss:
-    """The router loss with the coefficient and experts per token of the model. ``proved_router_loss`` checks that it is
-    right."""
+    """The router loss with the coefficient and experts per token of the model.
+    ``proved_router_loss`` checks that it is right."""
     coefficient = next(value for name in COEFFICIENTS if (value := _own(model, name)))
     return RouterLoss(float(coefficient), int(_own(model, "num_experts_per_tok") or 0))
 

@@ -1,4 +1,6 @@
-"""Is the router loss of a class the one of ``router_loss.py``? Proved on a small random twin, once for each configuration."""
+"""Is the router loss of a class the one of ``router_loss.py``? Proved on a small random twin,
+once for each configuration.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _PROVED: dict[tuple[type, str, bool, bool], str | None] = {}
 
 
 def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> RouterLoss | None:
-    """The router loss to train; None if none is asked for, the class adds none, or it is another one, which a warning names.
+    """The router loss to train; None if none is asked for, the class adds none, or it is another
+    one, which a warning names.
 
     Args:
         packed: whether the model takes packed documents.
@@ -50,9 +53,12 @@ def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> Ro
         return read_router_loss(model)
     if reason:
         logger.warning(
-            "router loss: %s asks for one (%s=True) that is left out, %s: the run trains without it",
-            type(model).__name__, SWITCH, reason,
-        )  # fmt: skip
+            "router loss: %s asks for one (%s=True) that is left out, %s: the run trains without "
+            "it",
+            type(model).__name__,
+            SWITCH,
+            reason,
+        )
     return None
 
 
@@ -74,7 +80,11 @@ def _difference(twin: Any, packed: bool, one_by_one: bool) -> str | None:
             return "its decoder gives no router logits"
         ours = read_router_loss(twin).term(router_logits, batch, None).sum
     off = float((ours - added).abs() / added.abs())
-    return None if off <= TOLERANCE else f"which is not the load-balancing loss known here (off by {off:.1e} on a twin)"
+    return (
+        None
+        if off <= TOLERANCE
+        else f"which is not the load-balancing loss known here (off by {off:.1e} on a twin)"
+    )
 
 
 def _two_documents(twin: Any) -> Batch:
@@ -92,7 +102,9 @@ def _two_documents(twin: Any) -> Batch:
 
 def _added_by_the_class(twin: Any, batch: Batch) -> Tensor:
     """What the class's own loss adds to the cross-entropy, on padded rows: the definition."""
-    ids = torch.nn.utils.rnn.pad_sequence(list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True)
+    ids = torch.nn.utils.rnn.pad_sequence(
+        list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True
+    )
     mask = (torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
     labels = ids.where(mask.bool(), torch.full_like(ids, IGNORED))
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}

@@ -1,4 +1,6 @@
-"""Rows of weights read from a model's safetensors files, for processes each of which holds some of them."""
+"""Rows of weights read from a model's safetensors files, for processes each of which holds some
+of them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ STORED = "_chronicals_stored_rows"
 """Attribute of a model on the meta device: where its weights are."""
 
 PART = "_chronicals_part"
-"""Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it is divided."""
+"""Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it
+is divided.
+"""
 
 
 class NotByRows(ValueError):
-    """Files hold weights otherwise than a model does, so that none can be read or replaced by itself."""
+    """Files hold weights otherwise than a model does, so that none can be read or replaced by
+    itself.
+    """
 
 
 class StoredRows:
@@ -43,17 +49,23 @@ class StoredRows:
         missing = sorted(shapes.keys() - self.files.keys())
         if missing:
             raise NotByRows(
-                f"sharding='weights': {len(missing)} weights are not in the files of {folder} under their names, the first is "
+                f"sharding='weights': {len(missing)} weights are not in the files of {folder} "
+                "under their names, the first is "
                 f"{missing[0]}; they cannot be read by rows, take sharding='optimizer'"
             )
         for name, shape in shapes.items():
             with safe_open(self.files[name], "pt") as file:
                 there = tuple(file.get_slice(name).get_shape())
             if there != shape:
-                raise ValueError(f"{name} ({list(there)} there, {list(shape)} here): of another shape than config.json says")
+                raise ValueError(
+                    f"{name} ({list(there)} there, {list(shape)} here): of another shape than "
+                    "config.json says"
+                )
 
     def read(self, name: str, weight: Tensor, rows: range) -> Tensor:
-        """Of the weight's shape, in the dtype of its file; rows but those asked for are left as they are found."""
+        """Of the weight's shape, in the dtype of its file; rows but those asked for are left as
+        they are found.
+        """
         with safe_open(self.files[name], "pt") as file:
             stored = file.get_slice(name)[rows.start : rows.stop]
         found = torch.empty(weight.shape, dtype=stored.dtype)
@@ -96,8 +108,9 @@ PIECES, PIECE = 64, 4096
 
 
 def digest_of_files(name: str | Path) -> str:
-    """What tells the safetensors files of a folder, or of a hub name that was loaded, from those of another model: their names,
-    sizes, headers and pieces all over them. A weight that differs between the pieces alone is not noticed."""
+    """What tells the safetensors files of a folder, or of a hub name that was loaded, from those
+    of another model: their names, sizes, headers and pieces all over them. A weight that differs
+    between the pieces alone is not noticed."""
     from huggingface_hub import snapshot_download
 
     folder = Path(name)
@@ -118,8 +131,8 @@ def digest_of_files(name: str | Path) -> str:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within: parameters of modules that are made are on the meta device, where they take no memory; buffers are what they
-    are."""
+    """Within: parameters of modules that are made are on the meta device, where they take no
+    memory; buffers are what they are."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

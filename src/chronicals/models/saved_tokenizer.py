@@ -1,8 +1,9 @@
 """Tokenizers in files, read back as whoever loads the model reads them, and compared.
 
-``AutoTokenizer`` goes by the model beside a tokenizer: for some families (Qwen2, Phi-3 …) it builds the family's own class of
-the vocabulary, whatever class ``tokenizer_config.json`` names, and a tokenizer of another kind splits texts otherwise then.
-``auto_map`` makes it look at that name first.
+``AutoTokenizer`` goes by the model beside a tokenizer: for some families (Qwen2, Phi-3 …) it builds
+the family's own class of the vocabulary, whatever class ``tokenizer_config.json`` names, and a
+tokenizer of another kind splits texts otherwise then. ``auto_map`` makes it look at that name
+first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ TEXTS = (
     "<|im_start|>user\nhello<|im_end|>\n<s>[INST] hi [/INST]</s> <think>",
     "",
 )
-"""Texts by which tokenizers are compared: blanks, digits, code, composed and decomposed letters, emoji, marks of chats."""
+"""Texts by which tokenizers are compared: blanks, digits, code, composed and decomposed letters,
+emoji, marks of chats.
+"""
 
 CONVERSATION = [
     {"role": "user", "content": "What is  2 + 2?"},
@@ -38,7 +41,9 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names of the class that takes ``tokenizer.json`` as it is, in transformers 4 and 5."""
 
 MODULE, CLASS = "tokenization_as_stored", "TokenizerAsStored"
-"""A file beside the tokenizer and its class, which transformers imports where it may run code of a model."""
+"""A file beside the tokenizer and its class, which transformers imports where it may run code of
+a model.
+"""
 
 SOURCE = f'''"""The tokenizer of tokenizer.json as it is stored, whatever class the model beside it usually has."""
 
@@ -50,7 +55,9 @@ class {CLASS}(PreTrainedTokenizerFast):
 '''
 
 OF_REMOTE_CODE = "transformers_modules"
-"""Where transformers puts code that came with a model; what runs it must be asked for by whoever loads it."""
+"""Where transformers puts code that came with a model; what runs it must be asked for by whoever
+loads it.
+"""
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
@@ -60,7 +67,8 @@ def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
         config: of the model, which may be saved elsewhere.
 
     Raises:
-        ValueError: it would be read as another tokenizer; the message says by which text, and what to do.
+        ValueError: it would be read as another tokenizer; the message says by which text, and what
+            to do.
     """
     tokenizer.save_pretrained(folder)
     if type(tokenizer).__module__.startswith(OF_REMOTE_CODE):
@@ -72,7 +80,8 @@ def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
         _name_the_stored_one(folder)
         if _difference_when_read(tokenizer, folder, config) is None:
             logger.info(
-                "tokenizer: beside a %s AutoTokenizer would make another one of it (%s); %s tells it to read tokenizer.json as "
+                "tokenizer: beside a %s AutoTokenizer would make another one of it (%s); %s tells "
+                "it to read tokenizer.json as "
                 "it is",
                 config.model_type,
                 found,
@@ -80,14 +89,17 @@ def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
             )
             return
     raise ValueError(
-        f"tokenizer: {type(tokenizer).__name__} beside a {config.model_type} model is saved as a tokenizer that AutoTokenizer "
-        f"reads otherwise: {found}; give PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) with its "
+        f"tokenizer: {type(tokenizer).__name__} beside a {config.model_type} model is saved as a "
+        "tokenizer that AutoTokenizer "
+        f"reads otherwise: {found}; give "
+        "PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) with its "
         "special tokens and chat template, or the model's own tokenizer"
     )
 
 
 def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
-    """The tokenizer of ``tokenizer.json`` where its settings name the generic class and ``AutoTokenizer`` made another of it.
+    """The tokenizer of ``tokenizer.json`` where its settings name the generic class and
+    ``AutoTokenizer`` made another of it.
 
     Args:
         found: what ``AutoTokenizer`` loaded.
@@ -98,14 +110,18 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
 
     if type(found).__name__ in (*GENERIC, CLASS) or not hasattr(found, "backend_tokenizer"):
         return found
-    if get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class") not in GENERIC:
+    if (
+        get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
+        not in GENERIC
+    ):
         return found
     stored = PreTrainedTokenizerFast.from_pretrained(name)
     difference = first_difference(stored, found)
     if difference is None:
         return found
     logger.warning(
-        "%s: AutoTokenizer reads its tokenizer as %s, which is another than tokenizer.json holds (%s); that of tokenizer.json "
+        "%s: AutoTokenizer reads its tokenizer as %s, which is another than tokenizer.json holds "
+        "(%s); that of tokenizer.json "
         "is taken, as tokenizer_config.json says",
         name,
         type(found).__name__,
@@ -115,22 +131,34 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
 
 
 def _name_the_stored_one(folder: Path) -> None:
-    """Have ``AutoTokenizer`` take the tokenizer as its file has it, with or without leave to run a model's code."""
+    """Have ``AutoTokenizer`` take the tokenizer as its file has it, with or without leave to run
+    a model's code.
+    """
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    config |= {"tokenizer_class": GENERIC[0], "auto_map": {"AutoTokenizer": [None, f"{MODULE}.{CLASS}"]}}
+    config |= {
+        "tokenizer_class": GENERIC[0],
+        "auto_map": {"AutoTokenizer": [None, f"{MODULE}.{CLASS}"]},
+    }
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     (folder / f"{MODULE}.py").write_text(SOURCE)
 
 
 def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | None:
-    """In words, how the tokenizer in a folder is another beside a model; None where it is the same."""
+    """In words, how the tokenizer in a folder is another beside a model; None where it is the
+    same.
+    """
     from transformers import AutoTokenizer
 
     with TemporaryDirectory() as made:
         place = Path(made) / "model"
-        shutil.copytree(folder, place, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-        kind = {"model_type": config.model_type, "tokenizer_class": getattr(config, "tokenizer_class", None)}
+        shutil.copytree(
+            folder, place, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+        )
+        kind = {
+            "model_type": config.model_type,
+            "tokenizer_class": getattr(config, "tokenizer_class", None),
+        }
         (place / "config.json").write_text(json.dumps(kind))
         try:
             read = AutoTokenizer.from_pretrained(place)
@@ -192,7 +220,9 @@ def _rendered(prompt: bool, tokenizer: Any) -> Any:
 
 
 def _outcome(compute: Callable[[Any], Any], tokenizer: Any) -> Any:
-    """A result, or the kind of error, which is compared like one: a template may refuse a chat, a vocabulary a text."""
+    """A result, or the kind of error, which is compared like one: a template may refuse a chat,
+    a vocabulary a text.
+    """
     try:
         return compute(tokenizer)
     except Exception as error:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a loss, or a metric; its value is ``sum`` over the count of the whole optimizer step.
+    """One part of a loss, or a metric; its value is ``sum`` over the count of the whole optimizer
+    step.
 
     Attributes:
         sum: scalar on the device, over one Batch.
         coefficient: its weight in the loss; 0 for a metric, which is shown and not minimised.
-        per: what the sum is divided by: the name of a count of the step, such as ``targets``, ``weight`` or ``packs``.
+        per: what the sum is divided by: the name of a count of the step, such as ``targets``,
+            ``weight`` or ``packs``.
     """
 
     sum: Tensor

@@ -19,7 +19,8 @@ KEPT = "_chronicals_processors"
 
 
 def beside_text(model: Any) -> list[str]:
-    """Paths of modules and parameters outside decoder, embedding and head; of nested ones the outermost.
+    """Paths of modules and parameters outside decoder, embedding and head; of nested ones the
+    outermost.
 
     Empty for a text-only model.
     """
@@ -37,7 +38,9 @@ def _beside(module: nn.Module, text: set[nn.Module], path: str) -> list[str]:
             continue
         inside = any(part in text for part in child.modules())
         holds_weights = next(child.parameters(), None) is not None
-        found += _beside(child, text, f"{path}{name}.") if inside else [f"{path}{name}"] * holds_weights
+        found += (
+            _beside(child, text, f"{path}{name}.") if inside else [f"{path}{name}"] * holds_weights
+        )
     return found
 
 
@@ -47,9 +50,11 @@ def is_within(name: str, paths: list[str]) -> bool:
 
 
 def read_processors(model: Any) -> None:
-    """Read the processors' files from where the model was loaded and keep them as an attribute; does nothing for text models.
+    """Read the processors' files from where the model was loaded and keep them as an attribute;
+    does nothing for text models.
 
-    They are read now because the folder may be gone, or the hub unreachable, when the model is saved.
+    They are read now because the folder may be gone, or the hub unreachable, when the model is
+    saved.
     """
     origin = model.config._name_or_path
     if not origin or hasattr(model, KEPT) or not beside_text(model):
@@ -58,13 +63,21 @@ def read_processors(model: Any) -> None:
     try:
         for name in PROCESSORS:
             found = cached_file(
-                origin, name, revision=getattr(model.config, "_commit_hash", None), _raise_exceptions_for_gated_repo=False,
-                _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-            )  # fmt: skip
+                origin,
+                name,
+                revision=getattr(model.config, "_commit_hash", None),
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
             if found is not None:
                 kept[name] = Path(found).read_bytes()
     except OSError as error:
-        logger.warning("%s cannot be read and will not be saved with the model: %s", ", ".join(PROCESSORS), error)
+        logger.warning(
+            "%s cannot be read and will not be saved with the model: %s",
+            ", ".join(PROCESSORS),
+            error,
+        )
     setattr(model, KEPT, kept)
 
 

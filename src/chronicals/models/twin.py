@@ -1,7 +1,9 @@
-"""Twins: small random models of a class and configuration, on which properties of the class are proved.
+"""Twins: small random models of a class and configuration, on which properties of the class are
+proved.
 
-They are in fp32 on the CPU, with small sizes and few layers (at least one of every type the model has). All parameters are
-random: a norm weight of one or a bias of zero would hide an operation that leaves it out.
+They are in fp32 on the CPU, with small sizes and few layers (at least one of every type the model
+has). All parameters are random: a norm weight of one or a bias of zero would hide an operation that
+leaves it out.
 """
 
 from __future__ import annotations
@@ -95,22 +97,37 @@ FIRST_TOKEN = len(IDS)
 LARGEST = 50_000_000
 """Most parameters of a twin; a larger one has size fields that ``SMALL`` does not know."""
 
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
+DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "dropout",
+)
 
 
 def twin_config(config: Any) -> Any:
     """The configuration with few layers (of every kind that it has) and small sizes.
 
     Raises:
-        AttributeError, TypeError, ValueError, RuntimeError: the configuration refuses the small sizes.
+        AttributeError, TypeError, ValueError, RuntimeError: the configuration refuses the small
+            sizes.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     overrides = _take_overrides(text)
-    if not any(isinstance(getattr(text, name, None), int) and getattr(text, name) <= SMALL_ENOUGH for name in WIDTHS):
-        usual = {name: getattr(text, name, None) for fields in overrides.values() for name in fields}
+    if not any(
+        isinstance(getattr(text, name, None), int) and getattr(text, name) <= SMALL_ENOUGH
+        for name in WIDTHS
+    ):
+        usual = {
+            name: getattr(text, name, None) for fields in overrides.values() for name in fields
+        }
         _smaller(text)
-        overrides = {index: _smaller_fields(text, fields, usual) for index, fields in overrides.items()}
+        overrides = {
+            index: _smaller_fields(text, fields, usual) for index, fields in overrides.items()
+        }
     rope = getattr(text, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
         rope["original_max_position_embeddings"] = LATE
@@ -131,8 +148,8 @@ def twin_config(config: Any) -> Any:
 
 
 def _take_overrides(text: Any) -> dict[int, dict[str, Any]]:
-    """Take out of a configuration which fields are different in which layer; it answers their names with an error while it has
-    them."""
+    """Take out of a configuration which fields are different in which layer; it answers their
+    names with an error while it has them."""
     if not getattr(text, "is_heterogeneous", False):
         return {}
     overrides = {int(index): fields for index, fields in text.to_dict()["per_layer_config"].items()}
@@ -141,13 +158,24 @@ def _take_overrides(text: Any) -> dict[int, dict[str, Any]]:
 
 
 def _smaller_fields(text: Any, fields: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a layer that is different, in the ratio that their values have to the ``usual`` ones of the model."""
-    return {name: _in_ratio(getattr(text, name, None), value, usual[name]) for name, value in fields.items()}
+    """The fields of a layer that is different, in the ratio that their values have to the
+    ``usual`` ones of the model.
+    """
+    return {
+        name: _in_ratio(getattr(text, name, None), value, usual[name])
+        for name, value in fields.items()
+    }
 
 
 def _in_ratio(small: Any, value: Any, usual: Any) -> Any:
-    """Return ``small`` times the power of two that is nearest to ``value / usual``; ``value`` where these are no sizes."""
-    sizes = [number for number in (small, value, usual) if isinstance(number, int) and not isinstance(number, bool)]
+    """Return ``small`` times the power of two that is nearest to ``value / usual``; ``value``
+    where these are no sizes.
+    """
+    sizes = [
+        number
+        for number in (small, value, usual)
+        if isinstance(number, int) and not isinstance(number, bool)
+    ]
     if len(sizes) < 3 or min(sizes) < 1 or small == usual:
         return value
     steps = round(math.log2(value / usual))
@@ -155,29 +183,44 @@ def _in_ratio(small: Any, value: Any, usual: Any) -> Any:
 
 
 def _smaller(text: Any) -> None:
-    grouped = getattr(text, "num_key_value_heads", None) not in (None, getattr(text, "num_attention_heads", None))
+    grouped = getattr(text, "num_key_value_heads", None) not in (
+        None,
+        getattr(text, "num_attention_heads", None),
+    )
     for name, value in SMALL.items():
         given = getattr(text, name, None)
         if isinstance(given, int) and settable(text, name):
             setattr(text, name, value)
-        elif isinstance(given, list) and given and all(isinstance(size, int) for size in given):  # a size a layer
+        elif (
+            isinstance(given, list) and given and all(isinstance(size, int) for size in given)
+        ):  # a size a layer
             setattr(text, name, [_in_ratio(value, size, given[0]) for size in given])
-    if isinstance(getattr(text, "num_key_value_heads", None), int) and settable(text, "num_key_value_heads"):
+    if isinstance(getattr(text, "num_key_value_heads", None), int) and settable(
+        text, "num_key_value_heads"
+    ):
         text.num_key_value_heads = 2 if grouped else 4
-    if hasattr(text, "qk_rope_head_dim"):  # latent attention: its rotary table is as wide as what it rotates
+    if hasattr(
+        text, "qk_rope_head_dim"
+    ):  # latent attention: its rotary table is as wide as what it rotates
         if isinstance(getattr(text, "head_dim", None), int) and settable(text, "head_dim"):
             text.head_dim = text.qk_rope_head_dim
     elif getattr(text, "head_dim", 0) is None and settable(text, "head_dim"):
         text.head_dim = text.hidden_size // text.num_attention_heads
-    if isinstance(getattr(text, "expand", None), int) and isinstance(getattr(text, "num_heads", None), int):  # Mamba 2
+    if isinstance(getattr(text, "expand", None), int) and isinstance(
+        getattr(text, "num_heads", None), int
+    ):  # Mamba 2
         text.head_dim = text.expand * text.hidden_size // text.num_heads
         text.n_groups = math.gcd(text.n_groups, text.num_heads)
     for name, compute in COMPUTED.items():
         if isinstance(getattr(text, name, None), int) and settable(text, name):
             setattr(text, name, compute(text))
     rope = getattr(text, "rope_parameters", None)
-    if isinstance(rope, dict) and rope.get("mrope_section"):  # time, height and width share the pairs of a head
-        pairs = (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) // 2
+    if isinstance(rope, dict) and rope.get(
+        "mrope_section"
+    ):  # time, height and width share the pairs of a head
+        pairs = (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        ) // 2
         pairs = int(pairs * rope.get("partial_rotary_factor", 1.0))
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
@@ -190,7 +233,8 @@ def _shallow(part: Any) -> None:
 
 
 def build_twin(cls: Any, config: Any) -> Any:
-    """The twin of ``cls`` with a configuration from ``twin_config``, in evaluation mode; within ``plain_surroundings``.
+    """The twin of ``cls`` with a configuration from ``twin_config``, in evaluation mode; within
+    ``plain_surroundings``.
 
     Raises:
         ValueError: the twin would be large.
@@ -216,15 +260,22 @@ def randomise(twin: torch.nn.Module) -> None:
 
 @contextmanager
 def plain_surroundings() -> Iterator[None]:
-    """Within: gradients on, no autocast, CPU, fp32, random numbers of their own, whatever the caller has set."""
+    """Within: gradients on, no autocast, CPU, fp32, random numbers of their own, whatever the
+    caller has set.
+    """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with (
-            torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"),
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
-        ):  # fmt: skip
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed every card, for good
+        ):
+            torch.default_generator.manual_seed(
+                0
+            )  # torch.manual_seed would also seed every card, for good
             yield
     finally:
         torch.set_default_dtype(usual)

@@ -1,15 +1,17 @@
-"""The layers that a twin keeps of its model, and the fields of its configuration that speak of layers.
+"""The layers that a twin keeps of its model, and the fields of its configuration that speak of
+layers.
 
 A configuration says in five ways of which kind a layer is:
 
 - a list with an entry a layer, as ``layer_types``;
 - a list of the indices of some layers, as ``mlp_only_layers``;
-- how many of the first or of the last layers are of another kind, as ``first_k_dense_replace`` and ``num_kv_shared_layers``;
+- how many of the first or of the last layers are of another kind, as ``first_k_dense_replace`` and
+  ``num_kv_shared_layers``;
 - a period, as ``attn_layer_period``;
 - sizes that differ in some layers, ``per_layer_config``.
 
-A twin has a layer of every kind. Whoever shortens a model and leaves one of these fields as it was gets a model that cannot be
-built, or one without its experts.
+A twin has a layer of every kind. Whoever shortens a model and leaves one of these fields as it was
+gets a model that cannot be built, or one without its experts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ COUNTED_TOO = ("num_blocks",)
 """Fields that some classes have beside that one, with the same number in them."""
 
 PER_STACK = "num_layers_per_stack"
-"""Field with the layers of stacks that a class runs several times; its number of layers counts every run."""
+"""Field with the layers of stacks that a class runs several times; its number of layers counts
+every run.
+"""
 
 STACKS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
 """Numbers of layers of models with an encoder, whose layers are all of one kind."""
@@ -69,8 +73,9 @@ PERIODS = (
     "moe_layer_interval",
     "n_layers_per_attn_res_block",
 )
-"""Fields with a period of kinds that the class itself computes from a layer's index. Periods from which a configuration makes a
-list of layers, as ``sliding_window_pattern``, say nothing beyond that list."""
+"""Fields with a period of kinds that the class itself computes from a layer's index. Periods
+from which a configuration makes a list of layers, as ``sliding_window_pattern``, say nothing
+beyond that list."""
 
 NO_LAYERS = (
     "begin_suppress_tokens",
@@ -84,13 +89,16 @@ NO_LAYERS = (
 """Fields with a list that may be as long as the model is deep, whose entries are no layers'."""
 
 SHARING = ("hybrid",)
-"""Kinds in ``layers_block_type`` whose layers share a module with the next of their kind, so that there must be two."""
+"""Kinds in ``layers_block_type`` whose layers share a module with the next of their kind, so
+that there must be two.
+"""
 
 MIN_LAYERS = 2
 
 MAX_LAYERS = 8
-"""Layers of a twin without ``layer_types``: enough for one period of hybrids whose layer type depends on the layer's index. Of
-models with one, the most layers that are kept since their sizes differ."""
+"""Layers of a twin without ``layer_types``: enough for one period of hybrids whose layer type
+depends on the layer's index. Of models with one, the most layers that are kept since their sizes
+differ."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +137,15 @@ class Layers:
         per_layer = {
             field: value
             for field, value in fields.items()
-            if isinstance(value, list | tuple) and len(value) == count and field not in (*indices, *NO_LAYERS)
+            if isinstance(value, list | tuple)
+            and len(value) == count
+            and field not in (*indices, *NO_LAYERS)
         }
-        periods = [fields[field] for field in PERIODS if isinstance(fields.get(field), int) and fields[field] > 0]
+        periods = [
+            fields[field]
+            for field in PERIODS
+            if isinstance(fields.get(field), int) and fields[field] > 0
+        ]
         return cls(count, per_layer, indices, _bounds(fields, count), overrides, math.lcm(*periods))
 
     def type_of(self, index: int) -> tuple:
@@ -139,15 +153,27 @@ class Layers:
         named = [entries[index] for entries in self.per_layer.values() if not _is_size(entries)]
         members = [index in some for some in self.indices.values()]
         beyond = [index >= bound for bound in self.bounds.values()]
-        return (*map(str, named), *members, *beyond, index % self.period, *self.overrides.get(index, {}).get("skip", ()))
+        return (
+            *map(str, named),
+            *members,
+            *beyond,
+            index % self.period,
+            *self.overrides.get(index, {}).get("skip", ()),
+        )
 
     def kind_of(self, index: int) -> tuple:
         """The kind of a layer, with its sizes."""
         sizes = [entries[index] for entries in self.per_layer.values() if _is_size(entries)]
-        return (*self.type_of(index), *map(str, sizes), str(sorted(self.overrides.get(index, {}).items())))
+        return (
+            *self.type_of(index),
+            *map(str, sizes),
+            str(sorted(self.overrides.get(index, {}).items())),
+        )
 
     def kept(self) -> list[int]:
-        """Indices of the layers that a twin has: one of every kind, each where the class takes it for the same kind."""
+        """Indices of the layers that a twin has: one of every kind, each where the class takes
+        it for the same kind.
+        """
         types = [self.type_of(index) for index in range(self.count)]
         wanted = _first_of_each(types) + self._sharing(types)
         for index in _first_of_each([self.kind_of(index) for index in range(self.count)]):
@@ -167,13 +193,16 @@ class Layers:
             for kind in SHARING:
                 found += [index for index, entry in enumerate(entries) if entry == kind][:2]
         for field in LAST:
-            before = types[: self.bounds.get(field, 0)]  # of each type the last hands its keys and values on
+            before = types[
+                : self.bounds.get(field, 0)
+            ]  # of each type the last hands its keys and values on
             found += [len(before) - 1 - before[::-1].index(kind) for kind in set(before)]
         return found
 
 
 def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Let the configuration of a language model have few layers, at least one of every kind that it has.
+    """Let the configuration of a language model have few layers, at least one of every kind that it
+    has.
 
     Args:
         overrides: by layer, the fields that are different in it (``per_layer_config``).
@@ -198,7 +227,9 @@ def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, d
         left = [entries[index] for index in kept]
         setattr(config, field, tuple(left) if isinstance(entries, tuple) else left)
     for field, some in layers.indices.items():
-        setattr(config, field, [new + INDICES[field] for new, index in enumerate(kept) if index in some])
+        setattr(
+            config, field, [new + INDICES[field] for new, index in enumerate(kept) if index in some]
+        )
     for field, bound in layers.bounds.items():
         _set_bound(config, field, sum(index < bound for index in kept), len(kept))
     return {new: overrides[index] for new, index in enumerate(kept) if index in overrides}
@@ -218,7 +249,11 @@ def settable(config: Any, name: str) -> bool:
 
 def _bounds(fields: dict[str, Any], count: int) -> dict[str, int]:
     """By field, the number of layers before those of another kind."""
-    numbers = {field: value for field, value in fields.items() if isinstance(value, int) and not isinstance(value, bool)}
+    numbers = {
+        field: value
+        for field, value in fields.items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
     bounds = {field: numbers[field] for field in FIRST if field in numbers}
     bounds |= {field: numbers[field] + 1 for field in FIRST_INCLUSIVE if field in numbers}
     bounds |= {field: count - numbers[field] for field in LAST if field in numbers}
@@ -229,7 +264,9 @@ def _bounds(fields: dict[str, Any], count: int) -> dict[str, int]:
 
 
 def _set_bound(config: Any, field: str, bound: int, count: int) -> None:
-    """Say in the way of the field that ``bound`` of ``count`` layers come before those of another kind."""
+    """Say in the way of the field that ``bound`` of ``count`` layers come before those of
+    another kind.
+    """
     if field in LAST:
         bound = count - bound
     elif field in FIRST_INCLUSIVE:
@@ -240,7 +277,9 @@ def _set_bound(config: Any, field: str, bound: int, count: int) -> None:
 
 
 def _is_size(entries: Sequence[Any]) -> bool:
-    """Whether the entries are numbers of which there may be as many as layers; a switch, 0 or 1, is none."""
+    """Whether the entries are numbers of which there may be as many as layers; a switch, 0 or 1,
+    is none.
+    """
     return any(isinstance(entry, int | float) and entry not in (0, 1) for entry in entries)
 
 
@@ -249,7 +288,9 @@ def _first_of_each(kinds: list[tuple]) -> list[int]:
 
 
 def _aligned(wanted: list[int], period: int) -> list[int]:
-    """``wanted`` and layers between them, so that each stands at a new index that is its own up to multiples of the period."""
+    """``wanted`` and layers between them, so that each stands at a new index that is its own up
+    to multiples of the period.
+    """
     kept: list[int] = []
     for index in wanted:
         while (index - len(kept)) % period:

@@ -1,4 +1,6 @@
-"""The native mixture-of-experts model, losses of routers, and prediction of experts, for it and for other mixtures."""
+"""The native mixture-of-experts model, losses of routers, and prediction of experts, for it and
+for other mixtures.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chronicals.moe.configuration import ChronicalsMoeConfig as ChronicalsMoeConfig
     from chronicals.moe.model import ChronicalsMoeForCausalLM as ChronicalsMoeForCausalLM
-    from chronicals.moe.model import ChronicalsMoeForSequenceClassification as ChronicalsMoeForSequenceClassification
+    from chronicals.moe.model import (
+        ChronicalsMoeForSequenceClassification as ChronicalsMoeForSequenceClassification,
+    )
     from chronicals.moe.model import ChronicalsMoeModel as ChronicalsMoeModel
     from chronicals.moe.model import Lookahead as Lookahead
 
@@ -23,7 +27,9 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     """Imported when asked for: a configuration is read without the model."""
     if name not in _HOME:
-        raise AttributeError(f"module 'chronicals.moe' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'chronicals.moe' has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     return getattr(import_module(f"chronicals.moe.{_HOME[name]}"), name)
 
 

@@ -1,9 +1,10 @@
 """The router anchor: routers are held to where they began, on the same tokens.
 
-Some tokens of the training data are replayed beside every forward pass, and the KL of the routers' distributions on them from
-those that they had as the run began is a term of the loss. Where the run began it is 0, for both are the same function of the
-same tokens; it has a gradient in the model of today, none in the reference. Neither has dropout or a router's jitter in it: a
-model whose forward pass draws random numbers in training is replayed in evaluation mode.
+Some tokens of the training data are replayed beside every forward pass, and the KL of the routers'
+distributions on them from those that they had as the run began is a term of the loss. Where the run
+began it is 0, for both are the same function of the same tokens; it has a gradient in the model of
+today, none in the reference. Neither has dropout or a router's jitter in it: a model whose forward
+pass draws random numbers in training is replayed in evaluation mode.
 """
 
 from __future__ import annotations
@@ -51,9 +52,14 @@ class Anchor:
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
         with in_evaluation(model.model) if self.draws else nullcontext():
             now = model.router_logits(self.batch)
-        drifts = [losses.anchor_losses(logits, began, self.scores).mean() for logits, began in zip(now, self.reference)]
+        drifts = [
+            losses.anchor_losses(logits, began, self.scores).mean()
+            for logits, began in zip(now, self.reference)
+        ]
         drift = losses.mean(drifts)
-        packs = Tokens.of(batch, model.pack_width).packs  # every pack has the same replay: the mean over a step's is the drift
+        packs = Tokens.of(
+            batch, model.pack_width
+        ).packs  # every pack has the same replay: the mean over a step's is the drift
         return {"router/anchor": Term(drift * packs, self.coefficient, "packs")}
 
     @classmethod
@@ -72,7 +78,9 @@ class Anchor:
         aside.replace(folder / FILE)
 
     @classmethod
-    def read(cls, coefficient: float, model: PresentedModel, folder: Path, device: torch.device) -> Self:
+    def read(
+        cls, coefficient: float, model: PresentedModel, folder: Path, device: torch.device
+    ) -> Self:
         """What a run of this model that goes on wrote when it began.
 
         Raises:
@@ -84,7 +92,8 @@ class Anchor:
             reference = list(found["router_logits"].to(device).unbind())
         except (OSError, SafetensorError, KeyError) as error:
             raise ValueError(
-                f"router.anchor={coefficient}: {folder / FILE} cannot be read ({error}), and says where the routers of this "
+                f"router.anchor={coefficient}: {folder / FILE} cannot be read ({error}), and says "
+                "where the routers of this "
                 "run began; restore it, or begin anew"
             ) from error
         return cls(coefficient, batch, reference, draws_numbers(model.model))
@@ -100,7 +109,8 @@ def replayed(input_ids: Tensor, cu_seqlens: Tensor) -> Batch:
 
 
 def first_tokens(documents: Iterable[Tensor], most: int) -> Batch:
-    """The first ``most`` tokens of documents, int64 ``[n]`` each; the last one is cut where they end.
+    """The first ``most`` tokens of documents, int64 ``[n]`` each; the last one is cut where they
+    end.
 
     Raises:
         ValueError: there are none.

@@ -9,7 +9,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Kinds of layer: multi-head latent attention over all earlier tokens, and attention over a window."""
+"""Kinds of layer: multi-head latent attention over all earlier tokens, and attention over a
+window.
+"""
 
 
 @strict
@@ -18,20 +20,25 @@ class ChronicalsMoeConfig(PreTrainedConfig):
 
     Fields beside those of transformers' decoders:
 
-    - ``layer_types``: the kind of each layer; by default latent attention and a sliding window take turns.
-    - ``num_key_value_heads``, ``head_dim``, ``sliding_window``: of sliding layers. A token attends to itself and the
-      ``sliding_window - 1`` tokens before it.
-    - ``kv_lora_rank``: width of the latent that keys and values are made of, and ``qk_rope_head_dim``: width of the one rotary
-      key that all heads share; together they are what a latent layer caches of a token. ``qk_nope_head_dim``, ``v_head_dim``:
-      of each of its heads. ``q_lora_rank``: width of the latent of queries; None for one plain projection.
-    - ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``: of routed experts; ``norm_topk_prob``: whether the
-      weights of a token's experts sum to one; ``num_shared_experts``: how many more, of the same size, every token goes
-      through.
-    - ``lookahead_layers``: D. Each layer predicts the experts of its own router and of the next D; None for no heads.
-    - ``lookahead_tokens``: K. The last hidden state and the next token predict the experts of all layers for K tokens; 0 for
-      no such head.
-    - ``lookahead_rank``: of the heads; ``lookahead_trunk_gradient``: whether their losses also train the model below them.
-    - ``output_router_logits``, ``router_aux_loss_coef``: the load-balancing loss of ``forward``, as in other mixtures.
+    - ``layer_types``: the kind of each layer; by default latent attention and a sliding window take
+      turns.
+    - ``num_key_value_heads``, ``head_dim``, ``sliding_window``: of sliding layers. A token attends
+      to itself and the ``sliding_window - 1`` tokens before it.
+    - ``kv_lora_rank``: width of the latent that keys and values are made of, and
+      ``qk_rope_head_dim``: width of the one rotary key that all heads share; together they are what
+      a latent layer caches of a token. ``qk_nope_head_dim``, ``v_head_dim``: of each of its heads.
+      ``q_lora_rank``: width of the latent of queries; None for one plain projection.
+    - ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``: of routed experts;
+      ``norm_topk_prob``: whether the weights of a token's experts sum to one;
+      ``num_shared_experts``: how many more, of the same size, every token goes through.
+    - ``lookahead_layers``: D. Each layer predicts the experts of its own router and of the next D;
+      None for no heads.
+    - ``lookahead_tokens``: K. The last hidden state and the next token predict the experts of all
+      layers for K tokens; 0 for no such head.
+    - ``lookahead_rank``: of the heads; ``lookahead_trunk_gradient``: whether their losses also
+      train the model below them.
+    - ``output_router_logits``, ``router_aux_loss_coef``: the load-balancing loss of ``forward``, as
+      in other mixtures.
     """
 
     model_type = "chronicals_moe"
@@ -104,14 +111,19 @@ class ChronicalsMoeConfig(PreTrainedConfig):
             raise ValueError(f"layer_types={unknown}: there are {FULL!r} and {SLIDING!r}")
         if len(self.kinds) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types names {len(self.kinds)} layers, num_hidden_layers={self.num_hidden_layers}: make them equal"
+                f"layer_types names {len(self.kinds)} layers, "
+                f"num_hidden_layers={self.num_hidden_layers}: make them equal"
             )
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             heads = self.num_attention_heads
-            raise ValueError(f"num_key_value_heads={self.num_key_value_heads}: does not divide num_attention_heads={heads}")
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads}: does not divide "
+                f"num_attention_heads={heads}"
+            )
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok}: must be between 1 and num_experts={self.num_experts}"
+                f"num_experts_per_tok={self.num_experts_per_tok}: must be between 1 and "
+                f"num_experts={self.num_experts}"
             )
         least = {"sliding_window": 1, "num_shared_experts": 0, "lookahead_rank": 1}
         least |= {"lookahead_tokens": 0, "lookahead_layers": 0}
@@ -120,7 +132,10 @@ class ChronicalsMoeConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value}: must be at least {minimum}")
         for name in ("head_dim", "qk_rope_head_dim"):
             if getattr(self, name) % 2:
-                raise ValueError(f"{name}={getattr(self, name)}: rotary embeddings turn pairs; take an even number")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: rotary embeddings turn pairs; take an even "
+                    "number"
+                )
 
     @property
     def has_lookahead(self) -> bool:

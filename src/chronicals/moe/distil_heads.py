@@ -1,14 +1,17 @@
 """Heads for a frozen mixture, distilled from what its routers did.
 
-    loss = mean over layers, distances and tokens of the loss of a head, of the layer-ahead heads and of the token-ahead head
+    loss = mean over layers, distances and tokens of the loss of a head, of the layer-ahead heads
+    and of the token-ahead head
 
-A head predicts logits z′ of a router that had logits z and chose the experts S, by the scores s and the values v of its class
-(``choosing.py``):
+A head predicts logits z′ of a router that had logits z and chose the experts S, by the scores s and
+the values v of its class (``choosing.py``):
 
-    KL(softmax(log s(z) / T) ‖ softmax(log s(z′) / T)) + the ranking and the set term of v(z′) over S
+    KL(softmax(log s(z) / T) ‖ softmax(log s(z′) / T)) + the ranking and the set term of v(z′) over
+    S
 
-For routers that choose the largest logits and weigh by their softmax it is the lookahead loss of ``router_losses.py``. Where
-groups limit the choice, the two terms compare experts of the kept groups alone, and the same two terms compare groups.
+For routers that choose the largest logits and weigh by their softmax it is the lookahead loss of
+``router_losses.py``. Where groups limit the choice, the two terms compare experts of the kept
+groups alone, and the same two terms compare groups.
 """
 
 from __future__ import annotations
@@ -60,8 +63,11 @@ class Distillation:
         return -(-(tokens - 1) // self.rows) if tokens % self.rows == 1 else -(-tokens // self.rows)
 
 
-def distil(predictor: ExpertPredictor, recordings: Iterable[Recorded], steps: int, how: Distillation) -> list[float]:
-    """Train the heads of ``predictor`` on recordings with features, which may be elsewhere than the heads.
+def distil(
+    predictor: ExpertPredictor, recordings: Iterable[Recorded], steps: int, how: Distillation
+) -> list[float]:
+    """Train the heads of ``predictor`` on recordings with features, which may be elsewhere than the
+    heads.
 
     Args:
         steps: how many there will be, for the schedule; fewer recordings end it earlier.
@@ -72,13 +78,20 @@ def distil(predictor: ExpertPredictor, recordings: Iterable[Recorded], steps: in
     Raises:
         ValueError: there is nothing to train on, or a loss is not a number.
     """
-    heads = [p for module in (predictor.layer_ahead, predictor.token_ahead) if module is not None for p in module.parameters()]
+    heads = [
+        p
+        for module in (predictor.layer_ahead, predictor.token_ahead)
+        if module is not None
+        for p in module.parameters()
+    ]
     optimizer = torch.optim.AdamW(heads, lr=how.learning_rate, weight_decay=0.0)
     found = list[Tensor]()
     for recorded in recordings:
         recorded = recorded.to(predictor.gates.device)
         for n in range(how.steps_of(len(recorded))):
-            factor = learning_rate_factor("cosine", min(len(found), steps - 1), steps, max(1, steps // 20), 0.0, 0.2)
+            factor = learning_rate_factor(
+                "cosine", min(len(found), steps - 1), steps, max(1, steps // 20), 0.0, 0.2
+            )
             for group in optimizer.param_groups:
                 group["lr"] = how.learning_rate * factor
             loss = head_loss(predictor, recorded.part(n * how.rows, how.rows), how)
@@ -103,7 +116,9 @@ def head_loss(predictor: ExpertPredictor, recorded: Recorded, how: Distillation)
     def of(predicted: Tensor, layer: int, first: int = 0) -> Tensor:
         """Of predictions for layer ``layer`` and the tokens from ``first`` on."""
         target, experts = recorded.logits[layer, first:], recorded.experts[layer, first:]
-        return prediction_losses(predictor.choice, predicted, target, experts, predictor.corrections[layer], how)
+        return prediction_losses(
+            predictor.choice, predicted, target, experts, predictor.corrections[layer], how
+        )
 
     assert recorded.features is not None
     parts = list[Tensor]()
@@ -124,8 +139,13 @@ def head_loss(predictor: ExpertPredictor, recorded: Recorded, how: Distillation)
 
 
 def prediction_losses(
-    choice: Choice, predicted: Tensor, target: Tensor, experts: Tensor, correction: Tensor, how: Distillation
-) -> Tensor:  # fmt: skip
+    choice: Choice,
+    predicted: Tensor,
+    target: Tensor,
+    experts: Tensor,
+    correction: Tensor,
+    how: Distillation,
+) -> Tensor:
     """``[T]``: of each prediction.
 
     Args:
@@ -134,11 +154,17 @@ def prediction_losses(
         correction: ``[E]`` of the router.
     """
     terms = how.temperature, how.ranking, how.of_set, how.margin
-    found = losses.divergences(choice.log_scores(predicted), choice.log_scores(target), how.temperature)
+    found = losses.divergences(
+        choice.log_scores(predicted), choice.log_scores(target), how.temperature
+    )
     values = choice.values(predicted, correction)
     those = torch.zeros_like(values, dtype=torch.bool).scatter(-1, experts, True)
     if choice.groups == 1:
         return found + losses.set_losses(values, those, *terms)
-    kept = choice.kept(choice.values(target, correction)) | those.unflatten(-1, (choice.groups, -1)).any(-1)
-    found = found + losses.set_losses(values, those, *terms, among=choice.of_experts(kept, values.shape[-1]))
+    kept = choice.kept(choice.values(target, correction)) | those.unflatten(
+        -1, (choice.groups, -1)
+    ).any(-1)
+    found = found + losses.set_losses(
+        values, those, *terms, among=choice.of_experts(kept, values.shape[-1])
+    )
     return found + losses.set_losses(choice.of_groups(values), kept, *terms)

@@ -3,8 +3,8 @@
     p = softmax(W_r x)      S = the k largest of p      w_e = p_e / Σ_{e' ∈ S} p_e'
     y = Σ_{e ∈ S} w_e E_e(x) + E_shared(x)      E(x) = W_down (silu(W_gate x) ⊙ W_up x)
 
-No expert has a capacity: no token is dropped, and nothing stands in for an expert that was chosen. ``n`` shared experts are one
-of n times the width, which is the same function.
+No expert has a capacity: no token is dropped, and nothing stands in for an expert that was chosen.
+``n`` shared experts are one of n times the width, which is the same function.
 
 Shapes: T tokens, k experts of a token, E experts, D hidden, I width of an expert.
 """
@@ -23,15 +23,19 @@ from chronicals.moe.configuration import ChronicalsMoeConfig
 
 @use_experts_implementation
 class RoutedExperts(nn.Module):
-    """Stacked weights, computed by the implementation that ``config._experts_implementation`` names; ``forward`` is ``eager``,
-    the definition."""
+    """Stacked weights, computed by the implementation that ``config._experts_implementation``
+    names; ``forward`` is ``eager``, the definition."""
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__()
         self.num_experts = config.num_experts
         self.hidden_dim, self.intermediate_dim = config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
-        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim)
+        )
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -40,7 +44,10 @@ class RoutedExperts(nn.Module):
         for expert in top_k_index.unique():
             token, slot = torch.where(top_k_index == expert)
             gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
-            found = F.linear(self.act_fn(gate) * up, self.down_proj[expert]) * top_k_weights[token, slot, None]
+            found = (
+                F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+                * top_k_weights[token, slot, None]
+            )
             out_TD = out_TD.index_add(0, token, found.to(out_TD.dtype))
         return out_TD
 
@@ -54,7 +61,9 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[T, D]`` to logits ``[T, E]``, weights ``[T, k]`` in the dtype of the input, and experts int64 ``[T, k]``."""
+        """``[T, D]`` to logits ``[T, E]``, weights ``[T, k]`` in the dtype of the input, and
+        experts int64 ``[T, k]``.
+        """
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
             logits = F.linear(hidden_states.to(wide), self.weight.to(wide))

@@ -10,10 +10,22 @@ import torch
 from chronicals.standard_json import to_json
 
 OF_LOADING = {
-    "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config", "use_cache", "output_router_logits",
-    "output_attentions", "output_hidden_states", "return_dict", "attn_implementation", "experts_implementation",
-}  # fmt: skip
-"""Fields that say how a model is loaded, run or was saved, and not what it is; so do those that begin with ``_``."""
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "attn_implementation",
+    "experts_implementation",
+}
+"""Fields that say how a model is loaded, run or was saved, and not what it is; so do those that
+begin with ``_``.
+"""
 
 
 def config_digest(config: Any) -> str:
@@ -33,5 +45,7 @@ def checksum(model: Any) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()

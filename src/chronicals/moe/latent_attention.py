@@ -1,4 +1,5 @@
-"""Multi-head latent attention with one rotary key for all heads (DeepSeek-V2, 2024, arXiv 2405.04434, equations 9 to 19).
+"""Multi-head latent attention with one rotary key for all heads (DeepSeek-V2, 2024, arXiv
+2405.04434, equations 9 to 19).
 
     c_t = norm(W_DKV h_t)                       the latent, R wide
     k^R_t = rope(W_KR h_t)                      the rotary key, shared by all heads
@@ -6,12 +7,13 @@
     q_t,i = [q^C_t,i ; rope(q^R_t,i)]
     o_t,i = Σ_j softmax_j((q^C_t,i · k^C_j,i + q^R_t,i · k^R_j) / sqrt(N + P)) v_j,i
 
-A cache holds (c_t, k^R_t) alone. With few queries the products with W_UK and W_UV are moved from the T cached tokens to the
-queries, which is the same number by associativity:
+A cache holds (c_t, k^R_t) alone. With few queries the products with W_UK and W_UV are moved from
+the T cached tokens to the queries, which is the same number by associativity:
 
     q^C_t,i · (W_UK,i c_j) = (W_UK,iᵀ q^C_t,i) · c_j        Σ_j p_j W_UV,i c_j = W_UV,i Σ_j p_j c_j
 
-Shapes: B batch, Q queries, T keys, H heads, R latent, N and P widths of a head's plain and rotary part, V of its value.
+Shapes: B batch, Q queries, T keys, H heads, R latent, N and P widths of a head's plain and rotary
+part, V of its value.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from chronicals.moe.configuration import ChronicalsMoeConfig
 
@@ -32,7 +38,8 @@ class LatentAttention(nn.Module):
     """A latent attention layer.
 
     Attributes:
-        absorbs_up_to: most queries for which the absorbed products take fewer operations than making keys and values.
+        absorbs_up_to: most queries for which the absorbed products take fewer operations than
+            making keys and values.
     """
 
     num_key_value_groups = 1
@@ -42,7 +49,11 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.attention_dropout = config.attention_dropout
-        self.plain, self.rotary, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.plain, self.rotary, self.value = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
         self.rank, self.heads = config.kv_lora_rank, config.num_attention_heads
         self.scaling = (self.plain + self.rotary) ** -0.5
         hidden, bias = config.hidden_size, config.attention_bias
@@ -68,10 +79,14 @@ class LatentAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[B, Q, D]`` to ``[B, Q, D]``, and the weights ``[B, H, Q, T]`` where they are computed whole."""
+        """``[B, Q, D]`` to ``[B, Q, D]``, and the weights ``[B, H, Q, T]`` where they are
+        computed whole.
+        """
         shape = hidden_states.shape[:-1]
         q_BHQN, q_BHQP = self._queries(hidden_states).split([self.plain, self.rotary], dim=-1)
-        latent, rotary = self.kv_a_proj_with_mqa(hidden_states).split([self.rank, self.rotary], dim=-1)
+        latent, rotary = self.kv_a_proj_with_mqa(hidden_states).split(
+            [self.rank, self.rotary], dim=-1
+        )
         c_B1TR, k_B1TP = self.kv_a_layernorm(latent)[:, None], rotary[:, None]
         q_BHQP, k_B1TP = apply_rotary_pos_emb(q_BHQP, k_B1TP, *position_embeddings)
         if cache is not None:
@@ -83,7 +98,9 @@ class LatentAttention(nn.Module):
         else:
             kv_BHTX = self.kv_b_proj(c_B1TR[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             k_BHTN, v_BHTV = kv_BHTX.split([self.plain, self.value], dim=-1)
-            attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
             out_BQHV, weights = attend(
                 self,
                 torch.cat((q_BHQN, q_BHQP), dim=-1),
@@ -105,13 +122,15 @@ class LatentAttention(nn.Module):
         return queries.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _absorbs(self, queries: int, keys: int, mask: Any) -> bool:
-        """Whether the products are moved to the queries: where that takes fewer operations, and the mask is a matrix, or lets
-        the one query see all keys."""
+        """Whether the products are moved to the queries: where that takes fewer operations, and
+        the mask is a matrix, or lets the one query see all keys."""
         if self.training and self.attention_dropout:
             return False
         if self.absorbs_up_to is not None and queries > self.absorbs_up_to:
             return False
-        if queries == keys and queries > 1:  # a prompt: fused attention kernels have keys and values to read then
+        if (
+            queries == keys and queries > 1
+        ):  # a prompt: fused attention kernels have keys and values to read then
             return False
         return (mask is None and queries == 1) or (isinstance(mask, Tensor) and mask.ndim == 4)
 
@@ -124,16 +143,29 @@ class LatentAttention(nn.Module):
         q_BHQR = torch.einsum("bhqn,hnr->bhqr", q_BHQN, w_HNR)
         B, H, Q, _ = q_BHQR.shape
         rows_BXR, rows_BXP = q_BHQR.reshape(B, H * Q, -1), q_BHQP.reshape(B, H * Q, -1)
-        scores = rows_BXR @ c_B1TR[:, 0].mT + rows_BXP @ k_B1TP[:, 0].mT  # one product for all heads: they share the keys
-        scores = scores.view(B, H, Q, -1).to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
+        scores = (
+            rows_BXR @ c_B1TR[:, 0].mT + rows_BXP @ k_B1TP[:, 0].mT
+        )  # one product for all heads: they share the keys
+        scores = (
+            scores.view(B, H, Q, -1).to(torch.promote_types(scores.dtype, torch.float32))
+            * self.scaling
+        )
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        weights = scores.softmax(-1).nan_to_num(0.0).to(q_BHQN.dtype)  # a padding token sees nothing
+            scores = (
+                scores.masked_fill(~mask, float("-inf"))
+                if mask.dtype == torch.bool
+                else scores + mask
+            )
+        weights = (
+            scores.softmax(-1).nan_to_num(0.0).to(q_BHQN.dtype)
+        )  # a padding token sees nothing
         out_BHQR = (weights.reshape(B, H * Q, -1) @ c_B1TR[:, 0]).view(B, H, Q, -1)
         return torch.einsum("bhqr,hvr->bqhv", out_BHQR, w_HVR), weights
 
     def _up_projection(self) -> Tensor:
-        """``[H, N + V, R]``: the weight of ``kv_b_proj`` as it acts, with the adapters that may be on it."""
+        """``[H, N + V, R]``: the weight of ``kv_b_proj`` as it acts, with the adapters that may
+        be on it.
+        """
         layer = self.kv_b_proj
         if type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks:
             weight = layer.weight
@@ -144,8 +176,9 @@ class LatentAttention(nn.Module):
 
 
 def _as_matrix(mask: Any, keys: int) -> Any:
-    """The mask of one query as ``[B, 1, 1, T]``, where it is FlashAttention's ``[B, n]``, which says of the first n of T keys
-    whether they are tokens: one query sees all that are. Other masks are as they were."""
+    """The mask of one query as ``[B, 1, 1, T]``, where it is FlashAttention's ``[B, n]``, which
+    says of the first n of T keys whether they are tokens: one query sees all that are. Other
+    masks are as they were."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return mask
     return nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]

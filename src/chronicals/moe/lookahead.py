@@ -1,16 +1,20 @@
 """Heads that predict which experts will be chosen, before they are.
 
-Layer-ahead, of layer l and distance d = 0 … D, from x_l, the normed input of layer l before its attention:
+Layer-ahead, of layer l and distance d = 0 … D, from x_l, the normed input of layer l before its
+attention:
 
     z'_{l,d} = W_{l+d} x_l + b_{l+d} + U_{l,d} silu(V_l x_l) + u_{l,d}        W_{l+d}: the weight of the router of layer l + d
 
-With U and u zero it is that router applied early ("gate reuse": Fate, 2025, arXiv 2502.12224). No gradient reaches W.
+With U and u zero it is that router applied early ("gate reuse": Fate, 2025, arXiv 2502.12224). No
+gradient reaches W.
 
-Token-ahead, of layer l and distance k = 1 … K, from the last hidden state of token t and the embedding of the next token:
+Token-ahead, of layer l and distance k = 1 … K, from the last hidden state of token t and the
+embedding of the next token:
 
     z''_{k,l} = (P silu(Q [rms(h_t) ; rms(e_{t+1})] + q) + p)_{k,l}        the experts of layer l for token t + k
 
-Both parts of the input have a mean square of one, for embeddings are often much smaller than hidden states.
+Both parts of the input have a mean square of one, for embeddings are often much smaller than hidden
+states.
 
 Shapes: L layers with routers, E experts, D hidden, R rank, N = D + 1 distances.
 """
@@ -26,7 +30,8 @@ from torch import Tensor, nn
 
 
 class LayerAhead(nn.Module):
-    """Layer-ahead heads of all layers; plain parameters, so that nothing takes them for layers of the model.
+    """Layer-ahead heads of all layers; plain parameters, so that nothing takes them for layers of
+    the model.
 
     Args:
         layers: L.
@@ -53,7 +58,13 @@ class LayerAhead(nn.Module):
         """How many predictions layer ``layer`` makes: of itself, and of those after it."""
         return min(self.furthest, self.layers - 1 - layer) + 1
 
-    def forward(self, layer: int, x: Tensor, gates: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
+    def forward(
+        self,
+        layer: int,
+        x: Tensor,
+        gates: Sequence[Tensor],
+        biases: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
         """``[..., n, E]`` in fp32, n distances, from ``x`` ``[..., D]``.
 
         Args:
@@ -64,15 +75,24 @@ class LayerAhead(nn.Module):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         own = slice(layer, layer + n)
         offsets = [None] * len(gates) if biases is None else list(biases)
-        early = torch.stack([_applied(x, gate, bias) for gate, bias in zip(gates[own], offsets[own])], -2)
+        early = torch.stack(
+            [_applied(x, gate, bias) for gate, bias in zip(gates[own], offsets[own])], -2
+        )
         inner = F.silu(F.linear(x, self.down.unflatten(0, (self.layers, -1))[layer].to(x.dtype)))
-        up_NER, bias_NE = self.up.unflatten(0, self.shape)[layer, :n], self.bias.unflatten(0, self.shape)[layer, :n]
-        return early + torch.einsum("...r,ner->...ne", inner, up_NER.to(x.dtype)) + bias_NE.to(x.dtype)
+        up_NER, bias_NE = (
+            self.up.unflatten(0, self.shape)[layer, :n],
+            self.bias.unflatten(0, self.shape)[layer, :n],
+        )
+        return (
+            early + torch.einsum("...r,ner->...ne", inner, up_NER.to(x.dtype)) + bias_NE.to(x.dtype)
+        )
 
 
 def _applied(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
     """``[..., E]``: a router's logits, without a gradient to its weights."""
-    return F.linear(x, gate.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
+    return F.linear(
+        x, gate.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
+    )
 
 
 class TokenAhead(nn.Module):
@@ -96,8 +116,18 @@ class TokenAhead(nn.Module):
         self.up_bias.zero_()
 
     def forward(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
-        """``[..., K, L, E]`` in fp32, from the last hidden state and the embedding of the token after it, ``[..., D]`` each."""
+        """``[..., K, L, E]`` in fp32, from the last hidden state and the embedding of the token
+        after it, ``[..., D]`` each.
+        """
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        x = torch.cat([F.rms_norm(part.to(wide), part.shape[-1:], eps=1e-12) for part in (hidden, next_embedding)], -1)
+        x = torch.cat(
+            [
+                F.rms_norm(part.to(wide), part.shape[-1:], eps=1e-12)
+                for part in (hidden, next_embedding)
+            ],
+            -1,
+        )
         inner = F.silu(F.linear(x, self.down.to(x.dtype), self.down_bias.to(x.dtype)))
-        return F.linear(inner, self.up.to(x.dtype), self.up_bias.to(x.dtype)).unflatten(-1, self.shape)
+        return F.linear(inner, self.up.to(x.dtype), self.up_bias.to(x.dtype)).unflatten(
+            -1, self.shape
+        )

@@ -1,7 +1,9 @@
-"""The parts of a Hugging Face mixture: of each layer with routed experts its attention, its router and its experts.
+"""The parts of a Hugging Face mixture: of each layer with routed experts its attention, its router
+and its experts.
 
-Found by structure: experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``), in 4 bits too, the router a
-module beside it, or beside the adapters around it, with a weight ``[E, D]``, attention the module whose class is called so.
+Found by structure: experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``),
+in 4 bits too, the router a module beside it, or beside the adapters around it, with a weight ``[E,
+D]``, attention the module whose class is called so.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class MixtureLayer:
         number: among all layers of the decoder.
         attention, experts, router: modules.
         num_experts: E.
-        correction: ``[E]``, where one is added to scores before experts are chosen, and not to their weights.
+        correction: ``[E]``, where one is added to scores before experts are chosen, and not to
+            their weights.
     """
 
     number: int
@@ -56,23 +59,38 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
     name, width = type(model).__name__, model.get_input_embeddings().weight.shape[1]
     found = []
     for number, layer in enumerate(decoder_layers(model)):
-        path, experts = next(((path, module) for path, module in layer.named_modules() if is_experts(module)), ("", None))
+        path, experts = next(
+            ((path, module) for path, module in layer.named_modules() if is_experts(module)),
+            ("", None),
+        )
         if experts is None:
             continue
         count = count_of(experts)
         block = without_adapters(path).rpartition(".")[0]
         around = layer.get_submodule(block)
         _, router = router_within(around, count, width) or ("", None)
-        attention = next((module for module in layer.modules() if "Attention" in type(module).__name__), None)
+        attention = next(
+            (module for module in layer.modules() if "Attention" in type(module).__name__), None
+        )
         if router is None or attention is None:
-            raise ValueError(f"layer {number} of {name}: its {'router' if router is None else 'attention'} is not found")
-        found.append(MixtureLayer(number, attention, experts, router, count, _correction(around, count)))
+            raise ValueError(
+                f"layer {number} of {name}: its {'router' if router is None else 'attention'} is "
+                "not found"
+            )
+        found.append(
+            MixtureLayer(number, attention, experts, router, count, _correction(around, count))
+        )
     if not found:
-        raise ValueError(f"{name} has no layer with routed experts; give a mixture-of-experts model")
+        raise ValueError(
+            f"{name} has no layer with routed experts; give a mixture-of-experts model"
+        )
     return found
 
 
 def _correction(block: nn.Module, experts: int) -> Tensor | None:
     named = (*block.named_parameters(), *block.named_buffers())
-    found = next((x for name, x in named if name.rpartition(".")[2] in CORRECTIONS and x.numel() == experts), None)
+    found = next(
+        (x for name, x in named if name.rpartition(".")[2] in CORRECTIONS and x.numel() == experts),
+        None,
+    )
     return None if found is None else found.detach().flatten()

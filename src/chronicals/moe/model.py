@@ -1,7 +1,9 @@
-"""The native mixture-of-experts model: latent and sliding attention in turn, routed and shared experts, lookahead heads.
+"""The native mixture-of-experts model: latent and sliding attention in turn, routed and shared
+experts, lookahead heads.
 
-It is a transformers model like its own: ``generate``, ``Trainer``, ``pipeline``, PEFT and ``save_pretrained`` take it, and
-``AutoModelForCausalLM`` loads it without remote code once chronicals is imported.
+It is a transformers model like its own: ``generate``, ``Trainer``, ``pipeline``, PEFT and
+``save_pretrained`` take it, and ``AutoModelForCausalLM`` loads it without remote code once
+chronicals is imported.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, load_balancing_loss_func
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeRMSNorm,
+    load_balancing_loss_func,
+)
 from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -39,8 +47,9 @@ class Lookahead(ModelOutput):
 
     Attributes:
         layers: of each layer ``[B, S, n, E]``: its own router and those of the next n - 1 layers.
-        tokens: ``[B, S, K, L, E]``: entry t is of the tokens t + 1 … t + K, from the hidden state of t and token t + 1. The
-            last entry of a document does not know its next token and is of no use; ``predict_tokens`` takes a sampled one.
+        tokens: ``[B, S, K, L, E]``: entry t is of the tokens t + 1 … t + K, from the hidden state
+            of t and token t + 1. The last entry of a document does not know its next token and is
+            of no use; ``predict_tokens`` takes a sampled one.
     """
 
     layers: tuple[Tensor, ...] | None = None
@@ -106,12 +115,17 @@ class ChronicalsMoePreTrainedModel(PreTrainedModel):
     _can_record_outputs: ClassVar[dict[str, Any]] = {
         "router_logits": OutputRecorder(TopKRouter, index=0),
         "hidden_states": ChronicalsMoeDecoderLayer,
-        "attentions": [OutputRecorder(LatentAttention, index=1), OutputRecorder(SlidingAttention, index=1)],
+        "attentions": [
+            OutputRecorder(LatentAttention, index=1),
+            OutputRecorder(SlidingAttention, index=1),
+        ],
     }
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for the decorator @use_experts_implementation in this file; it is in experts.py."""
+        """transformers looks for the decorator @use_experts_implementation in this file; it is
+        in experts.py.
+        """
         return True
 
     @torch.no_grad()
@@ -141,12 +155,18 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         super().__init__(config)
         self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([ChronicalsMoeDecoderLayer(config, n) for n in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [ChronicalsMoeDecoderLayer(config, n) for n in range(config.num_hidden_layers)]
+        )
         self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.sliding_sizes[1])
         self.latent_rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.qk_rope_head_dim)
         sizes = config.num_hidden_layers, config.hidden_size, config.num_experts
-        furthest, tokens, rank = config.lookahead_layers, config.lookahead_tokens, config.lookahead_rank
+        furthest, tokens, rank = (
+            config.lookahead_layers,
+            config.lookahead_tokens,
+            config.lookahead_rank,
+        )
         self.layer_ahead = None if furthest is None else LayerAhead(*sizes, furthest, rank)
         self.token_ahead = TokenAhead(*sizes, tokens, rank) if tokens else None
         self.gradient_checkpointing = False
@@ -170,8 +190,8 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
 
         Args:
             attention_mask: ``[B, T]``, or a dictionary of masks by the kind of layer.
-            position_ids: ``[B, S]``; of packed documents they begin anew with each. Where they are left out, ``cu_seq_lens_q``
-                tells where documents begin.
+            position_ids: ``[B, S]``; of packed documents they begin anew with each. Where they are
+                left out, ``cu_seq_lens_q`` tells where documents begin.
             output_lookahead: whether to predict experts, too.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -181,7 +201,9 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         cache = the_cache(self.config, cache, past_key_values, use_cache)
         if position_ids is None:
             bounds = kwargs.get("cu_seq_lens_q")
-            position_ids = _positions(inputs_embeds, seen_tokens(cache) if bounds is None else bounds)
+            position_ids = _positions(
+                inputs_embeds, seen_tokens(cache) if bounds is None else bounds
+            )
         given = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
@@ -195,7 +217,9 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         else:
             full = create_causal_mask(**given) if FULL in kinds else None
             sliding = create_sliding_window_causal_mask(**given) if kinds != {FULL} else None
-        latent_tables, tables = (rope(inputs_embeds, position_ids) for rope in (self.latent_rotary_emb, self.rotary_emb))
+        latent_tables, tables = (
+            rope(inputs_embeds, position_ids) for rope in (self.latent_rotary_emb, self.rotary_emb)
+        )
 
         hidden_states = inputs_embeds
         predicted = []
@@ -213,8 +237,12 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         hidden_states = self.norm(hidden_states)
         lookahead = None
         if output_lookahead:
-            lookahead = Lookahead(tuple(predicted) or None, self._predict_next_tokens(hidden_states, inputs_embeds))
-        return ChronicalsMoeModelOutput(last_hidden_state=hidden_states, lookahead=lookahead, **{CACHE: cache})
+            lookahead = Lookahead(
+                tuple(predicted) or None, self._predict_next_tokens(hidden_states, inputs_embeds)
+            )
+        return ChronicalsMoeModelOutput(
+            last_hidden_state=hidden_states, lookahead=lookahead, **{CACHE: cache}
+        )
 
     def _predict_layers(self, heads: LayerAhead, number: int, hidden_states: Tensor) -> Tensor:
         """``[B, S, n, E]``, from the input of a layer."""
@@ -228,7 +256,9 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         """``[B, S, K, L, E]``; of the last token nothing comes after."""
         if self.token_ahead is None:
             return None
-        return self._predict(self.token_ahead, hidden_states, nn.functional.pad(inputs_embeds[:, 1:], (0, 0, 0, 1)))
+        return self._predict(
+            self.token_ahead, hidden_states, nn.functional.pad(inputs_embeds[:, 1:], (0, 0, 0, 1))
+        )
 
     def _predict(self, head: TokenAhead, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
         if not self.config.lookahead_trunk_gradient:
@@ -246,7 +276,10 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
             ValueError: the model has no such head.
         """
         if self.token_ahead is None:
-            raise ValueError("lookahead_tokens=0: the model has no head that predicts the experts of later tokens")
+            raise ValueError(
+                "lookahead_tokens=0: the model has no head that predicts the experts of later "
+                "tokens"
+            )
         return self._predict(self.token_ahead, hidden_states, self.embed_tokens(next_ids))
 
 
@@ -283,7 +316,8 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         """As of transformers' causal language models.
 
         Args:
-            output_router_logits: whether to give them, and with ``labels`` add the load-balancing loss.
+            output_router_logits: whether to give them, and with ``labels`` add the load-balancing
+                loss.
             output_lookahead: whether to predict experts, too.
         """
         if output_router_logits is None:
@@ -303,7 +337,9 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = aux_loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs
+            )
         if output_router_logits:
             sizes = self.num_experts, self.num_experts_per_tok
             aux_loss = load_balancing_loss_func(outputs.router_logits, *sizes, attention_mask)
@@ -321,13 +357,17 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         )
 
 
-class ChronicalsMoeForSequenceClassification(GenericForSequenceClassification, ChronicalsMoePreTrainedModel):
-    """A linear head, ``score``, on the hidden state of the last token, in the place of the one that predicts tokens: what a
-    reward model is saved as."""
+class ChronicalsMoeForSequenceClassification(
+    GenericForSequenceClassification, ChronicalsMoePreTrainedModel
+):
+    """A linear head, ``score``, on the hidden state of the last token, in the place of the one
+    that predicts tokens: what a reward model is saved as."""
 
 
 def _positions(inputs_embeds: Tensor, start: int | Tensor) -> Tensor:
-    """``[1, S]``: counted on from ``start``, or anew from each of the bounds ``[N + 1]`` of documents."""
+    """``[1, S]``: counted on from ``start``, or anew from each of the bounds ``[N + 1]`` of
+    documents.
+    """
     places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
     if not isinstance(start, Tensor) or start.ndim == 0:
         return (places + start)[None]

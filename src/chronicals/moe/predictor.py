@@ -1,6 +1,8 @@
-"""Heads that predict the experts of a given mixture: its own, or heads that were distilled beside a frozen one.
+"""Heads that predict the experts of a given mixture: its own, or heads that were distilled beside a
+frozen one.
 
-On disk: ``predictor.safetensors`` (the heads, with copies of the routers that they build on) and ``predictor.json``.
+On disk: ``predictor.safetensors`` (the heads, with copies of the routers that they build on) and
+``predictor.json``.
 """
 
 from __future__ import annotations
@@ -58,18 +60,30 @@ class ExpertPredictor(nn.Module):
     corrections: Tensor
 
     def __init__(
-        self, gates: Sequence[Tensor], biases: Sequence[Tensor | None], sizes: HeadSizes, choice: Choice = PLAIN,
+        self,
+        gates: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        sizes: HeadSizes,
+        choice: Choice = PLAIN,
         corrections: Sequence[Tensor | None] = (),
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.sizes, self.choice = sizes, choice
         self.register_buffer("gates", torch.stack([gate.detach().float() for gate in gates]))
-        for name, given in (("biases", biases), ("corrections", corrections or [None] * len(gates))):
-            found = [gates[0].new_zeros(len(gates[0])) if values is None else values.detach() for values in given]
+        for name, given in (
+            ("biases", biases),
+            ("corrections", corrections or [None] * len(gates)),
+        ):
+            found = [
+                gates[0].new_zeros(len(gates[0])) if values is None else values.detach()
+                for values in given
+            ]
             self.register_buffer(name, torch.stack([values.float() for values in found]))
         layers, experts, width = self.gates.shape
         self.layer_ahead = LayerAhead(layers, width, experts, sizes.furthest, sizes.rank)
-        self.token_ahead = TokenAhead(layers, width, experts, sizes.tokens, sizes.rank) if sizes.tokens else None
+        self.token_ahead = (
+            TokenAhead(layers, width, experts, sizes.tokens, sizes.rank) if sizes.tokens else None
+        )
 
     @classmethod
     def beside(cls, model: Any, sizes: HeadSizes, choice: Choice = PLAIN) -> Self:
@@ -80,36 +94,52 @@ class ExpertPredictor(nn.Module):
         """
         layers = mixture_layers(model)
         corrections = [layer.correction if choice.corrected else None for layer in layers]
-        made = cls([layer.gate for layer in layers], [layer.bias for layer in layers], sizes, choice, corrections)
+        made = cls(
+            [layer.gate for layer in layers],
+            [layer.bias for layer in layers],
+            sizes,
+            choice,
+            corrections,
+        )
         return made.to(layers[0].gate.device)
 
     @classmethod
     def within(cls, model: Any) -> Self:
         """The heads of a native model, which it shares with it."""
         decoder, config = model.get_decoder(), model.config
-        made = cls.beside(model, HeadSizes(config.lookahead_layers or 0, config.lookahead_tokens, config.lookahead_rank))
+        made = cls.beside(
+            model,
+            HeadSizes(config.lookahead_layers or 0, config.lookahead_tokens, config.lookahead_rank),
+        )
         if decoder.layer_ahead is not None:
             made.layer_ahead = decoder.layer_ahead
         made.token_ahead = decoder.token_ahead
         return made
 
     def layers(self, layer: int, features: Tensor) -> Tensor:
-        """``[..., n, E]``: logits of layer ``layer`` and the n - 1 after it, from its normed input ``[..., D]``."""
+        """``[..., n, E]``: logits of layer ``layer`` and the n - 1 after it, from its normed
+        input ``[..., D]``.
+        """
         return self.layer_ahead(layer, features, self.gates.unbind(), self.biases.unbind())
 
     def reuse(self, layer: int, features: Tensor) -> Tensor:
         """As ``layers``, by the routers alone."""
         n = self.layer_ahead.distances(layer)
         x = features.to(self.gates.dtype)
-        return torch.einsum("...d,ned->...ne", x, self.gates[layer : layer + n]) + self.biases[layer : layer + n]
+        return (
+            torch.einsum("...d,ned->...ne", x, self.gates[layer : layer + n])
+            + self.biases[layer : layer + n]
+        )
 
     def order(self, layer: int, logits: Tensor) -> Tensor:
-        """``[..., E]``: the larger, the sooner layer ``layer`` chooses an expert that has these logits, ``[..., E]``."""
+        """``[..., E]``: the larger, the sooner layer ``layer`` chooses an expert that has these
+        logits, ``[..., E]``.
+        """
         return self.choice.order(logits, self.corrections[layer])
 
     def tokens(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
-        """``[..., K, L, E]``: logits of all layers for the tokens after one, from its last hidden state and the embedding of
-        the next token."""
+        """``[..., K, L, E]``: logits of all layers for the tokens after one, from its last
+        hidden state and the embedding of the next token."""
         if self.token_ahead is None:
             raise ValueError("tokens=0: there is no head that predicts the experts of later tokens")
         return self.token_ahead(hidden, next_embedding)
@@ -119,8 +149,13 @@ class ExpertPredictor(nn.Module):
         about: what else ``predictor.json`` says, as where it was trained and its recalls.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in self.state_dict().items()}, folder / WEIGHTS)
-        sizes: dict[str, int] = {name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")}
+        save_file(
+            {name: value.cpu().contiguous() for name, value in self.state_dict().items()},
+            folder / WEIGHTS,
+        )
+        sizes: dict[str, int] = {
+            name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")
+        }
         shape = dict(zip(("layers", "num_experts", "hidden_size"), self.gates.shape))
         said = {"version": VERSION, **shape, **sizes, "choice": self.choice.to_dict(), **about}
         (folder / SAID).write_text(to_json(said, indent=1))
@@ -131,10 +166,18 @@ class ExpertPredictor(nn.Module):
         try:
             said, weights = json.loads((folder / SAID).read_text()), load_file(folder / WEIGHTS)
         except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{folder}: no predictor is there ({error}); make one with chronicals moe predict-train") from None
+            raise ValueError(
+                f"{folder}: no predictor is there ({error}); make one with chronicals moe "
+                "predict-train"
+            ) from None
         if said.get("version") != VERSION:
-            raise ValueError(f"{folder / SAID}: version {said.get('version')}, known is {VERSION}; train the heads again")
+            raise ValueError(
+                f"{folder / SAID}: version {said.get('version')}, known is {VERSION}; train the "
+                "heads again"
+            )
         sizes = HeadSizes(said["furthest"], said["tokens"], said["rank"])
-        made = cls(weights["gates"].unbind(), [None] * said["layers"], sizes, Choice(**said["choice"]))
+        made = cls(
+            weights["gates"].unbind(), [None] * said["layers"], sizes, Choice(**said["choice"])
+        )
         made.load_state_dict(weights)
         return made

@@ -1,4 +1,6 @@
-"""How well experts are predicted: of the experts that a token's router chose, the share among so many that were predicted."""
+"""How well experts are predicted: of the experts that a token's router chose, the share among so
+many that were predicted.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class Recalls:
 
     Attributes:
         k: experts of a token.
-        layer_ahead, layer_ahead_2k, gate_reuse: by layer and distance: recall among k and 2k experts that heads predict, and
-            among k that later routers choose early.
+        layer_ahead, layer_ahead_2k, gate_reuse: by layer and distance: recall among k and 2k
+            experts that heads predict, and among k that later routers choose early.
         token_ahead: by distance in tokens and layer; empty without such a head.
         tokens: how many.
     """
@@ -67,7 +69,9 @@ def measure(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int) 
             heads, early = predictor.layers(layer, features), predictor.reuse(layer, features)
             for d in range(heads.shape[1]):
                 aim = recorded.experts[layer + d]
-                ours, theirs = (predictor.order(layer + d, logits[:, d]) for logits in (heads, early))
+                ours, theirs = (
+                    predictor.order(layer + d, logits[:, d]) for logits in (heads, early)
+                )
                 add(("layer_ahead", layer, d), hits(ours, aim, k))
                 add(("layer_ahead_2k", layer, d), hits(ours, aim, min(2 * k, heads.shape[-1])))
                 add(("gate_reuse", layer, d), hits(theirs, aim, k))
@@ -76,7 +80,11 @@ def measure(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int) 
     if not tokens:
         raise ValueError("there is no token to measure predictions on; give more data")
     means = {key: float(total) / max(counts[key], 1) for key, total in sums.items()}
-    return Recalls(k, **{name: _table(means, name) for name in sorted({name for name, _, _ in means})}, tokens=tokens)
+    return Recalls(
+        k,
+        **{name: _table(means, name) for name in sorted({name for name, _, _ in means})},
+        tokens=tokens,
+    )
 
 
 def _of_tokens(predictor: ExpertPredictor, recorded: Recorded, k: int, add: Callable) -> None:
@@ -86,11 +94,16 @@ def _of_tokens(predictor: ExpertPredictor, recorded: Recorded, k: int, add: Call
         there = recorded.follows(distance)
         for layer in range(ahead.shape[2]):
             found = predictor.order(layer, ahead[: len(recorded) - distance, distance - 1, layer])
-            add(("token_ahead", distance - 1, layer), hits(found, recorded.experts[layer, distance:], k)[there])
+            add(
+                ("token_ahead", distance - 1, layer),
+                hits(found, recorded.experts[layer, distance:], k)[there],
+            )
 
 
 def hits(predicted: Tensor, experts: Tensor, among: int) -> Tensor:
-    """``[T]``: which share of ``experts`` ``[T, k]`` is among so many with the largest ``predicted`` ``[T, E]``."""
+    """``[T]``: which share of ``experts`` ``[T, k]`` is among so many with the largest
+    ``predicted`` ``[T, E]``.
+    """
     first = predicted.topk(among, dim=-1).indices
     return (experts[..., None] == first[..., None, :]).any(-1).float().mean(-1)
 

@@ -1,4 +1,5 @@
-"""What the routers of a mixture do on given documents, and what they could have been predicted from; the model is not changed.
+"""What the routers of a mixture do on given documents, and what they could have been predicted
+from; the model is not changed.
 
 Shapes: L layers with routed experts, T tokens, k experts of a token, E experts, D hidden.
 """
@@ -17,7 +18,14 @@ from torch import Tensor, nn
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, filler_token, open_store
-from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
+from chronicals.models import (
+    PresentedModel,
+    check_positions,
+    embedding_table,
+    in_evaluation,
+    input_device,
+    present,
+)
 from chronicals.models.routed_experts import chosen_experts
 from chronicals.moe.mixture_parts import MixtureLayer, mixture_layers
 from chronicals.moe.router_losses import Tokens
@@ -33,8 +41,10 @@ class Recorded:
         documents: int64 ``[N + 1]``, bounds.
         experts: int64 ``[L, T, k]``, those that were chosen, and ``weights`` ``[L, T, k]`` theirs.
         logits: ``[L, T, E]`` of the routers.
-        features: ``[L, T, D]``, the normed inputs of the layers, before attention; None if they were not asked for.
-        hidden: ``[T, D]``, last hidden states, and ``embeddings`` ``[T, D]`` of the tokens, with the features.
+        features: ``[L, T, D]``, the normed inputs of the layers, before attention; None if they
+            were not asked for.
+        hidden: ``[T, D]``, last hidden states, and ``embeddings`` ``[T, D]`` of the tokens, with
+            the features.
     """
 
     token_ids: Tensor
@@ -55,17 +65,25 @@ class Recorded:
             return self
         pins = device.type == "cuda" and self.token_ids.device.type == "cpu"
         named = {name: value for name, value in vars(self).items() if value is not None}
-        moved = {n: (x.pin_memory() if pins else x).to(device, non_blocking=pins) for n, x in named.items()}
+        moved = {
+            n: (x.pin_memory() if pins else x).to(device, non_blocking=pins)
+            for n, x in named.items()
+        }
         return replace(self, **moved)
 
     def part(self, first: int, most: int) -> Recorded:
         """``most`` tokens from ``first`` on, or as many as there are."""
         rows, there = slice(first, first + most), min(most, len(self) - first)
         bounds = (self.documents - first).clamp(0, there).unique()
-        token, beside = ("token_ids", "hidden", "embeddings"), ("experts", "weights", "logits", "features")
+        token, beside = (
+            ("token_ids", "hidden", "embeddings"),
+            ("experts", "weights", "logits", "features"),
+        )
         values = {name: getattr(self, name) for name in (*token, *beside)}
         given = {name: x for name, x in values.items() if x is not None}
-        found: dict[str, Any] = {name: x[rows] if name in token else x[:, rows] for name, x in given.items()}
+        found: dict[str, Any] = {
+            name: x[rows] if name in token else x[:, rows] for name, x in given.items()
+        }
         return Recorded(documents=bounds, **found)
 
     def follows(self, distance: int) -> Tensor:
@@ -75,7 +93,9 @@ class Recorded:
         return document[distance:] == document[: len(document) - distance]
 
 
-def record(model: PresentedModel, batches: Iterable[Batch], features: bool = False) -> Iterator[Recorded]:
+def record(
+    model: PresentedModel, batches: Iterable[Batch], features: bool = False
+) -> Iterator[Recorded]:
     """What the routers do on each Batch, on the device of the model.
 
     Args:
@@ -91,20 +111,32 @@ def record(model: PresentedModel, batches: Iterable[Batch], features: bool = Fal
 
 
 @torch.no_grad()
-def _recorded(model: PresentedModel, layers: list[MixtureLayer], batch: Batch, features: bool) -> Recorded:
+def _recorded(
+    model: PresentedModel, layers: list[MixtureLayer], batch: Batch, features: bool
+) -> Recorded:
     seen_inputs, seen_choices = list[Tensor](), list[tuple[Tensor, Tensor]]()
     with ExitStack() as hooks, in_evaluation(model.model), model.attending_documents():
         for layer in layers:
-            hooks.enter_context(_before(layer.experts, lambda args, named: seen_choices.append(chosen_experts(args, named))))
+            hooks.enter_context(
+                _before(
+                    layer.experts,
+                    lambda args, named: seen_choices.append(chosen_experts(args, named)),
+                )
+            )
             if features:
-                hooks.enter_context(_before(layer.attention, lambda args, named: seen_inputs.append(_input(args, named))))
+                hooks.enter_context(
+                    _before(
+                        layer.attention, lambda args, named: seen_inputs.append(_input(args, named))
+                    )
+                )
         computed = model.computed(batch, lookahead=False)
     kept = Tokens.of(batch, None).counted.nonzero()[:, 0]
     logits = [_rows(x) for x in computed.router_logits]
     if len(logits) != len(layers):
         name = type(model.model).__name__
         raise ValueError(
-            f"{name} gives the logits of {len(logits)} routers and has {len(layers)}{remedy_for_routers()}"
+            f"{name} gives the logits of {len(logits)} routers and has "
+            f"{len(layers)}{remedy_for_routers()}"
         )
     found = Recorded(
         batch.input_ids[kept],
@@ -161,13 +193,21 @@ def _documents(batch: Batch) -> Iterator[Batch]:
     for a, b in zip(bounds, bounds[1:]):
         if b > a and bool(counted[a]):
             ends = torch.tensor([0, b - a], dtype=torch.int32, device=batch.cu_seqlens.device)
-            yield Batch(batch.input_ids[a:b], batch.targets[a:b], batch.position_ids[a:b], ends, b - a)
+            yield Batch(
+                batch.input_ids[a:b], batch.targets[a:b], batch.position_ids[a:b], ends, b - a
+            )
 
 
 def record_data(
-    model: Any, tokenizer: Any, source: Any, config: ChronicalsConfig, features: bool = False, tokens: int | None = None
-) -> Iterator[Recorded]:  # fmt: skip
-    """As ``record``, on data in the order in which training's packs are planned; a forward pass at a time.
+    model: Any,
+    tokenizer: Any,
+    source: Any,
+    config: ChronicalsConfig,
+    features: bool = False,
+    tokens: int | None = None,
+) -> Iterator[Recorded]:
+    """As ``record``, on data in the order in which training's packs are planned; a forward pass at
+    a time.
 
     Args:
         source: what ``train`` takes as data.

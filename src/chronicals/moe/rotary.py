@@ -1,4 +1,6 @@
-"""Rotary tables whose frequencies stay in fp32: a model that is cast computes what it computes after saving and loading."""
+"""Rotary tables whose frequencies stay in fp32: a model that is cast computes what it computes
+after saving and loading.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""Losses of routers, each a pure function of scores; every layer by itself, for an expert's number means nothing in another.
+"""Losses of routers, each a pure function of scores; every layer by itself, for an expert's number
+means nothing in another.
 
-With z_t the logits of a token's router and s_t what it makes of them to weigh its experts (``SCORES``),
+With z_t the logits of a token's router and s_t what it makes of them to weigh its experts
+(``SCORES``),
 
     P_t = s_t / Σ_e s_t,e = softmax(log s_t)     for a softmax P_t is s_t, for a sigmoid s′_t of DeepSeek-V3 (2412.19437, 20)
 
 S_t the experts that really got the token, however the router chose them, sg(·) without a gradient:
 
     balance      E Σ_e f_e p_e      f_e: share of all choices that fell on e, p_e: mean of P_t,e
-                                    (Switch: arXiv 2101.03961, 4; with a sigmoid DeepSeek-V3, 17 to 20)
+                                    (Switch: arXiv 2101.03961, 4; with a sigmoid DeepSeek-V3, 17 to
+                                    20)
     z            logsumexp(z_t)²                                                               (ST-MoE: arXiv 2202.08906, 5)
     temporal     ‖P_t − P_{t−1}‖²
     locality     −log Σ_{e ∈ S_{t−1}} P_t,e
@@ -15,10 +18,11 @@ S_t the experts that really got the token, however the router chose them, sg(·)
                  of z′ predicted of z, Q = softmax(z′/T), S the k largest of z
     anchor       KL(P_t ‖ P°_t), P° of the router as the run began, on the same token; 0 then, and with a gradient in P
 
-balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and locality over tokens that
-have a token before them in their document (of an answer behind a shared prompt, among its own tokens); then all are means
-over layers, and lookahead over distances. Where DeepSeek-V3 counts the k largest scores of a sequence, f counts the experts
-that a pack's tokens got, by correction biases and groups, too.
+balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and
+locality over tokens that have a token before them in their document (of an answer behind a shared
+prompt, among its own tokens); then all are means over layers, and lookahead over distances. Where
+DeepSeek-V3 counts the k largest scores of a sequence, f counts the experts that a pack's tokens
+got, by correction biases and groups, too.
 
 Functions of P take log s ``[T, E]``, of which P is the softmax.
 
@@ -44,7 +48,8 @@ class Tokens:
     """Which tokens of a Batch count, and in which packs.
 
     Attributes:
-        counted: fp32 ``[T]``: how many times each does: by its documents with a target (``times_trained``).
+        counted: fp32 ``[T]``: how many times each does: by its documents with a target
+            (``times_trained``).
         document: int64 ``[T]``: the number of a token's document.
         width: W.
     """
@@ -62,20 +67,27 @@ class Tokens:
         return cls(times_trained(batch), document_of(places, batch.cu_seqlens), width or len(batch))
 
     def before(self, distance: int) -> Tensor:
-        """fp32 ``[T - distance]``: how many times token t counts, where token t + distance is of the same document; else 0."""
+        """fp32 ``[T - distance]``: how many times token t counts, where token t + distance is of
+        the same document; else 0.
+        """
         same = self.document[distance:] == self.document[: len(self.document) - distance]
         return self.counted[: len(self.counted) - distance] * same
 
     def means(self, values: Tensor, there: Tensor) -> Tensor:
-        """``[..., P]``: the mean of a pack's ``values``, each as many times as it is ``there``; of packs without any, 0.
+        """``[..., P]``: the mean of a pack's ``values``, each as many times as it is ``there``; of
+        packs without any, 0.
 
         Args:
             values: ``[..., n]``, of the first n tokens.
             there: fp32 ``[n]``.
         """
         missing = len(self.counted) - len(there)
-        values, there = (F.pad(x, (0, missing)) for x in (torch.where(there > 0, values, 0.0) * there, there))
-        sums, counts = (x.unflatten(-1, (-1, self.width)).sum(-1) for x in (values, there.to(values.dtype)))
+        values, there = (
+            F.pad(x, (0, missing)) for x in (torch.where(there > 0, values, 0.0) * there, there)
+        )
+        sums, counts = (
+            x.unflatten(-1, (-1, self.width)).sum(-1) for x in (values, there.to(values.dtype))
+        )
         return sums / counts.clamp(min=1.0)
 
     def sum_over_packs(self, values: Tensor, there: Tensor) -> Tensor:
@@ -95,7 +107,9 @@ def wide(logits: Tensor) -> Tensor:
 
 def chosen(logits: Tensor, k: int) -> Tensor:
     """bool ``[..., E]``: the k largest."""
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(k, dim=-1).indices, True)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(
+        -1, logits.topk(k, dim=-1).indices, True
+    )
 
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -112,7 +126,9 @@ def log_scores(logits: Tensor, scores: str) -> Tensor:
 
 
 def sent(received: Tensor, experts: int) -> Tensor:
-    """bool ``[..., E]``: S, of the experts that tokens got, ``[..., k]``; ids that no expert has are none's."""
+    """bool ``[..., E]``: S, of the experts that tokens got, ``[..., k]``; ids that no expert has
+    are none's.
+    """
     none = received.new_zeros(*received.shape[:-1], experts + 1, dtype=torch.bool)
     return none.scatter(-1, known(received, experts), True)[..., :experts]
 
@@ -144,9 +160,14 @@ class Load:
         layers, packs = len(ids_LTk), len(counted_PW)
         groups = torch.arange(layers * packs, device=ids_LTk.device)[:, None] * (experts + 1)
         each = counted_PW[None, :, :, None].expand(layers, -1, -1, ids_LTk.shape[-1]).reshape(-1)
-        rows = each.new_zeros(layers * packs * (experts + 1))  # sums of ones: whatever their order, they are exact
+        rows = each.new_zeros(
+            layers * packs * (experts + 1)
+        )  # sums of ones: whatever their order, they are exact
         rows = rows.scatter_add(0, (ids_LTk.view(layers * packs, -1) + groups).view(-1), each)
-        return cls(rows.view(layers, packs, experts + 1)[..., :experts], k * counted_PW.sum(1, keepdim=True))
+        return cls(
+            rows.view(layers, packs, experts + 1)[..., :experts],
+            k * counted_PW.sum(1, keepdim=True),
+        )
 
     @property
     def shares_LPE(self) -> Tensor:
@@ -156,7 +177,9 @@ class Load:
     @property
     def dropped_LP(self) -> Tensor:
         """Which share of the choices no expert got."""
-        return (self.choices_P1[:, 0] - self.rows_LPE.sum(-1)) / self.choices_P1[:, 0].clamp(min=1.0)
+        return (self.choices_P1[:, 0] - self.rows_LPE.sum(-1)) / self.choices_P1[:, 0].clamp(
+            min=1.0
+        )
 
 
 def balance(log_s: Tensor, shares_PE: Tensor, tokens: Tokens) -> Tensor:
@@ -190,7 +213,13 @@ def locality_losses(log_s: Tensor, received: Tensor) -> Tensor:
 
 
 def lookahead_losses(
-    predicted: Tensor, target: Tensor, k: int, temperature: float, ranking: float, of_set: float, margin: float
+    predicted: Tensor,
+    target: Tensor,
+    k: int,
+    temperature: float,
+    ranking: float,
+    of_set: float,
+    margin: float,
 ) -> Tensor:
     """``[...]``: of each prediction.
 
@@ -205,15 +234,22 @@ def lookahead_losses(
 
 
 def divergences(predicted: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """``[...]``: KL(softmax(z/T) ‖ softmax(z′/T)) of ``target`` z and ``predicted`` z′, ``[..., E]``."""
+    """``[...]``: KL(softmax(z/T) ‖ softmax(z′/T)) of ``target`` z and ``predicted`` z′, ``[...,
+    E]``.
+    """
     aim, log_q = (target / temperature).log_softmax(-1), (predicted / temperature).log_softmax(-1)
     return (aim.exp() * (aim - log_q)).sum(-1)
 
 
 def set_losses(
-    predicted: Tensor, those: Tensor, temperature: float, ranking: float, of_set: float, margin: float,
+    predicted: Tensor,
+    those: Tensor,
+    temperature: float,
+    ranking: float,
+    of_set: float,
+    margin: float,
     among: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``[...]``: the ranking and the set term of ``predicted`` z′.
 
     Args:
@@ -228,17 +264,23 @@ def set_losses(
         most = predicted.masked_fill(those, float("-inf")).amax(-1)
         losses = losses + ranking * (margin - least + most).relu()
     if of_set:
-        losses = losses - of_set * log_q.masked_fill(~those, float("-inf")).logsumexp(-1) / those.sum(-1)
+        losses = losses - of_set * log_q.masked_fill(~those, float("-inf")).logsumexp(
+            -1
+        ) / those.sum(-1)
     return losses
 
 
 def recalls(predicted: Tensor, target: Tensor, k: int, among: int | None = None) -> Tensor:
-    """``[...]``: which share of the k chosen experts is among so many (by default k) that are predicted first."""
+    """``[...]``: which share of the k chosen experts is among so many (by default k) that are
+    predicted first.
+    """
     return (chosen(predicted, among or k) & chosen(target, k)).sum(-1) / k
 
 
 def anchor_losses(logits: Tensor, reference: Tensor, scores: str = "softmax") -> Tensor:
-    """``[T]``: KL from the reference's distribution to that of now, with a gradient in ``logits``."""
+    """``[T]``: KL from the reference's distribution to that of now, with a gradient in
+    ``logits``.
+    """
     log_p, log_r = (log_scores(x, scores).log_softmax(-1) for x in (logits, reference.detach()))
     return (log_p.exp() * (log_p - log_r)).sum(-1)
 

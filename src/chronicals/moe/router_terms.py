@@ -1,7 +1,7 @@
 """The losses and metrics of routers as terms of a run, whatever its objective.
 
-Every term is a mean over a pack, summed over the packs of a Batch, to be divided by those of the step: it depends neither on
-``batch_size`` and accumulation nor on the number of processes.
+Every term is a mean over a pack, summed over the packs of a Batch, to be divided by those of the
+step: it depends neither on ``batch_size`` and accumulation nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Routing:
     Attributes:
         k: experts of a token.
         experts: E.
-        scores: by what of the logits experts are weighed, of ``router_losses.SCORES``; None where it is none of these, or there
-            are no logits.
+        scores: by what of the logits experts are weighed, of ``router_losses.SCORES``; None where
+            it is none of these, or there are no logits.
         logits: whether the model gives the logits of its routers.
     """
 
@@ -42,7 +42,9 @@ class Routing:
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """An ``Addition``: the losses that ``settings`` have a weight for, with what is shown of the routers."""
+    """An ``Addition``: the losses that ``settings`` have a weight for, with what is shown of the
+    routers.
+    """
 
     settings: RouterSettings
     routing: Routing
@@ -52,7 +54,11 @@ class RouterTerms:
         return self.settings.lookahead
 
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
-        tokens, given, received = Tokens.of(batch, model.pack_width), self.settings, computed.received
+        tokens, given, received = (
+            Tokens.of(batch, model.pack_width),
+            self.settings,
+            computed.received,
+        )
         load = Load.of(received, self.routing.experts, self.routing.k, tokens)
         logits = computed.router_logits if self.routing.logits else []
         found = dict[str, Term]()
@@ -66,17 +72,37 @@ class RouterTerms:
             return lambda *layer: tokens.sum_over_packs(of_layer(*layer), tokens.before(ahead))
 
         def scored(of_layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            return lambda z, *others: of_layer(losses.log_scores(z, self.routing.scores or ""), *others)
+            return lambda z, *others: of_layer(
+                losses.log_scores(z, self.routing.scores or ""), *others
+            )
 
-        add("balance", given.balance, scored(lambda x, f: losses.balance(x, f, tokens)), logits, load.shares_LPE)
+        add(
+            "balance",
+            given.balance,
+            scored(lambda x, f: losses.balance(x, f, tokens)),
+            logits,
+            load.shares_LPE,
+        )
         add("z", given.z, over_tokens(losses.z_losses, 0), logits)
         add("temporal", given.temporal, over_tokens(scored(losses.temporal_losses), 1), logits)
-        add("locality", given.locality, over_tokens(scored(losses.locality_losses), 1), logits, received)
+        add(
+            "locality",
+            given.locality,
+            over_tokens(scored(losses.locality_losses), 1),
+            logits,
+            received,
+        )
         if given.layer_ahead:
-            found |= self._lookahead("layer_ahead", given.layer_ahead, layer_predictions(computed), tokens)
+            found |= self._lookahead(
+                "layer_ahead", given.layer_ahead, layer_predictions(computed), tokens
+            )
         if given.token_ahead:
-            found |= self._lookahead("token_ahead", given.token_ahead, token_predictions(computed), tokens)
-        entropies = [scored(losses.entropies)(z.detach()) for z in logits] if self.routing.scores else []
+            found |= self._lookahead(
+                "token_ahead", given.token_ahead, token_predictions(computed), tokens
+            )
+        entropies = (
+            [scored(losses.entropies)(z.detach()) for z in logits] if self.routing.scores else []
+        )
         return {**found, **_metrics(load, entropies, tokens)}
 
     def _lookahead(self, name: str, weight: float, pairs: Any, tokens: Tokens) -> dict[str, Term]:
@@ -85,20 +111,28 @@ class RouterTerms:
         for distance, shift, predicted, target in pairs:
             there = tokens.before(shift)
             values = losses.lookahead_losses(
-                predicted, target, self.routing.k, given.lookahead_temperature, given.lookahead_ranking, given.lookahead_set,
+                predicted,
+                target,
+                self.routing.k,
+                given.lookahead_temperature,
+                given.lookahead_ranking,
+                given.lookahead_set,
                 given.lookahead_margin,
-            )  # fmt: skip
+            )
             sums.append(tokens.sum_over_packs(values, there))
             share = losses.recalls(predicted.detach(), target.detach(), self.routing.k)
             recalled.setdefault(distance, []).append(tokens.sum_over_packs(share, there))
-        metrics = {f"router/{name}_recall_{d}": Term(losses.mean(shares), 0.0, PER) for d, shares in recalled.items()}
+        metrics = {
+            f"router/{name}_recall_{d}": Term(losses.mean(shares), 0.0, PER)
+            for d, shares in recalled.items()
+        }
         return {f"router/{name}": Term(losses.mean(sums), weight, PER), **metrics}
 
 
 def _metrics(load: Load, entropies: list[Tensor], tokens: Tokens) -> dict[str, Term]:
-    """``busiest``: the load of the expert with most tokens, in equal shares (1 is balance); ``idle``: which share of the
-    experts got no token; ``dropped``: which share of the choices no expert got; ``entropy`` of a token's P, in nats, where P is
-    known.
+    """``busiest``: the load of the expert with most tokens, in equal shares (1 is balance);
+    ``idle``: which share of the experts got no token; ``dropped``: which share of the choices no
+    expert got; ``entropy`` of a token's P, in nats, where P is known.
 
     Each is the mean over layers; with ``_worst`` that of the layer which is worst in a pack.
     """
@@ -118,7 +152,9 @@ def _metrics(load: Load, entropies: list[Tensor], tokens: Tokens) -> dict[str, T
 
 
 def layer_predictions(computed: Computed) -> list[tuple[int, int, Tensor, Tensor]]:
-    """Distance in layers, distance in tokens (0), prediction and target ``[T, E]``, of each layer and distance."""
+    """Distance in layers, distance in tokens (0), prediction and target ``[T, E]``, of each
+    layer and distance.
+    """
     return [
         (d, 0, predicted[:, d], computed.router_logits[layer + d])
         for layer, predicted in enumerate(computed.layers_ahead)
@@ -127,7 +163,9 @@ def layer_predictions(computed: Computed) -> list[tuple[int, int, Tensor, Tensor
 
 
 def token_predictions(computed: Computed) -> list[tuple[int, int, Tensor, Tensor]]:
-    """Distance in tokens, twice, prediction and target ``[T - distance, E]``, of each distance and layer."""
+    """Distance in tokens, twice, prediction and target ``[T - distance, E]``, of each distance
+    and layer.
+    """
     ahead = computed.tokens_ahead
     assert ahead is not None
     return [

@@ -1,4 +1,6 @@
-"""What the routers of a Hugging Face mixture are: how they weigh experts, and which of their losses can be trained."""
+"""What the routers of a Hugging Face mixture are: how they weigh experts, and which of their
+losses can be trained.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from torch import Tensor, nn
 
 from chronicals.models import asks_for_router_loss
 from chronicals.models.lookahead_heads import HEADS, lookahead_heads
-from chronicals.models.routed_experts import chosen_experts, count_of, routed_experts, without_adapters
+from chronicals.models.routed_experts import (
+    chosen_experts,
+    count_of,
+    routed_experts,
+    without_adapters,
+)
 from chronicals.models.router_logits import reading_logits, router_logits_of, unrecorded_routers
 from chronicals.models.router_loss import SWITCH
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
@@ -41,15 +48,22 @@ def experts_per_token(model: Any) -> int:
         ValueError: the configuration does not say.
     """
     config = model.config.get_text_config()
-    found = next((value for name in K if isinstance(value := getattr(config, name, None), int)), None)
+    found = next(
+        (value for name in K if isinstance(value := getattr(config, name, None), int)), None
+    )
     if found is None:
         name = type(model).__name__
-        raise ValueError(f"the configuration of {name} does not say how many experts a token gets ({', '.join(K)})")
+        raise ValueError(
+            f"the configuration of {name} does not say how many experts a token gets "
+            f"({', '.join(K)})"
+        )
     return found
 
 
 def check_routers(model: Any, settings: RouterSettings) -> None:
-    """Raises ValueError where these losses cannot be trained with the model; the message names the setting."""
+    """Raises ValueError where these losses cannot be trained with the model; the message names
+    the setting.
+    """
     name = type(model).__name__
     try:
         routing = routing_of(model)
@@ -58,31 +72,37 @@ def check_routers(model: Any, settings: RouterSettings) -> None:
     for loss, weight in settings.weights.items():
         if not routing.logits:
             raise ValueError(
-                f"router.{loss}={weight}: {name} does not give the logits of its routers{remedy_for_routers()}; leave it out "
+                f"router.{loss}={weight}: {name} does not give the logits of its "
+                f"routers{remedy_for_routers()}; leave it out "
                 "(router.metrics shows the load of its experts)"
             )
         if loss in OF_SCORES and routing.scores is None:
             raise ValueError(
-                f"router.{loss}={weight}: {name} weighs its experts by none of {', '.join(SCORES)} of its routers' logits, so "
-                "they have no probability that is known here; leave it out (router.z and router.metrics need none)"
+                f"router.{loss}={weight}: {name} weighs its experts by none of "
+                f"{', '.join(SCORES)} of its routers' logits, so "
+                "they have no probability that is known here; leave it out (router.z and "
+                "router.metrics need none)"
             )
     if settings.balance and asks_for_router_loss(model):
         raise ValueError(
-            f"router.balance={settings.balance}: {SWITCH}=True in the model's configuration already adds a load-balancing "
+            f"router.balance={settings.balance}: {SWITCH}=True in the model's configuration "
+            "already adds a load-balancing "
             "loss; leave one of them out"
         )
     heads = lookahead_heads(model)
     for head in HEADS:
         if getattr(settings, head) and head not in heads:
             raise ValueError(
-                f"router.{head}={getattr(settings, head)}: {name} has no such heads; leave it out, or make heads for a frozen "
+                f"router.{head}={getattr(settings, head)}: {name} has no such heads; leave it "
+                "out, or make heads for a frozen "
                 "model (chronicals moe predict-train)"
             )
 
 
 def routing_of(model: Any) -> Routing:
-    """How the model routes: how its router logits become the weights of experts is proved on a small random twin, once for each
-    class and configuration; which experts it chooses need not be known, it is recorded.
+    """How the model routes: how its router logits become the weights of experts is proved on a
+    small random twin, once for each class and configuration; which experts it chooses need not be
+    known, it is recorded.
 
     Raises:
         ValueError: it has no routed experts that are known here; the message names the class.
@@ -96,10 +116,14 @@ def routing_of(model: Any) -> Routing:
                 _PROVED[key] = _prove(build_twin(type(model), config))
         proof = _PROVED[key]
     except Exception as error:  # any class of transformers may object in its own way
-        raise ValueError(f"{name} could not be tried on a small copy ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{name} could not be tried on a small copy ({type(error).__name__}: {error})"
+        ) from error
     if isinstance(proof, str):
         raise ValueError(f"{name} {proof}")
-    return Routing(experts_per_token(model), count_of(next(iter(routed_experts(model).values()))), *proof)
+    return Routing(
+        experts_per_token(model), count_of(next(iter(routed_experts(model).values()))), *proof
+    )
 
 
 @torch.no_grad()
@@ -131,12 +155,18 @@ def _prove(twin: Any) -> Proof | str:
     logits = [scores.view(-1, scores.shape[-1]) for scores in router_logits_of(out, read)]
     if [len(scores) for scores in logits] != [LENGTH] * len(seen):
         return None, False
-    same = (name for name in SCORES if all(_weighs_by(name, *layer) for layer in zip(logits, *zip(*seen))))
+    same = (
+        name
+        for name in SCORES
+        if all(_weighs_by(name, *layer) for layer in zip(logits, *zip(*seen)))
+    )
     return next(same, None), True
 
 
 def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> bool:
-    """Whether experts are weighed by these scores, up to a factor of the token; of the layer, where a token has one expert."""
+    """Whether experts are weighed by these scores, up to a factor of the token; of the layer,
+    where a token has one expert.
+    """
     theirs, ours = weights.float(), SCORES[name](logits.float()).exp().gather(-1, experts)
     if theirs.shape[-1] > 1 or torch.allclose(theirs, theirs[:1]):
         theirs, ours = (x / x.sum(-1, keepdim=True) for x in (theirs, ours))
@@ -146,7 +176,9 @@ def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> b
 
 
 def untrained_routers(model: Any) -> list[str]:
-    """The weights of routers, by the ends of their paths, as ``mlp.gate.weight``, where no router has one that is trained."""
+    """The weights of routers, by the ends of their paths, as ``mlp.gate.weight``, where no
+    router has one that is trained.
+    """
     paths = {id(module): without_adapters(path) for path, module in model.named_modules()}
     routers = [paths[id(layer.router)] for layer in mixture_layers(model)]
     if any(p.requires_grad for path in routers for p in model.get_submodule(path).parameters()):
@@ -155,7 +187,8 @@ def untrained_routers(model: Any) -> list[str]:
 
 
 def choose_heads(model: Any, settings: RouterSettings | None) -> list[str]:
-    """Let the lookahead heads of ``model`` require a gradient where ``settings`` train them, and only there.
+    """Let the lookahead heads of ``model`` require a gradient where ``settings`` train them, and
+    only there.
 
     Returns:
         The names of the heads that are not trained.

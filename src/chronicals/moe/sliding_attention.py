@@ -2,8 +2,8 @@
 
     o_t = Σ_j softmax_j(q_t · k_j / sqrt(D)) v_j        t - W < j <= t
 
-The window is the mask's alone: training, a prompt and single steps see the same keys, and positions are counted from the
-document's first token, whatever a cache has dropped.
+The window is the mask's alone: training, a prompt and single steps see the same keys, and positions
+are counted from the document's first token, whatever a cache has dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from chronicals.moe.configuration import ChronicalsMoeConfig
 
@@ -27,7 +31,10 @@ class SlidingAttention(nn.Module):
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        self.attention_dropout, self.sliding_window = config.attention_dropout, config.sliding_window
+        self.attention_dropout, self.sliding_window = (
+            config.attention_dropout,
+            config.sliding_window,
+        )
         key_value_heads, self.head_dim = config.sliding_sizes
         self.num_key_value_groups = config.num_attention_heads // key_value_heads
         self.scaling = self.head_dim**-0.5
@@ -47,7 +54,9 @@ class SlidingAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[B, Q, D]`` to ``[B, Q, D]``, and the weights where the attention function returns them."""
+        """``[B, Q, D]`` to ``[B, Q, D]``, and the weights where the attention function returns
+        them.
+        """
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
         query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)

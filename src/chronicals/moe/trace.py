@@ -1,4 +1,5 @@
-"""Traces of routers on disk: ``trace.json`` beside ``trace-00000.npz``, ``trace-00001.npz`` … in one folder.
+"""Traces of routers on disk: ``trace.json`` beside ``trace-00000.npz``, ``trace-00001.npz`` … in
+one folder.
 
 ``trace.json``:
 
@@ -7,7 +8,8 @@
     choice       how experts follow from logits (``choosing.py``), and features: whether the files have them
     files        [{"name", "tokens", "documents"}]        tokens: of all
 
-``docs/traces.md`` is for who reads them. Each file, NumPy arrays by name, little endian, of T tokens in N documents:
+``docs/traces.md`` is for who reads them. Each file, NumPy arrays by name, little endian, of T
+tokens in N documents:
 
     token_ids   int32   [T]             documents  int64    [N + 1], bounds of the documents
     experts     uint8   [L, T, k]       uint16 where there are more than 256 experts
@@ -76,13 +78,21 @@ class TraceInfo:
         numbers = [layer.number for layer in layers]
         width = model.get_input_embeddings().weight.shape[1]
         return cls(
-            name or model.config._name_or_path, config.model_type, numbers, layers[0].num_experts, k, width, features,
-            config_digest(model.config), checksum(model),
-        )  # fmt: skip
+            name or model.config._name_or_path,
+            config.model_type,
+            numbers,
+            layers[0].num_experts,
+            k,
+            width,
+            features,
+            config_digest(model.config),
+            checksum(model),
+        )
 
 
 class TraceWriter:
-    """Writes a trace, a file for each ``Recorded``; the index comes last, so a folder without one is not whole.
+    """Writes a trace, a file for each ``Recorded``; the index comes last, so a folder without one
+    is not whole.
 
     Args:
         folder: made if it is not there; must not hold a trace.
@@ -100,7 +110,9 @@ class TraceWriter:
     def add(self, recorded: Recorded) -> None:
         name = f"trace-{len(self.info.files):05d}.npz"
         np.savez(self.folder / name, **_arrays(recorded, self.info))  # type: ignore[arg-type]
-        self.info.files.append({"name": name, "tokens": len(recorded), "documents": len(recorded.documents) - 1})
+        self.info.files.append(
+            {"name": name, "tokens": len(recorded), "documents": len(recorded.documents) - 1}
+        )
         self.info.tokens += len(recorded)
 
     def close(self) -> TraceInfo:
@@ -115,17 +127,31 @@ def _arrays(recorded: Recorded, info: TraceInfo) -> dict[str, np.ndarray]:
     names = ALWAYS + (OPTIONAL if info.features else ())
     given = {name: getattr(recorded, name) for name in names}
     if missing := [name for name, value in given.items() if value is None]:
-        raise ValueError(f"the trace is to have {', '.join(missing)}, and they were not recorded; record(features=True)")
-    wide = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
-    return {name: value.cpu().numpy().astype(kinds.get(name, np.float16)) for name, value in wide.items()}
+        raise ValueError(
+            f"the trace is to have {', '.join(missing)}, and they were not recorded; "
+            "record(features=True)"
+        )
+    wide = {
+        name: value.float() if value.is_floating_point() else value for name, value in given.items()
+    }
+    return {
+        name: value.cpu().numpy().astype(kinds.get(name, np.float16))
+        for name, value in wide.items()
+    }
 
 
 def record_trace(
-    model: Any, tokenizer: Any, source: Any, config: ChronicalsConfig, folder: Path, features: bool = False,
-    tokens: int | None = None, name: str = "",
-) -> TraceInfo:  # fmt: skip
-    """Run a mixture over data, and write what its routers do. Where no rule known here gives the experts that they choose, the
-    trace has none, which is said.
+    model: Any,
+    tokenizer: Any,
+    source: Any,
+    config: ChronicalsConfig,
+    folder: Path,
+    features: bool = False,
+    tokens: int | None = None,
+    name: str = "",
+) -> TraceInfo:
+    """Run a mixture over data, and write what its routers do. Where no rule known here gives the
+    experts that they choose, the trace has none, which is said.
 
     Args:
         source, config, features, tokens: of ``record_data``.
@@ -133,9 +159,13 @@ def record_trace(
 
     Raises:
         DataError: the data cannot be read.
-        ValueError: the model is no mixture that is known here, there is no token, or the folder holds a trace already.
+        ValueError: the model is no mixture that is known here, there is no token, or the folder
+            holds a trace already.
     """
-    writer, sample = TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name)), list[Recorded]()
+    writer, sample = (
+        TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name)),
+        list[Recorded](),
+    )
     for recorded in record_data(model, tokenizer, source, config, features, tokens):
         if sum(map(len, sample)) < SAMPLE:
             sample.append(replace(recorded, features=None, hidden=None, embeddings=None))
@@ -160,9 +190,15 @@ class Trace:
         try:
             said = json.loads((folder / INDEX).read_text())
         except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{folder}: no trace is there ({INDEX}: {error}); make one with chronicals moe trace") from None
+            raise ValueError(
+                f"{folder}: no trace is there ({INDEX}: {error}); make one with chronicals moe "
+                "trace"
+            ) from None
         if said.get("version") != VERSION:
-            raise ValueError(f"{folder / INDEX}: version {said.get('version')}, known is {VERSION}; record it again")
+            raise ValueError(
+                f"{folder / INDEX}: version {said.get('version')}, known is {VERSION}; record it "
+                "again"
+            )
         self.folder, self.info = folder, TraceInfo(**said)
 
     def part(self, number: int) -> Recorded:
@@ -196,22 +232,35 @@ class Trace:
         Raises:
             ValueError: it is of another model, or has no features.
         """
-        name, theirs = model.config._name_or_path or type(model).__name__, self.info.model or self.info.model_type
+        name, theirs = (
+            model.config._name_or_path or type(model).__name__,
+            self.info.model or self.info.model_type,
+        )
         if config_digest(model.config) != self.info.config_sha256:
             raise ValueError(
-                f"{self.folder}: is a trace of {theirs} ({self.info.model_type}), whose configuration is not that of {name} "
-                f"({model.config.get_text_config().model_type}); name the model that was traced, or trace this one"
+                f"{self.folder}: is a trace of {theirs} ({self.info.model_type}), whose "
+                f"configuration is not that of {name} "
+                f"({model.config.get_text_config().model_type}); name the model that was traced, "
+                "or trace this one"
             )
         weights = weights or checksum(model)
         if weights != self.info.model_sha256:
             raise ValueError(
-                f"{self.folder}: is a trace of {theirs} with weights {self.info.model_sha256[:8]}, and {name} has "
-                f"{weights[:8]}; give the adapter, the quantization and the dtype that were traced, or trace this model"
+                f"{self.folder}: is a trace of {theirs} with weights "
+                f"{self.info.model_sha256[:8]}, and {name} has "
+                f"{weights[:8]}; give the adapter, the quantization and the dtype that were "
+                "traced, or trace this model"
             )
         if not self.info.features:
-            raise ValueError(f"{self.folder}: the trace has no features, from which heads predict; record it with --features")
+            raise ValueError(
+                f"{self.folder}: the trace has no features, from which heads predict; record it "
+                "with --features"
+            )
         if self.info.choice is None:
-            raise ValueError(f"{self.folder}: the trace does not say how experts are chosen, for no rule known here gives them")
+            raise ValueError(
+                f"{self.folder}: the trace does not say how experts are chosen, for no rule known "
+                "here gives them"
+            )
         return weights
 
 
@@ -226,19 +275,28 @@ def read_trace(folder: Path) -> tuple[TraceInfo, Iterator[Recorded]]:
 
 
 def _wide(recorded: Recorded) -> Recorded:
-    named = {name: value for name, value in vars(recorded).items() if value is not None and value.is_floating_point()}
+    named = {
+        name: value
+        for name, value in vars(recorded).items()
+        if value is not None and value.is_floating_point()
+    }
     return replace(recorded, **{name: value.float() for name, value in named.items()})
 
 
 def _read(path: Path, tokens: int, info: TraceInfo) -> Recorded:
     try:
         with np.load(path) as arrays:
-            found = {name: _tensor(arrays[name]) for name in ALWAYS + (OPTIONAL if info.features else ())}
+            found = {
+                name: _tensor(arrays[name]) for name in ALWAYS + (OPTIONAL if info.features else ())
+            }
     except (OSError, KeyError, ValueError, BadZipFile) as error:
         raise ValueError(f"{path}: the trace is damaged ({error}); record it again") from None
     shape = (len(info.layers), tokens, info.k)
     if found["experts"].shape != shape:
-        raise ValueError(f"{path}: experts of shape {tuple(found['experts'].shape)}, {INDEX} says {shape}; record it again")
+        raise ValueError(
+            f"{path}: experts of shape {tuple(found['experts'].shape)}, {INDEX} says {shape}; "
+            "record it again"
+        )
     return Recorded(**found)
 
 

@@ -40,29 +40,41 @@ class TrainedPredictor:
     def about(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {
-            "model": self.model, "model_sha256": self.unchanged, "trained_on_tokens": self.tokens,
-            "first_loss": self.losses[0], "last_loss": sum(self.losses[-10:]) / len(self.losses[-10:]),
+            "model": self.model,
+            "model_sha256": self.unchanged,
+            "trained_on_tokens": self.tokens,
+            "first_loss": self.losses[0],
+            "last_loss": sum(self.losses[-10:]) / len(self.losses[-10:]),
             "recalls": self.recalls.to_dict(),
-        }  # fmt: skip
+        }
 
 
 def train_predictor(
-    model: Any, tokenizer: Any, data: Any, held_out: Any, config: ChronicalsConfig, sizes: HeadSizes, how: Distillation,
-    tokens: int, held_out_tokens: int,
-) -> TrainedPredictor:  # fmt: skip
-    """Heads for ``model``, trained as it runs over ``data`` once, and measured as it runs over what is held out; of neither is
-    more kept than of one forward pass.
+    model: Any,
+    tokenizer: Any,
+    data: Any,
+    held_out: Any,
+    config: ChronicalsConfig,
+    sizes: HeadSizes,
+    how: Distillation,
+    tokens: int,
+    held_out_tokens: int,
+) -> TrainedPredictor:
+    """Heads for ``model``, trained as it runs over ``data`` once, and measured as it runs over what
+    is held out; of neither is more kept than of one forward pass.
 
     Args:
         held_out: data; None keeps the first ``held_out_tokens`` of ``data`` for that.
         tokens: to train on, at most.
 
     Raises:
-        ValueError: the model is no mixture that is known here, there is too little data, or the model was changed.
+        ValueError: the model is no mixture that is known here, there is too little data, or the
+            model was changed.
     """
     if how.passes != 1:
         raise ValueError(
-            f"passes={how.passes}: the model runs once over data; record a trace (chronicals moe trace --features) and train "
+            f"passes={how.passes}: the model runs once over data; record a trace (chronicals moe "
+            "trace --features) and train "
             "from it"
         )
 
@@ -78,23 +90,39 @@ def train_predictor(
     counted = _Counted(_after(chain(_drained(sample), recordings), kept))
     steps = max(1, tokens // min(how.rows, config.batch_size * config.max_seq_length))
     found = distil(predictor, counted, steps, how)
-    recalls = measure(predictor, recorded(data if held_out is None else held_out, held_out_tokens), k)
+    recalls = measure(
+        predictor, recorded(data if held_out is None else held_out, held_out_tokens), k
+    )
     if (after := checksum(model)) != before:
-        raise ValueError(f"{type(model).__name__}: its weights changed from {before[:8]} to {after[:8]}, and they must not")
-    return TrainedPredictor(predictor, found, recalls, counted.tokens, str(model.config._name_or_path), before)
+        raise ValueError(
+            f"{type(model).__name__}: its weights changed from {before[:8]} to {after[:8]}, and "
+            "they must not"
+        )
+    return TrainedPredictor(
+        predictor, found, recalls, counted.tokens, str(model.config._name_or_path), before
+    )
 
 
 def train_from_trace(
-    model: Any, trace: Path, held_out: Path | None, sizes: HeadSizes, how: Distillation, tokens: int, held_out_tokens: int
-) -> TrainedPredictor:  # fmt: skip
-    """Heads for ``model`` from a trace of it with features, which is read a part at a time. The model does not run.
+    model: Any,
+    trace: Path,
+    held_out: Path | None,
+    sizes: HeadSizes,
+    how: Distillation,
+    tokens: int,
+    held_out_tokens: int,
+) -> TrainedPredictor:
+    """Heads for ``model`` from a trace of it with features, which is read a part at a time. The
+    model does not run.
 
     Args:
-        held_out: the folder of another trace of it; None keeps the first parts of ``trace``, with ``held_out_tokens`` in all.
+        held_out: the folder of another trace of it; None keeps the first parts of ``trace``, with
+            ``held_out_tokens`` in all.
         tokens: of the trace to train on, at most, by whole parts.
 
     Raises:
-        ValueError: a trace is not whole, is of another model or has no features; or there are too few tokens.
+        ValueError: a trace is not whole, is of another model or has no features; or there are too
+            few tokens.
     """
     there = Trace(trace)
     weights = there.check(model)
@@ -107,7 +135,10 @@ def train_from_trace(
         kept = measured.first(range(len(measured.info.files)), held_out_tokens)
     rest = there.first(parts[len(kept) if held_out is None else 0 :], tokens)
     if not rest:
-        raise ValueError(f"{trace}: its {there.info.tokens:,} tokens are all held out; record more, or hold out fewer")
+        raise ValueError(
+            f"{trace}: its {there.info.tokens:,} tokens are all held out; record more, or hold "
+            "out fewer"
+        )
     assert there.info.choice is not None
     predictor = _new_heads(model, sizes, Choice(**there.info.choice), how.seed)
     steps = how.passes * sum(how.steps_of(there.info.files[n]["tokens"]) for n in rest)

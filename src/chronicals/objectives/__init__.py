@@ -1,10 +1,17 @@
-"""What is minimised, a file an objective; each file of this folder is imported, and registers its own."""
+"""What is minimised, a file an objective; each file of this folder is imported, and registers
+its own.
+"""
 
 import importlib
 import pkgutil
 
 from chronicals.models import Term, Terms
-from chronicals.objectives.registry import OBJECTIVES, build_objective, default_learning_rate, register
+from chronicals.objectives.registry import (
+    OBJECTIVES,
+    build_objective,
+    default_learning_rate,
+    register,
+)
 from chronicals.objectives.terms import Count, Objective, ScoredDocument, divide, settings, shown
 
 for _module in pkgutil.iter_modules(__path__):
@@ -13,9 +20,20 @@ for _module in pkgutil.iter_modules(__path__):
 from chronicals.objectives.next_token import NextToken  # noqa: E402
 
 __all__ = [
-    "OBJECTIVES", "Count", "NextToken", "Objective", "ScoredDocument", "Term", "Terms", "build_objective",
-    "default_learning_rate", "divide", "register", "settings", "shown",
-]  # fmt: skip
+    "OBJECTIVES",
+    "Count",
+    "NextToken",
+    "Objective",
+    "ScoredDocument",
+    "Term",
+    "Terms",
+    "build_objective",
+    "default_learning_rate",
+    "divide",
+    "register",
+    "settings",
+    "shown",
+]
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,8 @@
-"""What the definitions of objectives over answers are written in, for ``verify``: nothing here is on the path of training.
+"""What the definitions of objectives over answers are written in, for ``verify``: nothing here is
+on the path of training.
 
-A definition sees whole logits of one item's documents, and writes its formula out; only settings are shared with the objective.
+A definition sees whole logits of one item's documents, and writes its formula out; only settings
+are shared with the objective.
 """
 
 from __future__ import annotations

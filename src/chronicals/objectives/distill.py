@@ -1,11 +1,14 @@
-"""Knowledge distillation: the student learns the teacher's next-token distributions over the run's own documents.
+"""Knowledge distillation: the student learns the teacher's next-token distributions over the run's
+own documents.
 
     loss = Σ_t w_t [α · u · D(p_t, q_t) + (1 − α) · (−log q_t(y_t))] / Σ_t w_t     over the positions whose target is trained
 
-p is the teacher's distribution, q the student's, both at temperature τ in D and at 1 in the cross-entropy; w_t is 1 where a
-Batch has no weights. D is a KL divergence (Hinton et al., 2015, section 2; Gu et al., 2024), the generalized JSD (Agarwal et
-al., 2024, equation 1) or a skewed KL divergence (Ko et al., 2024, section 3.1). u is 1, as in TRL and Liger, or τ²
-(``temperature_squared``), with which D's gradient is of one size at all temperatures (Hinton et al., 2015, section 2).
+p is the teacher's distribution, q the student's, both at temperature τ in D and at 1 in the
+cross-entropy; w_t is 1 where a Batch has no weights. D is a KL divergence (Hinton et al., 2015,
+section 2; Gu et al., 2024), the generalized JSD (Agarwal et al., 2024, equation 1) or a skewed KL
+divergence (Ko et al., 2024, section 3.1). u is 1, as in TRL and Liger, or τ²
+(``temperature_squared``), with which D's gradient is of one size at all temperatures (Hinton et
+al., 2015, section 2).
 """
 
 from __future__ import annotations
@@ -42,14 +45,20 @@ TEACHER = "teacher"
 """Name of the frozen model."""
 
 STORED_IDS, STORED_LOG_P = "teacher_ids", "teacher_log_p"
-"""Columns of a Batch's tokens: k tokens that were stored of the teacher's predictions, and their log-probabilities."""
+"""Columns of a Batch's tokens: k tokens that were stored of the teacher's predictions, and their
+log-probabilities.
+"""
 
 BETA, SKEW = 0.5, 0.1
 """Where they are not set: the JSD of both sides' mean, and the skew that DistiLLM recommends."""
 
 PRECISIONS = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.bfloat16, "nf4": torch.bfloat16,
-}  # fmt: skip
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.bfloat16,
+    "nf4": torch.bfloat16,
+}
 """The dtype of the teacher's products, or of what stands around them."""
 
 QUANTISED = ("int8", "nf4")
@@ -64,56 +73,94 @@ Log = Tensor
 
 @register("distill")
 class Distill(Objective):
-    """A divergence from a frozen teacher, which sees the same Batch, and a share of cross-entropy."""
+    """A divergence from a frozen teacher, which sees the same Batch, and a share of
+    cross-entropy.
+    """
 
     of_tokens = True
 
     @settings
     class Settings:
         teacher: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
-            description="Folder or hub name of a model, an adapter or a run, with the student's tokenizer"
+            description="Folder or hub name of a model, an adapter or a run, with the student's "
+            "tokenizer"
         )
-        divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"] = Field(
-            default="forward_kl", description="Of the student's distributions from the teacher's"
+        divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"] = (
+            Field(
+                default="forward_kl",
+                description="Of the student's distributions from the teacher's",
+            )
         )
-        temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="Divides the logits of both sides")
-        temperature_squared: bool = Field(default=False, description="Multiply the divergence by the temperature's square")
+        temperature: float = Field(
+            default=1.0, gt=0, allow_inf_nan=False, description="Divides the logits of both sides"
+        )
+        temperature_squared: bool = Field(
+            default=False, description="Multiply the divergence by the temperature's square"
+        )
         beta: float | None = Field(
-            default=None, ge=0, le=1,
-            description=f"Of jsd: the teacher's share of the mixture, 0 the forward KL and 1 the reverse one [{BETA}]",
-        )  # fmt: skip
-        skew: float | None = Field(
-            default=None, ge=0, lt=1, description=f"Of skew_kl and skew_reverse_kl: the first side's share of m [{SKEW}]"
+            default=None,
+            ge=0,
+            le=1,
+            description="Of jsd: the teacher's share of the mixture, 0 the forward KL and 1 the "
+            f"reverse one [{BETA}]",
         )
-        alpha: float = Field(default=1.0, gt=0, le=1, description="Share of the divergence; the rest is cross-entropy")
+        skew: float | None = Field(
+            default=None,
+            ge=0,
+            lt=1,
+            description=f"Of skew_kl and skew_reverse_kl: the first side's share of m [{SKEW}]",
+        )
+        alpha: float = Field(
+            default=1.0,
+            gt=0,
+            le=1,
+            description="Share of the divergence; the rest is cross-entropy",
+        )
         teacher_precision: Literal["bf16", "fp16", "fp32", "int8", "nf4"] = Field(
-            default="bf16", description="What the teacher's weights are; int8 is bitsandbytes' LLM.int8, nf4 4 bits"
+            default="bf16",
+            description="What the teacher's weights are; int8 is bitsandbytes' LLM.int8, nf4 4 "
+            "bits",
         )
         stored_tokens: int | None = Field(
-            default=None, ge=1, le=1024,
-            description="Compute the teacher's predictions once, before the run, and keep this many tokens of each",
-        )  # fmt: skip
-        stored: Literal["likeliest", "drawn"] = Field(
-            default="likeliest", description="Which tokens are kept: the likeliest, or ones drawn by their probabilities"
+            default=None,
+            ge=1,
+            le=1024,
+            description="Compute the teacher's predictions once, before the run, and keep this "
+            "many tokens of each",
         )
-        trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the teacher")
+        stored: Literal["likeliest", "drawn"] = Field(
+            default="likeliest",
+            description="Which tokens are kept: the likeliest, or ones drawn by their "
+            "probabilities",
+        )
+        trust_remote_code: bool = Field(
+            default=False, description="Run Python code that comes with the teacher"
+        )
 
         @field_validator("stored_tokens")
         @classmethod
         def _can_be_stored(cls, value: int | None, given: ValidationInfo) -> int | None:
-            """Refuses the divergence that is infinite where the teacher is known by some tokens alone."""
+            """Refuses the divergence that is infinite where the teacher is known by some tokens
+            alone.
+            """
             divergence, without_skew = given.data.get("divergence"), given.data.get("skew") == 0.0
             if value is not None and divergence == "skew_reverse_kl" and without_skew:
                 raise PydanticCustomError(
-                    "infinite", "skew=0 of divergence='skew_reverse_kl' is the reverse KL, which needs all of the teacher's "
-                    "tokens, and the others have no probability in what is stored; take a skew above 0, or leave stored_tokens "
+                    "infinite",
+                    "skew=0 of divergence='skew_reverse_kl' is the reverse KL, which needs all of "
+                    "the teacher's "
+                    "tokens, and the others have no probability in what is stored; take a skew "
+                    "above 0, or leave stored_tokens "
                     "out",
-                )  # fmt: skip
+                )
             if value is not None and (divergence == "reverse_kl" or given.data.get("beta") == 1.0):
                 raise PydanticCustomError(
-                    "infinite", "the reverse KL needs all of the teacher's tokens, the others have no probability in what is "
-                    "stored; take divergence='forward_kl' or 'skew_reverse_kl', or leave stored_tokens out",
-                )  # fmt: skip
+                    "infinite",
+                    "the reverse KL needs all of the teacher's tokens, the others have no "
+                    "probability in what is "
+                    "stored; take divergence='forward_kl' or 'skew_reverse_kl', or leave "
+                    "stored_tokens out",
+                )
             return value
 
         @field_validator("stored")
@@ -121,12 +168,17 @@ class Distill(Objective):
         def _drawn_in_the_mean(cls, value: str, given: ValidationInfo) -> str:
             """Refuses drawn tokens where their mean is not the teacher."""
             if value == "drawn" and given.data.get("stored_tokens", 0) is None:
-                raise PydanticCustomError("belongs", "belongs to stored_tokens, which is not set; set it, or leave this out")
+                raise PydanticCustomError(
+                    "belongs",
+                    "belongs to stored_tokens, which is not set; set it, or leave this out",
+                )
             if value == "drawn" and given.data.get("divergence") != "forward_kl":
                 raise PydanticCustomError(
-                    "biased", "drawn tokens have the teacher's gradient in the mean with divergence='forward_kl' alone; "
+                    "biased",
+                    "drawn tokens have the teacher's gradient in the mean with "
+                    "divergence='forward_kl' alone; "
                     "take that, or stored='likeliest'",
-                )  # fmt: skip
+                )
             return value
 
         @field_validator("beta", "skew")
@@ -137,7 +189,9 @@ class Distill(Objective):
             divergence = given.data.get("divergence")
             if value is not None and divergence is not None and divergence not in users:
                 message = "belongs to {users}, and divergence is {divergence}; leave it out"
-                raise PydanticCustomError("belongs", message, {"users": " and ".join(users), "divergence": divergence})  # type: ignore[arg-type]
+                raise PydanticCustomError(
+                    "belongs", message, {"users": " and ".join(users), "divergence": divergence}
+                )  # type: ignore[arg-type]
             return value
 
     vocabulary: int
@@ -148,9 +202,12 @@ class Distill(Objective):
         """Of the settings."""
         name, beta, skew = self.settings.divergence, self._beta, self._skew
         made: dict[str, Callable[[], Divergence]] = {
-            "forward_kl": Divergence.forward_kl, "reverse_kl": Divergence.reverse_kl, "jsd": lambda: Divergence.jsd(beta),
-            "skew_kl": lambda: Divergence.skew_kl(skew), "skew_reverse_kl": lambda: Divergence.skew_reverse_kl(skew),
-        }  # fmt: skip
+            "forward_kl": Divergence.forward_kl,
+            "reverse_kl": Divergence.reverse_kl,
+            "jsd": lambda: Divergence.jsd(beta),
+            "skew_kl": lambda: Divergence.skew_kl(skew),
+            "skew_reverse_kl": lambda: Divergence.skew_reverse_kl(skew),
+        }
         return made[name]()
 
     @property
@@ -175,10 +232,16 @@ class Distill(Objective):
         given = self.settings
         if given.stored_tokens is not None:
             return f"the teacher {given.teacher}, which reads all data once before the first step"
-        return f"the teacher {given.teacher}: its weights ({given.teacher_precision}) on every card, and its forward passes"
+        return (
+            f"the teacher {given.teacher}: its weights ({given.teacher_precision}) on every "
+            "card, and its forward passes"
+        )
 
     def why_not_defined(self) -> str | None:
-        drawn = "its definition knows no draws, and distill has stored='drawn'; verify with stored='likeliest'"
+        drawn = (
+            "its definition knows no draws, and distill has stored='drawn'; verify with "
+            "stored='likeliest'"
+        )
         return drawn if self.settings.stored == "drawn" else super().why_not_defined()
 
     def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
@@ -188,14 +251,20 @@ class Distill(Objective):
         """Where the teacher is.
 
         Raises:
-            ConfigurationError: it is nowhere, its tokenizer is another, or it does not know all of the tokenizer's tokens.
+            ConfigurationError: it is nowhere, its tokenizer is another, or it does not know all of
+                the tokenizer's tokens.
         """
         given = self.settings
         try:
             saved = SavedModel.find(given.teacher, remedy=OF_ITS_BASE)
-            check_same_tokenizer(tokenizer, saved.tokenizer(given.trust_remote_code), self._said, REMEDY)
+            check_same_tokenizer(
+                tokenizer, saved.tokenizer(given.trust_remote_code), self._said, REMEDY
+            )
             if (rows := saved.embedding_rows(given.trust_remote_code)) < len(tokenizer):
-                raise ValueError(f"its embedding has {rows} rows, the tokenizer {len(tokenizer)} tokens; {REMEDY}")
+                raise ValueError(
+                    f"its embedding has {rows} rows, the tokenizer {len(tokenizer)} tokens; "
+                    f"{REMEDY}"
+                )
         except ConfigurationError:
             raise
         except ValueError as error:
@@ -209,11 +278,16 @@ class Distill(Objective):
         saved = self.saved_teacher(tokenizer)
         if saved.adapted and quantization == "int8":
             raise ConfigurationError(
-                f"distill={{'teacher_precision': 'int8'}}: the teacher {given.teacher!r} is an adapter, which does not go over "
+                f"distill={{'teacher_precision': 'int8'}}: the teacher {given.teacher!r} is an "
+                "adapter, which does not go over "
                 "a base in LLM.int8; take nf4, or the model that chronicals merge makes of it"
             )
         try:
-            return {TEACHER: saved.model(PRECISIONS[given.teacher_precision], given.trust_remote_code, quantization)}
+            return {
+                TEACHER: saved.model(
+                    PRECISIONS[given.teacher_precision], given.trust_remote_code, quantization
+                )
+            }
         except ValueError as error:
             raise ConfigurationError(f"{self._said}: {without_field(error)}") from error
 
@@ -222,54 +296,82 @@ class Distill(Objective):
         return f"distill={{'teacher': {self.settings.teacher!r}}}"
 
     def kept(self, logits: Tensor, drawing: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What is stored of a teacher's logits ``[n, V]``: int64 ids and fp32 log-probabilities, ``[n, k]`` both.
+        """What is stored of a teacher's logits ``[n, V]``: int64 ids and fp32 log-probabilities,
+        ``[n, k]`` both.
 
-        The likeliest tokens have their own log-probabilities. Drawn ones stand for their shares of the draws, which were made
-        at the temperature of the run and are divided by it again; the mean of the shares is the teacher's distribution
-        (Anshumann et al., 2025, section 4).
+        The likeliest tokens have their own log-probabilities. Drawn ones stand for their shares of
+        the draws, which were made at the temperature of the run and are divided by it again; the
+        mean of the shares is the teacher's distribution (Anshumann et al., 2025, section 4).
         """
         k, temperature = self.settings.stored_tokens, self.settings.temperature
         if self.settings.stored == "likeliest":
             log_p, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[1]))
             spare = k - ids.shape[1]
             return F.pad(ids, (0, spare)), F.pad(log_p, (0, spare), value=-torch.inf)
-        ids = (logits.float() / temperature).softmax(-1).multinomial(k, replacement=True, generator=drawing)
-        counts = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
+        ids = (
+            (logits.float() / temperature)
+            .softmax(-1)
+            .multinomial(k, replacement=True, generator=drawing)
+        )
+        counts = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(
+            1, ids, torch.ones_like(ids, dtype=torch.float32)
+        )
         return ids, temperature * (counts.gather(1, ids) / k).log()
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
         states, auxiliary = model(batch)
         found = self._compared(head, states, batch)
-        return {"distillation": Term(found.loss, per="weight"), **self._metrics(found, batch), **auxiliary}
+        return {
+            "distillation": Term(found.loss, per="weight"),
+            **self._metrics(found, batch),
+            **auxiliary,
+        }
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """The same without auxiliary terms, and the ratio of targets that are the student's likeliest token."""
+        """The same without auxiliary terms, and the ratio of targets that are the student's
+        likeliest token.
+        """
         head = model.head
-        found = self._compared(head, model.logits(batch) if head is None else model.hidden_states(batch), batch)
+        found = self._compared(
+            head, model.logits(batch) if head is None else model.hidden_states(batch), batch
+        )
         accuracy = Term(found.accuracy, 0.0, "weight")
-        return {"distillation": Term(found.loss, per="weight"), **self._metrics(found, batch), "token_accuracy": accuracy}
+        return {
+            "distillation": Term(found.loss, per="weight"),
+            **self._metrics(found, batch),
+            "token_accuracy": accuracy,
+        }
 
     def _metrics(self, found: Distillation, batch: Batch) -> Terms:
         metrics = {
-            self.settings.divergence: found.divergence, "cross_entropy": found.cross_entropy,
+            self.settings.divergence: found.divergence,
+            "cross_entropy": found.cross_entropy,
             "token_agreement": found.agreement,
-        }  # fmt: skip
+        }
         if self.settings.stored_tokens is None:
             metrics["teacher_cross_entropy"] = found.teacher_cross_entropy
         elif self.settings.stored == "likeliest":
-            kept = batch.tokens[STORED_LOG_P].exp().sum(-1).masked_fill(batch.targets == IGNORED, 0.0)
-            metrics["teacher_kept"] = (kept if batch.weights is None else kept * batch.weights).sum()
+            kept = (
+                batch.tokens[STORED_LOG_P].exp().sum(-1).masked_fill(batch.targets == IGNORED, 0.0)
+            )
+            metrics["teacher_kept"] = (
+                kept if batch.weights is None else kept * batch.weights
+            ).sum()
         return {name: Term(value, 0.0, "weight") for name, value in metrics.items()}
 
     def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> Distillation:
-        """The sums over the Batch; without whole logits where the heads of both sides are understood."""
+        """The sums over the Batch; without whole logits where the heads of both sides are
+        understood.
+        """
         of_divergence, of_cross_entropy = self.weights
         options: dict[str, Any] = {
-            "temperature": self.settings.temperature, "divergence_weight": of_divergence,
-            "cross_entropy_weight": of_cross_entropy, "weights": batch.weights,
-        }  # fmt: skip
+            "temperature": self.settings.temperature,
+            "divergence_weight": of_divergence,
+            "cross_entropy_weight": of_cross_entropy,
+            "weights": batch.weights,
+        }
         if self.settings.stored_tokens is not None:
             return self._from_stored(head, states, batch, options)
         teacher = self.frozen[TEACHER]
@@ -281,18 +383,33 @@ class Distill(Objective):
             teachers_z = taught if theirs is None else theirs.logits(taught)
             return distillation_of_logits(z, teachers_z, batch.targets, self.divergence, **options)
         return linear_distillation(
-            _linear(states, head), _linear(taught, theirs), batch.targets, self.divergence, count=batch.trained,
-            chunk_size=self.chunk_size, **options,
-        )  # fmt: skip
+            _linear(states, head),
+            _linear(taught, theirs),
+            batch.targets,
+            self.divergence,
+            count=batch.trained,
+            chunk_size=self.chunk_size,
+            **options,
+        )
 
-    def _from_stored(self, head: Head | None, states: Tensor, batch: Batch, options: dict[str, Any]) -> Distillation:
+    def _from_stored(
+        self, head: Head | None, states: Tensor, batch: Batch, options: dict[str, Any]
+    ) -> Distillation:
         stored = StoredTokens(batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P])
         if head is None:
             theirs = stored.logits(self.vocabulary)
-            return distillation_of_logits(states[:, : self.vocabulary], theirs, batch.targets, self.divergence, **options)
+            return distillation_of_logits(
+                states[:, : self.vocabulary], theirs, batch.targets, self.divergence, **options
+            )
         ours = _linear(states, head).of_rows(self.vocabulary)
         return linear_distillation(
-            ours, stored, batch.targets, self.divergence, count=batch.trained, chunk_size=self.chunk_size, **options
+            ours,
+            stored,
+            batch.targets,
+            self.divergence,
+            count=batch.trained,
+            chunk_size=self.chunk_size,
+            **options,
         )
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
@@ -306,7 +423,9 @@ class Distill(Objective):
         divergence = DEFINITIONS[self.settings.divergence](p, q, self._beta, self._skew)
         if self.settings.temperature_squared:
             divergence = self.settings.temperature**2 * divergence
-        return self.settings.alpha * divergence + (1 - self.settings.alpha) * F.cross_entropy(z, targets, reduction="none")
+        return self.settings.alpha * divergence + (1 - self.settings.alpha) * F.cross_entropy(
+            z, targets, reduction="none"
+        )
 
 
 def _linear(states: Tensor, head: Head) -> LinearHead:
@@ -315,7 +434,9 @@ def _linear(states: Tensor, head: Head) -> LinearHead:
 
 def _kl(p: Log, q: Log) -> Tensor:
     """``KL(p ‖ q)``; torch has the second one first. What p excludes adds nothing."""
-    return F.kl_div(q, p, reduction="none", log_target=True).masked_fill(p == -torch.inf, 0.0).sum(-1)
+    return (
+        F.kl_div(q, p, reduction="none", log_target=True).masked_fill(p == -torch.inf, 0.0).sum(-1)
+    )
 
 
 def _mix(p: Log, q: Log, share: float) -> Log:
@@ -339,4 +460,6 @@ DEFINITIONS: dict[str, Callable[[Log, Log, float, float], Tensor]] = {
     "skew_kl": lambda p, q, beta, skew: _kl(p, _mix(p, q, skew)),
     "skew_reverse_kl": lambda p, q, beta, skew: _kl(q, _mix(q, p, skew)),
 }
-"""Of log-probabilities of teacher and student, β and the skew; nothing of the kernels is in them."""
+"""Of log-probabilities of teacher and student, β and the skew; nothing of the kernels is in
+them.
+"""

@@ -1,4 +1,5 @@
-"""Direct preference optimisation (Rafailov et al., 2023, arXiv 2305.18290), with the variants of its loss.
+"""Direct preference optimisation (Rafailov et al., 2023, arXiv 2305.18290), with the variants of
+its loss.
 
     h = β (log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x))                                        equation 7
 
@@ -21,7 +22,13 @@ from torch import Tensor
 
 from chronicals.models import Term, Terms
 from chronicals.objectives.definitions import log_ratio, minus_log_sigmoid
-from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, binary_entropy, reward_metrics
+from chronicals.objectives.pairs import (
+    PER_PAIR,
+    PairObjective,
+    Pairs,
+    binary_entropy,
+    reward_metrics,
+)
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import ScoredDocument, settings
@@ -33,7 +40,8 @@ def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
     """The loss of each pair.
 
     Args:
-        h: ``[G]``, β times the difference of the log-ratios; for ``sigmoid_norm`` of the log-ratios by token.
+        h: ``[G]``, β times the difference of the log-ratios; for ``sigmoid_norm`` of the log-ratios
+            by token.
         label_smoothing: ε, the share of pairs that are taken to be the wrong way round.
     """
     wrong = label_smoothing
@@ -52,15 +60,23 @@ class DPO(PairObjective, WithReference):
 
     @settings
     class Settings(ReferenceSettings):
-        beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
+        beta: float = Field(
+            default=0.1, gt=0, description="How strongly the policy is held to the reference"
+        )
         loss: Loss = Field(default="sigmoid", description="The loss of a pair")
         label_smoothing: float = Field(
-            default=0.0, ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round (sigmoid and robust)"
+            default=0.0,
+            ge=0,
+            lt=0.5,
+            description="Share of pairs taken to be the wrong way round (sigmoid and robust)",
         )
 
         def __post_init__(self) -> None:
             if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
-                raise ValueError(f"loss={self.loss!r} has no label_smoothing; leave it out, or take 'sigmoid' or 'robust'")
+                raise ValueError(
+                    f"loss={self.loss!r} has no label_smoothing; leave it out, or take 'sigmoid' "
+                    "or 'robust'"
+                )
 
     def lowest_loss(self) -> float | None:
         """The hinge is flat beyond its margin; the robust loss with a smoothing falls for ever."""
@@ -76,7 +92,10 @@ class DPO(PairObjective, WithReference):
             scores = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
         losses = dpo_losses(given.beta * (scores[0] - scores[1]), given.loss, given.label_smoothing)
         loss = Term(pairs.total(losses), per=PER_PAIR)
-        return {self.name: loss, **reward_metrics(pairs, given.beta * chosen, given.beta * rejected)}
+        return {
+            self.name: loss,
+            **reward_metrics(pairs, given.beta * chosen, given.beta * rejected),
+        }
 
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
         given, better, worse = self.settings, log_ratio(chosen), log_ratio(rejected)

@@ -2,7 +2,8 @@
 
     (h − 1 / 2τ)²,   h = log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x), each log-ratio over its answer's tokens
 
-The mean over tokens, so that long answers do not count more, is of the authors' own implementation, not of the paper.
+The mean over tokens, so that long answers do not count more, is of the authors' own implementation,
+not of the paper.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class IPO(PairObjective, WithReference):
 
     @settings
     class Settings(ReferenceSettings):
-        tau: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
+        tau: float = Field(
+            default=0.1, gt=0, description="How strongly the policy is held to the reference"
+        )
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         tau, (chosen, rejected) = self.settings.tau, pairs.log_ratios()

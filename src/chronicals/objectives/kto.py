@@ -1,12 +1,14 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024, arXiv 2402.01306), of answers that are judged one by one.
+"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024, arXiv 2402.01306), of answers that are
+judged one by one.
 
     r = log π(y|x)/π_ref(y|x)                                                                     equation 8
     z = max(0, mean of r over answers y' of other prompts x),  without a gradient                 section 4.1
     loss = λ_D (1 − σ(β (r − z)))  of a good answer,   λ_U (1 − σ(β (z − r)))  of a bad one       equation 8
 
-z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all ranks, never of a
-micro-batch. y' is the answer of the nearest row before with another prompt (``data/judged_answers.py``). A row that leaves no
-room for one has none: z is the mean over those of the others, 0 where no row of the step has one.
+z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all
+ranks, never of a micro-batch. y' is the answer of the nearest row before with another prompt
+(``data/judged_answers.py``). A row that leaves no room for one has none: z is the mean over those
+of the others, 0 where no row of the step has one.
 """
 
 from __future__ import annotations
@@ -34,16 +36,22 @@ OWN, MISMATCHED = 0, 1
 """Sides: the row's own answer, and the answer of another row to its prompt."""
 
 GOOD, BAD, OTHERS = "good_items", "bad_items", "mismatched_items"
-"""The counts of a step's good and bad answers, and of those beside which one to another prompt stands."""
+"""The counts of a step's good and bad answers, and of those beside which one to another prompt
+stands.
+"""
 
 FLAT_BEYOND = 16.0
-"""Size of beta (r - z) beyond which the sigmoid's derivative is at most 1e-7, and 0 on one side in fp32."""
+"""Size of beta (r - z) beyond which the sigmoid's derivative is at most 1e-7, and 0 on one side
+in fp32.
+"""
 
 KL = "kl"
 """z, a segment of every Batch of a step."""
 
 
-def kto_losses(r: Tensor, kl: Tensor, good: Tensor, beta: float, desirable: float, undesirable: float) -> Tensor:
+def kto_losses(
+    r: Tensor, kl: Tensor, good: Tensor, beta: float, desirable: float, undesirable: float
+) -> Tensor:
     """The loss of each answer.
 
     Args:
@@ -53,19 +61,25 @@ def kto_losses(r: Tensor, kl: Tensor, good: Tensor, beta: float, desirable: floa
         desirable, undesirable: λ_D and λ_U.
     """
     gain = beta * (r - kl)
-    return torch.where(good, desirable * (1 - torch.sigmoid(gain)), undesirable * (1 - torch.sigmoid(-gain)))
+    return torch.where(
+        good, desirable * (1 - torch.sigmoid(gain)), undesirable * (1 - torch.sigmoid(-gain))
+    )
 
 
 @register("kto")
 class KTO(WithReference):
-    """Raises the probability of good answers and lowers that of bad ones, beside a reference policy."""
+    """Raises the probability of good answers and lowers that of bad ones, beside a reference
+    policy.
+    """
 
     row_kinds = (JUDGED,)
     full_learning_rate, adapter_learning_rate = 1e-6, 1e-5
 
     @settings
     class Settings(ReferenceSettings):
-        beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
+        beta: float = Field(
+            default=0.1, gt=0, description="How strongly the policy is held to the reference"
+        )
         desirable_weight: float = Field(default=1.0, gt=0, description="Weight of good answers")
         undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad answers")
 
@@ -89,7 +103,9 @@ class KTO(WithReference):
         log_p = document_sums(scores.log_p, batch)
         r = log_p - segments[REFERENCE]
         kl = segments[KL].clamp(min=0)
-        losses = kto_losses(r, kl, good, given.beta, given.desirable_weight, given.undesirable_weight)
+        losses = kto_losses(
+            r, kl, good, given.beta, given.desirable_weight, given.undesirable_weight
+        )
 
         def total(values: Tensor, which: Tensor) -> Tensor:
             return torch.where(which, values, 0.0).sum()
@@ -109,22 +125,37 @@ class KTO(WithReference):
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
         """The loss of an answer is flat far from z on either side."""
         beta = self.settings.beta
-        rewards = [values[name] for name in ("rewards/chosen", "rewards/rejected") if name in values]
+        rewards = [
+            values[name] for name in ("rewards/chosen", "rewards/rejected") if name in values
+        ]
         if all(abs(reward - beta * values["kl"]) > FLAT_BEYOND for reward in rewards):
             return "every answer is so far from the reference that the sigmoid of its gain is flat"
         return None
 
-    def finish_metrics(self, values: Mapping[str, Value], counts: Mapping[str, Count]) -> dict[str, Value]:
-        """Without means over the good or the bad answers where there are none; with their margin where there are both."""
-        without = {side for side, count in (("/chosen", GOOD), ("/rejected", BAD)) if not counts[count]}
+    def finish_metrics(
+        self, values: Mapping[str, Value], counts: Mapping[str, Count]
+    ) -> dict[str, Value]:
+        """Without means over the good or the bad answers where there are none; with their margin
+        where there are both.
+        """
+        without = {
+            side for side, count in (("/chosen", GOOD), ("/rejected", BAD)) if not counts[count]
+        }
         shown = {name: value for name, value in values.items() if not name.endswith(tuple(without))}
         if not without:
             shown["rewards/margins"] = shown["rewards/chosen"] - shown["rewards/rejected"]
         return shown
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
-        others, none = [document for document in item if document.side == 1], item[0].logits.new_zeros(())
-        return {"kl": Term(sum((log_ratio(other).sum() for other in others), none), 0.0, "mismatched_items")}
+        others, none = (
+            [document for document in item if document.side == 1],
+            item[0].logits.new_zeros(()),
+        )
+        return {
+            "kl": Term(
+                sum((log_ratio(other).sum() for other in others), none), 0.0, "mismatched_items"
+            )
+        }
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         given, answer = self.settings, document_of(item, 0)

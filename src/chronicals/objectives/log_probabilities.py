@@ -36,9 +36,17 @@ def score_tokens(model: PresentedModel, batch: Batch, chunk_size: int) -> TokenS
         log_p, entropy = _of_logits(states, batch.targets)
     else:
         log_p, entropy = token_log_probability(
-            states, head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale, softcap=head.softcap,
-            chunk_size=chunk_size, entropy=True, count=len(batch) if batch.trained is None else batch.trained,
-        )  # fmt: skip
+            states,
+            head.weight,
+            batch.targets,
+            bias=head.bias,
+            adapter=head.adapter,
+            scale=head.scale,
+            softcap=head.softcap,
+            chunk_size=chunk_size,
+            entropy=True,
+            count=len(batch) if batch.trained is None else batch.trained,
+        )
     return TokenScores(log_p, entropy.detach(), auxiliary)
 
 
@@ -51,8 +59,12 @@ def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def document_sums(values: Tensor, batch: Batch) -> Tensor:
-    """``[N]``: the sum of ``values`` ``[T]`` over each document, 0 for one without tokens; in one order, without waiting."""
-    return torch.segment_reduce(values, "sum", offsets=batch.cu_seqlens.long(), unsafe=True, initial=0)
+    """``[N]``: the sum of ``values`` ``[T]`` over each document, 0 for one without tokens; in
+    one order, without waiting.
+    """
+    return torch.segment_reduce(
+        values, "sum", offsets=batch.cu_seqlens.long(), unsafe=True, initial=0
+    )
 
 
 def document_targets(batch: Batch, dtype: torch.dtype) -> Tensor:

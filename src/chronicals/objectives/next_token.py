@@ -2,8 +2,8 @@
 
     loss = − Σ_t w_t log p(y_t | x_≤t) / Σ_t w_t        over the positions whose target y_t is trained
 
-w_t is 1 where a Batch has no weights. The denominator is that of the whole optimizer step, never of a micro-batch (Radford et
-al., 2018, equation 1, as a mean).
+w_t is 1 where a Batch has no weights. The denominator is that of the whole optimizer step, never of
+a micro-batch (Radford et al., 2018, equation 1, as a mean).
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from chronicals.objectives.terms import Objective
 ROWS = 4096
 """Rows of logits that exist at a time while a model is scored."""
 
+
 @register("sft", "pretraining")
 class NextToken(Objective):
-    """Cross-entropy of every trained target, summed; through the head without whole logits where it is understood.
+    """Cross-entropy of every trained target, summed; through the head without whole logits where it
+    is understood.
 
     What tells ``sft`` from ``pretraining`` is which tokens the data marks as trained.
     """
@@ -39,14 +41,25 @@ class NextToken(Objective):
             total = _weighted(_wide(states), batch.targets, batch.weights)
         else:
             total = linear_cross_entropy(
-                states, head.table, batch.targets, bias=head.bias, adapter=head.adapter, rows=head.rows, scale=head.scale,
-                softcap=head.softcap, weights=batch.weights, count=batch.trained, chunk_size=self.chunk_size,
-            )  # fmt: skip
+                states,
+                head.table,
+                batch.targets,
+                bias=head.bias,
+                adapter=head.adapter,
+                rows=head.rows,
+                scale=head.scale,
+                softcap=head.softcap,
+                weights=batch.weights,
+                count=batch.trained,
+                chunk_size=self.chunk_size,
+            )
         return {"cross_entropy": Term(total, per="weight"), **auxiliary}
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """The cross-entropy, and as a metric the ratio of targets that are the likeliest token; without auxiliary terms."""
+        """The cross-entropy, and as a metric the ratio of targets that are the likeliest token;
+        without auxiliary terms.
+        """
         head = model.head
         states = model.logits(batch) if head is None else model.hidden_states(batch)
         total, correct = (torch.zeros((), device=states.device) for _ in range(2))
@@ -58,7 +71,10 @@ class NextToken(Objective):
             else:
                 total += _weighted(logits, targets, weight)
             correct += (logits.argmax(-1) == targets).sum()
-        return {"cross_entropy": Term(total, per="weight"), "token_accuracy": Term(correct, coefficient=0.0)}
+        return {
+            "cross_entropy": Term(total, per="weight"),
+            "token_accuracy": Term(correct, coefficient=0.0),
+        }
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
         return -F.log_softmax(logits.float(), dim=-1).gather(-1, targets[:, None])[:, 0]

@@ -1,10 +1,12 @@
-"""Odds ratio preference optimisation (Hong et al., 2024, arXiv 2403.07691), without a reference policy.
+"""Odds ratio preference optimisation (Hong et al., 2024, arXiv 2403.07691), without a reference
+policy.
 
     L_SFT + λ L_OR                                                                       equation 6
     L_OR = − log σ(log odds(y_w|x) − log odds(y_l|x))                                     equation 7
     odds(y|x) = P / (1 − P),  log P = log π(y|x) / |y|                                    equations 3 and 4
 
-L_SFT is the mean cross-entropy of the chosen answers' tokens: over all tokens of a step, and not of a pair.
+L_SFT is the mean cross-entropy of the chosen answers' tokens: over all tokens of a step, and not of
+a pair.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from torch import Tensor
 
 from chronicals.models import Term, Terms
 from chronicals.objectives.definitions import log_p, minus_log_sigmoid
-from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, nll_of_chosen, reward_metrics
+from chronicals.objectives.pairs import (
+    PER_PAIR,
+    PairObjective,
+    Pairs,
+    nll_of_chosen,
+    reward_metrics,
+)
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import ScoredDocument, settings
 
@@ -29,7 +37,9 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 − eˣ) of x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as the next smaller number."""
+    """log(1 − eˣ) of x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as
+    the next smaller number.
+    """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931471805599453
     return torch.where(near, (-torch.expm1(x.where(near, -0.5))).log(), torch.log1p(-x.exp()))
@@ -37,14 +47,18 @@ def log_one_minus_exp(x: Tensor) -> Tensor:
 
 @register("orpo")
 class ORPO(PairObjective):
-    """Supervised fine-tuning on the chosen answers, with the odds of the rejected ones held down."""
+    """Supervised fine-tuning on the chosen answers, with the odds of the rejected ones held
+    down.
+    """
 
     name, by_token = "odds_ratio", True
     full_learning_rate, adapter_learning_rate = 8e-6, 1e-4
 
     @settings
     class Settings:
-        beta: float = Field(default=0.1, gt=0, description="λ: weight of the odds ratio beside the cross-entropy")
+        beta: float = Field(
+            default=0.1, gt=0, description="λ: weight of the odds ratio beside the cross-entropy"
+        )
 
     def why_no_gradient(self, values: Mapping[str, float]) -> None:
         """The cross-entropy is flat nowhere."""
@@ -66,5 +80,7 @@ class ORPO(PairObjective):
         ratio = (better / (1 - better)) / (worse / (1 - worse))
         return {
             "cross_entropy": Term(-log_p(chosen).sum(), per="first_targets"),
-            "odds_ratio": Term(minus_log_sigmoid(ratio.log()).float(), self.settings.beta, per="items"),
+            "odds_ratio": Term(
+                minus_log_sigmoid(ratio.log()).float(), self.settings.beta, per="items"
+            ),
         }

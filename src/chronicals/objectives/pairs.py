@@ -1,6 +1,7 @@
 """Objectives over pairs of answers to one prompt: what their files share.
 
-A row of kind ``preference`` is an item of two documents, of side 0 (chosen, y_w) and 1 (rejected, y_l). With x the prompt,
+A row of kind ``preference`` is an item of two documents, of side 0 (chosen, y_w) and 1 (rejected,
+y_l). With x the prompt,
 
     log π(y | x) = Σ_t log π(y_t | x, y_<t)        over the trained tokens of the answer
 
@@ -36,14 +37,15 @@ PER_PAIR, PER_CHOSEN_TOKEN = "items", "first_targets"
 
 @dataclass(frozen=True)
 class Pairs:
-    """Both answers of the items of a Batch. There are as many entries, G, as the Batch has documents: a number that does not
-    change; entries without an item are not ``there``.
+    """Both answers of the items of a Batch. There are as many entries, G, as the Batch has
+    documents: a number that does not change; entries without an item are not ``there``.
 
     Attributes:
         chosen, rejected: fp32 ``[G]``, log π of each answer.
         chosen_tokens, rejected_tokens: fp32 ``[G]``, its trained tokens, at least 1.
         there: bool ``[G]``.
-        reference_chosen, reference_rejected: fp32 ``[G]``, log π_ref of each answer, where the objective has a reference.
+        reference_chosen, reference_rejected: fp32 ``[G]``, log π_ref of each answer, where the
+            objective has a reference.
     """
 
     chosen: Tensor
@@ -69,7 +71,9 @@ class Pairs:
 
 
 def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
-    """``[G]``: of each item the value ``[N]`` of its document of this side, 0 where there is none."""
+    """``[G]``: of each item the value ``[N]`` of its document of this side, 0 where there is
+    none.
+    """
     group, here = batch.segments[GROUP], batch.segments[SIDE] == side
     place = torch.where(here, group, len(values))
     return values.new_zeros(len(values) + 1).index_copy(0, place, values * here)[:-1]
@@ -92,7 +96,8 @@ class PairObjective(Objective):
 
     Attributes:
         name: of the loss among the terms.
-        by_token: whether the log-probabilities that are shown are means over an answer's tokens, as those of the loss.
+        by_token: whether the log-probabilities that are shown are means over an answer's tokens, as
+            those of the loss.
     """
 
     row_kinds: ClassVar[tuple[str, ...]] = ("preference",)
@@ -120,7 +125,9 @@ class PairObjective(Objective):
         return self.pair_definition(document_of(item, 0), document_of(item, 1))
 
     def lowest_loss(self) -> float | None:
-        """The value that the loss of a pair has, or comes near, where it is flat; None where it is flat nowhere."""
+        """The value that the loss of a pair has, or comes near, where it is flat; None where it
+        is flat nowhere.
+        """
         return 0.0
 
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
@@ -129,7 +136,9 @@ class PairObjective(Objective):
 
     @abstractmethod
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
-        """What a pair adds to the loss, by the formula (``definitions.py``), and what that is divided by."""
+        """What a pair adds to the loss, by the formula (``definitions.py``), and what that is
+        divided by.
+        """
 
     @abstractmethod
     def terms(self, pairs: Pairs) -> dict[str, Term]:
@@ -137,14 +146,18 @@ class PairObjective(Objective):
 
 
 def why_flat(loss: float, lowest: float = 0.0) -> str | None:
-    """The reason why the mean loss of a step's pairs has no gradient; None where it is above the value at which it is flat."""
+    """The reason why the mean loss of a step's pairs has no gradient; None where it is above the
+    value at which it is flat.
+    """
     if loss - lowest > SATURATED:
         return None
     return f"the loss of every pair is at its lowest value, {lowest:.4g}"
 
 
 def binary_entropy(share: float) -> float:
-    """− ε log ε − (1 − ε) log(1 − ε): the lowest value of − (1 − ε) log σ(h) − ε log σ(−h), where σ(h) = 1 − ε."""
+    """− ε log ε − (1 − ε) log(1 − ε): the lowest value of − (1 − ε) log σ(h) − ε log σ(−h),
+    where σ(h) = 1 − ε.
+    """
     if not share:
         return 0.0
     return -share * math.log(share) - (1 - share) * math.log1p(-share)
@@ -156,10 +169,17 @@ def nll_of_chosen(pairs: Pairs, coefficient: float) -> dict[str, Term]:
 
 
 def reward_metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> Mapping[str, Term]:
-    """What is shown of the rewards ``[G]`` of both answers: their means, the margin, and how often the chosen one is higher."""
+    """What is shown of the rewards ``[G]`` of both answers: their means, the margin, and how
+    often the chosen one is higher.
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     found = {
-        "chosen": chosen, "rejected": rejected, "margins": chosen - rejected,
+        "chosen": chosen,
+        "rejected": rejected,
+        "margins": chosen - rejected,
         "accuracies": (chosen > rejected).to(chosen.dtype),
-    }  # fmt: skip
-    return {f"rewards/{name}": Term(pairs.total(values), 0.0, PER_PAIR) for name, values in found.items()}
+    }
+    return {
+        f"rewards/{name}": Term(pairs.total(values), 0.0, PER_PAIR)
+        for name, values in found.items()
+    }

@@ -25,7 +25,9 @@ C = TypeVar("C", bound=type[Objective])
 
 
 def register(*names: str) -> Callable[[C], C]:
-    """Make the class an objective of the configuration: ``objective="dpo"``, with a section ``dpo`` of its ``Settings``."""
+    """Make the class an objective of the configuration: ``objective="dpo"``, with a section
+    ``dpo`` of its ``Settings``.
+    """
 
     def registered(cls: C) -> C:
         OBJECTIVES.update(dict.fromkeys(names, cls))
@@ -38,7 +40,8 @@ def build_objective(config: ChronicalsConfig) -> Objective:
     """The objective that ``config`` names, with its settings.
 
     Raises:
-        ConfigurationError: there is no such objective, a section belongs to none or to another one, or a setting is wrong.
+        ConfigurationError: there is no such objective, a section belongs to none or to another one,
+            or a setting is wrong.
     """
     name = config.objective
     if name not in OBJECTIVES:
@@ -49,27 +52,34 @@ def build_objective(config: ChronicalsConfig) -> Objective:
             raise ConfigurationError(no_such_field(section, given, known))
         if section in OBJECTIVES and section != name:
             raise ConfigurationError(
-                f"{section}={given}: settings of another objective than objective={name!r}; leave them out, or set "
+                f"{section}={given}: settings of another objective than objective={name!r}; leave "
+                "them out, or set "
                 f"objective={section!r}"
             )
     if set(OBJECTIVES[name].row_kinds).isdisjoint(TRAINED):
         _check_answers_alone(config)
-    built = OBJECTIVES[name](_checked(name, OBJECTIVES[name].Settings, config), config.logits_chunk_size)
+    built = OBJECTIVES[name](
+        _checked(name, OBJECTIVES[name].Settings, config), config.logits_chunk_size
+    )
     if "router" in config.sections:
         built.router = _checked("router", BESIDE["router"], config)
     return built
 
 
 def _check_answers_alone(config: ChronicalsConfig) -> None:
-    """Raises ConfigurationError where fields ask what an objective of pairs or judged answers cannot do."""
+    """Raises ConfigurationError where fields ask what an objective of pairs or judged answers
+    cannot do.
+    """
     if config.overlong == "split":
         raise ConfigurationError(
-            f"overlong='split': objective={config.objective!r} compares whole answers, which cannot be split; set "
+            f"overlong='split': objective={config.objective!r} compares whole answers, which "
+            "cannot be split; set "
             "overlong='cut' or overlong='drop'"
         )
     if config.train_on == "all":
         raise ConfigurationError(
-            f"train_on='all': objective={config.objective!r} is of answers, and not of their prompts; leave it out, or set "
+            f"train_on='all': objective={config.objective!r} is of answers, and not of their "
+            "prompts; leave it out, or set "
             "train_on='answers'"
         )
 
@@ -102,7 +112,10 @@ def _explained(section: str, settings: type, error: pydantic.ValidationError) ->
         field = str(detail["loc"][0])
         given = f"{section}={{{field!r}: {detail['input']!r}}}"
         if detail["type"] == "missing":
-            lines.append(f"{section}: {field} is required, and was not given; set {section}={{{field!r}: '...'}}")
+            lines.append(
+                f"{section}: {field} is required, and was not given; set {section}={{{field!r}: "
+                f"'...'}}"
+            )
         elif detail["type"] == "unexpected_keyword_argument":
             there = f"there are {', '.join(map(repr, known))}" if known else "it has none"
             lines.append(f"{given}: no such setting; {setting_called(field, known) or there}")

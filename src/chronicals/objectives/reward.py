@@ -1,11 +1,13 @@
-"""A reward model, trained on which of two answers was chosen (Ouyang et al., 2022, arXiv 2203.02155, equation 1).
+"""A reward model, trained on which of two answers was chosen (Ouyang et al., 2022, arXiv
+2203.02155, equation 1).
 
     loss = − log σ(r(x, y_w) − r(x, y_l))  +  c (r(x, y_w) + r(x, y_l))²
     r(x, y) = w · h,    h the hidden state of the last token of x and y
 
-w, a new weight ``score``, is trained with the model, or whole beside adapters. The second term holds rewards, which the first
-knows up to a constant for each prompt, around zero (Eisenstein et al., 2023, arXiv 2312.09244, equation 2); c is 0 unless set.
-Equation 1 divides by the pairs of a prompt; here the mean is over all pairs of an optimizer step.
+w, a new weight ``score``, is trained with the model, or whole beside adapters. The second term
+holds rewards, which the first knows up to a constant for each prompt, around zero (Eisenstein et
+al., 2023, arXiv 2312.09244, equation 2); c is 0 unless set. Equation 1 divides by the pairs of a
+prompt; here the mean is over all pairs of an optimizer step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import stop_token_ids
 from chronicals.models import PresentedModel, Term, Terms, attach_score, embedding_table, score_of
 from chronicals.models.four_bits import Watch
-from chronicals.objectives.pairs import CHOSEN, PER_PAIR, REJECTED, Pairs, pairs_of, reward_metrics, why_flat
+from chronicals.objectives.pairs import (
+    CHOSEN,
+    PER_PAIR,
+    REJECTED,
+    Pairs,
+    pairs_of,
+    reward_metrics,
+    why_flat,
+)
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import Objective, ScoredDocument, settings
 from chronicals.saving import SavedModel
@@ -48,20 +58,30 @@ class Reward(Objective):
     @settings
     class Settings:
         center_coefficient: float = Field(
-            default=0.0, ge=0, description="c: weight of the squared sum of a pair's rewards, which holds them around zero"
+            default=0.0,
+            ge=0,
+            description="c: weight of the squared sum of a pair's rewards, which holds them "
+            "around zero",
         )
         pad_token: str | None = Field(
             default=None,
-            description="Token that rows of the saved model are padded with, with which no answer may end; by default the "
+            description="Token that rows of the saved model are padded with, with which no answer "
+            "may end; by default the "
             "tokenizer's, or another special token where answers end with that",
         )
 
     @classmethod
     def load(
-        cls, saved: SavedModel, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
+        cls,
+        saved: SavedModel,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        quantization: str | None = None,
         watch: Watch | None = None,
-    ) -> Any:  # fmt: skip
-        """A language model, which is given a new score, or a reward model, whose score is trained further."""
+    ) -> Any:
+        """A language model, which is given a new score, or a reward model, whose score is
+        trained further.
+        """
         if saved.is_scored(trust_remote_code):
             return saved.scored_model(dtype, trust_remote_code, quantization)
         return super().load(saved, dtype, trust_remote_code, quantization, watch)
@@ -69,19 +89,23 @@ class Reward(Objective):
     def prepare(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> None:
         if getattr(model, "peft_config", None):
             raise ConfigurationError(
-                "objective='reward': the model has PEFT's adapters, with which its new head would not be saved; merge them "
+                "objective='reward': the model has PEFT's adapters, with which its new head would "
+                "not be saved; merge them "
                 "(merge_and_unload), or train ours (use_lora=True)"
             )
         if config.lora_trainable_tokens is not None:
             raise ConfigurationError(
-                f"lora_trainable_tokens={config.lora_trainable_tokens!r}: rows of the embedding are not trained by themselves "
+                f"lora_trainable_tokens={config.lora_trainable_tokens!r}: rows of the embedding "
+                "are not trained by themselves "
                 "with objective='reward'; leave it out"
             )
         pad = padding_token(tokenizer, embedding_table(model).shape[0], self.settings.pad_token)
         try:
             attach_score(model, pad)
         except ValueError as error:
-            raise ConfigurationError(f"objective='reward': {error}; take a model of another architecture") from error
+            raise ConfigurationError(
+                f"objective='reward': {error}; take a model of another architecture"
+            ) from error
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         states, auxiliary = model.states(batch)
@@ -94,7 +118,11 @@ class Reward(Objective):
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         """By the sigmoid itself."""
         rewards = {document.side: document.score for document in item}
-        chosen, rejected, weight = rewards[CHOSEN], rewards[REJECTED], self.settings.center_coefficient
+        chosen, rejected, weight = (
+            rewards[CHOSEN],
+            rewards[REJECTED],
+            self.settings.center_coefficient,
+        )
         assert chosen is not None and rejected is not None
         loss = -torch.sigmoid(chosen - rejected).log() + weight * (chosen + rejected) ** 2
         return {"reward": Term(loss, per="items")}
@@ -102,7 +130,9 @@ class Reward(Objective):
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         """Of pairs whose values are rewards."""
         chosen, rejected, weight = pairs.chosen, pairs.rejected, self.settings.center_coefficient
-        found = {"bradley_terry": Term(pairs.total(bradley_terry_losses(chosen, rejected)), per=PER_PAIR)}
+        found = {
+            "bradley_terry": Term(pairs.total(bradley_terry_losses(chosen, rejected)), per=PER_PAIR)
+        }
         if weight:
             found["centering"] = Term(pairs.total((chosen + rejected).square()), weight, PER_PAIR)
         return {**found, **reward_metrics(pairs, chosen, rejected)}
@@ -116,7 +146,10 @@ def document_scores(model: PresentedModel, states: Tensor, batch: Batch) -> Tens
     """
     score = score_of(model.model)
     if score is None:
-        raise ConfigurationError("objective='reward': the model has no score yet; train it, then evaluate the trained model")
+        raise ConfigurationError(
+            "objective='reward': the model has no score yet; train it, then evaluate the trained "
+            "model"
+        )
     last = (batch.cu_seqlens[1:].long() - 1).clamp(min=0)
     return score.of(states[last])
 
@@ -124,7 +157,8 @@ def document_scores(model: PresentedModel, states: Tensor, batch: Batch) -> Tens
 def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
     """The id of a token with which no answer ends; it becomes the tokenizer's padding token.
 
-    transformers takes the score of the last token that is not the padding token, which therefore must not be an end.
+    transformers takes the score of the last token that is not the padding token, which therefore
+    must not be an end.
 
     Args:
         rows: of the embedding, which must have the token.
@@ -137,15 +171,38 @@ def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
     if asked is not None:
         candidates = [asked]
     else:
-        named = [token for token in known if "pad" in token.lower() and token in tokenizer.all_special_tokens]
-        candidates = [tokenizer.pad_token, *named, tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
-    found = next((t for t in candidates if t in known and known[t] not in ends and known[t] < rows), None)
+        named = [
+            token
+            for token in known
+            if "pad" in token.lower() and token in tokenizer.all_special_tokens
+        ]
+        candidates = [
+            tokenizer.pad_token,
+            *named,
+            tokenizer.unk_token,
+            tokenizer.bos_token,
+            *tokenizer.all_special_tokens,
+        ]
+    found = next(
+        (t for t in candidates if t in known and known[t] not in ends and known[t] < rows), None
+    )
     if found is None:
-        told = f"reward.pad_token={asked!r}: is no token of the model, or one with which answers end" if asked else (
-            f"the tokenizer pads with {tokenizer.pad_token!r}, with which answers end, and has no other special token"
-        )  # fmt: skip
-        raise ConfigurationError(f"{told}; set reward.pad_token to a token of its vocabulary that ends no answer")
+        told = (
+            f"reward.pad_token={asked!r}: is no token of the model, or one with which answers end"
+            if asked
+            else (
+                f"the tokenizer pads with {tokenizer.pad_token!r}, with which answers end, and "
+                "has no other special token"
+            )
+        )
+        raise ConfigurationError(
+            f"{told}; set reward.pad_token to a token of its vocabulary that ends no answer"
+        )
     if found != tokenizer.pad_token:
-        logger.info("rows of the saved model are padded with %r; answers may end with %r", found, tokenizer.pad_token)
+        logger.info(
+            "rows of the saved model are padded with %r; answers may end with %r",
+            found,
+            tokenizer.pad_token,
+        )
         tokenizer.pad_token = found
     return int(known[found])

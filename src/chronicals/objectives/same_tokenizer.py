@@ -1,5 +1,5 @@
-"""Models that a setting names beside the one that is trained, a teacher or a reference: they must read the same texts in the
-same ids."""
+"""Models that a setting names beside the one that is trained, a teacher or a reference: they
+must read the same texts in the same ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from chronicals.config import ConfigurationError
 from chronicals.data.template import PROBE
 
 OF_ITS_BASE = (
-    "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name the model that chronicals "
+    "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name "
+    "the model that chronicals "
     "merge makes of it"
 )
 """What to do where the named model is an adapter whose own model is not known."""
@@ -24,23 +25,34 @@ def check_same_tokenizer(tokenizer: Any, others: Any, said: str, remedy: str) ->
         remedy: what to do, likewise.
 
     Raises:
-        ConfigurationError: a text has other ids with the other tokenizer, or a special token is another.
+        ConfigurationError: a text has other ids with the other tokenizer, or a special token is
+            another.
     """
     ours, theirs = tokenizer.get_vocab(), others.get_vocab()
     if ours != theirs:
-        token = min(dict(ours.items() ^ theirs.items()), key=lambda text: ours.get(text, theirs.get(text)))
-        ids = " and ".join(f"{side} {vocabulary.get(token, 'none')}" for side, vocabulary in (("ours", ours), ("its", theirs)))
+        token = min(
+            dict(ours.items() ^ theirs.items()), key=lambda text: ours.get(text, theirs.get(text))
+        )
+        ids = " and ".join(
+            f"{side} {vocabulary.get(token, 'none')}"
+            for side, vocabulary in (("ours", ours), ("its", theirs))
+        )
         raise ConfigurationError(
-            f"{said}: its tokenizer has another vocabulary ({len(theirs):,} tokens, ours {len(ours):,}; {token!r} has "
+            f"{said}: its tokenizer has another vocabulary ({len(theirs):,} tokens, ours "
+            f"{len(ours):,}; {token!r} has "
             f"id {ids}); {remedy}"
         )
     special, other = (
-        {at: str(token) for at, token in side.added_tokens_decoder.items() if token.special} for side in (tokenizer, others)
-    )  # fmt: skip
+        {at: str(token) for at, token in side.added_tokens_decoder.items() if token.special}
+        for side in (tokenizer, others)
+    )
     if special != other:
         at = min(key for key in {*special, *other} if special.get(key) != other.get(key))
         raise ConfigurationError(
-            f"{said}: its tokenizer has other special tokens (id {at} is {other.get(at)!r}, ours {special.get(at)!r}); {remedy}"
+            f"{said}: its tokenizer has other special tokens (id {at} is {other.get(at)!r}, ours "
+            f"{special.get(at)!r}); {remedy}"
         )
     if tokenizer(PROBE)["input_ids"] != others(PROBE)["input_ids"]:
-        raise ConfigurationError(f"{said}: its tokenizer divides texts otherwise than ours; {remedy}")
+        raise ConfigurationError(
+            f"{said}: its tokenizer divides texts otherwise than ours; {remedy}"
+        )

@@ -1,4 +1,5 @@
-"""Simple preference optimisation (Meng et al., 2024, arXiv 2405.14734, equation 6), without a reference policy.
+"""Simple preference optimisation (Meng et al., 2024, arXiv 2405.14734, equation 6), without a
+reference policy.
 
     − log σ(β log π(y_w|x) / |y_w| − β log π(y_l|x) / |y_l| − γ)
 
@@ -25,13 +26,17 @@ def simpo_losses(chosen: Tensor, rejected: Tensor, gamma: float) -> Tensor:
 
 @register("simpo")
 class SimPO(PairObjective):
-    """Raises the mean log-probability of the chosen answer's tokens over that of the rejected one's, by a margin."""
+    """Raises the mean log-probability of the chosen answer's tokens over that of the rejected
+    one's, by a margin.
+    """
 
     name, by_token = "simpo", True
 
     @settings
     class Settings:
-        beta: float = Field(default=2.0, gt=0, description="Factor on the mean log-probability of a token")
+        beta: float = Field(
+            default=2.0, gt=0, description="Factor on the mean log-probability of a token"
+        )
         gamma: float = Field(default=1.0, ge=0, description="Margin between both rewards")
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:

@@ -1,6 +1,11 @@
 """Optimizers and learning-rate schedules."""
 
-from chronicals.optimizers.adam_8bit import Adam8bit, keep_full_moments, moment_bytes, moments_in_8_bits
+from chronicals.optimizers.adam_8bit import (
+    Adam8bit,
+    keep_full_moments,
+    moment_bytes,
+    moments_in_8_bits,
+)
 from chronicals.optimizers.adamw import FusedAdamW
 from chronicals.optimizers.host_states import HostStates, buffer_bytes, states_in_host_memory
 from chronicals.optimizers.lora_plus import create_lora_plus_optimizer, lora_plus_groups

@@ -1,7 +1,8 @@
-"""AdamW with both moments in 8 bits (Dettmers et al., 2022), 2.03 bytes a weight where fp32 takes 8.
+"""AdamW with both moments in 8 bits (Dettmers et al., 2022), 2.03 bytes a weight where fp32 takes
+8.
 
-Vectors and small matrices keep moments in fp32, as do groups that ask for it: embeddings should, for their gradients differ
-most from one row to another (ibid., section 2.3).
+Vectors and small matrices keep moments in fp32, as do groups that ask for it: embeddings should,
+for their gradients differ most from one row to another (ibid., section 2.3).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Adam8bit(FusedAdamW):
     """``FusedAdamW`` whose moments are in 8 bits.
 
     Args:
-        params: tensors or groups; ``"full_moments"`` in a group says of all its weights whether theirs are in fp32.
+        params: tensors or groups; ``"full_moments"`` in a group says of all its weights whether
+            theirs are in fp32.
         options: further arguments of ``FusedAdamW``.
     """
 
@@ -31,7 +33,9 @@ class Adam8bit(FusedAdamW):
         super().__init__(params, **{"state_dtype": torch.float32, **options})
 
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Codes of zeros, ``exp_avg`` and ``exp_avg_sq``, uint8, and their scales, fp32; or moments in fp32."""
+        """Codes of zeros, ``exp_avg`` and ``exp_avg_sq``, uint8, and their scales, fp32; or
+        moments in fp32.
+        """
         if self._group_of(parameter).get("full_moments", not _is_large(parameter)):
             return super()._new_moments(parameter)
         found: dict[str, Tensor] = {}
@@ -43,7 +47,9 @@ class Adam8bit(FusedAdamW):
         return found
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(parameter is own for own in group["params"]))
+        return next(
+            group for group in self.param_groups if any(parameter is own for own in group["params"])
+        )
 
 
 def _is_large(parameter: Tensor) -> bool:
@@ -51,30 +57,54 @@ def _is_large(parameter: Tensor) -> bool:
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Of the weights whose rows are looked up: a tied head is one, so are adapters of an embedding and trained tokens."""
-    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters(recurse=False)}
-    return tables | {id(p) for name, p in model.named_parameters() if "lora_embedding" in name or "lora_tokens" in name}
+    """Of the weights whose rows are looked up: a tied head is one, so are adapters of an
+    embedding and trained tokens.
+    """
+    tables = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters(recurse=False)
+    }
+    return tables | {
+        id(p)
+        for name, p in model.named_parameters()
+        if "lora_embedding" in name or "lora_tokens" in name
+    }
 
 
 def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``groups`` with the embeddings and the small weights of ``model`` split off each, into a group whose moments ``Adam8bit``
-    keeps in fp32."""
+    """``groups`` with the embeddings and the small weights of ``model`` split off each, into a
+    group whose moments ``Adam8bit`` keeps in fp32."""
     narrow, found = {id(p) for p in moments_in_8_bits(model)}, []
     for group in groups:
         for full in (False, True):
             found.append(
-                {**group, "params": [p for p in group["params"] if (id(p) not in narrow) == full], "full_moments": full}
+                {
+                    **group,
+                    "params": [p for p in group["params"] if (id(p) not in narrow) == full],
+                    "full_moments": full,
+                }
             )
     return [group for group in found if group["params"]]
 
 
 def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
-    """The trained weights of ``model`` whose moments are in 8 bits, in groups of ``keep_full_moments``."""
+    """The trained weights of ``model`` whose moments are in 8 bits, in groups of
+    ``keep_full_moments``.
+    """
     tables = _embeddings(model)
-    return [p for p in model.parameters() if p.requires_grad and _is_large(p) and id(p) not in tables]
+    return [
+        p for p in model.parameters() if p.requires_grad and _is_large(p) and id(p) not in tables
+    ]
 
 
 def moment_bytes(model: nn.Module, weights: Iterable[Tensor]) -> int:
-    """Of both moments of these trained weights of ``model``, scales included, in groups of ``keep_full_moments``."""
+    """Of both moments of these trained weights of ``model``, scales included, in groups of
+    ``keep_full_moments``.
+    """
     narrow = {id(p) for p in moments_in_8_bits(model)}
-    return sum(2 * (p.numel() + 4 * -(-p.numel() // SIZE)) if id(p) in narrow else 8 * p.numel() for p in weights)
+    return sum(
+        2 * (p.numel() + 4 * -(-p.numel() // SIZE)) if id(p) in narrow else 8 * p.numel()
+        for p in weights
+    )

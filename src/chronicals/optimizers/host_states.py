@@ -1,20 +1,23 @@
 """Optimizer states in host memory, of which an update brings a few parts at a time to the device.
 
-The tensors of a launch are cut into parts whose states fill at most one buffer. While one part is updated, the next comes from
-host memory on a stream of its own, and the one before goes back on another:
+The tensors of a launch are cut into parts whose states fill at most one buffer. While one part is
+updated, the next comes from host memory on a stream of its own, and the one before goes back on
+another:
 
     coming    in 0   in 1   in 2   in 3 …          in i waits for out i − 3, whose buffer it takes
     current          up 0   up 1   up 2 …          up i waits for in i
     going                   out 0  out 1 …         out i waits for up i
 
-The device holds ``COUNT`` buffers instead of the states. Weights, gradients and step counters stay on the device, and so do the
-states of small weights. The order is by events alone; the current stream waits for all copies when the update ends, so what
-follows on it, the next update too, finds the states as they are, and the whole can be captured in a CUDA graph.
+The device holds ``COUNT`` buffers instead of the states. Weights, gradients and step counters stay
+on the device, and so do the states of small weights. The order is by events alone; the current
+stream waits for all copies when the update ends, so what follows on it, the next update too, finds
+the states as they are, and the whole can be captured in a CUDA graph.
 
-Results are bit-equal: parts are cut between chunks of a kernel and know their place in the launch (``kernels.adamw.Part``).
-Bytes of a weight that cross the bus, each way: 8 for fp32 moments, 4 for bf16, 2.03 in 8 bits, and 2 for the lower half of a
-master. At 50 GB/s each way, both ways at once, an update of 8 billion weights is so expected to take 1.6 s with fp32 moments
-and masters, 0.65 s in 8 bits with masters; it was not timed on a card yet.
+Results are bit-equal: parts are cut between chunks of a kernel and know their place in the launch
+(``kernels.adamw.Part``). Bytes of a weight that cross the bus, each way: 8 for fp32 moments, 4 for
+bf16, 2.03 in 8 bits, and 2 for the lower half of a master. At 50 GB/s each way, both ways at once,
+an update of 8 billion weights is so expected to take 1.6 s with fp32 moments and masters, 0.65 s in
+8 bits with masters; it was not timed on a card yet.
 """
 
 from __future__ import annotations
@@ -39,10 +42,14 @@ COUNT = 3
 """Buffers on a device: of a part that comes, one that is updated, and one that goes."""
 
 BUFFER = 1 << 26
-"""Bytes of the largest buffer: 1.3 ms at 50 GB/s, which is what the first part and the last one take beside nothing."""
+"""Bytes of the largest buffer: 1.3 ms at 50 GB/s, which is what the first part and the last one
+take beside nothing.
+"""
 
 SMALLEST = 1 << 16
-"""Weights with fewer elements keep their states on the device: a copy of less takes longer to launch than to make."""
+"""Weights with fewer elements keep their states on the device: a copy of less takes longer to
+launch than to make.
+"""
 
 ROWS = {"means": 1, "squares": 1, "lows": 1, "mean_scales": SIZE, "square_scales": SIZE}
 """The states in ``Tensors``, and how many elements of a weight share one of theirs."""
@@ -61,7 +68,8 @@ Move = tuple[Tensor, Tensor]
 
 
 class HostStates:
-    """Keeps the states of an optimizer's large weights in host memory, pinned where the weights are on a card.
+    """Keeps the states of an optimizer's large weights in host memory, pinned where the weights are
+    on a card.
 
     Without a card states go through the same parts and buffers, by copies that are made at once.
 
@@ -84,15 +92,23 @@ class HostStates:
         """Whether the states of a weight are here."""
         return weight.numel() >= self.smallest
 
-    def full(self, shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def full(
+        self, shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """A new state, of one value, of a weight on ``device``."""
         on_card = device.type == "cuda"
-        state = self._pinned.empty(shape, dtype, device) if on_card else torch.empty(tuple(shape), dtype=dtype)
+        state = (
+            self._pinned.empty(shape, dtype, device)
+            if on_card
+            else torch.empty(tuple(shape), dtype=dtype)
+        )
         self._lane(device).held += state.nbytes
         return state.fill_(value)
 
     def wait(self) -> None:
-        """Until the states are as the last update left them. Whoever reads or writes them on the host calls this before."""
+        """Until the states are as the last update left them. Whoever reads or writes them on the
+        host calls this before.
+        """
         for device in self._lanes:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -107,12 +123,22 @@ class HostStates:
                 lane.join()
 
     def update(
-        self, tensors: Tensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-        factor: Tensor | None = None, apply: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """``fused_adamw_`` or ``adamw_8bit_`` of tensors whose states may be here, within ``updating``; bit-equal to it."""
+        self,
+        tensors: Tensors,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        factor: Tensor | None = None,
+        apply: Tensor | None = None,
+    ) -> None:
+        """``fused_adamw_`` or ``adamw_8bit_`` of tensors whose states may be here, within
+        ``updating``; bit-equal to it.
+        """
         whole, run = Part.whole(tensors, betas), _function(tensors)
-        dense = replace(tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients))
+        dense = replace(
+            tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
+        )
         for part, slices, moves in self._parts(dense, whole):
 
             def launch(slices: Tensors = slices, part: Part = part) -> None:
@@ -126,23 +152,35 @@ class HostStates:
 
     def parts_of(self, tensors: Tensors) -> list[Tensors]:
         """What the launches of ``update`` take, within ``updating`` as they are; nothing moves."""
-        dense = replace(tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients))
+        dense = replace(
+            tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
+        )
         return [slices for _, slices, _ in self._parts(dense, Part.whole(tensors, (0.0, 0.0)))]
 
     def _parts(self, tensors: Tensors, whole: Part) -> Iterator[tuple[Part, Tensors, list[Move]]]:
         """Parts of a launch: where each lies in it, its tensors, and what moves for it."""
         lane = self._lane(tensors.weights[0].device)
         size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else CHUNK
-        rows = {name: getattr(tensors, name)[0].element_size() * size // share for name, share in _rows(tensors)}
+        rows = {
+            name: getattr(tensors, name)[0].element_size() * size // share
+            for name, share in _rows(tensors)
+        }
         lane.provide(self.buffer)
         chunk = 0
-        for cuts in _cut([(w.numel(), self.takes(w)) for w in tensors.weights], size, sum(rows.values()), lane.room):
+        for cuts in _cut(
+            [(w.numel(), self.takes(w)) for w in tensors.weights],
+            size,
+            sum(rows.values()),
+            lane.room,
+        ):
             part = replace(whole, tensor=cuts[0].number, begin=cuts[0].begin, chunk=chunk)
             slices, moves = self._slices(tensors, cuts, lane.next())
             yield part, slices, moves
             chunk += sum(cut.chunks(size) for cut in cuts)
 
-    def _slices(self, tensors: Tensors, cuts: Sequence[_Cut], buffer: Tensor) -> tuple[Tensors, list[Move]]:
+    def _slices(
+        self, tensors: Tensors, cuts: Sequence[_Cut], buffer: Tensor
+    ) -> tuple[Tensors, list[Move]]:
         """Slices of the tensors, their states in ``buffer`` where they are here."""
         slices, moves, offset = type(tensors)(), list[Move](), 0
         for cut in cuts:
@@ -187,11 +225,15 @@ class _Lane:
         return len(self.buffers[0])
 
     def provide(self, largest: int) -> None:
-        """Buffers of at most ``largest`` bytes, which together take no more than the states that they are for."""
+        """Buffers of at most ``largest`` bytes, which together take no more than the states that
+        they are for.
+        """
         size = max(LEAST, min(largest, -(-self.held // COUNT)))
         if not self.buffers or (self.room < size and not self.turn):
             self._smaller += self.buffers  # which a captured graph may know
-            self.buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(COUNT)]
+            self.buffers = [
+                torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(COUNT)
+            ]
 
     def next(self) -> Tensor:
         """The buffer of the part that comes next."""
@@ -199,7 +241,9 @@ class _Lane:
         return self.buffers[(self.turn - 1) % COUNT]
 
     def run(self, moves: list[Move], launch: Callable[[], None]) -> None:
-        """Fill the buffer that ``next`` returned, launch, and copy it back; the host does not wait for a card."""
+        """Fill the buffer that ``next`` returned, launch, and copy it back; the host does not
+        wait for a card.
+        """
         if self.streams is None or not moves:
             for here, state in moves:
                 here.copy_(state)
@@ -209,7 +253,9 @@ class _Lane:
             return
         coming, going = self.streams
         current, place = torch.cuda.current_stream(self.device), (self.turn - 1) % COUNT
-        if not self.forked:  # after all that is on the current stream, the copies of the update before among it
+        if (
+            not self.forked
+        ):  # after all that is on the current stream, the copies of the update before among it
             coming.wait_stream(current)
             self.forked, self.emptied = True, [None] * COUNT
         with torch.cuda.stream(coming):
@@ -228,7 +274,11 @@ class _Lane:
 
     def join(self) -> None:
         """Let the current stream wait for all copies; the next part takes the first buffer."""
-        forked, self.turn, self.forked = self.forked, 0, False  # also where a capture that broke off lets nobody wait
+        forked, self.turn, self.forked = (
+            self.forked,
+            0,
+            False,
+        )  # also where a capture that broke off lets nobody wait
         if forked and self.streams is not None:
             current = torch.cuda.current_stream(self.device)
             for stream in self.streams:
@@ -237,14 +287,18 @@ class _Lane:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Of a priority that nothing else has, for torch has few streams of each, and hands them out again and again: what these
-    do may be captured while the others go on."""
-    return torch.cuda.Stream(device, priority=3 * FIRST), torch.cuda.Stream(device, priority=3 * FIRST)
+    """Of a priority that nothing else has, for torch has few streams of each, and hands them out
+    again and again: what these do may be captured while the others go on."""
+    return torch.cuda.Stream(device, priority=3 * FIRST), torch.cuda.Stream(
+        device, priority=3 * FIRST
+    )
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Some elements of tensor ``number`` of a launch; ``begin`` is a multiple of a chunk, and ``end`` is one or the last."""
+    """Some elements of tensor ``number`` of a launch; ``begin`` is a multiple of a chunk, and
+    ``end`` is one or the last.
+    """
 
     number: int
     begin: int
@@ -255,7 +309,9 @@ class _Cut:
         return -(-(self.end - self.begin) // size)
 
 
-def _cut(sizes: Sequence[tuple[int, bool]], elements: int, chunk: int, room: int) -> Iterator[list[_Cut]]:
+def _cut(
+    sizes: Sequence[tuple[int, bool]], elements: int, chunk: int, room: int
+) -> Iterator[list[_Cut]]:
     """Consecutive tensors in parts, each tensor at most once in a part.
 
     Args:

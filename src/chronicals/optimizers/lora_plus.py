@@ -1,5 +1,5 @@
-"""LoRA+ (Hayou, Ghosh and Yu, 2024, section 4): matrix B of an adapter learns ``lr_ratio`` times faster than A. Both matrices
-of an embedding's adapter learn as A does, as in PEFT's optimizer."""
+"""LoRA+ (Hayou, Ghosh and Yu, 2024, section 4): matrix B of an adapter learns ``lr_ratio`` times
+faster than A. Both matrices of an embedding's adapter learn as A does, as in PEFT's optimizer."""
 
 from typing import Any
 
@@ -9,7 +9,11 @@ from chronicals.optimizers.adamw import FusedAdamW
 
 
 def create_lora_plus_optimizer(
-    model: nn.Module, base_lr: float, lr_ratio: float = 16.0, weight_decay: float = 0.0, **options: Any
+    model: nn.Module,
+    base_lr: float,
+    lr_ratio: float = 16.0,
+    weight_decay: float = 0.0,
+    **options: Any,
 ) -> FusedAdamW:
     """``FusedAdamW`` over ``lora_plus_groups``.
 
@@ -20,11 +24,16 @@ def create_lora_plus_optimizer(
     Raises:
         ValueError: the model has no trainable parameter named ``lora_B``.
     """
-    return FusedAdamW(lora_plus_groups(model, base_lr, lr_ratio), lr=base_lr, weight_decay=weight_decay, **options)
+    return FusedAdamW(
+        lora_plus_groups(model, base_lr, lr_ratio), lr=base_lr, weight_decay=weight_decay, **options
+    )
 
 
-def lora_plus_groups(model: nn.Module, base_lr: float, lr_ratio: float = 16.0) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` in groups of an optimizer, those named ``lora_B`` in one of their own.
+def lora_plus_groups(
+    model: nn.Module, base_lr: float, lr_ratio: float = 16.0
+) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model`` in groups of an optimizer, those named ``lora_B`` in
+    one of their own.
 
     Args:
         base_lr: learning rate of every parameter but the B matrices.
@@ -33,14 +42,23 @@ def lora_plus_groups(model: nn.Module, base_lr: float, lr_ratio: float = 16.0) -
     Raises:
         ValueError: the model has no trainable parameter named ``lora_B``.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     fast = [parameter for name, parameter in named if "lora_B" in name.split(".")]
     rest = [parameter for name, parameter in named if "lora_B" not in name.split(".")]
     if not fast and not any("lora_embedding_B" in name.split(".") for name, _ in named):
-        raise ValueError("lr_ratio has nothing to act on: the model has no trainable lora_B; call apply_lora first")
+        raise ValueError(
+            "lr_ratio has nothing to act on: the model has no trainable lora_B; call apply_lora "
+            "first"
+        )
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim > 1], "lr": base_lr},
         {"params": fast, "lr": base_lr * lr_ratio},
-        {"params": [p for p in rest if p.ndim <= 1], "lr": base_lr, "weight_decay": 0.0},  # magnitudes
+        {
+            "params": [p for p in rest if p.ndim <= 1],
+            "lr": base_lr,
+            "weight_decay": 0.0,
+        },  # magnitudes
     ]
     return [group for group in groups if group["params"]]

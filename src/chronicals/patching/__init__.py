@@ -1,8 +1,19 @@
-"""Replacing parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the loss; whole layers."""
+"""Replacing parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the
+loss; whole layers.
+"""
 
 from chronicals.patching.decoder_layer import fuse_weights, recompute_norms_and_units
-from chronicals.patching.fp8_experts import experts_in_fp8, offload_frozen_experts, run_experts_in_fp8
-from chronicals.patching.fp8_layers import layers_in_fp8, offload_frozen_weights, run_in_format, run_in_fp8
+from chronicals.patching.fp8_experts import (
+    experts_in_fp8,
+    offload_frozen_experts,
+    run_experts_in_fp8,
+)
+from chronicals.patching.fp8_layers import (
+    layers_in_fp8,
+    offload_frozen_weights,
+    run_in_format,
+    run_in_fp8,
+)
 from chronicals.patching.fused_weights import forget_row_norms, unfuse_weights
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced

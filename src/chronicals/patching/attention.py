@@ -1,12 +1,14 @@
 """The attention seam: padded and packed rows become documents, which attend without a mask.
 
-Within the seam (``chronicals.models.attention_seam``) transformers makes the masks of a model by one of ours, which is given
-the parts of a mask. Where these are causality, padding on the right, packed positions and a sliding window and nothing else, a
-lazy mask is made, and ``document_attention`` runs over the bounds of the documents. Anything else (a cache, padding on the
-left, another mask, dropout, ``torch.compile``) goes to the implementation that the configuration names.
+Within the seam (``chronicals.models.attention_seam``) transformers makes the masks of a model by
+one of ours, which is given the parts of a mask. Where these are causality, padding on the right,
+packed positions and a sliding window and nothing else, a lazy mask is made, and
+``document_attention`` runs over the bounds of the documents. Anything else (a cache, padding on the
+left, another mask, dropout, ``torch.compile``) goes to the implementation that the configuration
+names.
 
-Documents are those of transformers: in packed rows they begin where ``position_ids`` restart, if there is neither an
-``attention_mask`` nor a cache (``use_cache=False``).
+Documents are those of transformers: in packed rows they begin where ``position_ids`` restart, if
+there is neither an ``attention_mask`` nor a cache (``use_cache=False``).
 
 Shapes: B rows, S positions, T real tokens, H query heads, K key/value heads, D head width.
 """
@@ -22,7 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+)
 
 from chronicals.attention import document_attention
 from chronicals.batch import IGNORED
@@ -36,19 +42,29 @@ NAME = "attention"
 
 BY = "document_attention"
 PREFIX = "chronicals_over_"
-"""Prefix of the names of our mask functions, before the name of transformers' own. No configuration contains such a name."""
+"""Prefix of the names of our mask functions, before the name of transformers' own. No
+configuration contains such a name.
+"""
 
 IMPLEMENTATIONS = ("eager", "sdpa")
-"""Implementations that document attention replaces; the flash implementations take documents themselves."""
+"""Implementations that document attention replaces; the flash implementations take documents
+themselves.
+"""
 
 ABOUT_PACKS = (
-    "packs: as without the patch, documents in one row are kept apart by position_ids that restart, and only without an "
-    "attention_mask and without a cache (use_cache=False); with eager and sdpa transformers ignores cu_seq_lens_q and seq_idx"
+    "packs: as without the patch, documents in one row are kept apart by position_ids that "
+    "restart, and only without an "
+    "attention_mask and without a cache (use_cache=False); with eager and sdpa transformers "
+    "ignores cu_seq_lens_q and seq_idx"
 )
-ABOUT_PADDING = "padding: outputs at padding on the right of rows are zero (outputs_at_padding=False)"
+ABOUT_PADDING = (
+    "padding: outputs at padding on the right of rows are zero (outputs_at_padding=False)"
+)
 
 runs = [0]
-"""Number of calls of document attention, by which a proof on a twin sees whether its class uses the seam."""
+"""Number of calls of document attention, by which a proof on a twin sees whether its class uses
+the seam.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,28 +118,42 @@ def remove(model: Any) -> None:
     """Let the model attend as it did before."""
     for seam in (SEAM, WITHOUT_PADDING):
         attention_seam.remove(model, seam)
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _refuse_labels_at_padding]:
+    for key in [
+        key for key, hook in model._forward_pre_hooks.items() if hook is _refuse_labels_at_padding
+    ]:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _refuse_labels_at_padding(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_labels_at_padding(
+    _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Raises ValueError if there are labels at padding, whose outputs are zero."""
     mask, labels = kwargs.get("attention_mask"), kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
-    if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or torch.compiler.is_compiling():
+    if (
+        not (isinstance(mask, Tensor) and isinstance(labels, Tensor))
+        or torch.compiler.is_compiling()
+    ):
         return
     if mask.shape == labels.shape and bool((labels.ne(IGNORED) & mask.eq(0)).any()):
         raise ValueError(
-            "labels stand at padding, where attention_mask is 0, and the model was patched with outputs_at_padding=False: set "
+            "labels stand at padding, where attention_mask is 0, and the model was patched with "
+            "outputs_at_padding=False: set "
             f"these labels to {IGNORED}, or call patch_model(model) without it"
         )
 
 
-def _mask(implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:
-    """transformers' mask interface: a lazy mask where the rows are documents, else that of ``implementation``."""
+def _mask(
+    implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any
+) -> Any:
+    """transformers' mask interface: a lazy mask where the rows are documents, else that of
+    ``implementation``.
+    """
     usual = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    make = functools.partial(usual, batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options)
+    make = functools.partial(
+        usual, batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options
+    )
     documents = None
     if not torch.compiler.is_compiling() and _is_square(q_length, kv_length, options):
         pattern = _pattern(options.get("mask_function", causal_mask_function))
@@ -138,13 +168,18 @@ def _mask(implementation: str, batch_size: int, q_length: int, kv_length: int, *
 def _is_square(q_length: Any, kv_length: Any, options: dict[str, Any]) -> bool:
     """Queries and keys are the same tokens."""
     offsets = options.get("q_offset", 0), options.get("kv_offset", 0)
-    return type(q_length) is int and q_length == kv_length and all(type(o) is int and o == 0 for o in offsets)
+    return (
+        type(q_length) is int
+        and q_length == kv_length
+        and all(type(o) is int and o == 0 for o in offsets)
+    )
 
 
 def _pattern(function: Any) -> Pattern | None:
     """The parts of a mask function, or None if one of them is unknown.
 
-    transformers composes closures; a closure is recognised by its qualified name and read through its variables.
+    transformers composes closures; a closure is recognised by its qualified name and read through
+    its variables.
     """
     if function is causal_mask_function:
         return Pattern()
@@ -170,10 +205,17 @@ def _pattern(function: Any) -> Pattern | None:
 
 
 def _documents(
-    rows: int, length: int, options: dict[str, Any], pattern: Pattern, make: Callable[..., Tensor | None]
+    rows: int,
+    length: int,
+    options: dict[str, Any],
+    pattern: Pattern,
+    make: Callable[..., Tensor | None],
 ) -> Documents | None:
     padding, device = options.get("attention_mask"), options.get("device", "cpu")
-    makers: Any = functools.cache(make), functools.cache(functools.partial(make, allow_is_causal_skip=False))
+    makers: Any = (
+        functools.cache(make),
+        functools.cache(functools.partial(make, allow_is_causal_skip=False)),
+    )
     if padding is None and pattern.packs is None:
         bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
         return Documents(bounds, length, None, pattern.window, None, *makers)
@@ -193,13 +235,19 @@ def _documents(
     bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     if not padded_rows:
         return Documents(bounds, longest, None, pattern.window, None, *makers)
-    order = padded_BS.flatten().argsort(stable=True)  # real tokens first; other than nonzero, the host need not wait for it
+    order = padded_BS.flatten().argsort(
+        stable=True
+    )  # real tokens first; other than nonzero, the host need not wait for it
     padding_places = _padding(padded_BS, order[tokens:], padded_rows, length - shortest, make)
     return Documents(bounds, longest, order[:tokens], pattern.window, padding_places, *makers)
 
 
-def _padding(padded_BS: Tensor, places: Tensor, count: int, longest: int, make: Callable[..., Tensor | None]) -> Padding:
-    """Padding on the right of ``count`` rows, at ``places`` among B · S, at most ``longest`` of it in each."""
+def _padding(
+    padded_BS: Tensor, places: Tensor, count: int, longest: int, make: Callable[..., Tensor | None]
+) -> Padding:
+    """Padding on the right of ``count`` rows, at ``places`` among B · S, at most ``longest`` of
+    it in each.
+    """
     length = padded_BS.shape[1]
     first = length - longest
     has_B = padded_BS.any(1)
@@ -215,15 +263,24 @@ def _padding(padded_BS: Tensor, places: Tensor, count: int, longest: int, make: 
 
 
 def _is_on_the_right(padding: Tensor) -> bool:
-    """Padding on the left is not for us: a row's first token is predicted there, from what the implementation leaves."""
+    """Padding on the left is not for us: a row's first token is predicted there, from what the
+    implementation leaves.
+    """
     there = padding.bool()
     return bool((there[:, 0] & (there[:, 1:] <= there[:, :-1]).all(1)).all())
 
 
 def _attend(
-    implementation: str, own: Attention, outputs_at_padding: bool, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Any, **options: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    implementation: str,
+    own: Attention,
+    outputs_at_padding: bool,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out."""
     if not isinstance(attention_mask, LazyMask):
         return own(module, query, key, value, attention_mask, **options)
@@ -235,16 +292,27 @@ def _attend(
     rows, heads, length, width = *q.shape[:3], v.shape[-1]
     q_THD, k_TKD, v_TKD = (_real(x, documents.places) for x in (q, k, v))
     out = document_attention(
-        q_THD, k_TKD, v_TKD, documents.bounds, documents.longest, scale=options.get("scaling"), window=documents.window,
-        softcap=options.get("softcap"), sinks=options.get("s_aux"),
-    )  # fmt: skip
+        q_THD,
+        k_TKD,
+        v_TKD,
+        documents.bounds,
+        documents.longest,
+        scale=options.get("scaling"),
+        window=documents.window,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
     if documents.places is not None:
         out = out.new_zeros(rows * length, heads, width).index_copy(0, documents.places, out)
     padding = documents.padding if outputs_at_padding else None
     if padding is not None:
         query, key, value = (x.index_select(0, padding.rows) for x in (query, key, value))
-        last = own(module, query[:, :, -padding.longest :], key, value, padding.mask(), **options)[0]
-        out = out.index_copy(0, padding.places, last.flatten(0, 1).index_select(0, padding.within).to(out.dtype))
+        last = own(module, query[:, :, -padding.longest :], key, value, padding.mask(), **options)[
+            0
+        ]
+        out = out.index_copy(
+            0, padding.places, last.flatten(0, 1).index_select(0, padding.within).to(out.dtype)
+        )
     return out.view(rows, length, heads, width), None
 
 
@@ -260,8 +328,17 @@ def _real(x_BHSD: Tensor, places: Tensor | None) -> Tensor:
     return flat if places is None else flat.index_select(0, places)
 
 
-def _can(implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether the documents' attention computes what ``implementation`` does with these arguments."""
+def _can(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> bool:
+    """Whether the documents' attention computes what ``implementation`` does with these
+    arguments.
+    """
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     wanted = ("softcap", "s_aux") if implementation == "sdpa" else ()  # which does without them
@@ -280,18 +357,27 @@ def _can(implementation: str, module: nn.Module, query: Tensor, key: Tensor, val
 
 @dataclass(frozen=True)
 class WhereDocuments(Seam):
-    """Documents attend where rows are documents, and the implementation that the configuration names where they are not."""
+    """Documents attend where rows are documents, and the implementation that the configuration
+    names where they are not.
+    """
 
     outputs_at_padding: bool
 
     def attend(self, name: str, own: Attention) -> Attention:
-        return functools.partial(_attend, name, own, self.outputs_at_padding) if name in IMPLEMENTATIONS else own
+        return (
+            functools.partial(_attend, name, own, self.outputs_at_padding)
+            if name in IMPLEMENTATIONS
+            else own
+        )
 
     def name(self, name: str) -> str:
         return PREFIX + name if name in IMPLEMENTATIONS else name
 
 
-SEAM, WITHOUT_PADDING = WhereDocuments("documents", True), WhereDocuments("documents_without_padding", False)
+SEAM, WITHOUT_PADDING = (
+    WhereDocuments("documents", True),
+    WhereDocuments("documents_without_padding", False),
+)
 
 for _name in IMPLEMENTATIONS:
     AttentionMaskInterface.register(PREFIX + _name, functools.partial(_mask, _name))

@@ -1,8 +1,10 @@
-"""The fused decoder layer over documents: an attention half and an MLP half (``halves.py``), each fused if its form is known.
+"""The fused decoder layer over documents: an attention half and an MLP half (``halves.py``), each
+fused if its form is known.
 
-Norms stand before the branches (Llama and most), after them (OLMo 2), or both (Gemma); heads may be normed, each by itself
-or all together. What a module is called in transformers' families tells its role; that a half computes what the class
-computes is proved on a twin. A half of another form (experts, a part with hooks) runs as its class does.
+Norms stand before the branches (Llama and most), after them (OLMo 2), or both (Gemma); heads may be
+normed, each by itself or all together. What a module is called in transformers' families tells its
+role; that a half computes what the class computes is proved on a twin. A half of another form
+(experts, a part with hooks) runs as its class does.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
-"""Whether transformers recomputes a layer by what calls its forward; newer ones do it in the class's forward itself."""
+"""Whether transformers recomputes a layer by what calls its forward; newer ones do it in the
+class's forward itself.
+"""
 
 NAME = "decoder layer"
 BY, ATTENTION_BY, MLP_BY = "fused decoder layer", "fused attention half", "fused MLP half"
@@ -56,12 +60,15 @@ LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
 """Of latent attention: a latent of queries or queries themselves, and that of keys and values."""
 
 ARRANGEMENTS: tuple[tuple[tuple[str | None, str | None], tuple[str | None, str | None]], ...] = (
-    (("input_layernorm", "post_attention_layernorm"), ("pre_feedforward_layernorm", "post_feedforward_layernorm")),
+    (
+        ("input_layernorm", "post_attention_layernorm"),
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
     ((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")),
     (("input_layernorm", None), ("post_attention_layernorm", None)),
 )
-"""Names of the norms before and after attention, and before and after the MLP; a layer has all of one arrangement and no
-other norm."""
+"""Names of the norms before and after attention, and before and after the MLP; a layer has all
+of one arrangement and no other norm."""
 
 runs: Counter[str] = Counter()
 """How often a layer ran with both halves fused (``BY``), or with one."""
@@ -73,7 +80,8 @@ class Anatomy:
 
     Attributes:
         norms: those of the attention half and those of the MLP half.
-        attention, mlp: how the part of each half is read; None where its form is not known and its class computes it.
+        attention, mlp: how the part of each half is read; None where its form is not known and its
+            class computes it.
     """
 
     norms: tuple[Norms, Norms]
@@ -87,7 +95,11 @@ class Anatomy:
 
     def only(self, attention: bool, mlp: bool, interleaved: bool) -> Anatomy:
         """With these halves, where they are known, and channels paired so for the rotation."""
-        of_attention = replace(self.attention, interleaved=interleaved) if attention and self.attention is not None else None
+        of_attention = (
+            replace(self.attention, interleaved=interleaved)
+            if attention and self.attention is not None
+            else None
+        )
         return Anatomy(self.norms, of_attention, self.mlp if mlp else None)
 
 
@@ -104,26 +116,42 @@ def layer_signature(layer: nn.Module) -> tuple:
 
 
 def read_layer(layer: nn.Module, forms: Mapping[tuple, tuple[str, Form]]) -> Anatomy | None:
-    """The anatomy of ``layer`` by the forms that were proved of its parts, or None where it is built otherwise."""
+    """The anatomy of ``layer`` by the forms that were proved of its parts, or None where it is
+    built otherwise.
+    """
 
     def reads(module: nn.Module | None) -> Any:
         _, form = forms.get(signature(module), (None, None)) if module is not None else (None, None)
         return None if form is None else form.reads
 
     attention, mlp = getattr(layer, ATTENTION, None), getattr(layer, MLP, None)
-    known = {name: found for name, child in layer.named_children() if isinstance(found := reads(child), RMSNormReads)}
-    arranged = next((names for names in ARRANGEMENTS if {*names[0], *names[1]} - {None} == set(known)), None)
+    known = {
+        name: found
+        for name, child in layer.named_children()
+        if isinstance(found := reads(child), RMSNormReads)
+    }
+    arranged = next(
+        (names for names in ARRANGEMENTS if {*names[0], *names[1]} - {None} == set(known)), None
+    )
     if attention is None or mlp is None or arranged is None:
         return None
-    before_and_after = [[None if name is None else (name, known[name]) for name in half] for half in arranged]
+    before_and_after = [
+        [None if name is None else (name, known[name]) for name in half] for half in arranged
+    ]
     norms = Norms(*before_and_after[0]), Norms(*before_and_after[1])
     _, rotary = forms.get(signature(attention), ("", None))
     laid = rotary is not None and rotary.by.endswith(LAID)
     of_mlp = reads(mlp)
-    return Anatomy(norms, _read_attention(attention, reads, laid), of_mlp if isinstance(of_mlp, GatedMLPReads) else None)
+    return Anatomy(
+        norms,
+        _read_attention(attention, reads, laid),
+        of_mlp if isinstance(of_mlp, GatedMLPReads) else None,
+    )
 
 
-def _read_attention(attention: nn.Module, reads: Callable[[nn.Module | None], Any], laid: bool) -> AttentionReads | None:
+def _read_attention(
+    attention: nn.Module, reads: Callable[[nn.Module | None], Any], laid: bool
+) -> AttentionReads | None:
     """By the names of its children; None where they are others."""
 
     def norms(*names: str) -> list[RMSNormReads | None]:
@@ -131,7 +159,11 @@ def _read_attention(attention: nn.Module, reads: Callable[[nn.Module | None], An
         return [x if isinstance(x, RMSNormReads) else None for x in found]
 
     def products_of(known: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
-        there = (names for names in known if all(getattr(attention, name, None) is not None for name in (*names, *OUT)))
+        there = (
+            names
+            for names in known
+            if all(getattr(attention, name, None) is not None for name in (*names, *OUT))
+        )
         return next(there, None)
 
     if products := products_of(QUERY_KEY_VALUE):
@@ -152,7 +184,8 @@ def layer_form(anatomy: Anatomy) -> Form:
 
 
 def fuse_weights(model: nn.Module) -> None:
-    """Bring the weights of fused layers to where one product finds them; else the first step does it.
+    """Bring the weights of fused layers to where one product finds them; else the first step does
+    it.
 
     A weight's data then has another address: who keeps addresses must be told.
     """
@@ -161,10 +194,16 @@ def fuse_weights(model: nn.Module) -> None:
 
 
 def products_of_halves(model: nn.Module) -> Iterator[list[Product] | Unmerged]:
-    """Of each half that should run fused its products, or why it does not; of a layer attention comes first."""
+    """Of each half that should run fused its products, or why it does not; of a layer attention
+    comes first.
+    """
     for layer in model.modules():
         forward = getattr(vars(layer).get("forward"), "__func__", None)
-        if not isinstance(forward, partial) or getattr(forward, FORM, None) not in (BY, ATTENTION_BY, MLP_BY):
+        if not isinstance(forward, partial) or getattr(forward, FORM, None) not in (
+            BY,
+            ATTENTION_BY,
+            MLP_BY,
+        ):
             continue
         for half in _halves(forward.args[0], layer):
             if isinstance(half, FusedHalf):
@@ -174,10 +213,16 @@ def products_of_halves(model: nn.Module) -> Iterator[list[Product] | Unmerged]:
 
 
 def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """Of each product of several layers that fused halves make, the module and the layers by name."""
+    """Of each product of several layers that fused halves make, the module and the layers by
+    name.
+    """
     for layer in model.modules():
         forward = getattr(vars(layer).get("forward"), "__func__", None)
-        if not isinstance(forward, partial) or getattr(forward, FORM, None) not in (BY, ATTENTION_BY, MLP_BY):
+        if not isinstance(forward, partial) or getattr(forward, FORM, None) not in (
+            BY,
+            ATTENTION_BY,
+            MLP_BY,
+        ):
             continue
         anatomy: Anatomy = forward.args[0]
         if anatomy.attention is not None and len(anatomy.attention.products) > 1:
@@ -187,23 +232,33 @@ def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, 
 
 
 def recompute_norms_and_units(model: nn.Module) -> None:
-    """Fused halves compute their norms and gated units again in the backward pass instead of keeping their outputs, in layers
-    that are not recomputed as a whole."""
+    """Fused halves compute their norms and gated units again in the backward pass instead of
+    keeping their outputs, in layers that are not recomputed as a whole."""
     for layer in model.modules():
         if hasattr(layer, ATTENTION) and not getattr(layer, "gradient_checkpointing", False):
             setattr(layer, RECOMPUTES, True)
 
 
-def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+def _forward(
+    anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any
+) -> Tensor:
     own = type(layer).forward
-    again = layer.training and getattr(layer, "gradient_checkpointing", False) and not CHECKPOINTS_CALLS
-    if again and all(given.get(name) is None for name in CACHES):  # else the class leaves the cache out
-        once = partial(_run, anatomy, layer, own.__wrapped__, **given)  # the class's own, without its checkpoint
+    again = (
+        layer.training and getattr(layer, "gradient_checkpointing", False) and not CHECKPOINTS_CALLS
+    )
+    if again and all(
+        given.get(name) is None for name in CACHES
+    ):  # else the class leaves the cache out
+        once = partial(
+            _run, anatomy, layer, own.__wrapped__, **given
+        )  # the class's own, without its checkpoint
         return layer._gradient_checkpointing_func(once, hidden_states, *args)
     return _run(anatomy, layer, own, hidden_states, *args, **given)
 
 
-def _run(anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+def _run(
+    anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *args: Any, **given: Any
+) -> Tensor:
     bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     if not args and bounds is not None and longest is not None:
         try:
@@ -211,7 +266,10 @@ def _run(anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *ar
         except Unmerged as reason:
             say_once(f"{type(layer).__name__} runs part by part: {reason}")
         else:
-            attention, mlp = (_or_said(layer, half) for half in _halves(anatomy, layer, hidden_states.dtype, given))
+            attention, mlp = (
+                _or_said(layer, half)
+                for half in _halves(anatomy, layer, hidden_states.dtype, given)
+            )
             if attention is not None or mlp is not None:
                 runs[_by(attention, mlp)] += 1
                 return _through(anatomy, layer, attention, mlp, hidden_states, given)
@@ -219,13 +277,19 @@ def _run(anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *ar
 
 
 def _through(
-    anatomy: Anatomy, layer: Any, attention: AttentionHalf | None, mlp: MLPHalf | None, hidden_states: Tensor,
+    anatomy: Anatomy,
+    layer: Any,
+    attention: AttentionHalf | None,
+    mlp: MLPHalf | None,
+    hidden_states: Tensor,
     given: Mapping[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The layer's output ``[1, T, D]``, through its halves; of None the class's own."""
     x = hidden_states.squeeze(0)
     if attention is None:
-        x, branch = KeptHalf(layer, anatomy.norms[0], lambda x: getattr(layer, ATTENTION)(hidden_states=x, **given))(x)
+        x, branch = KeptHalf(
+            layer, anatomy.norms[0], lambda x: getattr(layer, ATTENTION)(hidden_states=x, **given)
+        )(x)
     else:
         # the layer below is built alike: its down product wants the gradient as this one's does
         below = Gradient() if mlp is None else Gradient(mlp.last.padding)
@@ -238,9 +302,14 @@ def _through(
 
 
 def _halves(
-    anatomy: Anatomy, layer: Any, dtype: torch.dtype | None = None, given: Mapping[str, Any] | None = None
+    anatomy: Anatomy,
+    layer: Any,
+    dtype: torch.dtype | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[AttentionHalf | Unmerged | None, MLPHalf | Unmerged | None]:
-    """The layer's halves as they are now, or why one that should be fused cannot be; None where the class computes it."""
+    """The layer's halves as they are now, or why one that should be fused cannot be; None where
+    the class computes it.
+    """
     attention: AttentionHalf | Unmerged | None = None
     mlp: MLPHalf | Unmerged | None = None
     if anatomy.attention is not None:
@@ -271,11 +340,21 @@ def _or_said(layer: Any, half: Any) -> Any:
 
 
 def _tokens(given: Mapping[str, Any]) -> Tokens:
-    bounds: list[Any] = [given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")]
+    bounds: list[Any] = [
+        given.get(name)
+        for name in ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
+    ]
     flash, keys = given.get("flash", True), given.get("shared_keys")
     split = given.get("split_documents")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, padding: int = 0, sinks: Tensor | None = None, **options: Any) -> Tensor:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: int = 0,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         options["flash"] = flash
         of_heads = [] if sinks is None else [sinks]
         if split is not None:  # what is left free behind heads would have to be sent, too
@@ -292,7 +371,9 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
 
 
 def _tables(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines of the rotation, half as wide where they are complex numbers (DeepSeek V2); None if there are none."""
+    """Cosines and sines of the rotation, half as wide where they are complex numbers (DeepSeek
+    V2); None if there are none.
+    """
     tables = given.get("position_embeddings")
     if isinstance(tables, Tensor) and tables.is_complex():
         return tables.real, tables.imag
@@ -300,9 +381,16 @@ def _tables(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
 
 
 def _attend(
-    options: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor | None,
-    max_k: int | None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    options: Mapping[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    max_q: int,
+    cu_k: Tensor | None,
+    max_k: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     return document_attention(q, k, v, cu_q, max_q, cu_k, max_k, sinks=sinks, **options)
 
 
@@ -322,6 +410,7 @@ def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
 def _has_dropout(layer: Any) -> bool:
     """Beside that of adapters."""
     drops = any(
-        isinstance(module, nn.Dropout) and module.p and ".lora_dropout." not in name for name, module in layer.named_modules()
+        isinstance(module, nn.Dropout) and module.p and ".lora_dropout." not in name
+        for name, module in layer.named_modules()
     )
     return drops or bool(getattr(layer.self_attn, "attention_dropout", 0.0))

@@ -1,10 +1,12 @@
-"""The experts of a layer as transformers 5 defines them, through the grouped products of ``kernels/fused_experts.py``.
+"""The experts of a layer as transformers 5 defines them, through the grouped products of
+``kernels/fused_experts.py``.
 
-What is recognised: a module with transformers' description of its experts (``use_experts_implementation``), a gate and two
-3-D parameters, whichever way these lie, with biases or without, whose unit is one of ``CANDIDATES``. It is proved like any
-other part, by values and the gradients of its input, of its router's shares and of its parameters. The router stays the
-class's own. Under autocast, with experts on several ranks, or weights of a type that no product takes, the class's own
-forward runs.
+What is recognised: a module with transformers' description of its experts
+(``use_experts_implementation``), a gate and two 3-D parameters, whichever way these lie, with
+biases or without, whose unit is one of ``CANDIDATES``. It is proved like any other part, by values
+and the gradients of its input, of its router's shares and of its parameters. The router stays the
+class's own. Under autocast, with experts on several ranks, or weights of a type that no product
+takes, the class's own forward runs.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ def _scaled(alpha: str, limit: str, interleaved: bool, module: Any) -> Gate:
 
 
 def _candidates(module: nn.Module) -> Iterable[GateOf]:
-    for interleaved in (not getattr(module, "is_concatenated", True), getattr(module, "is_concatenated", True)):
+    for interleaved in (
+        not getattr(module, "is_concatenated", True),
+        getattr(module, "is_concatenated", True),
+    ):
         for activation in ACTIVATIONS:
             yield partial(_plain, activation, interleaved)
         for alpha, limit in NUMBERS:
@@ -67,13 +72,28 @@ def _candidates(module: nn.Module) -> Iterable[GateOf]:
 
 
 def recognise_experts(module: nn.Module) -> Form | None:
-    """The form of ``module``, an instance of a twin, or None where it holds no experts that the products compute."""
+    """The form of ``module``, an instance of a twin, or None where it holds no experts that the
+    products compute.
+    """
     described = all(hasattr(module, flag) for flag in FLAGS) and hasattr(module, "is_concatenated")
-    if not described or not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
+    if (
+        not described
+        or not getattr(module, "has_gate", False)
+        or getattr(module, "has_post_expert_norm", False)
+    ):
         return None
-    names = {*PRODUCTS, *(f"{name}_bias" for name in PRODUCTS if getattr(module, "has_bias", False))}
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if own.keys() != names or any(own[name].ndim != 3 for name in PRODUCTS) or any(True for _ in module._buffers):
+    names = {
+        *PRODUCTS,
+        *(f"{name}_bias" for name in PRODUCTS if getattr(module, "has_bias", False)),
+    }
+    own = {
+        name: parameter for name, parameter in module._parameters.items() if parameter is not None
+    }
+    if (
+        own.keys() != names
+        or any(own[name].ndim != 3 for name in PRODUCTS)
+        or any(True for _ in module._buffers)
+    ):
         return None
     uncalled = Uncalled(module, module._modules)
     count, *sizes = own["down_proj"].shape
@@ -83,7 +103,10 @@ def recognise_experts(module: nn.Module) -> Form | None:
             x = torch.randn(9, width)
             try:
                 if is_proved(
-                    module, _routed(partial(_compute, gate_of), count), [x, 0.1 * x, 30.0 * x], _routed(_class, count)
+                    module,
+                    _routed(partial(_compute, gate_of), count),
+                    [x, 0.1 * x, 30.0 * x],
+                    _routed(_class, count),
                 ):
                     forward = partial(_forward, gate_of, uncalled)
                     setattr(forward, TAKES_FACTORS, True)
@@ -99,13 +122,17 @@ def _class(module: Any, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
 
 
 def _routed(compute: Callable[..., Tensor], count: int) -> Callable[[Any, Tensor], Tensor]:
-    """Through a router of fixed random numbers, so that the gradient of x holds that of the shares; the last expert has no
-    token where there are several."""
+    """Through a router of fixed random numbers, so that the gradient of x holds that of the
+    shares; the last expert has no token where there are several."""
     generator = torch.Generator().manual_seed(11)
 
     def forward(module: Any, x: Tensor) -> Tensor:
         generator.manual_seed(11)
-        chosen = torch.rand(len(x), max(1, count - 1), generator=generator).topk(min(2, max(1, count - 1))).indices
+        chosen = (
+            torch.rand(len(x), max(1, count - 1), generator=generator)
+            .topk(min(2, max(1, count - 1)))
+            .indices
+        )
         router = torch.randn(x.shape[1], chosen.shape[1], generator=generator)
         return compute(module, x, chosen, torch.sigmoid(x @ router / x.shape[1] ** 0.5))
 
@@ -113,14 +140,23 @@ def _routed(compute: Callable[..., Tensor], count: int) -> Callable[[Any, Tensor
 
 
 def _compute(
-    gate_of: GateOf, module: Any, x: Tensor, experts: Tensor, shares: Tensor, factors: Mapping[str, Factors] | None = None,
+    gate_of: GateOf,
+    module: Any,
+    x: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    factors: Mapping[str, Factors] | None = None,
     stacks: Mapping[str, Any] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     first, second = (_weights(module, name, (factors or {}).get(name), stacks) for name in PRODUCTS)
-    return fused_experts(x.to(first.weight.dtype), experts, shares, first, second, gate_of(module)).to(x.dtype)
+    return fused_experts(
+        x.to(first.weight.dtype), experts, shares, first, second, gate_of(module)
+    ).to(x.dtype)
 
 
-def _weights(module: Any, name: str, factors: Factors | None, stacks: Mapping[str, Any] | None) -> ExpertWeights:
+def _weights(
+    module: Any, name: str, factors: Factors | None, stacks: Mapping[str, Any] | None
+) -> ExpertWeights:
     names = (name, f"{name}_bias") if module.has_bias else (name,)
     weight, *biases = (getattr(module, name) if stacks is None else stacks[name] for name in names)
     bias = biases[0] if biases else None
@@ -132,18 +168,29 @@ def _weights(module: Any, name: str, factors: Factors | None, stacks: Mapping[st
 
 
 def _forward(
-    gate_of: GateOf, uncalled: Uncalled, module: Any, hidden_states: Tensor, *routed: Any,
-    factors: Mapping[str, Factors] | None = None, stacks: Mapping[str, Any] | None = None, **named: Any,
-) -> Tensor | None:  # fmt: skip
+    gate_of: GateOf,
+    uncalled: Uncalled,
+    module: Any,
+    hidden_states: Tensor,
+    *routed: Any,
+    factors: Mapping[str, Factors] | None = None,
+    stacks: Mapping[str, Any] | None = None,
+    **named: Any,
+) -> Tensor | None:
     _tell_another_implementation(module)
     if _runs_otherwise(module, hidden_states) or uncalled.changed(module):
         waits_for = device_of_waiting(module) if stacks is None else None
         if factors is not None:
             if waits_for is not None:
-                raise ValueError(f"memory=['offload_frozen_weights']: {type(module).__name__} {OTHERWISE}; leave it out")
+                raise ValueError(
+                    f"memory=['offload_frozen_weights']: {type(module).__name__} {OTHERWISE}; "
+                    "leave it out"
+                )
             return None
         if waits_for is not None:
-            stacks = {name: p.to(waits_for) for name, p in module._parameters.items() if p is not None}
+            stacks = {
+                name: p.to(waits_for) for name, p in module._parameters.items() if p is not None
+            }
         if stacks is not None:
             with _own_forward(module):
                 computed: Tensor = as_class(module, stacks, (hidden_states, *routed), named)
@@ -165,7 +212,9 @@ def _own_forward(module: Any) -> Iterator[None]:
 
 
 IMPLEMENTATION = "_chronicals_experts_implementation"
-"""Attribute of a patched module: transformers' implementation of its experts when it was patched."""
+"""Attribute of a patched module: transformers' implementation of its experts when it was
+patched.
+"""
 
 
 def keep_implementation(module: nn.Module) -> None:
@@ -181,19 +230,28 @@ def _tell_another_implementation(module: Any) -> None:
     """Where one was set since, but for the one that ``generate`` sets for itself."""
     now = _implementation(module)
     then = vars(module).get(IMPLEMENTATION, now)  # a twin's is not kept
-    if now != then and (then, now) != ("grouped_mm", "batched_mm") and not torch.compiler.is_compiling():
+    if (
+        now != then
+        and (then, now) != ("grouped_mm", "batched_mm")
+        and not torch.compiler.is_compiling()
+    ):
         _tell(type(module).__name__, now)
 
 
 @functools.cache
 def _tell(name: str, implementation: str | None) -> None:
     logger.warning(
-        "experts_implementation=%r: set after patch_model and without effect on %s, which runs as %s; call unpatch_model first",
-        implementation, name, BY,
-    )  # fmt: skip
+        "experts_implementation=%r: set after patch_model and without effect on %s, which runs as "
+        "%s; call unpatch_model first",
+        implementation,
+        name,
+        BY,
+    )
 
 
 def _runs_otherwise(module: Any, x: Tensor) -> bool:
     weights = [getattr(module, name) for name in PRODUCTS]
-    plain = all(type(weight) in (Tensor, nn.Parameter) and weight.dtype in KINDS for weight in weights)
+    plain = all(
+        type(weight) in (Tensor, nn.Parameter) and weight.dtype in KINDS for weight in weights
+    )
     return is_parallel(module) or not plain or torch.is_autocast_enabled(x.device.type)

@@ -1,4 +1,6 @@
-"""Products of fused decoder layers in another format than that of their weights, as FP8 where it pays."""
+"""Products of fused decoder layers in another format than that of their weights, as FP8 where it
+pays.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from chronicals.patching.fused_weights import FORMATS, Unmerged, move_to_host, u
 from chronicals.quantization import FP8, Dense, FP8InHost
 
 LEAST = 2304
-"""Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the product saves goes with inputs
-times outputs, what quantising takes with their sum: one of 2048 by 2048 saves 7 % of its time where it is trained."""
+"""Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the
+product saves goes with inputs times outputs, what quantising takes with their sum: one of 2048
+by 2048 saves 7 % of its time where it is trained."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,13 @@ class Products:
     left: tuple[str, ...]
 
 
-def run_in_format(model: Any, stands: Format, pays: Callable[[int, int], bool] = lambda inputs, outputs: True) -> Products:
+def run_in_format(
+    model: Any, stands: Format, pays: Callable[[int, int], bool] = lambda inputs, outputs: True
+) -> Products:
     """Let the products of fused layers run in a format of ``quantization/``, or of your own.
 
-    Adapters, norms, the head and weights in 4 bits stay as they are. ``forget_policies`` and ``unfuse_weights`` undo it.
+    Adapters, norms, the head and weights in 4 bits stay as they are. ``forget_policies`` and
+    ``unfuse_weights`` undo it.
 
     Args:
         stands: makes the ``Base`` that multiplies in place of a dense weight, on a device.
@@ -47,21 +53,24 @@ def run_in_format(model: Any, stands: Format, pays: Callable[[int, int], bool] =
             continue
         there += len(found)
         for owner, names, group in found:
-            if isinstance(group.merged.storage, Dense) and pays(group.merged.base.width, group.merged.base.outputs):
+            if isinstance(group.merged.storage, Dense) and pays(
+                group.merged.base.width, group.merged.base.outputs
+            ):
                 use_format(owner, names, stands)
                 chosen += 1
     return Products(chosen, there, tuple(dict.fromkeys(left)))
 
 
 def run_in_fp8(model: Any) -> Products:
-    """Let the products of fused layers that are large enough run in FP8, on a card that has it; batches whose rows are no
-    multiple of 16 run in 16 bit."""
+    """Let the products of fused layers that are large enough run in FP8, on a card that has it;
+    batches whose rows are no multiple of 16 run in 16 bit."""
     return run_in_format(model, FP8, is_large)
 
 
 def offload_frozen_weights(model: Any) -> int:
-    """Let the 16-bit weights of frozen products that run in FP8 wait in host memory, and keep only their rows in FP8; how many
-    bytes. What fused layers give stays as it is; ``forget_policies`` and ``unfuse_weights`` undo it.
+    """Let the 16-bit weights of frozen products that run in FP8 wait in host memory, and keep only
+    their rows in FP8; how many bytes. What fused layers give stays as it is; ``forget_policies``
+    and ``unfuse_weights`` undo it.
     """
     moved = 0
     for found in products_of_halves(model):
@@ -75,11 +84,15 @@ def offload_frozen_weights(model: Any) -> int:
 
 def is_large(inputs: int, outputs: int) -> bool:
     """Whether FP8 pays for a product of such layers."""
-    return 2 * inputs * outputs >= LEAST * (inputs + outputs) and not (inputs % MULTIPLE or outputs % MULTIPLE)
+    return 2 * inputs * outputs >= LEAST * (inputs + outputs) and not (
+        inputs % MULTIPLE or outputs % MULTIPLE
+    )
 
 
 def layers_in_fp8(model: Any) -> list[str]:
-    """Names of the linear layers whose products run in FP8, those inside adapters by the adapter's name."""
+    """Names of the linear layers whose products run in FP8, those inside adapters by the
+    adapter's name.
+    """
     chosen = {
         linear
         for found in products_of_halves(model)
@@ -88,4 +101,8 @@ def layers_in_fp8(model: Any) -> list[str]:
         if vars(owner).get(FORMATS, {}).get(names) in (FP8, FP8InHost)
         for linear in group.linears
     }
-    return [name.removesuffix(".base_layer") for name, module in model.named_modules() if module in chosen]
+    return [
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if module in chosen
+    ]

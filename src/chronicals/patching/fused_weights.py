@@ -1,11 +1,13 @@
 """The weights of several linear layers in one storage, so that one product serves them all.
 
-Parameters keep names, shapes and identity; only their data move into the storage. Each call checks their addresses, because
-``.to()``, a load with ``assign=True`` or a new adapter moves the data again; then they are fused anew, with one warning.
-Data that others place, as FSDP does, are borrowed: they are never moved, and several such layers are not fused.
+Parameters keep names, shapes and identity; only their data move into the storage. Each call checks
+their addresses, because ``.to()``, a load with ``assign=True`` or a new adapter moves the data
+again; then they are fused anew, with one warning. Data that others place, as FSDP does, are
+borrowed: they are never moved, and several such layers are not fused.
 
-A product can run in another format than that of its weights (``quantization/``). Where FP8 replaces frozen weights, these can
-be moved to host memory; a layer that is called by itself then copies its weight to the device for the call.
+A product can run in another format than that of its weights (``quantization/``). Where FP8 replaces
+frozen weights, these can be moved to host memory; a layer that is called by itself then copies its
+weight to the device for the call.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ FORMATS = "_chronicals_formats"
 """Attribute of a module: the formats in which groups of its children multiply, by their names."""
 
 DEVICES = "_chronicals_devices"
-"""Attribute of a module: the devices of the products of groups of its children, by their names, whose weights are in host
-memory."""
+"""Attribute of a module: the devices of the products of groups of its children, by their names,
+whose weights are in host memory."""
 
 _said: set[str] = set()
 
@@ -54,10 +56,12 @@ class Group:
         names: of the children.
 
     Attributes:
-        amax, gradient_amax: where the product runs in FP8, told the amax of x and of the outputs' gradient by what makes them.
+        amax, gradient_amax: where the product runs in FP8, told the amax of x and of the outputs'
+            gradient by what makes them.
 
     Raises:
-        Unmerged: one of them is not a plain linear layer, with an adapter or without, or they do not fit each other.
+        Unmerged: one of them is not a plain linear layer, with an adapter or without, or they do
+            not fit each other.
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]):
@@ -84,7 +88,9 @@ class Group:
         on = [0 if adapter is None else len(adapter.a) for adapter in self.adapters]
         ranks = tuple(on if any(on) else there)  # adapters that are off keep their padding
         self.merged = _merged(owner, names, self.linears, ranks)
-        self.amax, self.gradient_amax = (Amax() if self.merged.base.wants_amax else None for _ in range(2))
+        self.amax, self.gradient_amax = (
+            Amax() if self.merged.base.wants_amax else None for _ in range(2)
+        )
 
     @property
     def padding(self) -> int:
@@ -96,13 +102,20 @@ class Group:
         return self.merged.base.dtype
 
     def amaxes(self, rows: int) -> tuple[Amax | None, Amax | None]:
-        """Of x and of the gradient, for the kernels that make them; none where the product does not ask for them."""
+        """Of x and of the gradient, for the kernels that make them; none where the product does
+        not ask for them.
+        """
         return (None, None) if self.merged.base.why_not(rows) else (self.amax, self.gradient_amax)
 
     def __call__(
-        self, x: Tensor, remake: Remake | None = None, padded: bool = True, unread: bool = False, kept: bool = False,
+        self,
+        x: Tensor,
+        remake: Remake | None = None,
+        padded: bool = True,
+        unread: bool = False,
+        kept: bool = False,
         stays: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The outputs side by side.
 
         Args:
@@ -110,13 +123,16 @@ class Group:
             unread: nobody reads what is returned.
             kept: what made x keeps it as well.
             stays: what takes the outputs keeps them as they are.
-            padded: x was made with ``padding`` behind its rows, if its strides say so; so may be the gradient that comes back.
+            padded: x was made with ``padding`` behind its rows, if its strides say so; so may be
+                the gradient that comes back.
         """
         merged = self.merged
         if reason := merged.base.why_not(len(x)):
             say_once(f"a batch of {len(x)} rows runs in 16 bit: {reason}")
             merged = merged.in_16_bit()
-        return merged_linear(x, merged, self.adapters, padded, True, remake, unread, self.amaxes(len(x)), kept, stays)
+        return merged_linear(
+            x, merged, self.adapters, padded, True, remake, unread, self.amaxes(len(x)), kept, stays
+        )
 
 
 def _dtype(linear: nn.Linear | PackedLinear) -> torch.dtype:
@@ -125,13 +141,16 @@ def _dtype(linear: nn.Linear | PackedLinear) -> torch.dtype:
 
 
 def is_borrowed(linear: nn.Linear | PackedLinear) -> bool:
-    """Whether others place the weight's data: FSDP, which gathers shards into its own memory for each forward pass, or
-    DeepSpeed's ZeRO. A copy elsewhere would keep the weights of the first step."""
+    """Whether others place the weight's data: FSDP, which gathers shards into its own memory for
+    each forward pass, or DeepSpeed's ZeRO. A copy elsewhere would keep the weights of the first
+    step."""
     return getattr(linear, "_is_fsdp_managed_module", False) or hasattr(linear.weight, "ds_id")
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether calling the module would do more than its class's forward, wherever that finds its weight."""
+    """Whether calling the module would do more than its class's forward, wherever that finds its
+    weight.
+    """
     own = vars(module).get("forward")
     return bool(
         (own is not None and getattr(own, "func", None) is not _with_its_weight)
@@ -143,29 +162,50 @@ def is_hooked(module: Any) -> bool:
 
 
 def _merged(
-    owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear | PackedLinear], ranks: tuple[int, ...]
-) -> Merged:  # fmt: skip
+    owner: nn.Module,
+    names: tuple[str, ...],
+    linears: Sequence[nn.Linear | PackedLinear],
+    ranks: tuple[int, ...],
+) -> Merged:
     """What is known of these layers, if it still holds; else they are fused anew."""
     stands: Format | None = vars(owner).get(FORMATS, {}).get(names)
     weights, biases = [x.weight for x in linears], [x.bias for x in linears]
     packed = [x.packed for x in linears if isinstance(x, PackedLinear)]
-    alone = len(linears) == 1 and not any(ranks) and not packed and names not in vars(owner).get(DEVICES, {})
+    alone = (
+        len(linears) == 1
+        and not any(ranks)
+        and not packed
+        and names not in vars(owner).get(DEVICES, {})
+    )
     if alone and stands is None:
         return Merged.in_place(weights[0], biases[0])
     known: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
     if any(is_borrowed(linear) for linear in linears):
         merged = known.pop(names, None)
-        if any(ranks) or packed or not (are_side_by_side(weights) and (biases[0] is None or are_side_by_side(biases))):
-            raise Unmerged(f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved")
+        if (
+            any(ranks)
+            or packed
+            or not (are_side_by_side(weights) and (biases[0] is None or are_side_by_side(biases)))
+        ):
+            raise Unmerged(
+                f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved"
+            )
         if merged is None or not merged.holds(weights, biases):
             merged = Merged.side_by_side(weights, biases)
         known[names] = merged
         return merged
     merged = known.get(names)
-    same = merged is not None and merged.padding.ranks == ranks and merged.base.dtype == _dtype(linears[0])
+    same = (
+        merged is not None
+        and merged.padding.ranks == ranks
+        and merged.base.dtype == _dtype(linears[0])
+    )
     if merged is None or not same or not merged.holds(weights, biases):
         if merged is not None and not alone:
-            say_once(f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are fused anew")
+            say_once(
+                f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are "
+                "fused anew"
+            )
         device = vars(owner).get(DEVICES, {}).get(names)
         with torch.no_grad():
             if alone:
@@ -173,7 +213,9 @@ def _merged(
             elif packed:
                 merged = _moved_in(Merged.packed(packed, biases, ranks), weights, biases)
             else:
-                merged = _moved_in(Merged.fused(weights, biases, ranks, stands, device), weights, biases)
+                merged = _moved_in(
+                    Merged.fused(weights, biases, ranks, stands, device), weights, biases
+                )
         known[names] = merged
     return merged
 
@@ -202,7 +244,8 @@ def _moved_in(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tensor
 
 
 def use_format(owner: nn.Module, names: tuple[str, ...], stands: Format) -> None:
-    """Let the product of these children run in another format, as ``FP8``; ``use_16_bit`` undoes it.
+    """Let the product of these children run in another format, as ``FP8``; ``use_16_bit`` undoes
+    it.
 
     Args:
         stands: makes the base that multiplies in place of the dense weight.
@@ -214,7 +257,8 @@ def use_format(owner: nn.Module, names: tuple[str, ...], stands: Format) -> None
 
 
 def move_to_host(owner: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
-    """Let the weights of these children, frozen ones whose product runs in FP8, wait in host memory; ``bring_back`` undoes it.
+    """Let the weights of these children, frozen ones whose product runs in FP8, wait in host
+    memory; ``bring_back`` undoes it.
 
     Args:
         device: where their products run.
@@ -233,7 +277,9 @@ def _with_its_weight(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bring_back(model: nn.Module) -> None:
-    """Weights that wait in host memory, to where they were; what did not fit there then can be brought later."""
+    """Weights that wait in host memory, to where they were; what did not fit there then can be
+    brought later.
+    """
     for owner in model.modules():
         devices: dict[tuple[str, ...], torch.device] = vars(owner).get(DEVICES, {})
         for names, device in list(devices.items()):
@@ -247,8 +293,12 @@ def bring_back(model: nn.Module) -> None:
 
 
 def use_16_bit(model: nn.Module) -> None:
-    """Let every product run in the format of its weights again, and bring back what is in host memory."""
-    for owner in model.modules():  # first free what the formats hold: the weights in host memory must fit on the device
+    """Let every product run in the format of its weights again, and bring back what is in host
+    memory.
+    """
+    for owner in (
+        model.modules()
+    ):  # first free what the formats hold: the weights in host memory must fit on the device
         known = vars(owner).get(MERGED, {})
         for names in vars(owner).pop(FORMATS, {}):
             merged = known.pop(names, None)
@@ -260,8 +310,8 @@ def use_16_bit(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unfuse_weights(model: nn.Module) -> None:
-    """Give every weight that was fused into a storage with padding one of its own again, and forget the storages and the
-    formats."""
+    """Give every weight that was fused into a storage with padding one of its own again, and
+    forget the storages and the formats."""
     use_16_bit(model)
     for owner in model.modules():
         if vars(owner).pop(MERGED, None) is not None:
@@ -271,8 +321,8 @@ def unfuse_weights(model: nn.Module) -> None:
 
 
 def forget_row_norms(model: nn.Module) -> None:
-    """Let the norms of rows, of adapters with magnitudes, be computed anew: for who changes adapters unseen, as the replay of a
-    graph does."""
+    """Let the norms of rows, of adapters with magnitudes, be computed anew: for who changes
+    adapters unseen, as the replay of a graph does."""
     for norms in row_norms(model):
         norms.forget()
 

@@ -1,4 +1,6 @@
-"""Gated norms of linear attention: a vector and two inputs, ``silu(gate) · norm(x)`` or ``norm(silu(gate) · x)``."""
+"""Gated norms of linear attention: a vector and two inputs, ``silu(gate) · norm(x)`` or
+``norm(silu(gate) · x)``.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,28 @@ Gated = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def recognise_gated_norm(module: nn.Module) -> Form | None:
-    """The form of ``module``, an instance of a twin, or None where it is no gated norm that kernels compute."""
+    """The form of ``module``, an instance of a twin, or None where it is no gated norm that
+    kernels compute.
+    """
     vectors = [name for name, p in module._parameters.items() if p is not None]
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    if len(vectors) != 1 or len(names) != 2 or any(module.children()) or module._parameters[vectors[0]].dim() != 1:  # type: ignore[union-attr]
+    if (
+        len(vectors) != 1
+        or len(names) != 2
+        or any(module.children())
+        or module._parameters[vectors[0]].dim() != 1
+    ):  # type: ignore[union-attr]
         return None
     x = torch.randn(3, 5, 2 * len(module._parameters[vectors[0]]))  # type: ignore[arg-type]
     with random_numbers(module):
         for forward in _candidates(module, vectors[0]):
             try:
-                if is_proved(module, _of_both(forward), [x, 3e-3 * x, 30.0 * x], _of_both(type(module).forward)):
+                if is_proved(
+                    module,
+                    _of_both(forward),
+                    [x, 3e-3 * x, 30.0 * x],
+                    _of_both(type(module).forward),
+                ):
                     return Form(BY, _as_called(forward, names))
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take two such tensors is no gated norm
@@ -39,10 +53,14 @@ def _candidates(module: nn.Module, weight: str) -> Iterator[Gated]:
     for epsilon in epsilons(module):
 
         def gated_after(module: Any, x: Tensor, gate: Tensor, epsilon: Any = epsilon) -> Tensor:
-            return fused_swiglu(gate, fused_rmsnorm(x, getattr(module, weight), epsilon(module, x)).to(gate.dtype)).to(x.dtype)
+            return fused_swiglu(
+                gate, fused_rmsnorm(x, getattr(module, weight), epsilon(module, x)).to(gate.dtype)
+            ).to(x.dtype)
 
         def gated_before(module: Any, x: Tensor, gate: Tensor, epsilon: Any = epsilon) -> Tensor:
-            return fused_rmsnorm(fused_swiglu(gate, x.to(gate.dtype)), getattr(module, weight), epsilon(module, x)).to(x.dtype)
+            return fused_rmsnorm(
+                fused_swiglu(gate, x.to(gate.dtype)), getattr(module, weight), epsilon(module, x)
+            ).to(x.dtype)
 
         yield from (gated_after, gated_before)
 
@@ -53,12 +71,19 @@ def _of_both(forward: Callable[..., Tensor]) -> Callable[[Any, Tensor], Tensor]:
 
 
 def _as_called(forward: Gated, names: list[str]) -> Callable[..., Tensor]:
-    """``forward`` for callers who name the arguments; without a gate of the same shape, the class's own."""
+    """``forward`` for callers who name the arguments; without a gate of the same shape, the
+    class's own.
+    """
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(names, args)) | kwargs
         x, gate = (given.get(name) for name in names)
-        if len(given) == 2 and isinstance(x, Tensor) and isinstance(gate, Tensor) and x.shape == gate.shape:
+        if (
+            len(given) == 2
+            and isinstance(x, Tensor)
+            and isinstance(gate, Tensor)
+            and x.shape == gate.shape
+        ):
             return forward(module, x, gate)
         return type(module).forward(module, *args, **kwargs)
 

@@ -1,6 +1,8 @@
-"""A mask that is not there until somebody looks: what a model hands to its layers where rows are documents.
+"""A mask that is not there until somebody looks: what a model hands to its layers where rows are
+documents.
 
-Attention that takes documents reads them from it. Any other use makes the mask that transformers would have made.
+Attention that takes documents reads them from it. Any other use makes the mask that transformers
+would have made.
 """
 
 from __future__ import annotations
@@ -14,10 +16,32 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_sparse", "grad_fn", "is_leaf")
-METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device", "__len__")
+ATTRIBUTES = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "is_cuda",
+    "layout",
+    "is_sparse",
+    "grad_fn",
+    "is_leaf",
+)
+METHODS = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "__len__",
+)
 FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel)
-"""Functions of torch that are other objects than the methods; FSDP2 asks by them what it is to cast."""
+"""Functions of torch that are other objects than the methods; FSDP2 asks by them what it is to
+cast.
+"""
 
 LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES}.union(
     (getattr(Tensor, name) for name in METHODS), FUNCTIONS
@@ -27,11 +51,13 @@ LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES}.uni
 
 @dataclass(frozen=True)
 class Padding:
-    """Padding at the end of rows ``[B, S]``, of which P tokens are padding and no row has more than L of them.
+    """Padding at the end of rows ``[B, S]``, of which P tokens are padding and no row has more than
+    L of them.
 
     Attributes:
         places: of the padding among B · S, ``[P]``.
-        within: of the same among the last L positions of the rows that have padding, R · L, ``[P]``.
+        within: of the same among the last L positions of the rows that have padding, R · L,
+            ``[P]``.
         rows: that have padding, ``[R]``.
         longest: L.
         mask: makes the mask ``[R, 1, L, S]`` of the last L positions of these rows.
@@ -54,7 +80,8 @@ class Documents:
         places: of the real tokens among B · S, or None where all are.
         window: of the sliding window, or None.
         padding: what is no real token, or None.
-        mask: makes what transformers would have made, which may be None where a plain causal mask is meant.
+        mask: makes what transformers would have made, which may be None where a plain causal mask
+            is meant.
         tensor: makes the same as a tensor.
     """
 
@@ -69,7 +96,9 @@ class Documents:
     def cast(self, dtype: torch.dtype) -> Documents:
         """Their masks in another dtype."""
         padding = self.padding and replace(self.padding, mask=_cast(self.padding.mask, dtype))
-        return replace(self, padding=padding, mask=_cast(self.mask, dtype), tensor=_cast(self.tensor, dtype))
+        return replace(
+            self, padding=padding, mask=_cast(self.mask, dtype), tensor=_cast(self.tensor, dtype)
+        )
 
 
 def _cast(make: Callable[[], Any], dtype: torch.dtype) -> Any:
@@ -89,9 +118,13 @@ class LazyMask(Tensor):
     documents: Documents
 
     @staticmethod
-    def __new__(cls: type, documents: Documents, rows: int, length: int, dtype: torch.dtype) -> LazyMask:
+    def __new__(
+        cls: type, documents: Documents, rows: int, length: int, dtype: torch.dtype
+    ) -> LazyMask:
         shape = (rows, 1, length, length)
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=documents.bounds.device)
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=documents.bounds.device
+        )
         made.documents = documents
         return made
 

@@ -1,8 +1,10 @@
-"""The loss seam: a causal language model's own forward, with the head and the loss function meeting in one kernel.
+"""The loss seam: a causal language model's own forward, with the head and the loss function meeting
+in one kernel.
 
-While a model is called with labels, its head returns ``LazyLogits``; the loss function finds the hidden states behind
-them and takes linear cross-entropy, which never holds all logits. Everything else of the forward (router losses, what
-is returned) is the model's own. ``.logits`` of the result are computed when somebody looks at them.
+While a model is called with labels, its head returns ``LazyLogits``; the loss function finds the
+hidden states behind them and takes linear cross-entropy, which never holds all logits. Everything
+else of the forward (router losses, what is returned) is the model's own. ``.logits`` of the result
+are computed when somebody looks at them.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ IGNORED = -100
 LABELS = ("labels", "shift_labels")
 
 TRL = "fused_lm_head"
-"""Argument by which trainers of TRL (from 1.16 on) ask the forward that they gave the model for losses of tokens."""
+"""Argument by which trainers of TRL (from 1.16 on) ask the forward that they gave the model for
+losses of tokens.
+"""
 
 ABOUT_TRAINERS = (
-    "loss: linear_cross_entropy where the model computes its loss from labels; trainers that compute their own, as TRL's "
+    "loss: linear_cross_entropy where the model computes its loss from labels; trainers that "
+    "compute their own, as TRL's "
     "SFTTrainer does from 1.16 on (fused_lm_head), keep theirs"
 )
 
@@ -50,17 +55,22 @@ class LossSeam:
         """Pre-hook of the model.
 
         Raises:
-            RuntimeError: it is a copy that DataParallel made for another card, where the forwards that replaced others still
-                belong to the first card's modules.
+            RuntimeError: it is a copy that DataParallel made for another card, where the forwards
+                that replaced others still belong to the first card's modules.
         """
         if getattr(model, "_is_replica", False):
             raise RuntimeError(
-                "a patched model cannot run under DataParallel, which transformers' Trainer takes where a single process sees "
-                "several cards: start a process a card (torchrun), show it one (CUDA_VISIBLE_DEVICES), or call unpatch_model"
+                "a patched model cannot run under DataParallel, which transformers' Trainer takes "
+                "where a single process sees "
+                "several cards: start a process a card (torchrun), show it one "
+                "(CUDA_VISIBLE_DEVICES), or call unpatch_model"
             )
         if kwargs.get(TRL):
             _say_trl_has_its_own()
-        self.active = any(kwargs.get(name) is not None for name in LABELS) and not torch.compiler.is_compiling()
+        self.active = (
+            any(kwargs.get(name) is not None for name in LABELS)
+            and not torch.compiler.is_compiling()
+        )
 
     def after(self, *_: object) -> None:
         """Hook of the model, called whatever happens."""
@@ -72,7 +82,10 @@ class LossSeam:
 
 @functools.cache
 def _say_trl_has_its_own() -> None:
-    logger.warning("TRL computes the loss by a fused head of its own: linear_cross_entropy is not used, the other kernels are")
+    logger.warning(
+        "TRL computes the loss by a fused head of its own: linear_cross_entropy is not used, the "
+        "other kernels are"
+    )
 
 
 def head_of(model: Any) -> nn.Module | None:
@@ -87,21 +100,27 @@ def install(model: Any) -> None:
     assert head is not None
     model._chronicals_loss_seam = head._chronicals_loss_seam = seam  # type: ignore[assignment]
     head.forward = MethodType(_head_forward, head)  # type: ignore[method-assign]
-    model.loss_function = _Loss(seam, model.loss_function, set_before="_loss_function" in vars(model))
+    model.loss_function = _Loss(
+        seam, model.loss_function, set_before="_loss_function" in vars(model)
+    )
     model.register_forward_pre_hook(seam.before, with_kwargs=True)
     model.register_forward_hook(seam.after, always_call=True)
 
 
 def remove(model: Any) -> None:
-    """Take the seam out again, wherever its head is by now; a copy of a model that has one has one of its own, and a loss
-    function that was set since stays."""
+    """Take the seam out again, wherever its head is by now; a copy of a model that has one has
+    one of its own, and a loss function that was set since stays."""
     if not isinstance(vars(model).get("_chronicals_loss_seam"), LossSeam):
         return
     for hooks, flags in (
         (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs),
         (model._forward_hooks, model._forward_hooks_always_called),
     ):
-        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), LossSeam)]:
+        for key in [
+            key
+            for key, hook in hooks.items()
+            if isinstance(getattr(hook, "__self__", None), LossSeam)
+        ]:
             del hooks[key]
             flags.pop(key, None)
     loss = vars(model).get("_loss_function")
@@ -117,29 +136,53 @@ def remove(model: Any) -> None:
 
 def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
     seam: LossSeam = head._chronicals_loss_seam  # type: ignore[assignment]
-    sharded = type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, Tensor)  # whole in this call alone
-    watched = head._backward_hooks or head._backward_pre_hooks  # which want the gradient of logits that are there
+    sharded = type(head) is not nn.Linear or type(head.weight) not in (
+        nn.Parameter,
+        Tensor,
+    )  # whole in this call alone
+    watched = (
+        head._backward_hooks or head._backward_pre_hooks
+    )  # which want the gradient of logits that are there
     if sharded or watched or not seam.active:
         return F.linear(hidden, head.weight, head.bias)
-    return LazyLogits(Promise(hidden, head.weight, head.bias, autocast_type(hidden), torch.is_grad_enabled()))
+    return LazyLogits(
+        Promise(hidden, head.weight, head.bias, autocast_type(hidden), torch.is_grad_enabled())
+    )
 
 
 class _Loss:
-    """transformers' ForCausalLMLoss where the logits are lazy, the model's own loss function otherwise."""
+    """transformers' ForCausalLMLoss where the logits are lazy, the model's own loss function
+    otherwise.
+    """
 
     def __init__(self, seam: LossSeam, own: Callable[..., Tensor], set_before: bool):
         self.seam, self.own, self.set_before = seam, own, set_before
 
     def __call__(
-        self, logits: Tensor, labels: Tensor | None, vocab_size: int | None = None, num_items_in_batch: Any = None,
-        ignore_index: int = IGNORED, shift_labels: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
-        shape = logits.scale_and_softcap() if isinstance(logits, LazyLogits) and self.own is ForCausalLMLoss else None
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        shape = (
+            logits.scale_and_softcap()
+            if isinstance(logits, LazyLogits) and self.own is ForCausalLMLoss
+            else None
+        )
         if shape is None or (vocab_size is not None and vocab_size != logits.shape[-1]):
             return self.own(
-                logits=logits, labels=labels, vocab_size=vocab_size,
-                num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
-            )  # fmt: skip
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
         assert isinstance(logits, LazyLogits)
         if shift_labels is None:
             assert labels is not None
@@ -149,8 +192,17 @@ class _Loss:
         targets = targets.masked_fill(targets == ignore_index, IGNORED)
         self.seam.taken += 1
         total = linear_cross_entropy(
-            promise.hidden.reshape(len(targets), -1), promise.weight, targets, bias=promise.bias, scale=scale, softcap=softcap
+            promise.hidden.reshape(len(targets), -1),
+            promise.weight,
+            targets,
+            bias=promise.bias,
+            scale=scale,
+            softcap=softcap,
         )
         if num_items_in_batch is None:
             return mean_of(total, targets)
-        return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
+        return total / (
+            num_items_in_batch.to(total.device)
+            if torch.is_tensor(num_items_in_batch)
+            else num_items_in_batch
+        )

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_layernorm, fused_rmsnorm
-from chronicals.patching.forms import Form, Forward, as_called, is_proved, numbers, random_numbers, takes_one_tensor
+from chronicals.patching.forms import (
+    Form,
+    Forward,
+    as_called,
+    is_proved,
+    numbers,
+    random_numbers,
+    takes_one_tensor,
+)
 
 UNWEIGHTED_WIDTH = 16
 CONSTANTS = (1e-5, 1e-6)
@@ -29,38 +37,63 @@ class RMSNormReads:
 
     def of(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, float]:
         """Weight, epsilon and offset for an input ``x``."""
-        return None if self.weight is None else getattr(module, self.weight), self.epsilon(module, x), self.offset
+        return (
+            None if self.weight is None else getattr(module, self.weight),
+            self.epsilon(module, x),
+            self.offset,
+        )
 
 
 def recognise_norm(module: nn.Module) -> Form | None:
-    """The form of ``module``, an instance of a twin, or None where it is no norm that a kernel computes."""
+    """The form of ``module``, an instance of a twin, or None where it is no norm that a kernel
+    computes.
+    """
     vectors = {name: p for name, p in module._parameters.items() if p is not None}
     widths = {tuple(p.shape) for p in vectors.values()}
-    if any(module.children()) or len(vectors) > 2 or len(widths) > 1 or any(len(shape) != 1 for shape in widths):
+    if (
+        any(module.children())
+        or len(vectors) > 2
+        or len(widths) > 1
+        or any(len(shape) != 1 for shape in widths)
+    ):
         return None
     width = next(iter(widths))[0] if widths else _kept_width(module)
     if not takes_one_tensor(module) or width is None:
         return None
     with random_numbers(module):
-        inputs = [torch.randn(3, 5, width) * scale for scale in (1.0, 3e-3, 300.0)]  # epsilon counts, or a bound
+        inputs = [
+            torch.randn(3, 5, width) * scale for scale in (1.0, 3e-3, 300.0)
+        ]  # epsilon counts, or a bound
         try:
             for by, forward, reads in _candidates(module, list(vectors)):
                 if is_proved(module, forward, inputs):
-                    return Form(by, as_called(module, _of_its_type(module, forward, inputs[0])), reads)
+                    return Form(
+                        by, as_called(module, _of_its_type(module, forward, inputs[0])), reads
+                    )
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return None  # a module that does not take such a tensor is no norm
     return None
 
 
 def _kept_width(module: nn.Module) -> int | None:
-    """The width that a norm without vectors takes: the last of a shape that it keeps, or any where it keeps an epsilon."""
-    shapes = [shape for shape in vars(module).values() if isinstance(shape, tuple) and shape and type(shape[-1]) is int]
+    """The width that a norm without vectors takes: the last of a shape that it keeps, or any
+    where it keeps an epsilon.
+    """
+    shapes = [
+        shape
+        for shape in vars(module).values()
+        if isinstance(shape, tuple) and shape and type(shape[-1]) is int
+    ]
     widths = [shape[-1] for shape in shapes if shape[-1] > 0]
     return widths[0] if widths else UNWEIGHTED_WIDTH if numbers(module) else None
 
 
-def _candidates(module: nn.Module, vectors: list[str]) -> Iterator[tuple[str, Forward, RMSNormReads | None]]:
-    for weight, bias in [(w, b) for w, b in itertools.permutations([*vectors, None, None], 2)][:: 1 if vectors else 2]:
+def _candidates(
+    module: nn.Module, vectors: list[str]
+) -> Iterator[tuple[str, Forward, RMSNormReads | None]]:
+    for weight, bias in [(w, b) for w, b in itertools.permutations([*vectors, None, None], 2)][
+        :: 1 if vectors else 2
+    ]:
         if {weight, bias} - {None} != set(vectors):
             continue
         for epsilon in epsilons(module):

@@ -1,4 +1,6 @@
-"""``patch_model``: parts of any Hugging Face decoder replaced by kernels, on the instance, proved, reported, undone."""
+"""``patch_model``: parts of any Hugging Face decoder replaced by kernels, on the instance,
+proved, reported, undone.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ROUTED_HALF = "its class calls the router and the experts, which run fused"
 
 
 class Whole:
-    """In a patched model: its forwards are made by patching, so it would be written to a file that cannot be read."""
+    """In a patched model: its forwards are made by patching, so it would be written to a file
+    that cannot be read.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NOT_WHOLE)
@@ -41,21 +45,25 @@ class Whole:
 
 
 def patch_model(model: PreTrainedModel | PeftModel, outputs_at_padding: bool = True) -> PatchReport:
-    """Replace what can be proved equal by kernels; parameters keep names, shapes and identity, the configuration its values.
+    """Replace what can be proved equal by kernels; parameters keep names, shapes and identity, the
+    configuration its values.
 
     Args:
         model: a causal language model of transformers, or PEFT's wrapping of one.
-        outputs_at_padding: whether attention computes its outputs at padding on the right of rows, where transformers lets
-            padding see the real tokens of its row. False leaves them zero, which is faster where rows are padded a lot: the
-            loss and all gradients stay the same, logits and hidden states at padding do not, and labels there are refused.
+        outputs_at_padding: whether attention computes its outputs at padding on the right of rows,
+            where transformers lets padding see the real tokens of its row. False leaves them zero,
+            which is faster where rows are padded a lot: the loss and all gradients stay the same,
+            logits and hidden states at padding do not, and labels there are refused.
 
     Returns:
-        What was replaced, where, by what, and what was left alone and why. A second call changes nothing.
+        What was replaced, where, by what, and what was left alone and why. A second call changes
+        nothing.
 
     Raises:
-        ValueError: ``model`` is not a model of transformers, or wrapped or compiled already, or was patched with another
-            value of ``outputs_at_padding``.
-        VersionError: torch, transformers or PEFT is older than the lowest version that chronicals runs with.
+        ValueError: ``model`` is not a model of transformers, or wrapped or compiled already, or was
+            patched with another value of ``outputs_at_padding``.
+        VersionError: torch, transformers or PEFT is older than the lowest version that chronicals
+            runs with.
     """
     return _patch(model, seams=True, outputs_at_padding=outputs_at_padding)
 
@@ -69,7 +77,9 @@ def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
     return _patch(model, seams=False, whole_layers=whole_layers)
 
 
-def _patch(model: Any, seams: bool, whole_layers: bool = False, outputs_at_padding: bool = True) -> PatchReport:
+def _patch(
+    model: Any, seams: bool, whole_layers: bool = False, outputs_at_padding: bool = True
+) -> PatchReport:
     target = _inside(model)
     check_versions_for(model)
     plan, report = plan_for(target), vars(target).get("_chronicals_report")
@@ -77,7 +87,13 @@ def _patch(model: Any, seams: bool, whole_layers: bool = False, outputs_at_paddi
         report = target._chronicals_report = PatchReport(type(target).__name__)
         mixture = speaks_of_experts(target.config)
         for path, module in target.named_modules():
-            _replace(path, module.inner if isinstance(module, Experts4bit) else module, plan, report, mixture)
+            _replace(
+                path,
+                module.inner if isinstance(module, Experts4bit) else module,
+                plan,
+                report,
+                mixture,
+            )
         if "model" in plan.reasons:
             report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     if whole_layers and not report.whole_layers:
@@ -87,7 +103,8 @@ def _patch(model: Any, seams: bool, whole_layers: bool = False, outputs_at_paddi
         _replace_attention(target, plan, report, outputs_at_padding)
     elif seams and attention.is_installed(target, not outputs_at_padding):
         raise ValueError(
-            f"outputs_at_padding={outputs_at_padding}: the model was patched with {not outputs_at_padding} already; call "
+            f"outputs_at_padding={outputs_at_padding}: the model was patched with "
+            f"{not outputs_at_padding} already; call "
             "unpatch_model(model) first"
         )
     if report.replaced:
@@ -113,16 +130,27 @@ def unpatch_model(model: Any) -> None:
 
 def _inside(model: Any) -> Any:
     if hasattr(model, "_orig_mod"):
-        raise ValueError("model is compiled already: give patch_model the model itself, and compile it afterwards")
+        raise ValueError(
+            "model is compiled already: give patch_model the model itself, and compile it "
+            "afterwards"
+        )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"model is wrapped by {type(model).__name__}: give patch_model what it wraps, model.module")
+        raise ValueError(
+            f"model is wrapped by {type(model).__name__}: give patch_model what it wraps, "
+            "model.module"
+        )
     target = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(target, nn.Module) or not hasattr(target, "config"):
-        raise ValueError(f"model is {type(model).__name__}: expected a model of transformers, or PEFT's wrapping of one")
+        raise ValueError(
+            f"model is {type(model).__name__}: expected a model of transformers, or PEFT's "
+            "wrapping of one"
+        )
     return target
 
 
-def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport, mixture: bool) -> None:
+def _replace(
+    path: str, module: nn.Module, plan: PatchPlan, report: PatchReport, mixture: bool
+) -> None:
     key, part = signature(module), type(module).__name__
     _, form = plan.forms.get(key, (None, None))
     if form is None:
@@ -132,7 +160,13 @@ def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport,
             report.left.append(Left(path, part, EXPERTS))
         return
     if "forward" in vars(module):
-        report.left.append(Left(path, part, "its forward was replaced by something else (hooks, offload, quantisation)"))
+        report.left.append(
+            Left(
+                path,
+                part,
+                "its forward was replaced by something else (hooks, offload, quantisation)",
+            )
+        )
     elif any(drops(child) for child in module.children()):
         report.left.append(Left(path, part, "has dropout"))
     elif form.by == experts.BY and is_parallel(module):
@@ -147,24 +181,47 @@ def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport,
 def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
     report.whole_layers = True
     if not plan.layers:
-        report.left.append(Left("", decoder_layer.NAME, plan.reasons.get(decoder_layer.NAME, plan.reasons.get("model", ""))))
-    kept = {decoder_layer.ATTENTION_BY: decoder_layer.MLP_HALF, decoder_layer.MLP_BY: decoder_layer.ATTENTION_HALF}
+        report.left.append(
+            Left(
+                "",
+                decoder_layer.NAME,
+                plan.reasons.get(decoder_layer.NAME, plan.reasons.get("model", "")),
+            )
+        )
+    kept = {
+        decoder_layer.ATTENTION_BY: decoder_layer.MLP_HALF,
+        decoder_layer.MLP_BY: decoder_layer.ATTENTION_HALF,
+    }
     for path, layer in target.named_modules() if plan.layers else ():
         form = plan.layers.get(layer_signature(layer)) if hasattr(layer, ATTENTION) else None
         if form is not None and "forward" not in vars(layer):
             layer.forward = MethodType(form.forward, layer)
             report.replaced.append(Replaced(path, type(layer).__name__, form.by))
             if form.by in kept:
-                own = ROUTED_HALF if form.by == decoder_layer.ATTENTION_BY and _has_fused_experts(layer) else UNKNOWN_HALF
+                own = (
+                    ROUTED_HALF
+                    if form.by == decoder_layer.ATTENTION_BY and _has_fused_experts(layer)
+                    else UNKNOWN_HALF
+                )
                 report.left.append(Left(path, kept[form.by], plan.reasons.get(kept[form.by], own)))
         elif form is not None:
-            report.left.append(Left(path, type(layer).__name__, "its forward was replaced by something else (hooks, offload)"))
+            report.left.append(
+                Left(
+                    path,
+                    type(layer).__name__,
+                    "its forward was replaced by something else (hooks, offload)",
+                )
+            )
         elif hasattr(layer, ATTENTION):
-            report.left.append(Left(path, type(layer).__name__, "neither half of it is of a known form"))
+            report.left.append(
+                Left(path, type(layer).__name__, "neither half of it is of a known form")
+            )
 
 
 def _has_fused_experts(layer: nn.Module) -> bool:
-    modules = (module.inner if isinstance(module, Experts4bit) else module for module in layer.modules())
+    modules = (
+        module.inner if isinstance(module, Experts4bit) else module for module in layer.modules()
+    )
     return any(experts.IMPLEMENTATION in vars(module) for module in modules)
 
 
@@ -174,15 +231,23 @@ def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:
         reason = plan.reasons.get(loss.NAME, "its head is not a plain linear layer")
         report.left.append(Left("", "loss", reason))
     elif "forward" in vars(head):
-        report.left.append(Left("", "loss", "the head's forward was replaced by something else (hooks, offload)"))
+        report.left.append(
+            Left("", "loss", "the head's forward was replaced by something else (hooks, offload)")
+        )
     else:
         loss.install(target)
         report.replaced.append(Replaced("", "loss", "linear_cross_entropy"))
         report.notes.append(loss.ABOUT_TRAINERS)
 
 
-def _replace_attention(target: Any, plan: PatchPlan, report: PatchReport, outputs_at_padding: bool) -> None:
-    reason = attention.why_not(target) if plan.attention else plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
+def _replace_attention(
+    target: Any, plan: PatchPlan, report: PatchReport, outputs_at_padding: bool
+) -> None:
+    reason = (
+        attention.why_not(target)
+        if plan.attention
+        else plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
+    )
     if reason:
         report.left.append(Left("", attention.NAME, reason))
     else:

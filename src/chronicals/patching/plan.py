@@ -1,4 +1,6 @@
-"""What can be replaced in models of a class and configuration: proved on its twin, once, part by part and then together."""
+"""What can be replaced in models of a class and configuration: proved on its twin, once, part by
+part and then together.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ LENGTHS = (7, 1, 9, 4)
 """Of the documents that whole layers are proved on."""
 DISAGREES = "the whole twin did not agree with it"
 TOLERANCE, FLOOR = 1e-4, 1e-2
-"""Largest norm of a gradient's difference in fp64, relative to the larger of its own norm and FLOOR times the mean norm of all
-gradients: the gradient of a key bias is rounding only, and some classes round to fp32 inside."""
+"""Largest norm of a gradient's difference in fp64, relative to the larger of its own norm and
+FLOOR times the mean norm of all gradients: the gradient of a key bias is rounding only, and some
+classes round to fp32 inside."""
 
 
 @dataclass
@@ -66,7 +69,9 @@ class PatchPlan:
     @property
     def fuses_whole_layers(self) -> bool:
         """Whether both halves of every layer run fused."""
-        return bool(self.layers) and all(form.by == decoder_layer.BY for form in self.layers.values())
+        return bool(self.layers) and all(
+            form.by == decoder_layer.BY for form in self.layers.values()
+        )
 
     def is_of_today(self) -> bool:
         """Whether no forward, and no function beside one, was replaced since the proof."""
@@ -76,7 +81,9 @@ class PatchPlan:
         """The plan without the forms of a role, or without the loss."""
         kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
         seen = self.seen | {key: DISAGREES for key in self.forms if key not in kept}
-        return PatchPlan(kept, {}, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons))
+        return PatchPlan(
+            kept, {}, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons)
+        )
 
 
 Run = tuple[float, dict[str, Tensor]]
@@ -86,7 +93,9 @@ _PLANS: dict[tuple[type, str], PatchPlan] = {}
 
 
 def plan_for(model: Any) -> PatchPlan:
-    """The plan for the class and configuration of ``model``; its tensors are not touched. Cached."""
+    """The plan for the class and configuration of ``model``; its tensors are not touched.
+    Cached.
+    """
     try:
         config = twin_config(model.config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -95,7 +104,9 @@ def plan_for(model: Any) -> PatchPlan:
     if key not in _PLANS or not _PLANS[key].is_of_today():
         with plain_surroundings():
             plan = _PLANS[key] = _make(type(model), config)
-        plan.code = {cls: _code_of(cls) for cls in (type(model), *(kind[0] for kind in plan.seen if kind))}
+        plan.code = {
+            cls: _code_of(cls) for cls in (type(model), *(kind[0] for kind in plan.seen if kind))
+        }
     plan = _PLANS[key]
     return _from_shells(model, plan.reasons["model"]) if NO_TWIN in plan.seen.values() else plan
 
@@ -105,17 +116,23 @@ def _code_of(cls: type[nn.Module]) -> tuple:
 
 
 def _from_shells(model: nn.Module, reason: str) -> PatchPlan:
-    """Without a twin: every part proved by itself, on a shell of it. Loss and attention need a whole model and stay."""
+    """Without a twin: every part proved by itself, on a shell of it. Loss and attention need a
+    whole model and stay.
+    """
     plan = PatchPlan(reasons={loss.NAME: reason, attention.NAME: reason})
     with plain_surroundings():
         for module in model.modules():
             key = signature(module)
             if key not in plan.seen:
                 try:
-                    found = _find(plan, key, shell_of(module)) or _find(plan, key, module, only=("rotary",))
+                    found = _find(plan, key, shell_of(module)) or _find(
+                        plan, key, module, only=("rotary",)
+                    )
                     plan.seen[key] = "" if found else NOTHING
                 except NoShell as error:
-                    plan.seen[key] = "" if _find(plan, key, module, only=("rotary",)) else f"{NOTHING}: {error}"
+                    plan.seen[key] = (
+                        "" if _find(plan, key, module, only=("rotary",)) else f"{NOTHING}: {error}"
+                    )
     return plan
 
 
@@ -134,7 +151,9 @@ def _make(cls: type, config: Any) -> PatchPlan:
         reason = f"a small twin could not be run ({type(error).__name__}: {error})"
         return PatchPlan(seen={(): NO_TWIN}, reasons={"model": reason})
     if not repeatable:
-        return PatchPlan(reasons={"model": "it does not give the same loss twice, so nothing can be compared"})
+        return PatchPlan(
+            reasons={"model": "it does not give the same loss twice, so nothing can be compared"}
+        )
     plan.loss = loss.head_of(twin) is not None
     if not plan.loss:
         plan.reasons[loss.NAME] = "its head is not a plain linear layer"
@@ -145,15 +164,21 @@ def _make(cls: type, config: Any) -> PatchPlan:
     plan.attention = not reason
     plan.layers = _fused_layers(twin, plan)
     if not plan.layers:
-        plan.reasons[decoder_layer.NAME] = "no half of its layers, norm and attention or norm and gated MLP, is of a known form"
+        plan.reasons[decoder_layer.NAME] = (
+            "no half of its layers, norm and attention or norm and gated MLP, is of a known form"
+        )
     return plan
 
 
 def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
-    """Fused layers with which the twin, given documents end to end, gives what it gives by itself: with both halves fused, or
-    else with one of them, in all layers that have it; none where that does not hold."""
+    """Fused layers with which the twin, given documents end to end, gives what it gives by
+    itself: with both halves fused, or else with one of them, in all layers that have it; none
+    where that does not hold."""
     layers = getattr(twin.get_decoder(), "layers", ())
-    read = {decoder_layer.layer_signature(layer): decoder_layer.read_layer(layer, plan.forms) for layer in layers}
+    read = {
+        decoder_layer.layer_signature(layer): decoder_layer.read_layer(layer, plan.forms)
+        for layer in layers
+    }
     anatomies = {key: anatomy for key, anatomy in read.items() if anatomy is not None}
     if not any(anatomy.by for anatomy in anatomies.values()):
         return {}
@@ -164,20 +189,33 @@ def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
     tried = []
     for fuses_attention, fuses_mlp in ((True, True), (True, False), (False, True)):
         for interleaved in (False, True):
-            chosen = {key: anatomy.only(fuses_attention, fuses_mlp, interleaved) for key, anatomy in anatomies.items()}
-            forms = {key: decoder_layer.layer_form(anatomy) for key, anatomy in chosen.items() if anatomy.by}
+            chosen = {
+                key: anatomy.only(fuses_attention, fuses_mlp, interleaved)
+                for key, anatomy in anatomies.items()
+            }
+            forms = {
+                key: decoder_layer.layer_form(anatomy)
+                for key, anatomy in chosen.items()
+                if anatomy.by
+            }
             if not forms or chosen in tried:
                 continue
             tried.append(chosen)
             if _layers_hold(twin, forms, expected):
-                fused = {decoder_layer.ATTENTION_HALF: fuses_attention, decoder_layer.MLP_HALF: fuses_mlp}
+                fused = {
+                    decoder_layer.ATTENTION_HALF: fuses_attention,
+                    decoder_layer.MLP_HALF: fuses_mlp,
+                }
                 plan.reasons |= {name: DISAGREES for name, there in fused.items() if not there}
                 return forms
     return {}
 
 
 def _layers_hold(twin: Any, forms: dict[tuple, Form], expected: Run) -> bool:
-    found = [(layer, forms.get(decoder_layer.layer_signature(layer))) for layer in twin.get_decoder().layers]
+    found = [
+        (layer, forms.get(decoder_layer.layer_signature(layer)))
+        for layer in twin.get_decoder().layers
+    ]
     fused = [(layer, form) for layer, form in found if form is not None]
     due = decoder_layer.runs + Counter(form.by for _, form in fused)
     for layer, form in fused:
@@ -192,10 +230,12 @@ def _layers_hold(twin: Any, forms: dict[tuple, Form], expected: Run) -> bool:
 
 
 def _run_packed(twin: Any) -> Run:
-    """As ``run``, of packed documents: the hidden states are returned among the gradients, under the name "", and their sum
-    with random weights is differentiated; the loss is 0."""
+    """As ``run``, of packed documents: the hidden states are returned among the gradients, under
+    the name "", and their sum with random weights is differentiated; the loss is 0."""
     generator = torch.Generator().manual_seed(8)
-    ids = torch.randint(FIRST_TOKEN, len(twin.get_input_embeddings().weight), (sum(LENGTHS),), generator=generator)
+    ids = torch.randint(
+        FIRST_TOKEN, len(twin.get_input_embeddings().weight), (sum(LENGTHS),), generator=generator
+    )
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     batch = Batch(ids, torch.full_like(ids, IGNORED), positions, bounds, max(LENGTHS))
@@ -204,17 +244,24 @@ def _run_packed(twin: Any) -> Run:
     value = (states * torch.randn(states.shape, generator=generator)).sum()
     named = [(name, p) for name, p in twin.named_parameters() if p.requires_grad]
     gradients = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
-    return 0.0, {"": states.detach(), **{name: g for (name, _), g in zip(named, gradients) if g is not None}}
+    return 0.0, {
+        "": states.detach(),
+        **{name: g for (name, _), g in zip(named, gradients) if g is not None},
+    }
 
 
 def _why_not_documents(twin: Any) -> str:
-    """Why the twin's attention cannot take rows as documents; empty if loss and gradients stay the same for all kinds."""
+    """Why the twin's attention cannot take rows as documents; empty if loss and gradients stay
+    the same for all kinds.
+    """
     rows = kinds_of_rows(twin)
     try:
         expected = {kind: run(twin, **inputs) for kind, inputs in rows.items()}
     except Exception as error:  # any class of transformers may object to such rows in its own way
         return f"it does not take padded or packed rows ({type(error).__name__})"
-    expected = {kind: found for kind, found in expected.items() if agree(found, found)}  # some give no number at padding
+    expected = {
+        kind: found for kind, found in expected.items() if agree(found, found)
+    }  # some give no number at padding
     if not attention.is_offered(twin):
         return "it does not attend through transformers' interface"
     attention.install(twin)
@@ -232,7 +279,9 @@ def _why_not_documents(twin: Any) -> str:
 
 
 def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
-    """Plain rows, rows padded on either side, rows padded with targets at the padding, and packed rows."""
+    """Plain rows, rows padded on either side, rows padded with targets at the padding, and
+    packed rows.
+    """
     generator = torch.Generator().manual_seed(7)
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
@@ -245,7 +294,11 @@ def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
     rows["padding-trained"] = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     positions = torch.cat([torch.arange(length) for length in (7, 1, 6)])[None]
     packed = torch.randint(FIRST_TOKEN, size, positions.shape, generator=generator)
-    rows["packed"] = {"input_ids": packed, "labels": packed.masked_fill(positions == 0, -100), "position_ids": positions}
+    rows["packed"] = {
+        "input_ids": packed,
+        "labels": packed.masked_fill(positions == 0, -100),
+        "position_ids": positions,
+    }
     return rows
 
 
@@ -259,7 +312,9 @@ def _find(plan: PatchPlan, key: tuple, module: nn.Module, only: Collection[str] 
 
 
 def _checked(twin: Any, plan: PatchPlan, expected: Run) -> PatchPlan:
-    """The plan without the role with which the whole twin gives another loss or another gradient."""
+    """The plan without the role with which the whole twin gives another loss or another
+    gradient.
+    """
     if _holds(twin, plan, expected):
         return plan
     for role in (loss.NAME, *reversed(RECOGNISERS)):
@@ -267,11 +322,16 @@ def _checked(twin: Any, plan: PatchPlan, expected: Run) -> PatchPlan:
         if _holds(twin, smaller, expected):
             smaller.reasons.setdefault(role, DISAGREES)
             return smaller
-    return PatchPlan(seen=plan.seen, reasons={"model": "no part could be replaced in the whole twin without changing it"})
+    return PatchPlan(
+        seen=plan.seen,
+        reasons={"model": "no part could be replaced in the whole twin without changing it"},
+    )
 
 
 def _holds(twin: Any, plan: PatchPlan, expected: Run) -> bool:
-    """Whether the twin, patched by the plan, gives what it gives by itself; unpatched again afterwards."""
+    """Whether the twin, patched by the plan, gives what it gives by itself; unpatched again
+    afterwards.
+    """
     changed = [module for module in twin.modules() if signature(module) in plan.forms]
     for module in changed:
         module.forward = MethodType(plan.forms[signature(module)][1].forward, module)
@@ -292,17 +352,23 @@ def _holds(twin: Any, plan: PatchPlan, expected: Run) -> bool:
 
 
 def run(model: Any, **inputs: Tensor) -> Run:
-    """Loss and gradients; of two rows of random tokens, one of them with ignored labels, where nothing else is given."""
+    """Loss and gradients; of two rows of random tokens, one of them with ignored labels, where
+    nothing else is given.
+    """
     if not inputs:
         generator = torch.Generator().manual_seed(5)
         embedding = model.get_input_embeddings().weight
-        ids = torch.randint(FIRST_TOKEN, len(embedding), (2, 9), generator=generator).to(embedding.device)
+        ids = torch.randint(FIRST_TOKEN, len(embedding), (2, 9), generator=generator).to(
+            embedding.device
+        )
         labels = ids.clone()
         labels[0, :4] = -100
         inputs = {"input_ids": ids, "labels": labels}
     torch.default_generator.manual_seed(6)
     out = model(**inputs, use_cache=False)
-    gradients = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    gradients = torch.autograd.grad(
+        out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True
+    )
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return out.loss.item(), {name: g for name, g in zip(names, gradients) if g is not None}
 
@@ -313,4 +379,7 @@ def agree(expected: Run, got: Run) -> bool:
     if a.keys() != b.keys() or not math.isfinite(one) or not math.isclose(one, other, rel_tol=1e-5):
         return False
     mean = float(torch.stack([g.norm() for g in a.values()]).mean())
-    return all(float((b[name] - g).norm()) <= TOLERANCE * max(float(g.norm()), FLOOR * mean) for name, g in a.items())
+    return all(
+        float((b[name] - g).norm()) <= TOLERANCE * max(float(g.norm()), FLOOR * mean)
+        for name, g in a.items()
+    )

@@ -1,4 +1,6 @@
-"""PatchReport: what was replaced, where, by what, what was left alone and why, and what a user should know about it."""
+"""PatchReport: what was replaced, where, by what, what was left alone and why, and what a user
+should know about it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class PatchReport:
         rows = [("part", "modules", "now")]
         for (part, by), count in Counter((entry.part, entry.by) for entry in self.replaced).items():
             rows.append((part, str(count), by))
-        for (part, reason), count in Counter((entry.part, entry.reason) for entry in self.left).items():
+        for (part, reason), count in Counter(
+            (entry.part, entry.reason) for entry in self.left
+        ).items():
             rows.append((part, str(count), f"as it was: {reason}"))
         widths = [max(len(row[n]) for row in rows) for n in range(2)]
         lines = [f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}" for row in rows]

@@ -1,4 +1,5 @@
-"""Rotary embedding: attention modules whose forward calls a rotation ``(q, k, cos, sin, ...)`` of their modelling file.
+"""Rotary embedding: attention modules whose forward calls a rotation ``(q, k, cos, sin, ...)`` of
+their modelling file.
 
 Such an instance gets its class's own forward, in which that name means the kernel.
 """
@@ -61,11 +62,15 @@ LAID = "laid end to end"
 WAYS: dict[str, Way] = {
     "": Way(1.0, False),
     "interleaved": Way(1.0, True),
-    "interleaved, of the first half": Way(1.0, True, lambda x: x[..., : x.shape[-1] // 2].repeat_interleave(2, -1)),
+    "interleaved, of the first half": Way(
+        1.0, True, lambda x: x[..., : x.shape[-1] // 2].repeat_interleave(2, -1)
+    ),
     "interleaved, a channel twice": Way(0.5, True, lambda x: x.repeat_interleave(2, -1)),
     LAID: Way(0.5, False, lambda x: torch.cat((x, x), -1)),
     "pairs apart": Way(1.0, False, heads=_pairs_apart),
-    "pairs apart, of the first half": Way(1.0, False, lambda x: torch.cat((x[..., : x.shape[-1] // 2],) * 2, -1), _pairs_apart),
+    "pairs apart, of the first half": Way(
+        1.0, False, lambda x: torch.cat((x[..., : x.shape[-1] // 2],) * 2, -1), _pairs_apart
+    ),
 }
 
 
@@ -74,7 +79,11 @@ def recognise_rotary(module: nn.Module) -> Form | None:
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
         return None
-    own = {name: forward.__globals__[name] for name in forward.__code__.co_names if _rotates(forward.__globals__.get(name))}
+    own = {
+        name: forward.__globals__[name]
+        for name in forward.__code__.co_names
+        if _rotates(forward.__globals__.get(name))
+    }
     found = {name: _way(function) for name, function in own.items()}
     ways = {name: way for name, way in found.items() if way is not None}
     if not ways or len(ways) < len(own):
@@ -86,7 +95,10 @@ def recognise_rotary(module: nn.Module) -> Form | None:
 
 
 def _rotates(function: Any) -> bool:
-    return isinstance(function, FunctionType) and list(inspect.signature(function).parameters)[:4] == ARGUMENTS
+    return (
+        isinstance(function, FunctionType)
+        and list(inspect.signature(function).parameters)[:4] == ARGUMENTS
+    )
 
 
 def _way(own: Callable) -> str | None:
@@ -105,12 +117,23 @@ def _equal(own: Callable, way: Way) -> bool:
             return False  # it wants other tensors than these
         upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(4)) for x in out]
         found.append([*out, *torch.autograd.grad(out, (q, k), upstream)])
-    return all(a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * a.abs().max()) for a, b in zip(*found))
+    return all(
+        a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * a.abs().max())
+        for a, b in zip(*found)
+    )
 
 
 def _rotation(own: Callable, way: Way) -> Callable:
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        usual = not rest and q.ndim == 4 and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype and cos.device == q.device
+    def rotate(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        usual = (
+            not rest
+            and q.ndim == 4
+            and cos.ndim == 3
+            and q.dtype == k.dtype == cos.dtype
+            and cos.device == q.device
+        )
         if usual and not options:
             return way(q, k, cos, sin)
         if usual and options == {"unsqueeze_dim": 2}:

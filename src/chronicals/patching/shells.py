@@ -1,8 +1,9 @@
-"""Shells: a module of the user's model rebuilt small, in fp32 on the CPU, with nothing of it but what is not a tensor.
+"""Shells: a module of the user's model rebuilt small, in fp32 on the CPU, with nothing of it but
+what is not a tensor.
 
-A shell has the class of the module and its settings. Its own vectors, and the linear layers among its children
-(whatever they have become: quantised, adapted, on the meta device), are new, small and random; so are its numbers, such
-as an epsilon: what is not read from the instance shows.
+A shell has the class of the module and its settings. Its own vectors, and the linear layers among
+its children (whatever they have become: quantised, adapted, on the meta device), are new, small and
+random; so are its numbers, such as an epsilon: what is not read from the instance shows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import nn
 from chronicals.patching.forms import numbers
 
 WIDTHS = (24, 40, 56, 72)
-"""Small widths that stand for the widths of a module, in the order in which they are met; no multiples of each other."""
+"""Small widths that stand for the widths of a module, in the order in which they are met; no
+multiples of each other.
+"""
 
 
 class NoShell(ValueError):
@@ -25,7 +28,9 @@ class NoShell(ValueError):
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Whether a child is a linear layer by what it offers: adapters and quantised layers keep these names."""
+    """Whether a child is a linear layer by what it offers: adapters and quantised layers keep
+    these names.
+    """
     sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
     return all(type(size) is int for size in sizes)
 
@@ -43,7 +48,9 @@ def shell_of(module: nn.Module) -> nn.Module:
         shell.__dict__[name] = {}
     vars(shell).pop("forward", None)
     shell.training = True
-    for name in (name for name in vars(shell) if name.endswith("_hooks") or name.startswith("_forward_hooks")):
+    for name in (
+        name for name in vars(shell) if name.endswith("_hooks") or name.startswith("_forward_hooks")
+    ):
         if isinstance(vars(shell)[name], dict):
             vars(shell)[name] = type(vars(shell)[name])()
     small = _small_widths(module)
@@ -56,10 +63,14 @@ def shell_of(module: nn.Module) -> nn.Module:
 
 
 def _small_widths(module: nn.Module) -> dict[int, int]:
-    """The widths of the linear children, and what stands for each; a merged layer is as wide as its parts together."""
+    """The widths of the linear children, and what stands for each; a merged layer is as wide as
+    its parts together.
+    """
     met: dict[int, int] = {}
     fresh = iter(WIDTHS)
-    sizes = [size for child in module._modules.values() if is_linear(child) for size in _sizes(child)]
+    sizes = [
+        size for child in module._modules.values() if is_linear(child) for size in _sizes(child)
+    ]
     for size in sorted(set(sizes)):
         half = met.get(size // 2) if size % 2 == 0 and size // 2 in sizes else None
         met[size] = 2 * half if half else next(fresh, 0)
@@ -84,7 +95,13 @@ def _child(child: nn.Module | None, small: dict[int, int]) -> nn.Module | None:
         return None
     if is_linear(child):
         into, out = (small[size] for size in _sizes(child))
-        linear = nn.Linear(into, out, bias=getattr(child, "bias", None) is not None, device="cpu", dtype=torch.float32)
+        linear = nn.Linear(
+            into,
+            out,
+            bias=getattr(child, "bias", None) is not None,
+            device="cpu",
+            dtype=torch.float32,
+        )
         nn.init.normal_(linear.weight, std=into**-0.5)
         return linear
     if next(itertools.chain(child.parameters(), child.buffers()), None) is not None:

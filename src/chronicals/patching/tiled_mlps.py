@@ -1,4 +1,6 @@
-"""Gated MLPs that take their rows in tiles: of a long pack, only a tile of what is wider than the model exists at a time."""
+"""Gated MLPs that take their rows in tiles: of a long pack, only a tile of what is wider than
+the model exists at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ ROLE = "gated MLP"
 
 
 def tile_mlps(model: Any) -> int:
-    """Let the gated MLPs of ``model`` take tiles, in fused layers, too; how many there are. A second call changes nothing.
+    """Let the gated MLPs of ``model`` take tiles, in fused layers, too; how many there are. A
+    second call changes nothing.
 
     Comes after kernels were put in their place, which it keeps; ``unpatch_model`` undoes it.
     """
@@ -63,7 +66,9 @@ def has_gated_mlps(model: Any) -> bool:
 
 
 def _gated_mlps(model: Any) -> list[nn.Module]:
-    """Those that run as their class does, or as ours; not where hooks, offload or a quantiser put another forward."""
+    """Those that run as their class does, or as ours; not where hooks, offload or a quantiser
+    put another forward.
+    """
     forms, found = plan_for(model).forms, []
     for module in model.modules():
         own = vars(module).get("forward")

@@ -1,4 +1,6 @@
-"""What training on several cards takes, before there are any: memory, bytes that travel, expected efficiency."""
+"""What training on several cards takes, before there are any: memory, bytes that travel,
+expected efficiency.
+"""
 
 from chronicals.planning.plan import Machines, Plan, plan
 from chronicals.planning.traffic import Traffic, traffic

@@ -1,23 +1,27 @@
-"""A run on some number of cards: what each holds, what it sends, and how much of its time it computes.
+"""A run on some number of cards: what each holds, what it sends, and how much of its time it
+computes.
 
     efficiency = compute / (compute + exposed + slowed)
     exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + attention + embedding
 
-in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
-after it is not. Where weights are divided, of g gathered in the forward and h in the backward passes (``gathered_in_passes``)
+in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation,
+is hidden beside it, one after it is not. Where weights are divided, of g gathered in the forward
+and h in the backward passes (``gathered_in_passes``)
 
     exposed    = max(0, g − ⅓ compute) + max(0, h + reduce-scatter − ⅔ compute) + all-reduce + embedding
 
-as if layers were gathered beside others throughout a pass, the first one and the embedding too. Copies on several machines are
-summed layer by layer beside the backward pass of the last micro-batch. Beside divided frozen weights, adapters are summed after
-the backward pass and gathered after their update, by all ranks, and nothing hides either; there, too, the backward pass counts
-as two thirds, though it computes no gradient of what is frozen. Computation is FLOPs over the rate that a
-card reaches: 2 N a token forward and as many for each of the two gradients, of N weights that are multiplied by, and
-2 · heads · width · length for the causal attention to a document. Of stacked experts those count that a token meets.
+as if layers were gathered beside others throughout a pass, the first one and the embedding too.
+Copies on several machines are summed layer by layer beside the backward pass of the last
+micro-batch. Beside divided frozen weights, adapters are summed after the backward pass and gathered
+after their update, by all ranks, and nothing hides either; there, too, the backward pass counts as
+two thirds, though it computes no gradient of what is frozen. Computation is FLOPs over the rate
+that a card reaches: 2 N a token forward and as many for each of the two gradients, of N weights
+that are multiplied by, and 2 · heads · width · length for the causal attention to a document. Of
+stacked experts those count that a token meets.
 
-What is hidden is not for nothing: it takes multiprocessors and memory from the computation beside it. In eight of nine rows
-that were measured on two cards (docs/measured.md) a step of 100 to 650 ms took longer by ``MEETING`` and the time that all it
-sent takes over the link, within 11 ms, so that
+What is hidden is not for nothing: it takes multiprocessors and memory from the computation beside
+it. In eight of nine rows that were measured on two cards (docs/measured.md) a step of 100 to 650 ms
+took longer by ``MEETING`` and the time that all it sent takes over the link, within 11 ms, so that
 
     slowed     = MEETING + hidden bytes / link
 """
@@ -48,12 +52,15 @@ BACKWARD = 2 / 3
 """Of a step's computation."""
 
 MEETING = 0.012
-"""Seconds by which a step on two cards is longer, whatever is sent: until the later one has come, and its host was told."""
+"""Seconds by which a step on two cards is longer, whatever is sent: until the later one has
+come, and its host was told.
+"""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a card between machines.
+    """What a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a card
+    between machines.
 
     Attributes:
         memory: bytes of a card.
@@ -86,8 +93,8 @@ class Plan:
         in_backward: whether gradients are summed in the backward pass.
         sent: bytes a card sends in a step.
         tokens: of a step, on all cards.
-        computing, exposed, slowed: seconds of a step: of a card by itself, while nothing is computed, and by which computing
-            takes longer beside others.
+        computing, exposed, slowed: seconds of a step: of a card by itself, while nothing is
+            computed, and by which computing takes longer beside others.
     """
 
     gpus: int
@@ -133,7 +140,9 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     """
     context = config.context_parallel
     if gpus % context:
-        raise ConfigurationError(f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}")
+        raise ConfigurationError(
+            f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}"
+        )
     config = _with_sharding(config, model, gpus, machines)
     frees, needed = expected_memory(config, model, gpus, context, whole=True, total=machines.memory)
     policy, again = _recomputed(config, needed)
@@ -142,31 +151,53 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     again = needed.layers if policy == LAYERS else again
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
-    computing = tokens // context * _flops_a_token(model, config, again / max(needed.layers, 1)) / machines.flops
+    computing = (
+        tokens
+        // context
+        * _flops_a_token(model, config, again / max(needed.layers, 1))
+        / machines.flops
+    )
     if config.sharding == WEIGHTS and gpus > 1:
         exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:
         exposed, hidden = _exposed(sent, machines.rate(gpus), computing if frees else 0.0)
     slowed = MEETING + hidden / machines.link if gpus > 1 else 0.0
     return Plan(
-        gpus, held, held <= machines.memory, config.sharding, again, stay, frees, sent, tokens * gpus // context, computing,
-        exposed + sent.attention / machines.rate(context), slowed,
-    )  # fmt: skip
+        gpus,
+        held,
+        held <= machines.memory,
+        config.sharding,
+        again,
+        stay,
+        frees,
+        sent,
+        tokens * gpus // context,
+        computing,
+        exposed + sent.attention / machines.rate(context),
+        slowed,
+    )
 
 
 def _exposed(sent: Traffic, rate: float, computing: float) -> tuple[float, float]:
     """Seconds of all but attention that nothing hides, and the bytes that are hidden.
 
     Args:
-        computing: beside whose backward pass gradients are summed; 0 where they are summed afterwards.
+        computing: beside whose backward pass gradients are summed; 0 where they are summed
+            afterwards.
     """
     hidden = min(sent.reduce_scatter, BACKWARD * computing * rate)
     return (sent.total - sent.attention - hidden) / rate, hidden
 
 
 def _exposed_divided(
-    model: Any, config: ChronicalsConfig, gpus: int, machines: Machines, stay: int, sent: Traffic, computing: float
-) -> tuple[float, float]:  # fmt: skip
+    model: Any,
+    config: ChronicalsConfig,
+    gpus: int,
+    machines: Machines,
+    stay: int,
+    sent: Traffic,
+    computing: float,
+) -> tuple[float, float]:
     """As ``_exposed``, where weights are divided."""
     near, far = machines.rate(config.sharding_ranks or gpus), machines.rate(gpus)
     forward, backward = gathered_in_passes(model, config, gpus, stay)
@@ -178,21 +209,38 @@ def _exposed_divided(
         afterwards += (sent.all_gather - forward - backward + sent.reduce_scatter) / far
     passes = (forward, (1 - BACKWARD) * computing), (backward, BACKWARD * computing)
     hidden = sum(min(size, seconds * near) for size, seconds in passes)
-    return (forward + backward - hidden) / near + (summed - beside) / far + afterwards, hidden + beside
+    return (forward + backward - hidden) / near + (
+        summed - beside
+    ) / far + afterwards, hidden + beside
 
 
-def _with_sharding(config: ChronicalsConfig, model: Any, gpus: int, machines: Machines) -> ChronicalsConfig:
-    """As the trainer chooses where nothing is asked: whether weights are divided, and among how many cards."""
-    chosen = config.fitted(sharding=choose_sharding(config, model, gpus, machines.memory, machines.cards))
+def _with_sharding(
+    config: ChronicalsConfig, model: Any, gpus: int, machines: Machines
+) -> ChronicalsConfig:
+    """As the trainer chooses where nothing is asked: whether weights are divided, and among how
+    many cards.
+    """
+    chosen = config.fitted(
+        sharding=choose_sharding(config, model, gpus, machines.memory, machines.cards)
+    )
     if chosen.sharding != WEIGHTS or gpus == 1:
         return chosen
-    return chosen.fitted(sharding_ranks=sharing_of(chosen, model, gpus, machines.memory, machines.cards))
+    return chosen.fitted(
+        sharding_ranks=sharing_of(chosen, model, gpus, machines.memory, machines.cards)
+    )
 
 
 def _staying(
-    config: ChronicalsConfig, model: Any, gpus: int, needed: Estimate, policy: str, again: int | None
-) -> tuple[int, int]:  # fmt: skip
-    """How many of the last layers stay gathered between their passes, as the trainer decides, and the bytes of one."""
+    config: ChronicalsConfig,
+    model: Any,
+    gpus: int,
+    needed: Estimate,
+    policy: str,
+    again: int | None,
+) -> tuple[int, int]:
+    """How many of the last layers stay gathered between their passes, as the trainer decides,
+    and the bytes of one.
+    """
     if config.sharding != WEIGHTS or gpus == 1 or not trains_layers(model):
         return 0, 0
     size = gathered_bytes(config, model)
@@ -200,7 +248,9 @@ def _staying(
 
 
 def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:
-    """As asked, else as the trainer chooses: what every layer recomputes, and how many of the first are recomputed whole."""
+    """As asked, else as the trainer chooses: what every layer recomputes, and how many of the
+    first are recomputed whole.
+    """
     asked = asked_recomputation(config)
     return needed.choice() if asked is None else (asked, 0)
 
@@ -214,11 +264,20 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
     shape = ModelShape.of(model.config)
     each = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or shape.experts
     met = each / max(shape.experts, 1)
-    packed: float = sum(m.out_features * m.in_features for m in model.modules() if isinstance(m, PackedLinear))
+    packed: float = sum(
+        m.out_features * m.in_features for m in model.modules() if isinstance(m, PackedLinear)
+    )
     packed += sum(met * m.values for m in model.modules() if isinstance(m, Experts4bit))
     modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, PackedLinear))]
-    dense = {id(p): p for m in (*modules, model.get_output_embeddings()) for p in m.parameters(recurse=False) if p.ndim > 1}
-    sizes = {key: p.numel() * (met if p.ndim == 3 and shape.experts else 1) for key, p in dense.items()}
+    dense = {
+        id(p): p
+        for m in (*modules, model.get_output_embeddings())
+        for p in m.parameters(recurse=False)
+        if p.ndim > 1
+    }
+    sizes = {
+        key: p.numel() * (met if p.ndim == 3 and shape.experts else 1) for key, p in dense.items()
+    }
     trained = sum(sizes[key] for key, p in dense.items() if p.requires_grad)
     multiplied = packed + sum(sizes.values())
     attention = 2 * shape.layers * shape.heads * shape.head_dim * config.max_seq_length

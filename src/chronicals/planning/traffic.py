@@ -1,7 +1,9 @@
-"""Bytes that a rank sends in an optimizer step, counted by running what the trainer runs, among ranks that are not there.
+"""Bytes that a rank sends in an optimizer step, counted by running what the trainer runs, among
+ranks that are not there.
 
-torch's ``fake`` process group answers every collective at once, and its fake tensors have shapes and no memory, so that one
-process plays a rank of a thousand. A collective over W ranks sends, as rings do (Thakur et al., 2005, section 4):
+torch's ``fake`` process group answers every collective at once, and its fake tensors have shapes
+and no memory, so that one process plays a rank of a thousand. A collective over W ranks sends, as
+rings do (Thakur et al., 2005, section 4):
 
     reduce-scatter of n bytes   n (W − 1) / W           all-gather to n bytes   n (W − 1) / W
     all-reduce of n bytes       2 n (W − 1) / W         all-to-all of n bytes   n (W − 1) / W
@@ -44,9 +46,11 @@ from chronicals.training.needed_memory import frozen_bytes
 from chronicals.training.weight_sharding import DTYPES, PRODUCTS, WEIGHTS, trains_layers
 
 NAMES = {
-    "_reduce_scatter_base_": "reduce_scatter", "_allgather_base_": "all_gather", "allreduce_": "all_reduce",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "_allgather_base_": "all_gather",
+    "allreduce_": "all_reduce",
     "alltoall_base_": "all_to_all",
-}  # fmt: skip
+}
 """By torch's operator, what it is called here."""
 
 
@@ -58,7 +62,8 @@ class Traffic:
         reduce_scatter: of gradients, to whoever updates them.
         all_gather: of updated weights.
         all_reduce: of scalars, or of gradients where every rank updates all.
-        attention: of heads, or of keys and their gradients, among ranks that share packs, were every document split.
+        attention: of heads, or of keys and their gradients, among ranks that share packs, were
+            every document split.
         embedding: of ids, and of their rows of a frozen embedding that is divided.
     """
 
@@ -70,13 +75,24 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        return self.reduce_scatter + self.all_gather + self.all_reduce + self.attention + self.embedding
+        return (
+            self.reduce_scatter
+            + self.all_gather
+            + self.all_reduce
+            + self.attention
+            + self.embedding
+        )
 
 
 def traffic(
-    model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0, cards: int | None = None,
+    model: Any,
+    config: ChronicalsConfig,
+    ranks: int,
+    in_backward: bool,
+    recomputed: int = 0,
+    cards: int | None = None,
     stay: int = 0,
-) -> Traffic:  # fmt: skip
+) -> Traffic:
     """Of the first rank of so many, which has the largest shares.
 
     Args:
@@ -100,7 +116,10 @@ def traffic(
     if config.sharding != WEIGHTS or not trains_layers(model):
         with counted_among(ranks) as sent:
             _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
-        found |= {name: found[name] + sent[name] for name in ("reduce_scatter", "all_gather", "all_reduce")}
+        found |= {
+            name: found[name] + sent[name]
+            for name in ("reduce_scatter", "all_gather", "all_reduce")
+        }
     elif among < ranks:
         with counted_among(ranks // among) as sent:
             dist.all_reduce(torch.empty(-(-sum(p.numel() for p in weights) // among)))
@@ -112,9 +131,12 @@ def traffic(
     return Traffic(**found)
 
 
-def gathered_in_passes(model: Any, config: ChronicalsConfig, ranks: int, stay: int = 0) -> tuple[float, float]:
-    """Bytes of divided weights that a rank gathers in a step, in all forward and in all backward passes. Adapters are whole on
-    every rank, and gathered after their update: they are in ``all_gather`` beside these.
+def gathered_in_passes(
+    model: Any, config: ChronicalsConfig, ranks: int, stay: int = 0
+) -> tuple[float, float]:
+    """Bytes of divided weights that a rank gathers in a step, in all forward and in all backward
+    passes. Adapters are whole on every rank, and gathered after their update: they are in
+    ``all_gather`` beside these.
 
     Args:
         ranks, stay: as for ``traffic``.
@@ -132,9 +154,15 @@ def _of_passes(model: Any, config: ChronicalsConfig, among: int, stay: int) -> d
     return sent
 
 
-def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: int, times: int) -> None:
+def _sum_and_update(
+    weights: Sequence[Tensor], config: ChronicalsConfig, ranks: int, times: int
+) -> None:
     """Sum gradients so often, and give the updated weights to all."""
-    dtype = torch.bfloat16 if config.mixed_precision == "bf16" and not config.use_lora else torch.float32
+    dtype = (
+        torch.bfloat16
+        if config.mixed_precision == "bf16" and not config.use_lora
+        else torch.float32
+    )
     mesh = Mesh(0, ranks)
     own = [torch.nn.Parameter(torch.empty(weight.shape, dtype=dtype)) for weight in weights]
     for weight in own:
@@ -152,27 +180,42 @@ def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: 
     shards.publish()
 
 
-def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
-    """Of every micro-batch: gather layers for both passes, those that stay and the rest once, and sum what is trained."""
+def _gather_and_sum(
+    model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int
+) -> None:
+    """Of every micro-batch: gather layers for both passes, those that stay and the rest once,
+    and sum what is trained.
+    """
     dtype, layers = DTYPES[config.mixed_precision], decoder_layers(model)
     units = [list(layer.parameters()) for layer in layers]
     inside = {id(p) for unit in units for p in unit}
     rest = [p for p in model.parameters() if id(p) not in inside]
-    for unit, times in [*((unit, 2 - (i >= len(units) - stay)) for i, unit in enumerate(units)), (rest, 1)]:
+    for unit, times in [
+        *((unit, 2 - (i >= len(units) - stay)) for i, unit in enumerate(units)),
+        (rest, 1),
+    ]:
         held = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit)
         trained = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit if p.requires_grad)
         for _ in range(times * micro_batches):
-            dist.all_gather_into_tensor(torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype))
+            dist.all_gather_into_tensor(
+                torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype)
+            )
         for _ in range(micro_batches):
             if dtype == torch.float32:
                 dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
             else:
-                dist.all_to_all_single(torch.empty(trained * among, dtype=dtype), torch.empty(trained * among, dtype=dtype))
+                dist.all_to_all_single(
+                    torch.empty(trained * among, dtype=dtype),
+                    torch.empty(trained * among, dtype=dtype),
+                )
 
 
-def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int) -> None:
-    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but for the backward pass those
-    that stay, and the last two, which are there from the forward pass."""
+def _gather_frozen(
+    model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int
+) -> None:
+    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but
+    for the backward pass those that stay, and the last two, which are there from the forward
+    pass."""
     itemsize, gathers = PRODUCTS[config.mixed_precision].itemsize, Gathers(0, among)
     for layer in decoder_layers(model):
         cut = [linear for _, linear in frozen_linears([layer]) if can_be_cut(linear, among)]
@@ -188,7 +231,9 @@ def _gather_frozen(model: Any, config: ChronicalsConfig, among: int, micro_batch
 
 
 class _Asking(torch.autograd.Function):
-    """A product that asks for a layer's weights in the forward pass, and perhaps again in the backward pass."""
+    """A product that asks for a layer's weights in the forward pass, and perhaps again in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: Unit, again: bool) -> Tensor:
@@ -217,16 +262,22 @@ def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
         return config.gradient_accumulation_steps * sum(sent.values())
 
 
-def _of_attention(model: Any, config: ChronicalsConfig, context: int, cards: int) -> tuple[float, float]:
-    """Bytes of one layer and micro-batch that is one document, forward and backward; within a machine by heads where these
-    divide."""
+def _of_attention(
+    model: Any, config: ChronicalsConfig, context: int, cards: int
+) -> tuple[float, float]:
+    """Bytes of one layer and micro-batch that is one document, forward and backward; within a
+    machine by heads where these divide."""
     shape, tokens = ModelShape.of(model.config), config.batch_size * config.max_seq_length
     machines = [str(rank // cards) for rank in range(context)]
     inner = config.context_heads or exchanging(machines, context, shape.heads, shape.kv_heads)
     dtype = torch.float32 if config.mixed_precision == "fp32" else torch.bfloat16
     with counted_among(context) as sent:
-        groups = (dist.new_group(list(range(0, end, by))) for end, by in ((inner, 1), (context, inner)))
-        share = share_of(np.array([0, tokens]), np.array([SPLIT]), Context(0, context, inner, *groups))
+        groups = (
+            dist.new_group(list(range(0, end, by))) for end, by in ((inner, 1), (context, inner))
+        )
+        share = share_of(
+            np.array([0, tokens]), np.array([SPLIT]), Context(0, context, inner, *groups)
+        )
         q, k, v = (
             torch.empty(len(share.rows), n, shape.head_dim, dtype=dtype, requires_grad=True)
             for n in (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -240,8 +291,8 @@ def _of_attention(model: Any, config: ChronicalsConfig, context: int, cards: int
 
 @contextmanager
 def counted_among(ranks: int) -> Iterator[dict[str, float]]:
-    """Within: this process is the first of so many that are not there, tensors have no memory, and what it would send is added
-    up.
+    """Within: this process is the first of so many that are not there, tensors have no memory, and
+    what it would send is added up.
 
     Raises:
         RuntimeError: it belongs to a process group already.
@@ -254,8 +305,12 @@ def counted_among(ranks: int) -> Iterator[dict[str, float]]:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with warnings.catch_warnings(), FakeTensorMode(), _Counted() as counting:
-            warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # which has new names for two collectives
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by which others' writes are noticed
+            warnings.filterwarnings(
+                "ignore", "`torch.distributed", FutureWarning
+            )  # which has new names for two collectives
+            warnings.filterwarnings(
+                "ignore", "Accessing the data pointer of FakeTensor"
+            )  # by which others' writes are noticed
             yield counting.sent
     finally:
         dist.destroy_process_group()
@@ -272,12 +327,14 @@ class _Counted(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if function.namespace == "c10d":
             name = NAMES[function.overloadpacket.__name__]
             leaves = torch.utils._pytree.tree_leaves(args)
             sizes = [x.nbytes for x in leaves if isinstance(x, Tensor)]
-            ranks = next(len(dist.get_process_group_ranks(x)) for x in map(_group, leaves) if x is not None)
+            ranks = next(
+                len(dist.get_process_group_ranks(x)) for x in map(_group, leaves) if x is not None
+            )
             self.sent[name] += BYTES[name](sizes) * (ranks - 1) / ranks
         return function(*args, **(kwargs or {}))
 
@@ -290,6 +347,11 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
 
 
 BYTES: dict[str, Callable[[list[int]], int]] = {
-    "reduce_scatter": max, "all_gather": max, "all_to_all": max, "all_reduce": lambda sizes: 2 * sum(sizes),
-}  # fmt: skip
-"""By collective, of the sizes of its tensors: its input or its output, the larger, and of a sum on all ranks both ways."""
+    "reduce_scatter": max,
+    "all_gather": max,
+    "all_to_all": max,
+    "all_reduce": lambda sizes: 2 * sum(sizes),
+}
+"""By collective, of the sizes of its tensors: its input or its output, the larger, and of a sum
+on all ranks both ways.
+"""

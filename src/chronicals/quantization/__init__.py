@@ -1,4 +1,6 @@
-"""What a weight can be in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits, GGUF blocks; one class each."""
+"""What a weight can be in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits,
+GGUF blocks; one class each.
+"""
 
 from chronicals.quantization.base import Base, Operand, Storage
 from chronicals.quantization.dense import Dense

@@ -1,4 +1,5 @@
-"""Base: the weight of a linear product as an object that multiplies, whatever format it is stored in.
+"""Base: the weight of a linear product as an object that multiplies, whatever format it is stored
+in.
 
     y = x Wᵀ + b,   dx = dy W,   dW = dyᵀ x        W [N, K],  x [T, K],  dy [T, N]
 
@@ -21,7 +22,8 @@ class Operand(NamedTuple):
     """x or dy as the products of a base take it.
 
     Attributes:
-        tensor: ``[T, D]``, 16 or 32 bit; None where only ``columns`` was kept of it for the backward pass.
+        tensor: ``[T, D]``, 16 or 32 bit; None where only ``columns`` was kept of it for the
+            backward pass.
         rows: quantised, ``[T, D]``, scaled along D.
         columns: quantised and transposed, ``[D, T]``, scaled along T.
         scale: with which it was quantised before, where it may be quantised again.
@@ -45,12 +47,14 @@ class Base(ABC):
     Args:
         shape: ``(N, K)``.
         dtype: of what its products return.
-        parts: the parameters that the weight consists of, in order; they get ``weight_gradient``, split.
+        parts: the parameters that the weight consists of, in order; they get ``weight_gradient``,
+            split.
 
     Attributes:
-        padded: ``forward`` and ``input_gradient`` also multiply by the padding columns around the weight, where the adapters
-            are, if they are given rows that long.
-        wants_amax: the largest absolute value of an operand, where the kernel that made it has found it, saves a pass over it.
+        padded: ``forward`` and ``input_gradient`` also multiply by the padding columns around the
+            weight, where the adapters are, if they are given rows that long.
+        wants_amax: the largest absolute value of an operand, where the kernel that made it has
+            found it, saves a pass over it.
     """
 
     padded = False
@@ -97,17 +101,23 @@ class Base(ABC):
     @classmethod
     @abstractmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Memory of a frozen weight on the device of its products, where the dense weight has ``itemsize`` bytes a value."""
+        """Memory of a frozen weight on the device of its products, where the dense weight has
+        ``itemsize`` bytes a value.
+        """
 
     @property
     def bytes(self) -> int:
         """Memory on the device of its products; a trained weight is held densely."""
         itemsize = self.dtype.itemsize
-        return int(self.outputs * self.width * (itemsize if self.trained else self.bytes_a_value(itemsize)))
+        return int(
+            self.outputs * self.width * (itemsize if self.trained else self.bytes_a_value(itemsize))
+        )
 
 
 class Storage(Base):
-    """A base that multiplies by the parameters themselves, in the memory that they have their data in."""
+    """A base that multiplies by the parameters themselves, in the memory that they have their
+    data in.
+    """
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """4-bit weights as bitsandbytes stores them in files; bitsandbytes itself is not needed.
 
-A weight ``W [N, K]`` called ``name`` is stored as these tensors, those of the last two rows only where the scales are quantized
-themselves ("double quantization"):
+A weight ``W [N, K]`` called ``name`` is stored as these tensors, those of the last two rows only
+where the scales are quantized themselves ("double quantization"):
 
     name                                     uint8 [⌈N·K / 2⌉, 1]     two codes a byte, or the same bytes as another dtype
     name.absmax                              fp32 or uint8 [blocks]   scales, or their codes
@@ -46,12 +46,16 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
         stored: tensors by their names; others may be among them.
 
     Raises:
-        ValueError: a tensor is missing, is damaged, or does not fit the others; the message names it.
+        ValueError: a tensor is missing, is damaged, or does not fit the others; the message names
+            it.
     """
     state = f"{name}.{STATE}"
     (written, *more) = sorted(key for key in stored if key.startswith(state)) or (f"{state}nf4",)
     if more:
-        raise ValueError(f"{name}: has {written} and {more[0]}, of which one is of another file; download it again")
+        raise ValueError(
+            f"{name}: has {written} and {more[0]}, of which one is of another file; download it "
+            "again"
+        )
     described = _description(written, _there(stored, written))
     code, nested = written.removeprefix(state), "nested_offset" in described
     shape, block, dtype = _described(written, described, code)
@@ -72,7 +76,9 @@ def read_shape(name: str, text: Tensor) -> tuple[tuple[int, int], torch.dtype]:
 
 
 def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
-    """What bitsandbytes stores of a weight, by name, in its order; byte for byte what it writes of the same codes."""
+    """What bitsandbytes stores of a weight, by name, in its order; byte for byte what it writes
+    of the same codes.
+    """
     scales = weight.scales
     described: dict[str, Any] = {
         "quant_type": weight.code,
@@ -83,11 +89,20 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
     tensors = {
         name: weight.codes.view(-1, 1),
         f"{name}.absmax": scales.absmax,
-        f"{name}.quant_map": code_of(weight.code, weight.codes.device).clone(),  # files hold no tensor that others share
+        f"{name}.quant_map": code_of(
+            weight.code, weight.codes.device
+        ).clone(),  # files hold no tensor that others share
     }
     if scales.absmax2 is not None and scales.code2 is not None and scales.offset is not None:
-        described |= {"nested_blocksize": scales.block2, "nested_dtype": "float32", "nested_offset": scales.offset.item()}
-        tensors |= {f"{name}.nested_absmax": scales.absmax2, f"{name}.nested_quant_map": scales.code2.clone()}
+        described |= {
+            "nested_blocksize": scales.block2,
+            "nested_dtype": "float32",
+            "nested_offset": scales.offset.item(),
+        }
+        tensors |= {
+            f"{name}.nested_absmax": scales.absmax2,
+            f"{name}.nested_quant_map": scales.code2.clone(),
+        }
     text = bytearray(json.dumps(described).encode())
     tensors[f"{name}.{STATE}{weight.code}"] = torch.frombuffer(text, dtype=torch.uint8)
     return tensors
@@ -95,7 +110,9 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
 
 def _there(stored: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in stored:
-        raise ValueError(f"{name}: not in the checkpoint, which is cut or of another format; download it again")
+        raise ValueError(
+            f"{name}: not in the checkpoint, which is cut or of another format; download it again"
+        )
     return stored[name]
 
 
@@ -103,39 +120,65 @@ def _description(name: str, text: Tensor) -> dict[str, Any]:
     try:
         described = json.loads(bytes(text.cpu().tolist()))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: is no JSON ({error}); the file is damaged, download it again") from None
+        raise ValueError(
+            f"{name}: is no JSON ({error}); the file is damaged, download it again"
+        ) from None
     if not isinstance(described, dict):
-        raise ValueError(f"{name}: is {type(described).__name__}, no object; the file is damaged, download it again")
+        raise ValueError(
+            f"{name}: is {type(described).__name__}, no object; the file is damaged, download it "
+            "again"
+        )
     return described
 
 
-def _described(name: str, described: Mapping[str, Any], code: str) -> tuple[tuple[int, int], int, torch.dtype]:
+def _described(
+    name: str, described: Mapping[str, Any], code: str
+) -> tuple[tuple[int, int], int, torch.dtype]:
     """Shape, block and dtype."""
-    allowed: dict[str, Iterable[Any]] = {"quant_type": {code} & CODES.keys(), "blocksize": BLOCKS, "dtype": DTYPES}
+    allowed: dict[str, Iterable[Any]] = {
+        "quant_type": {code} & CODES.keys(),
+        "blocksize": BLOCKS,
+        "dtype": DTYPES,
+    }
     for field, values in allowed.items():
         if described.get(field) not in list(values):
             told = ", ".join(map(str, values)) or f"one of {', '.join(CODES)}"
             raise ValueError(f"{name}: {field}={described.get(field)!r}, not {told}")
     shape = described.get("shape")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
-        raise ValueError(f"{name}: shape={shape!r}: only weights of linear layers, [rows, columns], can be read")
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(type(size) is int and size > 0 for size in shape)
+    ):
+        raise ValueError(
+            f"{name}: shape={shape!r}: only weights of linear layers, [rows, columns], can be read"
+        )
     return (shape[0], shape[1]), described["blocksize"], DTYPES[described["dtype"]]
 
 
-def _scales(name: str, stored: Mapping[str, Tensor], described: Mapping[str, Any], blocks: int, nested: bool) -> Scales:
+def _scales(
+    name: str, stored: Mapping[str, Tensor], described: Mapping[str, Any], blocks: int, nested: bool
+) -> Scales:
     absmax, absmax2, code2 = (
-        _there(stored, f"{name}.{key}") if nested or key == "absmax" else None for key in ENTRIES[:1] + NESTED
+        _there(stored, f"{name}.{key}") if nested or key == "absmax" else None
+        for key in ENTRIES[:1] + NESTED
     )
     assert absmax is not None
     if not nested:
         if extra := [key for key in NESTED if f"{name}.{key}" in stored]:
-            raise ValueError(f"{name}.{extra[0]}: is there, and the description has no nested_offset; download it again")
+            raise ValueError(
+                f"{name}.{extra[0]}: is there, and the description has no nested_offset; download "
+                "it again"
+            )
         _check(f"{name}.absmax", absmax, torch.float32, blocks)
         return Scales(absmax)
     assert absmax2 is not None and code2 is not None
     block2, offset = described.get("nested_blocksize"), described["nested_offset"]
     if type(block2) is not int or block2 < 1 or not isinstance(offset, float | int):
-        raise ValueError(f"{name}: nested_blocksize={block2!r}, nested_offset={offset!r}: damaged; download the file again")
+        raise ValueError(
+            f"{name}: nested_blocksize={block2!r}, nested_offset={offset!r}: damaged; download "
+            "the file again"
+        )
     _check(f"{name}.absmax", absmax, torch.uint8, blocks)
     _check(f"{name}.nested_absmax", absmax2, torch.float32, -(-blocks // block2))
     _check(f"{name}.nested_quant_map", code2, torch.float32, 256)
@@ -143,17 +186,23 @@ def _scales(name: str, stored: Mapping[str, Tensor], described: Mapping[str, Any
 
 
 def _bytes(name: str, codes: Tensor, count: int) -> Tensor:
-    """The codes, which may be stored as another dtype, with which some ways of sharding are content."""
+    """The codes, which may be stored as another dtype, with which some ways of sharding are
+    content.
+    """
     found = codes.contiguous().view(-1).view(torch.uint8)
     if found.numel() != count:
-        raise ValueError(f"{name}: has {found.numel()} bytes, its shape needs {count}; the file is damaged, download it again")
+        raise ValueError(
+            f"{name}: has {found.numel()} bytes, its shape needs {count}; the file is damaged, "
+            "download it again"
+        )
     return found
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, count: int) -> None:
     if tensor.dtype != dtype or tensor.numel() != count:
         raise ValueError(
-            f"{name}: is {tensor.dtype} with {tensor.numel()} elements, not {dtype} with {count}; the file is damaged or of "
+            f"{name}: is {tensor.dtype} with {tensor.numel()} elements, not {dtype} with {count}; "
+            "the file is damaged or of "
             "another version of the format, download it again"
         )
     if dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
@@ -164,5 +213,6 @@ def _check_map(name: str, found: Tensor, code: str) -> None:
     _check(name, found, torch.float32, 16)
     if not torch.allclose(found, code_of(code, found.device), rtol=0, atol=1e-6):
         raise ValueError(
-            f"{name}: is not that of {code}: codes would stand for other values; the file is damaged or of another format"
+            f"{name}: is not that of {code}: codes would stand for other values; the file is "
+            "damaged or of another format"
         )

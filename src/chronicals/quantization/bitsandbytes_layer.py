@@ -1,6 +1,8 @@
-"""Layers of bitsandbytes in a model that is there, as transformers makes them from a ``BitsAndBytesConfig``.
+"""Layers of bitsandbytes in a model that is there, as transformers makes them from a
+``BitsAndBytesConfig``.
 
-``shared`` is such a layer, ``bitsandbytes.nn.Linear4bit``, as one of ours, over the same codes, scales and bias.
+``shared`` is such a layer, ``bitsandbytes.nn.Linear4bit``, as one of ours, over the same codes,
+scales and bias.
 """
 
 from __future__ import annotations
@@ -41,18 +43,24 @@ class _Shared(NamedTuple):
 
 
 def shared(layer: Any) -> Linear4bit:
-    """The layer as one of ours, over its memory and with its hooks: the same object as long as the layer keeps its weight.
+    """The layer as one of ours, over its memory and with its hooks: the same object as long as the
+    layer keeps its weight.
 
-    It multiplies in the dtype of its products (``bnb_4bit_compute_dtype``) where that has 16 bits, else in that which the
-    weight had before it was quantized, which is logged once.
+    It multiplies in the dtype of its products (``bnb_4bit_compute_dtype``) where that has 16 bits,
+    else in that which the weight had before it was quantized, which is logged once.
 
     Raises:
-        ValueError: as for ``weight_of_layer``, or the layer has another forward, or trains a bias in another dtype.
+        ValueError: as for ``weight_of_layer``, or the layer has another forward, or trains a bias
+            in another dtype.
     """
     if "forward" in vars(layer):
         raise ValueError("has another forward than its class")
     known: _Shared | None = vars(layer).get(SHARED)
-    if known is not None and known.state is layer.weight.quant_state and known.places == _places(layer):
+    if (
+        known is not None
+        and known.state is layer.weight.quant_state
+        and known.places == _places(layer)
+    ):
         return known.ours
     packed = weight_of_layer(layer)
     dtype = packed.dtype if layer.compute_dtype in (None, torch.float32) else layer.compute_dtype
@@ -68,11 +76,18 @@ def shared(layer: Any) -> Linear4bit:
 def _places(layer: Any) -> tuple[int | None, ...]:
     """Where what a layer holds lies; it changes when that is moved, replaced or cast."""
     state, bias = layer.weight.quant_state, layer.bias
-    return layer.weight.data_ptr(), state.absmax.data_ptr(), None if bias is None else id(bias), getattr(bias, "_version", None)
+    return (
+        layer.weight.data_ptr(),
+        state.absmax.data_ptr(),
+        None if bias is None else id(bias),
+        getattr(bias, "_version", None),
+    )
 
 
 def _bias_in(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
-    """The layer's own, or where that is of another dtype, to which bitsandbytes casts it in its forward pass, a copy."""
+    """The layer's own, or where that is of another dtype, to which bitsandbytes casts it in its
+    forward pass, a copy.
+    """
     if layer.bias is None or layer.bias.dtype == dtype:
         return layer.bias  # type: ignore[no-any-return]
     if layer.bias.requires_grad:
@@ -83,27 +98,40 @@ def _bias_in(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
 @cache
 def _say_dtype(asked: torch.dtype, dtype: torch.dtype) -> None:
     logger.warning(
-        "bnb_4bit_compute_dtype=%s: fused layers multiply in %s, which the weights were quantized from; layers that are not "
-        "fused do as it says", asked, dtype,
-    )  # fmt: skip
+        "bnb_4bit_compute_dtype=%s: fused layers multiply in %s, which the weights were quantized "
+        "from; layers that are not "
+        "fused do as it says",
+        asked,
+        dtype,
+    )
 
 
 def weight_of_layer(layer: Any) -> Packed:
     """The weight of a ``bitsandbytes.nn.Linear4bit``, whose memory is shared.
 
     Raises:
-        ValueError: it is not quantized yet, or in a form that the format has no tensors for; the message continues a sentence
-            after the layer's name.
+        ValueError: it is not quantized yet, or in a form that the format has no tensors for; the
+            message continues a sentence after the layer's name.
     """
     if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
         layer.state_dict()  # which puts the codes, laid out for this CPU by a call in evaluation mode, back in order
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
-        raise ValueError("has 4-bit weights that are not quantized yet; move the model to its device first")
-    if state.quant_type not in CODES or state.blocksize not in BLOCKS or state.dtype not in DTYPES.values():
-        raise ValueError(f"has weights in {state.quant_type}, of {state.dtype}, in blocks of {state.blocksize}")
+        raise ValueError(
+            "has 4-bit weights that are not quantized yet; move the model to its device first"
+        )
+    if (
+        state.quant_type not in CODES
+        or state.blocksize not in BLOCKS
+        or state.dtype not in DTYPES.values()
+    ):
+        raise ValueError(
+            f"has weights in {state.quant_type}, of {state.dtype}, in blocks of {state.blocksize}"
+        )
     scales, nested, (rows, columns) = Scales(state.absmax), state.state2, state.shape
     if nested is not None:
         scales = Scales(state.absmax, nested.absmax, nested.code, state.offset, nested.blocksize)
     codes = layer.weight.data.view(torch.uint8).view(-1)
-    return Packed(codes, scales, (rows, columns), state.dtype, state.blocksize, state.quant_type, state.dtype)
+    return Packed(
+        codes, scales, (rows, columns), state.dtype, state.blocksize, state.quant_type, state.dtype
+    )

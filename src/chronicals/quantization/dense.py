@@ -1,4 +1,6 @@
-"""A weight as it is trained: 16 or 32 bit, with padding columns for adapters where there are any."""
+"""A weight as it is trained: 16 or 32 bit, with padding columns for adapters where there are
+any.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Dense(Storage):
         | down   · |      input_gradient  [dy  g] · [W ; down]   for rows [T, N + R], else dy W
 
     Args:
-        matrix: W, ``[N, K]``; with padding it is the corner of a buffer ``[N + R, K + R]`` with dense rows.
+        matrix: W, ``[N, K]``; with padding it is the corner of a buffer ``[N + R, K + R]`` with
+            dense rows.
         parts: see ``Base``.
         columns: R.
 
@@ -34,8 +37,9 @@ class Dense(Storage):
     @classmethod
     def fused(
         cls, weights: Sequence[Tensor], columns: int = 0, device: torch.device | str | None = None
-    ) -> Dense:  # fmt: skip
-        """Copies of the weights ``[n, K]``, one below the other in a buffer of their own, whose padding is zeros.
+    ) -> Dense:
+        """Copies of the weights ``[n, K]``, one below the other in a buffer of their own, whose
+        padding is zeros.
 
         Args:
             device: of the buffer; by default that of the weights.
@@ -63,19 +67,27 @@ class Dense(Storage):
         return self._with_down()[self.outputs :] if self.columns else self.matrix[:0]
 
     def _with_up(self) -> Tensor:
-        return self.matrix.as_strided((self.outputs, self.width + self.columns), self.matrix.stride())
+        return self.matrix.as_strided(
+            (self.outputs, self.width + self.columns), self.matrix.stride()
+        )
 
     def _with_down(self) -> Tensor:
-        return self.matrix.as_strided((self.outputs + self.columns, self.width), self.matrix.stride())
+        return self.matrix.as_strided(
+            (self.outputs + self.columns, self.width), self.matrix.stride()
+        )
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
         rows = x.dense
         matrix = (self.matrix if rows.shape[1] == self.width else self._with_up()).t()
-        return product(rows, matrix, rows.dtype) if bias is None else torch.addmm(bias, rows, matrix)
+        return (
+            product(rows, matrix, rows.dtype) if bias is None else torch.addmm(bias, rows, matrix)
+        )
 
     def input_gradient(self, dy: Operand) -> Tensor:
         rows = dy.dense
-        return product(rows, self.matrix if rows.shape[1] == self.outputs else self._with_down(), rows.dtype)
+        return product(
+            rows, self.matrix if rows.shape[1] == self.outputs else self._with_down(), rows.dtype
+        )
 
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
         return product(dy.dense.t(), x.dense, x.dense.dtype) if self.trained else None

@@ -1,10 +1,12 @@
 """Experts4bit: the experts of a layer with their stacked weights in 4 bits and no other.
 
-    W [E, N, K] as the rows of one matrix [E · N, K], quantised to NF4 (``nf4.py``), whatever E, N and K are
+    W [E, N, K] as the rows of one matrix [E · N, K], quantised to NF4 (``nf4.py``), whatever E, N
+    and K are
 
-It takes the place of the module that holds the experts, computes as that does, and is frozen; adapters beside its weights
-(``lora/parameter_layer.py``) are computed as those of the class. Each product has the weight dequantised in the buffer that all
-layers of its shape share; where the class computes its experts itself, in a tensor of its own.
+It takes the place of the module that holds the experts, computes as that does, and is frozen;
+adapters beside its weights (``lora/parameter_layer.py``) are computed as those of the class. Each
+product has the weight dequantised in the buffer that all layers of its shape share; where the class
+computes its experts itself, in a tensor of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from chronicals.quantization.packed import PackedBase
 from chronicals.quantization.packed_linear import keep_dtypes
 
 TAKES_STACKS = "takes_stacks"
-"""Attribute of a function that replaces a layer's forward and is given its weights by name as ``stacks``: tensors, or what is
-called for one (``Stack``)."""
+"""Attribute of a function that replaces a layer's forward and is given its weights by name as
+``stacks``: tensors, or what is called for one (``Stack``)."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +57,35 @@ class Stack:
 
 
 def can_be_packed(module: nn.Module) -> bool:
-    """Whether the module is the experts of a layer: several stacked weights, and beside them nothing but biases of its own."""
+    """Whether the module is the experts of a layer: several stacked weights, and beside them
+    nothing but biases of its own.
+    """
     own = [p for p in module._parameters.values() if p is not None]
     several = sum(p.ndim == 3 for p in own) > 1
-    return several and next(module.buffers(), None) is None and len(list(module.parameters())) == len(own)
+    return (
+        several
+        and next(module.buffers(), None) is None
+        and len(list(module.parameters())) == len(own)
+    )
 
 
 class Experts4bit(nn.Module):
-    """Args:
-    experts: whose parameters with three dimensions are replaced, and all of whose parameters are frozen.
-    packed: these in 4 bits, each ``[E · N, K]``, by name.
-    shapes: what each is in the class, ``(E, N, K)``.
+    """Args: experts: whose parameters with three dimensions are replaced, and all of whose
+    parameters are frozen. packed: these in 4 bits, each ``[E · N, K]``, by name. shapes: what each
+    is in the class, ``(E, N, K)``.
     """
 
     inner: Any
-    """A module of the class, with its settings and without memory: no submodule, so nothing casts or moves it."""
+    """A module of the class, with its settings and without memory: no submodule, so nothing
+    casts or moves it.
+    """
 
-    def __init__(self, experts: nn.Module, packed: Mapping[str, Packed], shapes: Mapping[str, tuple[int, ...]]):
+    def __init__(
+        self,
+        experts: nn.Module,
+        packed: Mapping[str, Packed],
+        shapes: Mapping[str, tuple[int, ...]],
+    ):
         super().__init__()
         self.stacked = dict(shapes)
         first = next(iter(packed.values()))
@@ -97,7 +111,8 @@ class Experts4bit(nn.Module):
 
     @classmethod
     def of(cls, experts: nn.Module, quantise: Callable[[Tensor], Packed] = Packed.of) -> Self:
-        """Experts of transformers, their stacked weights quantised to NF4 in blocks of 64 with nested scales.
+        """Experts of transformers, their stacked weights quantised to NF4 in blocks of 64 with
+        nested scales.
 
         Args:
             quantise: makes another of a matrix, with the same blocks.
@@ -106,9 +121,17 @@ class Experts4bit(nn.Module):
             ValueError: they hold something else.
         """
         if not can_be_packed(experts):
-            raise ValueError(f"{type(experts).__name__} holds something else than stacked weights and biases")
-        stacks = {name: p.detach() for name, p in experts._parameters.items() if p is not None and p.ndim == 3}
-        packed = {name: pack_stack(stack, quantise).to(stack.dtype) for name, stack in stacks.items()}
+            raise ValueError(
+                f"{type(experts).__name__} holds something else than stacked weights and biases"
+            )
+        stacks = {
+            name: p.detach()
+            for name, p in experts._parameters.items()
+            if p is not None and p.ndim == 3
+        }
+        packed = {
+            name: pack_stack(stack, quantise).to(stack.dtype) for name, stack in stacks.items()
+        }
         return cls(experts, packed, {name: tuple(stack.shape) for name, stack in stacks.items()})
 
     def packed(self, name: str) -> Packed:
@@ -144,7 +167,9 @@ class Experts4bit(nn.Module):
         """Of a copy, which has bases of its own."""
         return {**vars(self), "_bases": {}}
 
-    def forward(self, *inputs: Any, instead: Mapping[str, Tensor] | None = None, **named: Any) -> Any:
+    def forward(
+        self, *inputs: Any, instead: Mapping[str, Tensor] | None = None, **named: Any
+    ) -> Any:
         """As the class.
 
         Args:
@@ -159,20 +184,31 @@ class Experts4bit(nn.Module):
         """The module of the class with the values that the codes stand for."""
         plain = copy.copy(self.inner)
         vars(plain).pop("forward", None)
-        values = {name: x.dense() if isinstance(x, Stack) else x for name, x in self.stacks().items()}
-        vars(plain)["_parameters"] = {name: nn.Parameter(x.detach(), requires_grad=False) for name, x in values.items()}
+        values = {
+            name: x.dense() if isinstance(x, Stack) else x for name, x in self.stacks().items()
+        }
+        vars(plain)["_parameters"] = {
+            name: nn.Parameter(x.detach(), requires_grad=False) for name, x in values.items()
+        }
         return plain.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What casts casts the type that weights are dequantised to, never codes or scales."""
-        kept = dict(self.named_buffers(recurse=False, remove_duplicate=False))  # stacks share a table of codes
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(iter(self.parameters())).device)).dtype
+        kept = dict(
+            self.named_buffers(recurse=False, remove_duplicate=False)
+        )  # stacks share a table of codes
+        self.dtype = fn(
+            torch.empty(0, dtype=self.dtype, device=next(iter(self.parameters())).device)
+        ).dtype
         super()._apply(fn, recurse)
         keep_dtypes(self, kept)
         return self
 
     def extra_repr(self) -> str:
-        return f"{type(self.inner).__name__}, {', '.join(self.stacked)} in {self.format}, dtype={self.dtype}"
+        return (
+            f"{type(self.inner).__name__}, {', '.join(self.stacked)} in {self.format}, "
+            f"dtype={self.dtype}"
+        )
 
     @property
     def format(self) -> str:
@@ -186,6 +222,8 @@ def pack_stack(stack: Tensor, quantise: Callable[[Tensor], Packed] = Packed.of) 
 
 
 def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Any:
-    """What the class of the experts computes, with dequantised weights that are kept for its backward pass."""
+    """What the class of the experts computes, with dequantised weights that are kept for its
+    backward pass.
+    """
     dense = {name: x.dense() if isinstance(x, Stack) else x for name, x in stacks.items()}
     return functional_call(inner, dense, inputs, dict(named))

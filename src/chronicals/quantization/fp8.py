@@ -1,4 +1,6 @@
-"""A weight whose three products run in FP8, each operand with one scale, its amax over 448 (``kernels/fp8_linear.py``)."""
+"""A weight whose three products run in FP8, each operand with one scale, its amax over 448
+(``kernels/fp8_linear.py``).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from chronicals.quantization.dense import Dense
 class FP8(Base):
     """Quantised from a 16-bit weight, which stays where it is.
 
-    A frozen weight is quantised once, in both layouts, and again, into the same memory, by the first call in Python after it
-    was written to (writes through ``.data`` cannot be seen). A CUDA graph that is replayed reads that memory and calls nothing
-    in Python: it does not notice a write. A trained one is quantised at each use: by rows in the forward pass, and in the
-    backward pass by columns with the scale that was found there.
+    A frozen weight is quantised once, in both layouts, and again, into the same memory, by the
+    first call in Python after it was written to (writes through ``.data`` cannot be seen). A CUDA
+    graph that is replayed reads that memory and calls nothing in Python: it does not notice a
+    write. A trained one is quantised at each use: by rows in the forward pass, and in the backward
+    pass by columns with the scale that was found there.
 
     Args:
         weight: the 16-bit weight.
@@ -89,7 +92,11 @@ class FP8(Base):
     def _layouts(self) -> list[Scaled]:
         versions = tuple(part._version for part in self.parts)
         if self._known is None or self._known[0] != versions:
-            layouts = [layout for layout in fp8_quantize(self.dense(), layout=self.layout) if layout is not None]
+            layouts = [
+                layout
+                for layout in fp8_quantize(self.dense(), layout=self.layout)
+                if layout is not None
+            ]
             if self._known is not None:
                 for place, new in zip(self._known[1], layouts):
                     place.values.copy_(new.values)

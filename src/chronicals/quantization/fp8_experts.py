@@ -1,4 +1,6 @@
-"""The stacked weights of experts whose products run in FP8, each expert with one scale (``kernels/fp8_experts.py``)."""
+"""The stacked weights of experts whose products run in FP8, each expert with one scale
+(``kernels/fp8_experts.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_
 class FP8Experts:
     """Quantised from a 16-bit weight, which stays where it is; as ``FP8`` of a linear layer.
 
-    A frozen weight is quantised once, in both layouts, and again, into the same memory, by the first call in Python after it
-    was written to (writes through ``.data`` cannot be seen). A CUDA graph that is replayed reads that memory and calls nothing
-    in Python: it does not notice a write. A trained one is quantised at each use: by rows in the forward pass, and in the
-    backward pass by columns with the scales that were found there.
+    A frozen weight is quantised once, in both layouts, and again, into the same memory, by the
+    first call in Python after it was written to (writes through ``.data`` cannot be seen). A CUDA
+    graph that is replayed reads that memory and calls nothing in Python: it does not notice a
+    write. A trained one is quantised at each use: by rows in the forward pass, and in the backward
+    pass by columns with the scales that were found there.
 
     Args:
         weight: the parameter, ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``.
@@ -31,7 +34,9 @@ class FP8Experts:
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Memory of a frozen weight on the device of its products, where the 16-bit weight has ``itemsize`` bytes a value."""
+        """Memory of a frozen weight on the device of its products, where the 16-bit weight has
+        ``itemsize`` bytes a value.
+        """
         return itemsize + 2
 
     def rows(self) -> Scaled:
@@ -46,11 +51,21 @@ class FP8Experts:
         return columns[0] if columns else fp8_experts_transposed(rows)
 
     def _made(self, layout: str, scale: Tensor | None = None) -> list[Scaled]:
-        """Rows, columns, or both in this order, of the products; a transposed weight is stored by its columns."""
-        stored = {"rows": "columns", "columns": "rows"}.get(layout, layout) if self.transposed else layout
+        """Rows, columns, or both in this order, of the products; a transposed weight is stored
+        by its columns.
+        """
+        stored = (
+            {"rows": "columns", "columns": "rows"}.get(layout, layout)
+            if self.transposed
+            else layout
+        )
         with torch.no_grad():
             found = fp8_quantize_experts(self.weight.detach().to(self.device), stored, scale)
-        return [scaled for scaled in (reversed(found) if self.transposed else found) if scaled is not None]
+        return [
+            scaled
+            for scaled in (reversed(found) if self.transposed else found)
+            if scaled is not None
+        ]
 
     def _layouts(self) -> list[Scaled]:
         state = self.weight._version, self.weight.dtype
@@ -66,8 +81,8 @@ class FP8Experts:
 
 
 class FP8ExpertsInHost(FP8Experts):
-    """Frozen experts whose 16 bits are in host memory: keeps its rows on the device and transposes them for each gradient, so
-    that a weight takes 1 byte there."""
+    """Frozen experts whose 16 bits are in host memory: keeps its rows on the device and
+    transposes them for each gradient, so that a weight takes 1 byte there."""
 
     layout = "rows"
 

@@ -1,6 +1,8 @@
-"""A frozen weight in the blocks of a GGUF file, byte for byte as the file has them; dequantised for each product.
+"""A frozen weight in the blocks of a GGUF file, byte for byte as the file has them; dequantised for
+each product.
 
-So adapters are trained over the very numbers that llama.cpp multiplies by when the file is deployed.
+So adapters are trained over the very numbers that llama.cpp multiplies by when the file is
+deployed.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class Blocks:
         block, size = KINDS[kind]
         rows, length = codes.shape
         if codes.dtype != torch.uint8 or length % size:
-            raise ValueError(f"rows of {length} elements of {codes.dtype} are no blocks of {kind}: give uint8, {size} a block")
+            raise ValueError(
+                f"rows of {length} elements of {codes.dtype} are no blocks of {kind}: give uint8, "
+                f"{size} a block"
+            )
         return cls(codes, (rows, length // size * block), dtype, kind)
 
     @classmethod

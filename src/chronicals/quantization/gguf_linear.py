@@ -34,7 +34,9 @@ class LinearGGUF(PackedLinear):
 
     @torch.no_grad()
     def squared_norms(self) -> Tensor:
-        norms: Tensor = _squared_norms(self.weight, self.out_features, self.in_features, self.kind, self.dtype)
+        norms: Tensor = _squared_norms(
+            self.weight, self.out_features, self.in_features, self.kind, self.dtype
+        )
         return norms
 
     def _product(self, x: Tensor) -> Tensor:
@@ -61,7 +63,9 @@ def _(x: Tensor, codes: Tensor, outputs: int, kind: str, dtype: torch.dtype) -> 
 
 
 @operator("chronicals::linear_gguf_input_gradient")
-def _input_gradient(dy: Tensor, codes: Tensor, inputs: int, kind: str, dtype: torch.dtype) -> Tensor:
+def _input_gradient(
+    dy: Tensor, codes: Tensor, inputs: int, kind: str, dtype: torch.dtype
+) -> Tensor:
     return dy @ _dense(codes, dy.shape[-1], inputs, kind, dtype).to(dy.dtype)
 
 
@@ -71,9 +75,13 @@ def _(dy: Tensor, codes: Tensor, inputs: int, kind: str, dtype: torch.dtype) -> 
 
 
 @operator("chronicals::linear_gguf_squared_norms")
-def _squared_norms(codes: Tensor, outputs: int, inputs: int, kind: str, dtype: torch.dtype) -> Tensor:
+def _squared_norms(
+    codes: Tensor, outputs: int, inputs: int, kind: str, dtype: torch.dtype
+) -> Tensor:
     weight = _dense(codes, outputs, inputs, kind, dtype)
-    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32)).square_()
+    return torch.linalg.vector_norm(
+        weight, dim=1, dtype=torch.promote_types(dtype, torch.float32)
+    ).square_()
 
 
 @torch.library.register_fake(_squared_norms)

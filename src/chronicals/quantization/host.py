@@ -8,7 +8,9 @@ from chronicals.quantization.fp8 import FP8
 
 
 class FP8InHost(FP8):
-    """Keeps its rows on the device and transposes them at each ``input_gradient``; ``weight`` is on the CPU."""
+    """Keeps its rows on the device and transposes them at each ``input_gradient``; ``weight`` is
+    on the CPU.
+    """
 
     layout = "rows"
 

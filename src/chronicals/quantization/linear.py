@@ -54,32 +54,48 @@ class Linear4bit(PackedLinear):
     def packed(self) -> Packed:
         scales = Scales(self.absmax, self.absmax2, self.code2, self.offset, self.block2)
         shape = self.out_features, self.in_features
-        return Packed(self.weight, scales, shape, self.dtype, self.block, self.code, self.quantized_from)
+        return Packed(
+            self.weight, scales, shape, self.dtype, self.block, self.code, self.quantized_from
+        )
 
     @torch.no_grad()
     def squared_norms(self) -> Tensor:
         """Of the rows of the dequantised weight, ``[out]``, in at least fp32."""
         scales = self.absmax, self.absmax2, self.code2, self.offset, self.block2
         shape = self.out_features, self.in_features
-        norms: Tensor = _squared_norms(self.weight, *scales, *shape, self.block, self.code, self.dtype)
+        norms: Tensor = _squared_norms(
+            self.weight, *scales, *shape, self.block, self.code, self.dtype
+        )
         return norms
 
     def _product(self, x: Tensor) -> Tensor:
         scales = self.absmax, self.absmax2, self.code2, self.offset, self.block2
-        y: Tensor = _linear(x, self.weight, *scales, self.out_features, self.block, self.code, self.dtype)
+        y: Tensor = _linear(
+            x, self.weight, *scales, self.out_features, self.block, self.code, self.dtype
+        )
         return y
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         """By the names of bitsandbytes, so that it and transformers load what is saved."""
         tensors = stored_tensors(f"{prefix}weight", self.packed)
         if self.bias is not None:
             tensors[f"{prefix}bias"] = self.bias
-        destination.update({name: tensor if keep_vars else tensor.detach() for name, tensor in tensors.items()})
+        destination.update(
+            {name: tensor if keep_vars else tensor.detach() for name, tensor in tensors.items()}
+        )
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Into the memory that is there."""
         stored = {name: tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
         bias = stored.pop(f"{prefix}bias", None)
@@ -96,16 +112,21 @@ class Linear4bit(PackedLinear):
             missing_keys.append(f"{prefix}bias")
         known = stored_tensors(f"{prefix}weight", found).keys()
         unexpected_keys += [name for name in stored if name not in known] if strict else []
-        unexpected_keys += [f"{prefix}bias"] if strict and self.bias is None and bias is not None else []
+        unexpected_keys += (
+            [f"{prefix}bias"] if strict and self.bias is None and bias is not None else []
+        )
 
     @torch.no_grad()
     def _take(self, packed: Packed) -> None:
         """Copy another weight of the same format; raises ValueError where it has another."""
         here = self.packed
-        kinds = [(x.shape, x.block, x.code, x.scales.nested, x.scales.block2) for x in (here, packed)]
+        kinds = [
+            (x.shape, x.block, x.code, x.scales.nested, x.scales.block2) for x in (here, packed)
+        ]
         if kinds[0] != kinds[1]:
             raise ValueError(
-                f"the 4-bit weight is {kinds[1]} there and {kinds[0]} here: shape, block, format, nested, its block"
+                f"the 4-bit weight is {kinds[1]} there and {kinds[0]} here: shape, block, format, "
+                "nested, its block"
             )
         here.codes.view(-1).copy_(packed.codes.view(-1))
         for name in SCALES:
@@ -123,50 +144,110 @@ SCALES = ("absmax", "absmax2", "code2", "offset")
 
 @torch.library.custom_op("chronicals::linear_4bit", mutates_args=())
 def _linear(
-    x: Tensor, codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
-    outputs: int, block: int, code: str, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    absmax2: Tensor | None,
+    code2: Tensor | None,
+    offset: Tensor | None,
+    block2: int,
+    outputs: int,
+    block: int,
+    code: str,
+    dtype: torch.dtype,
+) -> Tensor:
     scales = Scales(absmax, absmax2, code2, offset, block2)
-    return F.linear(x, Packed(codes, scales, (outputs, x.shape[-1]), dtype, block, code).dense().to(x.dtype))
+    return F.linear(
+        x, Packed(codes, scales, (outputs, x.shape[-1]), dtype, block, code).dense().to(x.dtype)
+    )
 
 
 @_linear.register_fake
 def _(
-    x: Tensor, codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, outputs: int, *_: Any
+    x: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    absmax2: Any,
+    code2: Any,
+    offset: Any,
+    block2: int,
+    outputs: int,
+    *_: Any,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], outputs))
 
 
 @operator("chronicals::linear_4bit_input_gradient")
 def _input_gradient(
-    dy: Tensor, codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
-    inputs: int, block: int, code: str, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    dy: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    absmax2: Tensor | None,
+    code2: Tensor | None,
+    offset: Tensor | None,
+    block2: int,
+    inputs: int,
+    block: int,
+    code: str,
+    dtype: torch.dtype,
+) -> Tensor:
     scales = Scales(absmax, absmax2, code2, offset, block2)
-    return dy @ Packed(codes, scales, (dy.shape[-1], inputs), dtype, block, code).dense().to(dy.dtype)
+    return dy @ Packed(codes, scales, (dy.shape[-1], inputs), dtype, block, code).dense().to(
+        dy.dtype
+    )
 
 
 @torch.library.register_fake(_input_gradient)
 def _(
-    dy: Tensor, codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, inputs: int, *_: Any
+    dy: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    absmax2: Any,
+    code2: Any,
+    offset: Any,
+    block2: int,
+    inputs: int,
+    *_: Any,
 ) -> Tensor:
     return dy.new_empty((*dy.shape[:-1], inputs))
 
 
 @operator("chronicals::linear_4bit_squared_norms")
 def _squared_norms(
-    codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
-    outputs: int, inputs: int, block: int, code: str, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    weight = Packed(codes, Scales(absmax, absmax2, code2, offset, block2), (outputs, inputs), dtype, block, code).dense()
-    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32)).square_()
+    codes: Tensor,
+    absmax: Tensor,
+    absmax2: Tensor | None,
+    code2: Tensor | None,
+    offset: Tensor | None,
+    block2: int,
+    outputs: int,
+    inputs: int,
+    block: int,
+    code: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    weight = Packed(
+        codes, Scales(absmax, absmax2, code2, offset, block2), (outputs, inputs), dtype, block, code
+    ).dense()
+    return torch.linalg.vector_norm(
+        weight, dim=1, dtype=torch.promote_types(dtype, torch.float32)
+    ).square_()
 
 
 @torch.library.register_fake(_squared_norms)
 def _(
-    codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, outputs: int, inputs: int, block: int,
-    code: str, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    codes: Tensor,
+    absmax: Tensor,
+    absmax2: Any,
+    code2: Any,
+    offset: Any,
+    block2: int,
+    outputs: int,
+    inputs: int,
+    block: int,
+    code: str,
+    dtype: torch.dtype,
+) -> Tensor:
     return absmax.new_empty(outputs, dtype=torch.promote_types(dtype, torch.float32))
 
 

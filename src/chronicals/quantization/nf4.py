@@ -1,4 +1,6 @@
-"""A frozen weight in 4 bits (QLoRA, Dettmers et al., 2023): dequantised for each product, about half a byte a value."""
+"""A frozen weight in 4 bits (QLoRA, Dettmers et al., 2023): dequantised for each product, about
+half a byte a value.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.nf4 import SCALE_BLOCK, Scales, dequantize_4bit, quantize_fp4, quantize_nf4, quantize_scales
+from chronicals.kernels.nf4 import (
+    SCALE_BLOCK,
+    Scales,
+    dequantize_4bit,
+    quantize_fp4,
+    quantize_nf4,
+    quantize_scales,
+)
 from chronicals.quantization.packed import PackedBase
 
 BLOCK = 64
@@ -39,7 +48,9 @@ class Packed:
     quantized_from: torch.dtype | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, block: int = BLOCK, nested: bool = True, code: str = "nf4") -> Packed:
+    def of(
+        cls, weight: Tensor, block: int = BLOCK, nested: bool = True, code: str = "nf4"
+    ) -> Packed:
         """A weight ``[n, K]``, fp32, bf16 or fp16, quantised to NF4 or FP4.
 
         Args:
@@ -65,7 +76,9 @@ class Packed:
 
     def moved(self, device: torch.device) -> Packed:
         """The same on another device."""
-        scales: dict[str, Any] = {name: x.to(device) for name, x in vars(self.scales).items() if isinstance(x, Tensor)}
+        scales: dict[str, Any] = {
+            name: x.to(device) for name, x in vars(self.scales).items() if isinstance(x, Tensor)
+        }
         return replace(self, codes=self.codes.to(device), scales=replace(self.scales, **scales))
 
     def into(self, out: Tensor) -> Tensor:
@@ -78,7 +91,10 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        scales = [self.scales.absmax, *([self.scales.absmax2] if self.scales.absmax2 is not None else [])]
+        scales = [
+            self.scales.absmax,
+            *([self.scales.absmax2] if self.scales.absmax2 is not None else []),
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.codes, *scales))
 
 

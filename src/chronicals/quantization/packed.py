@@ -1,8 +1,9 @@
 """Frozen weights that are dequantised for each product, whatever their format: what these share.
 
-The dense values stand in a buffer, with padding columns for adapters, that all bases of one shape and device share. The
-forward pass writes it anew; the backward pass reads it where it still holds this weight, as it does after a layer was
-recomputed, and writes it again where another layer came between.
+The dense values stand in a buffer, with padding columns for adapters, that all bases of one shape
+and device share. The forward pass writes it anew; the backward pass reads it where it still holds
+this weight, as it does after a layer was recomputed, and writes it again where another layer came
+between.
 """
 
 from __future__ import annotations
@@ -64,15 +65,22 @@ class PackedBase(Storage):
     Args:
         packed: of each layer; its codes are the layer's parameter.
         columns: R, padding columns and rows for adapters, as ``Dense`` has them.
-        ranks: of the adapters of each layer: bases that share a buffer write theirs to the same places of it.
+        ranks: of the adapters of each layer: bases that share a buffer write theirs to the same
+            places of it.
     """
 
     def __init__(self, packed: Sequence[PackedWeight], columns: int = 0, ranks: Sequence[int] = ()):
-        sizes, width, dtype = [part.shape[0] for part in packed], packed[0].shape[1], packed[0].dtype
+        sizes, width, dtype = (
+            [part.shape[0] for part in packed],
+            packed[0].shape[1],
+            packed[0].dtype,
+        )
         super().__init__((sum(sizes), width), dtype, [part.codes for part in packed])
         self.packed = [part.detached() for part in packed]
         self.padded = columns > 0
-        self._shared = _Buffer.of((*sizes,), width, columns, (*ranks,), dtype, packed[0].codes.device)
+        self._shared = _Buffer.of(
+            (*sizes,), width, columns, (*ranks,), dtype, packed[0].codes.device
+        )
 
     @property
     def places(self) -> tuple[Tensor, ...]:
@@ -107,7 +115,11 @@ class PackedBase(Storage):
         return out
 
     def dense(self) -> Tensor:
-        return self.into(torch.empty((self.outputs, self.width), dtype=self.dtype, device=self.packed[0].codes.device))
+        return self.into(
+            torch.empty(
+                (self.outputs, self.width), dtype=self.dtype, device=self.packed[0].codes.device
+            )
+        )
 
     @property
     def bytes(self) -> int:
@@ -125,13 +137,23 @@ class _Buffer:
 
     @classmethod
     def of(
-        cls, sizes: tuple[int, ...], width: int, columns: int, ranks: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        cls,
+        sizes: tuple[int, ...],
+        width: int,
+        columns: int,
+        ranks: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> _Buffer:
         key = sizes, width, columns, ranks, dtype, device
         found = cls._known.get(key)
         if found is None:
-            with torch.inference_mode(False):  # a tensor made within could not be written to after it
-                buffer = torch.zeros((sum(sizes) + columns, width + columns), dtype=dtype, device=device)
+            with torch.inference_mode(
+                False
+            ):  # a tensor made within could not be written to after it
+                buffer = torch.zeros(
+                    (sum(sizes) + columns, width + columns), dtype=dtype, device=device
+                )
             found = cls._known[key] = cls(Dense(buffer[: sum(sizes), :width], (), columns))
         return found
 

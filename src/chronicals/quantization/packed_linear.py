@@ -2,8 +2,8 @@
 
     y = x Wᵀ + b,   dx = dy W        W dequantised for each product, and gone after it
 
-The fused decoder layers read what it holds (``packed``) and multiply by themselves; called as a module it is one operator
-of ``torch.library``, which ``torch.compile`` sees as a whole.
+The fused decoder layers read what it holds (``packed``) and multiply by themselves; called as a
+module it is one operator of ``torch.library``, which ``torch.compile`` sees as a whole.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 class PackedLinear(nn.Module):
     """``x Wᵀ + b`` over packed codes, which never get a gradient.
 
-    Its ``weight`` is the parameter that holds the codes, uint8. What casts a model casts the type that W is dequantised to,
-    never the codes or scales.
+    Its ``weight`` is the parameter that holds the codes, uint8. What casts a model casts the type
+    that W is dequantised to, never the codes or scales.
 
     Args:
         codes: of the weight.
@@ -34,7 +34,9 @@ class PackedLinear(nn.Module):
 
     in_4_bits = False
 
-    def __init__(self, codes: Tensor, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None):
+    def __init__(
+        self, codes: Tensor, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None
+    ):
         super().__init__()
         (self.out_features, self.in_features), self.dtype = shape, dtype
         self.weight = nn.Parameter(codes, requires_grad=False)
@@ -47,7 +49,9 @@ class PackedLinear(nn.Module):
 
     @property
     def four_bits(self) -> Any:
-        """The weight as ``Packed``, or as much of it as this process holds, where it is in 4 bits; else None."""
+        """The weight as ``Packed``, or as much of it as this process holds, where it is in 4
+        bits; else None.
+        """
         return self.packed if self.in_4_bits else None
 
     @abstractmethod
@@ -65,10 +69,14 @@ class PackedLinear(nn.Module):
             dtype: the weight's and the bias's, by default that which each has.
         """
         weight = self.packed.dense()
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device="meta"
+        )
         linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
         if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().to(dtype or self.bias.dtype, copy=True), requires_grad=False)
+            linear.bias = nn.Parameter(
+                self.bias.detach().to(dtype or self.bias.dtype, copy=True), requires_grad=False
+            )
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +86,10 @@ class PackedLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        sizes = (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
         return f"{sizes}, {self.format}, dtype={self.dtype}"
 
     @property

@@ -2,7 +2,14 @@
 
 from chronicals.saving.background import Background
 from chronicals.saving.errors import CheckpointError
-from chronicals.saving.folders import MANIFEST, check_folder, describe, hash_file, remove, write_folder
+from chronicals.saving.folders import (
+    MANIFEST,
+    check_folder,
+    describe,
+    hash_file,
+    remove,
+    write_folder,
+)
 from chronicals.saving.model_files import (
     load_weights,
     save_beside,

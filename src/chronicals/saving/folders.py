@@ -1,8 +1,9 @@
 """Folders that are whole or not there.
 
-A folder is written under a temporary name beside its place. Each file is synced and described in ``manifest.json`` (size and
-SHA-256), the manifest is written last, then the folder is renamed. A process that is killed at any moment leaves either the new
-folder or what was there before. A folder that has its name but does not match its manifest was damaged later.
+A folder is written under a temporary name beside its place. Each file is synced and described in
+``manifest.json`` (size and SHA-256), the manifest is written last, then the folder is renamed. A
+process that is killed at any moment leaves either the new folder or what was there before. A folder
+that has its name but does not match its manifest was damaged later.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ READERS = 8
 """Files that are synced and hashed at a time."""
 
 
-def write_folder(target: Path, fill: Callable[[Path], None], ready: Callable[[], None] | None = None) -> None:
+def write_folder(
+    target: Path, fill: Callable[[Path], None], ready: Callable[[], None] | None = None
+) -> None:
     """Write a folder so that it appears whole or not at all.
 
-    The caller holds the lock of the run: a temporary folder with a name of this kind was left by a process that was killed, and
+    The caller holds the lock of the run: a temporary folder with a name of this kind was left by a
+        process that was killed, and
     is removed.
 
     Args:
@@ -42,7 +46,8 @@ def write_folder(target: Path, fill: Callable[[Path], None], ready: Callable[[],
         ready: called when the folder is whole, before it gets its name.
 
     Raises:
-        CheckpointError: the disk is full or not writable; nothing of the new folder stays, nothing else is touched.
+        CheckpointError: the disk is full or not writable; nothing of the new folder stays, nothing
+            else is touched.
     """
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -58,7 +63,8 @@ def write_folder(target: Path, fill: Callable[[Path], None], ready: Callable[[],
         shutil.rmtree(aside, ignore_errors=True)
         if _is_full(error):
             raise CheckpointError(
-                f"{target}: the disk is full ({shutil.disk_usage(target.parent).free / 2**20:.0f} MiB free); free some "
+                f"{target}: the disk is full ({shutil.disk_usage(target.parent).free / 2**20:.0f} "
+                "MiB free); free some "
                 "or lower save_total_limit; the checkpoints written before are intact"
             ) from error
         if isinstance(error, OSError) or "I/O error" in str(error):
@@ -70,7 +76,9 @@ def _write_manifest(folder: Path) -> None:
     """Sync every file and folder, and describe the files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(READERS) as readers:
-        described = dict(zip((str(path.relative_to(folder)) for path in files), readers.map(describe, files)))
+        described = dict(
+            zip((str(path.relative_to(folder)) for path in files), readers.map(describe, files))
+        )
     (folder / MANIFEST).write_text(json.dumps(described, indent=1))
     _sync(folder / MANIFEST)
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
@@ -105,7 +113,9 @@ def check_folder(folder: Path, hashed: Callable[[Path], str] | None = None) -> s
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     with ThreadPoolExecutor(READERS) as readers:
-        damages = readers.map(partial(_damage, folder, hashed or hash_file), described, described.values())
+        damages = readers.map(
+            partial(_damage, folder, hashed or hash_file), described, described.values()
+        )
         return next((damage for damage in damages if damage is not None), None)
 
 
@@ -144,13 +154,19 @@ def _sync(path: Path) -> None:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether the disk is full, or a quota used up; safetensors raises an error of its own with the system's words in it."""
+    """Whether the disk is full, or a quota used up; safetensors raises an error of its own with
+    the system's words in it.
+    """
     numbers = errno.ENOSPC, errno.EDQUOT
-    return getattr(error, "errno", None) in numbers or any(f"os error {number})" in str(error) for number in numbers)
+    return getattr(error, "errno", None) in numbers or any(
+        f"os error {number})" in str(error) for number in numbers
+    )
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a link to one whose target stays; what cannot be removed is named in the log and stays."""
+    """Remove a folder, or a link to one whose target stays; what cannot be removed is named in
+    the log and stays.
+    """
     try:
         if path.is_symlink() or path.is_file():
             path.unlink()
@@ -161,8 +177,9 @@ def remove(path: Path) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove temporary folders of killed processes, of this folder and of those whose names differ in a number only. A folder
-    that was about to be replaced, and has lost its name, gets it back."""
+    """Remove temporary folders of killed processes, of this folder and of those whose names
+    differ in a number only. A folder that was about to be replaced, and has lost its name, gets
+    it back."""
     kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
     for folder in sorted(target.parent.glob(".*")):
         found = re.fullmatch(rf"\.(replaced-)?({kin})\.\d+", folder.name)

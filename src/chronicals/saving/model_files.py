@@ -1,4 +1,6 @@
-"""A model's folder: weights as Hugging Face or PEFT reads them, the tokenizer, and ``chronicals.json``."""
+"""A model's folder: weights as Hugging Face or PEFT reads them, the tokenizer, and
+``chronicals.json``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from torch import Tensor
 
 from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
 from chronicals.lora.peft_format import CHANGED
-from chronicals.models import describe_packed, load_whole, save_processors, saved_form, score_of, within_adapters
+from chronicals.models import (
+    describe_packed,
+    load_whole,
+    save_processors,
+    saved_form,
+    score_of,
+    within_adapters,
+)
 from chronicals.models.rows import NotByRows, StoredRows, StoredWeights
 from chronicals.models.saved_tokenizer import save_tokenizer
 from chronicals.standard_json import to_json
@@ -23,14 +32,26 @@ from chronicals.standard_json import to_json
 FSDP = "FSDP"
 """What torch puts before the name of a module's class when it divides its weights."""
 
-SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "alpha")
+SHAPED_BY = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "alpha",
+)
 """Fields of PEFT's configuration without whose values an adapter's matrices mean something else."""
 
 
 def save_model(
-    folder: Path, model: Any, text_files: Mapping[str, bytes], about: Mapping[str, Any],
+    folder: Path,
+    model: Any,
+    text_files: Mapping[str, bytes],
+    about: Mapping[str, Any],
     weights: Mapping[str, Tensor] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a model so that Hugging Face or PEFT loads it.
 
     Args:
@@ -49,8 +70,12 @@ def save_model(
     save_beside(folder, text_files, about)
 
 
-def save_without_weights(folder: Path, form: Any, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
-    """What ``save_model`` writes beside the weights of a whole model; ``form`` is what ``form_without_weights`` gives."""
+def save_without_weights(
+    folder: Path, form: Any, text_files: Mapping[str, bytes], about: Mapping[str, Any]
+) -> None:
+    """What ``save_model`` writes beside the weights of a whole model; ``form`` is what
+    ``form_without_weights`` gives.
+    """
     _save_form(form, folder, {})
     for file in folder.glob("model*.safetensors"):  # which holds nothing
         file.unlink()
@@ -67,7 +92,9 @@ def _save_form(form: Any, folder: Path, weights: Mapping[str, Tensor] | None) ->
 
 
 def _save_generation_settings(model: Any, folder: Path) -> None:
-    """Beside adapters, what whole models have: where generation ends, and how it samples. A reward model generates nothing."""
+    """Beside adapters, what whole models have: where generation ends, and how it samples. A
+    reward model generates nothing.
+    """
     settings = getattr(model, "generation_config", None)
     if settings is not None and score_of(model) is None:
         settings.save_pretrained(folder)
@@ -82,7 +109,9 @@ def save_beside(folder: Path, text_files: Mapping[str, bytes], about: Mapping[st
 
 
 def _name_the_class(folder: Path) -> None:
-    """In ``config.json`` the class of a model divided by FSDP, which is a subclass of it, by its own name."""
+    """In ``config.json`` the class of a model divided by FSDP, which is a subclass of it, by its
+    own name.
+    """
     file = folder / "config.json"
     if not file.exists():  # transformers writes it on the first of several processes alone
         return
@@ -94,8 +123,8 @@ def _name_the_class(folder: Path) -> None:
 
 
 def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
-    """The files of the tokenizer and of the processors beside it, by name. They are the same all through a run: a thread that
-    writes a checkpoint must not use a tokenizer that others use.
+    """The files of the tokenizer and of the processors beside it, by name. They are the same all
+    through a run: a thread that writes a checkpoint must not use a tokenizer that others use.
 
     Raises:
         ValueError: the tokenizer would be read back as another; the message says what to do.
@@ -104,7 +133,11 @@ def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         folder = Path(made)
         save_processors(within_adapters(model), folder)
         save_tokenizer(tokenizer, folder, within_adapters(model).config)
-        return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+        return {
+            str(file.relative_to(folder)): file.read_bytes()
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        }
 
 
 @torch.no_grad()
@@ -112,7 +145,8 @@ def load_weights(folder: Path, model: Any) -> None:
     """Copy the weights, or adapters, that ``save_model`` wrote into the model.
 
     Raises:
-        ValueError, KeyError, OSError, RuntimeError: they belong to another model, which has nothing of them then.
+        ValueError, KeyError, OSError, RuntimeError: they belong to another model, which has nothing
+            of them then.
     """
     if next(adapters(model), None) is not None:
         load_adapter(model, folder)
@@ -123,28 +157,35 @@ def load_weights(folder: Path, model: Any) -> None:
 
 
 def _load_whole_model(folder: Path, model: Any) -> None:
-    """Through ``from_pretrained``, which undoes whatever ``save_pretrained`` did to names and shapes."""
+    """Through ``from_pretrained``, which undoes whatever ``save_pretrained`` did to names and
+    shapes.
+    """
     if (folder / "adapter_config.json").exists():
         raise ValueError("it holds adapters, and the model has none; set use_lora as before")
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # which holds what any of them holds
+    dtype = (
+        dtypes.pop() if len(dtypes) == 1 else torch.float32
+    )  # which holds what any of them holds
     form = saved_form(model)
     stored = load_whole(type(form), folder, dtype=dtype, use_safetensors=True).state_dict()
     own = form.state_dict()
     if stored.keys() != own.keys():
         raise ValueError(
-            f"{len(stored.keys() ^ own.keys())} tensors are not in both, the first is {min(stored.keys() ^ own.keys())}"
+            f"{len(stored.keys() ^ own.keys())} tensors are not in both, the first is "
+            f"{min(stored.keys() ^ own.keys())}"
         )
     for name, tensor in own.items():
         if tensor.shape != stored[name].shape:
-            raise ValueError(f"{name} is {list(stored[name].shape)} there and {list(tensor.shape)} here")
+            raise ValueError(
+                f"{name} is {list(stored[name].shape)} there and {list(tensor.shape)} here"
+            )
     for name, tensor in own.items():
         tensor.copy_(stored[name])
 
 
 def stored_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
-    """The weights that ``save_model`` wrote of a whole model, by the names of its parameters: each read as it is asked for, or
-    all at once where transformers wrote some under other names.
+    """The weights that ``save_model`` wrote of a whole model, by the names of its parameters: each
+    read as it is asked for, or all at once where transformers wrote some under other names.
 
     Raises:
         ValueError, OSError: they belong to another model.
@@ -175,7 +216,9 @@ def _check_projection(model: Any, adapter: str, name: str, stored: Mapping[str, 
 
 
 def _load_peft(folder: Path, model: Any) -> None:
-    """What PEFT's wrapping of a model saved: its adapters, those that are not ``default`` in folders by their names."""
+    """What PEFT's wrapping of a model saved: its adapters, those that are not ``default`` in
+    folders by their names.
+    """
     from peft import PeftConfig, set_peft_model_state_dict
 
     own = {name: tensor.clone() for name, tensor in trained(model)}
@@ -186,7 +229,10 @@ def _load_peft(folder: Path, model: Any) -> None:
             for field in SHAPED_BY:
                 if getattr(before, field, None) != getattr(config, field, None):
                     values = getattr(before, field, None), getattr(config, field, None)
-                    raise ValueError(f"adapter {adapter!r} has {field}={values[0]!r} there and {values[1]!r} here")
+                    raise ValueError(
+                        f"adapter {adapter!r} has {field}={values[0]!r} there and {values[1]!r} "
+                        "here"
+                    )
             stored = load_file(place / "adapter_model.safetensors")
             found = set_peft_model_state_dict(model, stored, adapter_name=adapter)
             for name in found.unexpected_keys:
@@ -199,4 +245,6 @@ def _load_peft(folder: Path, model: Any) -> None:
 
 def trained(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the trained parameters."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return (
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    )

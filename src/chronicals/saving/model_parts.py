@@ -1,6 +1,8 @@
-"""The weights of a model that no process has whole, written by several of them, each a file at a time.
+"""The weights of a model that no process has whole, written by several of them, each a file at a
+time.
 
-A file holds whole layers, so that what transformers splits, joins or renames as it saves a model lies in one file.
+A file holds whole layers, so that what transformers splits, joins or renames as it saves a model
+lies in one file.
 """
 
 from __future__ import annotations
@@ -32,16 +34,29 @@ class ModelParts:
 
     Attributes:
         form: what is written, as of ``form_without_weights``.
-        files: of each file the names of its weights in ``model.state_dict()``; of tied ones the one that transformers writes.
+        files: of each file the names of its weights in ``model.state_dict()``; of tied ones the one
+            that transformers writes.
     """
 
     def __init__(self, model: Any):
         self.form = form_without_weights(model)
         written = set(self.form.state_dict())
-        values = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in written}
-        self.files = _filled(_untied(values, getattr(self.form, "all_tied_weights_keys", None) or {}))
+        values = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if name in written
+        }
+        self.files = _filled(
+            _untied(values, getattr(self.form, "all_tied_weights_keys", None) or {})
+        )
 
-    def write(self, folder: Path, turn: int, turns: int, read: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> None:
+    def write(
+        self,
+        folder: Path,
+        turn: int,
+        turns: int,
+        read: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    ) -> None:
         """Write every file whose turn it is: ``turn`` of ``turns`` processes, from 0.
 
         Args:
@@ -51,7 +66,11 @@ class ModelParts:
 
         for number in range(turn, len(self.files), turns):
             saved = revert_weight_conversion(self.form, dict(read(self.files[number])))
-            save_file({name: x.contiguous() for name, x in saved.items()}, folder / _part(number), {"format": "pt"})
+            save_file(
+                {name: x.contiguous() for name, x in saved.items()},
+                folder / _part(number),
+                {"format": "pt"},
+            )
 
     def name_files(self, folder: Path) -> None:
         """Give the files, once all are written, the names by which transformers finds them.
@@ -60,14 +79,20 @@ class ModelParts:
             FileNotFoundError: one was not written.
         """
         count, places, size = len(self.files), dict[str, str](), 0
-        names = [WHOLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        names = (
+            [WHOLE]
+            if count == 1
+            else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        )
         for number, name in enumerate(names):
             file = (folder / _part(number)).rename(folder / name)
             with safe_open(file, "pt") as opened:
                 places |= dict.fromkeys(opened.keys(), name)
             size += _bytes_of_tensors(file)
         if count > 1:
-            (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2))
+            (folder / INDEX).write_text(
+                json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2)
+            )
 
 
 def _part(number: int) -> str:
@@ -75,7 +100,9 @@ def _part(number: int) -> str:
 
 
 def _bytes_of_tensors(file: Path) -> int:
-    """Of a safetensors file what follows its header, whose length stands in the first eight bytes."""
+    """Of a safetensors file what follows its header, whose length stands in the first eight
+    bytes.
+    """
     with file.open("rb") as content:
         return file.stat().st_size - 8 - int.from_bytes(content.read(8), "little")
 
@@ -85,7 +112,11 @@ def _untied(values: Mapping[str, Tensor], tied: Iterable[str]) -> dict[str, Tens
     names = defaultdict(list)
     for name, value in values.items():
         names[id(value)].append(name)
-    return {name: values[name] for same in names.values() for name in [next((n for n in same if n not in tied), same[0])]}
+    return {
+        name: values[name]
+        for same in names.values()
+        for name in [next((n for n in same if n not in tied), same[0])]
+    }
 
 
 def _filled(values: Mapping[str, Tensor]) -> list[list[str]]:

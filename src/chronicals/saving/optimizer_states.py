@@ -1,7 +1,9 @@
-"""Optimizer states in safetensors files of bounded size, so that files can be synced and hashed beside each other.
+"""Optimizer states in safetensors files of bounded size, so that files can be synced and hashed
+beside each other.
 
-Of several ranks each writes the pieces that it has: tensors of one dimension, with where each begins in the header, in the form
-that torch's distributed checkpoints read (``DCP_SHARDING_INFO``), and the shape of the whole.
+Of several ranks each writes the pieces that it has: tensors of one dimension, with where each
+begins in the header, in the form that torch's distributed checkpoints read (``DCP_SHARDING_INFO``),
+and the shape of the whole.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ LARGEST = 1 << 29
 """Bytes of tensors in a file; a tensor that is larger has a file of its own."""
 
 STAGED = 1 << 26
-"""Bytes that are copied from the device at a time, into pinned memory: several times as fast as into memory that is not."""
+"""Bytes that are copied from the device at a time, into pinned memory: several times as fast as
+into memory that is not.
+"""
 
 
 def optimizer_files(folder: Path) -> list[Path]:
@@ -29,7 +33,9 @@ def optimizer_files(folder: Path) -> list[Path]:
 
 
 PIECES, SHAPES = "DCP_SHARDING_INFO", "shapes"
-"""In a header: where pieces begin (torch.distributed.checkpoint, hf_storage.py), and of what shape the whole is."""
+"""In a header: where pieces begin (torch.distributed.checkpoint, hf_storage.py), and of what
+shape the whole is.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,32 +54,51 @@ class Piece:
 
 
 def write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, count: int) -> None:
-    """Write ``optimizer-rank-00002-of-00004.safetensors`` of the second of four ranks, perhaps in several files."""
+    """Write ``optimizer-rank-00002-of-00004.safetensors`` of the second of four ranks, perhaps
+    in several files.
+    """
     stem = f"optimizer-rank-{rank + 1:05d}-of-{count:05d}"
     given = {name: piece for name, piece in pieces.items() if piece.tensor.numel()}
 
     def header(names: list[str]) -> dict[str, str]:
         begins = {name: {"saved_offsets": [given[name].begin]} for name in names}
-        return {PIECES: json.dumps(begins), SHAPES: json.dumps({name: list(given[name].shape) for name in names})}
+        return {
+            PIECES: json.dumps(begins),
+            SHAPES: json.dumps({name: list(given[name].shape) for name in names}),
+        }
 
     _write({name: piece.tensor for name, piece in given.items()}, folder, stem, header)
 
 
 def write_optimizer(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``optimizer.safetensors``; what is too large for one file becomes ``optimizer-00001-of-00008.safetensors`` …"""
+    """Write ``optimizer.safetensors``; what is too large for one file becomes
+    ``optimizer-00001-of-00008.safetensors`` …
+    """
     _write(tensors, folder, "optimizer", lambda names: None)
 
 
 def _write(
-    tensors: Mapping[str, Tensor], folder: Path, stem: str, header: Callable[[list[str]], dict[str, str] | None]
-) -> None:  # fmt: skip
-    """In files called after ``stem``, each with the header that ``header`` gives for the tensors in it."""
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    stem: str,
+    header: Callable[[list[str]], dict[str, str] | None],
+) -> None:
+    """In files called after ``stem``, each with the header that ``header`` gives for the tensors
+    in it.
+    """
     parts = _in_parts(tensors)
-    names = [stem] if len(parts) == 1 else [f"{stem}-{n:05d}-of-{len(parts):05d}" for n in range(1, len(parts) + 1)]
+    names = (
+        [stem]
+        if len(parts) == 1
+        else [f"{stem}-{n:05d}-of-{len(parts):05d}" for n in range(1, len(parts) + 1)]
+    )
     on_card = any(tensor.is_cuda for tensor in tensors.values())
     stage = torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) if on_card else None
     for part, name in zip(parts, names, strict=True):
-        found = {key: _in_host_memory(tensors[key], stage if tensors[key].is_cuda else None) for key in part}
+        found = {
+            key: _in_host_memory(tensors[key], stage if tensors[key].is_cuda else None)
+            for key in part
+        }
         save_file(found, folder / f"{name}.safetensors", header(part))
 
 
@@ -82,7 +107,9 @@ def _in_host_memory(tensor: Tensor, stage: Tensor | None) -> Tensor:
     if stage is None:
         return tensor.contiguous().cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    pieces = zip(_bytes(tensor.contiguous()).split(len(stage)), _bytes(host).split(len(stage)), strict=True)
+    pieces = zip(
+        _bytes(tensor.contiguous()).split(len(stage)), _bytes(host).split(len(stage)), strict=True
+    )
     for there, here in pieces:
         here.copy_(stage[: here.numel()].copy_(there))
     return host
@@ -118,7 +145,9 @@ class StoredStates:
     def of(self, weight: str) -> dict[str, Tensor]:
         """The states of a weight, by their own names."""
         prefix = f"{weight}:"
-        return {name[len(prefix) :]: self.read(name) for name in self._places if name.startswith(prefix)}
+        return {
+            name[len(prefix) :]: self.read(name) for name in self._places if name.startswith(prefix)
+        }
 
     def read(self, name: str) -> Tensor:
         """A state, whole, in host memory.
@@ -138,7 +167,9 @@ class StoredStates:
             held += len(tensor)
         assert whole is not None
         if held != whole.numel():
-            raise ValueError(f"optimizer state {name!r}: {held} of {whole.numel()} elements are there")
+            raise ValueError(
+                f"optimizer state {name!r}: {held} of {whole.numel()} elements are there"
+            )
         return whole
 
 

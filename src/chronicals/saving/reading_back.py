@@ -1,7 +1,8 @@
-"""A model's folder, read back and compared with the model that was trained, before a run says that it ended.
+"""A model's folder, read back and compared with the model that was trained, before a run says that
+it ended.
 
-No second model is made. Compared are the facts that the folder states, its tokenizer, every value of adapters, and of whole
-models the name, shape and type of every weight with a row of its values.
+No second model is made. Compared are the facts that the folder states, its tokenizer, every value
+of adapters, and of whole models the name, shape and type of every weight with a row of its values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME, trained_tokens
-from chronicals.models import form_without_weights, load_tokenizer, saved_form, score_of, within_adapters
+from chronicals.models import (
+    form_without_weights,
+    load_tokenizer,
+    saved_form,
+    score_of,
+    within_adapters,
+)
 from chronicals.models.base_format import BaseFormat
 from chronicals.models.peft_kinds import active_adapters
 from chronicals.models.rows import files_by_name
@@ -32,7 +39,15 @@ from chronicals.standard_json import to_json
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = ("eos_token_id", "pad_token_id", "bos_token_id", "do_sample", "temperature", "top_k", "top_p")
+SETTINGS = (
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+)
 """Fields of the generation settings that are compared."""
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
@@ -40,13 +55,15 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 def differences(
     folder: Path, model: Any, tokenizer: Any, about: Mapping[str, Any], divided: bool = False
-) -> Iterator[str]:  # fmt: skip
-    """Yield in what a folder that ``save_model`` wrote is not the model that was trained, a clause for each.
+) -> Iterator[str]:
+    """Yield in what a folder that ``save_model`` wrote is not the model that was trained, a clause
+    for each.
 
     Args:
         tokenizer: of the model.
         about: what was trained, which ``chronicals.json`` holds.
-        divided: whether no process has the model's weights whole; their values are not compared then.
+        divided: whether no process has the model's weights whole; their values are not compared
+            then.
     """
     yield from _of_statements(folder, model, about)
     if next(adapters(model), None) is not None:
@@ -79,7 +96,8 @@ def _format(form: BaseFormat | None) -> str:
     return f"in {form} ({counted} layers, products in {products})"
 
 
-# --- adapters ----------------------------------------------------------------------------------------------------------
+# --- adapters
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _of_adapters(folder: Path, model: Any) -> Iterator[str]:
@@ -94,7 +112,9 @@ def _of_adapters(folder: Path, model: Any) -> Iterator[str]:
             for name in layer.trained:
                 stored = f"{PREFIX}{path}.{in_file(name)}"
                 left.discard(stored)
-                yield from _of_tensor(file, stored, layer.get_parameter(name), len(layer.pair[0]), layer)
+                yield from _of_tensor(
+                    file, stored, layer.get_parameter(name), len(layer.pair[0]), layer
+                )
         for path, tokens in trained_tokens(model):
             left.discard(f"{PREFIX}{path}.{FILE_NAME}")
             yield from _of_tensor(file, f"{PREFIX}{path}.{FILE_NAME}", tokens.values)
@@ -106,19 +126,27 @@ def _of_adapters(folder: Path, model: Any) -> Iterator[str]:
             else:
                 yield from _of_tensor(file, name, values[own])
     stored_whole = {name.removeprefix(PREFIX).replace(".token_adapter.", ".") for name in left}
-    beside = (name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name)
+    beside = (
+        name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name
+    )
     if absent := [name for name in beside if name not in stored_whole]:
         yield f"{WEIGHTS_FILE} lacks {absent[0]}, which was trained"
 
 
-def _of_tensor(file: Any, name: str, trained: Tensor, rank: int = 0, layer: AdapterLayer | None = None) -> Iterator[str]:
-    """Compare a stored tensor with the one that was trained, which may be the first ``rank`` rows or columns of it where the
-    adapter began with a part of the weight."""
+def _of_tensor(
+    file: Any, name: str, trained: Tensor, rank: int = 0, layer: AdapterLayer | None = None
+) -> Iterator[str]:
+    """Compare a stored tensor with the one that was trained, which may be the first ``rank``
+    rows or columns of it where the adapter began with a part of the weight."""
     if name not in set(file.keys()):
         yield f"{name} is missing"
         return
     stored, value = file.get_tensor(name), trained.detach().cpu()
-    if layer is not None and getattr(layer, "lora_start_A", None) is not None and stored.shape != value.shape:
+    if (
+        layer is not None
+        and getattr(layer, "lora_start_A", None) is not None
+        and stored.shape != value.shape
+    ):
         stored = stored[:rank] if name.endswith("lora_A.weight") else stored[:, :rank]
     if stored.shape != value.shape:
         yield f"{name} is {list(stored.shape)}, {list(value.shape)} was trained"
@@ -144,13 +172,16 @@ def _of_peft(folder: Path, model: Any) -> Iterator[str]:
             there, here = (getattr(each, field, None) for each in (stated, config))
             if there != here:
                 yield f"adapter {adapter!r} has {field}={there!r}, {here!r} was trained"
-        tensors = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        tensors = get_peft_model_state_dict(
+            model, adapter_name=adapter, save_embedding_layers=False
+        )
         with safe_open(place / WEIGHTS_FILE, framework="pt") as file:
             for name, tensor in tensors.items():
                 yield from _of_tensor(file, name if wrapped else PREFIX + name, tensor)
 
 
-# --- whole models ------------------------------------------------------------------------------------------------------
+# --- whole models
+# ------------------------------------------------------------------------------------------------------
 
 
 def _of_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[str]:
@@ -166,7 +197,11 @@ def _of_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[str]:
     stored = files_by_name(folder)
     for name in sorted(stored.keys() & values.keys()):
         yield from _of_weight(stored[name], name, values[name])
-    if not divided and not here and config.get("dtype") not in (None, str(form.dtype).removeprefix("torch.")):
+    if (
+        not divided
+        and not here
+        and config.get("dtype") not in (None, str(form.dtype).removeprefix("torch."))
+    ):
         yield f"config.json says that weights are {config['dtype']}, they are {form.dtype}"
     if stored.keys() <= values.keys():  # else transformers wrote some under other names
         yield from _of_missing(stored, values, form)
@@ -189,17 +224,24 @@ def _of_weight(path: Path, name: str, value: Tensor) -> Iterator[str]:
         yield f"{name} has other values than were trained"
 
 
-def _of_missing(stored: Mapping[str, Path], values: Mapping[str, Tensor], form: Any) -> Iterator[str]:
+def _of_missing(
+    stored: Mapping[str, Path], values: Mapping[str, Tensor], form: Any
+) -> Iterator[str]:
     """Yield the first weight that is in no file, nor shares its memory with one that is."""
     there = {values[name].data_ptr() for name in stored if name in values}
     tied = getattr(form, "all_tied_weights_keys", None) or {}
-    absent = (name for name, value in values.items() if name not in stored and value.data_ptr() not in there)
+    absent = (
+        name
+        for name, value in values.items()
+        if name not in stored and value.data_ptr() not in there
+    )
     first = next((name for name in absent if name not in tied), None)
     if first is not None:
         yield f"{first} is missing"
 
 
-# --- what is beside the weights ----------------------------------------------------------------------------------------
+# --- what is beside the weights
+# ----------------------------------------------------------------------------------------
 
 
 def _of_generation(folder: Path, model: Any) -> Iterator[str]:
@@ -220,8 +262,9 @@ def _of_generation(folder: Path, model: Any) -> Iterator[str]:
 
 
 def _of_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
-    """Compare the saved tokenizer as transformers loads it. Where that takes another class for a model of this kind, which
-    splits text otherwise, the files are right, and their own class reads them so."""
+    """Compare the saved tokenizer as transformers loads it. Where that takes another class for a
+    model of this kind, which splits text otherwise, the files are right, and their own class
+    reads them so."""
     try:
         first = list(_between(load_tokenizer(folder), tokenizer))
     except (ValueError, ImportError) as error:
@@ -232,7 +275,11 @@ def _of_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
     by_its_class = list(_between(kind.from_pretrained(folder), tokenizer))
     yield from by_its_class
     if not by_its_class:
-        logger.warning("the saved tokenizer is right as %s reads it, not by AutoTokenizer: %s", kind.__name__, first[0])
+        logger.warning(
+            "the saved tokenizer is right as %s reads it, not by AutoTokenizer: %s",
+            kind.__name__,
+            first[0],
+        )
 
 
 def _between(stored: Any, tokenizer: Any) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""What a name stands for: a model, an adapter with its model, a checkpoint, or the folder of a whole run."""
+"""What a name stands for: a model, an adapter with its model, a checkpoint, or the folder of a
+whole run.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,11 @@ class SavedModel:
     others: tuple[Path, ...] = ()
 
     @classmethod
-    def find(cls, name: str | Path, base_model: str | None = None, remedy: str = OF_A_BASE) -> SavedModel:
-        """What is at a folder or hub name; in the folder of a run its ``model``, else the newest checkpoint's.
+    def find(
+        cls, name: str | Path, base_model: str | None = None, remedy: str = OF_A_BASE
+    ) -> SavedModel:
+        """What is at a folder or hub name; in the folder of a run its ``model``, else the newest
+        checkpoint's.
 
         Args:
             base_model: the model of an adapter, where the adapter does not say.
@@ -76,19 +81,39 @@ class SavedModel:
         folder, *others = _adapters_in(beside, about)
         adapted = (folder / CONFIG_FILE).exists()
         if base_model is not None and not adapted:
-            raise ValueError(f"base_model={base_model!r}: {name} is no adapter's folder, which alone needs it; leave it out")
-        base = base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path") if adapted else None
+            raise ValueError(
+                f"base_model={base_model!r}: {name} is no adapter's folder, which alone needs it; "
+                "leave it out"
+            )
+        base = (
+            base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path")
+            if adapted
+            else None
+        )
         elsewhere = beside if beside != folder else None
-        return cls(folder if folder.is_dir() else name, adapted, base, about, remedy, elsewhere, tuple(others))
+        return cls(
+            folder if folder.is_dir() else name,
+            adapted,
+            base,
+            about,
+            remedy,
+            elsewhere,
+            tuple(others),
+        )
 
     def model(
-        self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None, watch: Watch | None = None
-    ) -> Any:  # fmt: skip
-        """It, in host memory, with our adapters where it has any, over the base that they were trained on.
+        self,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        quantization: str | None = None,
+        watch: Watch | None = None,
+    ) -> Any:
+        """It, in host memory, with our adapters where it has any, over the base that they were
+        trained on.
 
         Args:
-            quantization: of the base, as ``load_model`` takes it; an adapter that was trained over 4 bits has those very ones
-                for None and ``nf4``.
+            quantization: of the base, as ``load_model`` takes it; an adapter that was trained over
+                4 bits has those very ones for None and ``nf4``.
             watch: as there, of a base without adapters.
 
         Raises:
@@ -96,13 +121,21 @@ class SavedModel:
         """
         if self.adapted:
             return self._with_adapters(self.base_model(dtype, trust_remote_code, quantization))
-        there = isinstance(self.place, str) or (self.place / "config.json").exists() or gguf_of(self.place) is not None
+        there = (
+            isinstance(self.place, str)
+            or (self.place / "config.json").exists()
+            or gguf_of(self.place) is not None
+        )
         if not there:
-            raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
+            raise ValueError(
+                f"{self.place}: holds neither a model, an adapter, nor a run of chronicals"
+            )
         return load_model(self.place, dtype, trust_remote_code, quantization, watch)
 
     def _with_adapters(self, base: Any) -> Any:
-        """The base with all adapters that it computes with, and the generation settings that are stored beside them."""
+        """The base with all adapters that it computes with, and the generation settings that are
+        stored beside them.
+        """
         from transformers import GenerationConfig
 
         if not self.others:
@@ -132,8 +165,11 @@ class SavedModel:
             return bool(_read(Path(self.place) / CONFIG_FILE).get("task_type") == OF_A_SCORE)
         return is_reward_model(self.config(trust_remote_code))
 
-    def scored_model(self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None) -> Any:
-        """As ``model``, of a reward model: a language model with a score, to be scored with or trained further.
+    def scored_model(
+        self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None
+    ) -> Any:
+        """As ``model``, of a reward model: a language model with a score, to be scored with or
+        trained further.
 
         Raises:
             ValueError: it cannot be loaded, with what to do.
@@ -145,8 +181,11 @@ class SavedModel:
         attach_score(base, padded or 0)
         return load_adapter(base, self.place)
 
-    def base_model(self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None) -> Any:
-        """The model of an adapter without it; one that was quantised is so again, of the weights as they were then.
+    def base_model(
+        self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None
+    ) -> Any:
+        """The model of an adapter without it; one that was quantised is so again, of the weights as
+        they were then.
 
         Args:
             quantization: as for ``model``.
@@ -160,12 +199,19 @@ class SavedModel:
         return self._checked(self._of_base(load_base, dtype, trust_remote_code, form))
 
     def _checked(self, base: Any) -> Any:
-        """``base``; raises ValueError where the adapter was trained over other bits of a GGUF file."""
+        """``base``; raises ValueError where the adapter was trained over other bits of a GGUF
+        file.
+        """
         expected, found = self.about.get("gguf"), getattr(base, GGUF_FILE, None)
         if expected is not None and found is not None and found["sha256"] != expected["sha256"]:
-            to_do = "give that file (--base-model)" if self.remedy == OF_A_BASE else f"it must be that file: {self.remedy}"
+            to_do = (
+                "give that file (--base-model)"
+                if self.remedy == OF_A_BASE
+                else f"it must be that file: {self.remedy}"
+            )
             raise ValueError(
-                f"{self.place}: was trained over {expected['file']} with SHA-256 {expected['sha256'][:16]}…, {self.base} has "
+                f"{self.place}: was trained over {expected['file']} with SHA-256 "
+                f"{expected['sha256'][:16]}…, {self.base} has "
                 f"{found['sha256'][:16]}…; {to_do}"
             )
         return base
@@ -189,9 +235,17 @@ class SavedModel:
         elif isinstance(self.place, str):
             return [self.place, _commit_of(self.place)]
         else:
-            files = [file for file in sorted(self.place.iterdir()) if file.suffix in (".json", ".safetensors", ".bin", ".py")]
+            files = [
+                file
+                for file in sorted(self.place.iterdir())
+                if file.suffix in (".json", ".safetensors", ".bin", ".py")
+            ]
         own = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        return [str(Path(self.place).resolve()), own, SavedModel.find(self.base).identity() if self.base else None]
+        return [
+            str(Path(self.place).resolve()),
+            own,
+            SavedModel.find(self.base).identity() if self.base else None,
+        ]
 
     def embedding_rows(self, trust_remote_code: bool = False) -> int:
         """Of the embedding that is stored with the adapter, or else of the model.
@@ -218,19 +272,29 @@ class SavedModel:
         """
         own = not self.adapted or any(self._beside.glob("tokenizer*"))
         place = self.place if self.beside is None else self.beside
-        return load_tokenizer(place, trust_remote_code) if own else self._of_base(load_tokenizer, trust_remote_code)
+        return (
+            load_tokenizer(place, trust_remote_code)
+            if own
+            else self._of_base(load_tokenizer, trust_remote_code)
+        )
 
     def _of_base(self, load: Callable[..., Any], *options: Any) -> Any:
         """What ``load`` finds where the whole model is."""
         if not self.adapted:
             return load(self.place, *options)
         if not self.base:
-            raise ValueError(f"{self.place}: an adapter that does not say which model it belongs to; {self.remedy}")
+            raise ValueError(
+                f"{self.place}: an adapter that does not say which model it belongs to; "
+                f"{self.remedy}"
+            )
         try:
             return load(self.base, *options)
         except ValueError as error:
             named = "that is what the adapter names as its model; if it is elsewhere now"
-            raise ValueError(f"{self.place}: its base {self.base}: {without_field(error)}; {named}, {self.remedy}") from error
+            raise ValueError(
+                f"{self.place}: its base {self.base}: {without_field(error)}; {named}, "
+                f"{self.remedy}"
+            ) from error
 
 
 def _commit_of(name: str) -> str | None:
@@ -242,8 +306,8 @@ def _commit_of(name: str) -> str | None:
 
 
 def _weights_of(folder: Path) -> Path:
-    """The folder itself, ``model`` in it, or in its newest checkpoint: the first that holds weights, or adapters in folders of
-    their names, else the first."""
+    """The folder itself, ``model`` in it, or in its newest checkpoint: the first that holds
+    weights, or adapters in folders of their names, else the first."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
     places = [folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)]
     return next((place for place in places if _holds_weights(place)), folder)
@@ -255,8 +319,8 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _adapters_in(folder: Path, about: Mapping[str, Any]) -> list[Path]:
-    """The folders of the adapters that a model computes with: PEFT writes those that are not ``default`` to folders of their
-    names. Without adapters, the folder itself."""
+    """The folders of the adapters that a model computes with: PEFT writes those that are not
+    ``default`` to folders of their names. Without adapters, the folder itself."""
     if active := about.get("active_adapters"):
         own = {name for name in active if (folder / name / CONFIG_FILE).exists()}
         return [folder / name if name in own else folder for name in active]
@@ -269,4 +333,6 @@ def _read(file: Path) -> Any:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file}: is no JSON ({error}); it was cut or changed, save the model again") from error
+        raise ValueError(
+            f"{file}: is no JSON ({error}); it was cut or changed, save the model again"
+        ) from error

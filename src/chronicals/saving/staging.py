@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
 
 PIECE = 1 << 26
-"""Bytes of one copy from the device; metrics, which use the same copy engine, wait for at most one of them."""
+"""Bytes of one copy from the device; metrics, which use the same copy engine, wait for at most
+one of them.
+"""
 
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes."""
@@ -27,8 +29,8 @@ ALIGNED = 64
 class Staging:
     """Copies tensors into host memory that is allocated once.
 
-    On a card the copies are made by a stream of their own, into pinned memory; whoever changes the tensors afterwards calls
-    ``hold_update`` first. Elsewhere they are made at once.
+    On a card the copies are made by a stream of their own, into pinned memory; whoever changes the
+    tensors afterwards calls ``hold_update`` first. Elsewhere they are made at once.
     """
 
     def __init__(self, device: torch.device):
@@ -47,13 +49,15 @@ class Staging:
         return 0 if size <= self._memory.size else size
 
     def fits(self, tensors: Iterable[Tensor], beside: int = 0) -> bool:
-        """Whether the copies, and as many bytes ``beside`` them, take no more than half of the host memory that is available,
-        or have their memory already."""
+        """Whether the copies, and as many bytes ``beside`` them, take no more than half of the
+        host memory that is available, or have their memory already."""
         size, available = self.needed(tensors) + beside, available_memory()
         return not size or available is None or size <= available // 2
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Allocate the memory for copies of these in a thread, so that the first copies need not wait for it."""
+        """Allocate the memory for copies of these in a thread, so that the first copies need not
+        wait for it.
+        """
         size = _size(tensors)
         if self._stream is None or size <= self._memory.size:
             return
@@ -66,7 +70,9 @@ class Staging:
         self._memory.allocate(size)
 
     def copy(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Dense copies, on a card valid within ``reading`` and until the next call; a tensor given twice is copied once."""
+        """Dense copies, on a card valid within ``reading`` and until the next call; a tensor
+        given twice is copied once.
+        """
         copies: dict[int, Tensor] = {}
         if self._stream is None:
             for tensor in tensors.values():
@@ -80,18 +86,25 @@ class Staging:
                     copies[id(tensor)] = copy = self._memory.tensor(offset, tensor)
                     _copy_in_pieces(tensor.detach(), copy, offset)
             self._copied = self._stream.record_event()
-            self._holds, self._sources = True, list(tensors.values())  # whose memory stays until it is copied
+            self._holds, self._sources = (
+                True,
+                list(tensors.values()),
+            )  # whose memory stays until it is copied
         return {key: copies[id(tensor)] for key, tensor in tensors.items()}
 
     def hold_update(self) -> None:
-        """Let what is launched on the current stream from now on wait for the copies. The host does not wait."""
+        """Let what is launched on the current stream from now on wait for the copies. The host
+        does not wait.
+        """
         if self._holds and self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied)
             self._holds = False
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, in a thread: the copies are made, and what was not copied is read in another stream than that of training."""
+        """Within, in a thread: the copies are made, and what was not copied is read in another
+        stream than that of training.
+        """
         if self._copied is not None:
             self._copied.synchronize()
             self._sources = []
@@ -110,7 +123,9 @@ class Staging:
 
 
 def _copy_in_pieces(tensor: Tensor, copy: Tensor, offset: int) -> None:
-    """Enqueue copies that end at multiples of ``PIECE`` in the pinned memory, in which ``copy`` begins at ``offset``."""
+    """Enqueue copies that end at multiples of ``PIECE`` in the pinned memory, in which ``copy``
+    begins at ``offset``.
+    """
     source, target = _bytes(tensor.contiguous()), _bytes(copy)
     begin, end = 0, PIECE - offset % PIECE
     while begin < len(target):

@@ -1,4 +1,6 @@
-"""Adapters of a run: attached where they are asked for, checked where they are there already, ours or PEFT's."""
+"""Adapters of a run: attached where they are asked for, checked where they are there already,
+ours or PEFT's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.lora import LoRAConfig, adapters, adapts, adapts_parameters, apply_lora, report_frozen_experts
+from chronicals.lora import (
+    LoRAConfig,
+    adapters,
+    adapts,
+    adapts_parameters,
+    apply_lora,
+    report_frozen_experts,
+)
 from chronicals.lora.embeddings import modules_to_save, with_score
 from chronicals.lora.loading import stored_start
 from chronicals.lora.loftq import LoftQ
@@ -56,18 +65,20 @@ FEW = 4
 
 def attach_adapters(
     model: Any, config: ChronicalsConfig, resumed: Path | None = None, heads: Collection[str] = ()
-) -> None:  # fmt: skip
-    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what reads no text; log which
-    experts are not trained.
+) -> None:
+    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what
+    reads no text; log which experts are not trained.
 
     Args:
-        resumed: the folder of the model in a checkpoint, from which the run goes on: of starting values that were taken from
-            the weights it holds the very ones.
-        heads: names of the lookahead heads that have a loss: beside adapters they are trained whole and saved with them.
+        resumed: the folder of the model in a checkpoint, from which the run goes on: of starting
+            values that were taken from the weights it holds the very ones.
+        heads: names of the lookahead heads that have a loss: beside adapters they are trained whole
+            and saved with them.
 
     Raises:
-        ConfigurationError: the model's adapters have another shape than was asked for; there are none and its weights cannot
-            be trained; something is trained that would not be saved; or PEFT's adapters are prompts, frozen or merged.
+        ConfigurationError: the model's adapters have another shape than was asked for; there are
+            none and its weights cannot be trained; something is trained that would not be saved; or
+            PEFT's adapters are prompts, frozen or merged.
     """
     _attach(model, config, resumed, heads)
     if hasattr(model, "chronicals_lora"):
@@ -78,7 +89,9 @@ def attach_adapters(
     report_frozen_experts(model)
 
 
-def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None, heads: Collection[str]) -> None:
+def _attach(
+    model: Any, config: ChronicalsConfig, resumed: Path | None, heads: Collection[str]
+) -> None:
     usual = ChronicalsConfig()
     quantise_as_asked(model, config)
     _check_that_pefts_learn(model)
@@ -91,10 +104,18 @@ def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None, heads: C
         if resumed is not None and (resumed / WEIGHTS_FILE).exists():
             start = stored_start(resumed) if shape.takes_from_weights else {}
         apply_lora(model, shape, start)
-    elif _is_quantised(model) and not any(type(module).__module__.startswith("peft.") for module in model.modules()):
-        raise ConfigurationError("use_lora=False: the model's weights are quantised and cannot be trained; set use_lora=True")
+    elif _is_quantised(model) and not any(
+        type(module).__module__.startswith("peft.") for module in model.modules()
+    ):
+        raise ConfigurationError(
+            "use_lora=False: the model's weights are quantised and cannot be trained; set "
+            "use_lora=True"
+        )
     elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
-        logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
+        logger.warning(
+            "%s: set, but use_lora is off, so no adapters are attached; set use_lora",
+            ", ".join(unused),
+        )
 
 
 def shape_of(config: ChronicalsConfig) -> LoRAConfig:
@@ -110,7 +131,9 @@ def _with_heads(shape: LoRAConfig, heads: Collection[str]) -> LoRAConfig:
 
 
 def watcher(config: ChronicalsConfig) -> LoftQ | None:
-    """What must see the weights of a base while they are quantised, for ``lora_init``; None where nothing must."""
+    """What must see the weights of a base while they are quantised, for ``lora_init``; None
+    where nothing must.
+    """
     return LoftQ(shape_of(config)) if config.use_lora and config.lora_init == "loftq" else None
 
 
@@ -125,9 +148,13 @@ def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
     Raises:
         ConfigurationError: it has nothing to quantise, or is in blocks of GGUF.
     """
-    if config.quantization is not None and (file := getattr(within_adapters(model), GGUF_FILE, None)) is not None:
+    if (
+        config.quantization is not None
+        and (file := getattr(within_adapters(model), GGUF_FILE, None)) is not None
+    ):
         raise ConfigurationError(
-            f"quantization={config.quantization!r}: the weights of {file['file']} stay as they are in the file; leave it out"
+            f"quantization={config.quantization!r}: the weights of {file['file']} stay as they "
+            "are in the file; leave it out"
         )
     if config.quantization is not None and not has_4bit_layers(model):
         watch = None if hasattr(model, "chronicals_lora") else watcher(config)
@@ -138,7 +165,8 @@ def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
 
 
 def with_token_ids(config: ChronicalsConfig, tokenizer: Any) -> ChronicalsConfig:
-    """The configuration with the ids of the tokens that ``lora_trainable_tokens`` names by their text.
+    """The configuration with the ids of the tokens that ``lora_trainable_tokens`` names by their
+    text.
 
     Raises:
         ConfigurationError: a text is no token.
@@ -151,27 +179,37 @@ def with_token_ids(config: ChronicalsConfig, tokenizer: Any) -> ChronicalsConfig
     def of(token: int | str) -> int:
         if isinstance(token, int):
             return token
-        ids = [known[token]] if token in known else tokenizer.encode(token, add_special_tokens=False)
+        ids = (
+            [known[token]] if token in known else tokenizer.encode(token, add_special_tokens=False)
+        )
         if len(ids) != 1:
             raise ConfigurationError(
-                f"lora_trainable_tokens={token!r}: is {len(ids)} tokens; add it (tokenizer.add_tokens([{token!r}])), and call "
+                f"lora_trainable_tokens={token!r}: is {len(ids)} tokens; add it "
+                f"(tokenizer.add_tokens([{token!r}])), and call "
                 "model.resize_token_embeddings(len(tokenizer))"
             )
         return int(ids[0])
 
     if isinstance(asked, dict):
-        return config.fitted(lora_trainable_tokens={name: [of(token) for token in tokens] for name, tokens in asked.items()})
+        return config.fitted(
+            lora_trainable_tokens={
+                name: [of(token) for token in tokens] for name, tokens in asked.items()
+            }
+        )
     return config.fitted(lora_trainable_tokens=[of(token) for token in asked])
 
 
 def _check_that_pefts_learn(model: Any) -> None:
     """Raises ConfigurationError where PEFT's adapters are frozen, merged, or could not be saved."""
-    theirs = [module for module in model.modules() if type(module).__module__.startswith("peft.tuners.")]
+    theirs = [
+        module for module in model.modules() if type(module).__module__.startswith("peft.tuners.")
+    ]
     if not theirs:
         return
     if any(getattr(module, "merged", False) for module in theirs):
         raise ConfigurationError(
-            "PEFT's adapters are merged into the weights and would not learn; call unmerge_adapter() or merge_and_unload()"
+            "PEFT's adapters are merged into the weights and would not learn; call "
+            "unmerge_adapter() or merge_and_unload()"
         )
     if not any(parameter.requires_grad for module in theirs for parameter in module.parameters()):
         raise ConfigurationError(
@@ -182,7 +220,9 @@ def _check_that_pefts_learn(model: Any) -> None:
         try:
             model.active_adapters()  # which transformers asks for when it saves
         except (ValueError, ImportError) as error:
-            raise ConfigurationError(f"PEFT's adapters could not be saved by {type(model).__name__}: {error}") from error
+            raise ConfigurationError(
+                f"PEFT's adapters could not be saved by {type(model).__name__}: {error}"
+            ) from error
 
 
 def _freeze_what_reads_no_text(model: Any) -> None:
@@ -191,16 +231,24 @@ def _freeze_what_reads_no_text(model: Any) -> None:
     towers = beside_text(text) if hasattr(text, "get_decoder") else []
     if towers:
         read_processors(text)
-    learning = [p for name, p in text.named_parameters() if p.requires_grad and is_within(name, towers)]
+    learning = [
+        p for name, p in text.named_parameters() if p.requires_grad and is_within(name, towers)
+    ]
     for parameter in learning:
         parameter.requires_grad_(False)
     if learning:
         count = sum(parameter.numel() for parameter in learning)
-        logger.warning("rows are text, so what reads none is frozen: %s parameters of %s", f"{count:,}", ", ".join(towers))
+        logger.warning(
+            "rows are text, so what reads none is frozen: %s parameters of %s",
+            f"{count:,}",
+            ", ".join(towers),
+        )
 
 
 def _check_what_is_trained(model: Any) -> None:
-    """Raises ConfigurationError: something is trained beside adapters, which alone are saved, or PEFT's are prompts."""
+    """Raises ConfigurationError: something is trained beside adapters, which alone are saved, or
+    PEFT's are prompts.
+    """
     if hasattr(model, "chronicals_lora"):
         layers = (layer for found in (adapters(model), trained_tokens(model)) for _, layer in found)
         saved = [tensor for layer in layers for tensor in layer.parameters(recurse=False)]
@@ -211,23 +259,37 @@ def _check_what_is_trained(model: Any) -> None:
 
         if prompts := [name for name, kind in theirs.items() if kind.is_prompt_learning]:
             raise ConfigurationError(
-                f"PEFT's adapter {prompts[0]!r} learns a prompt, which stands before every document and fits no pack; take LoRA"
+                f"PEFT's adapter {prompts[0]!r} learns a prompt, which stands before every "
+                "document and fits no pack; take LoRA"
             )
         if refused := next((kind for kind in kinds(model) if kind in REFUSED), None):
             raise ConfigurationError(f"PEFT's {refused} {REFUSED[refused]}")
         if own := unfused_kind(model):
-            logger.info("PEFT's %s runs through PEFT's own modules: the layers that have it are not fused", own)
-        each = [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in theirs]
+            logger.info(
+                "PEFT's %s runs through PEFT's own modules: the layers that have it are not fused",
+                own,
+            )
+        each = [
+            get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+            for name in theirs
+        ]
         saved = [tensor for tensors in each for tensor in tensors.values()]
     else:
-        setattr(model, CHANGED, True)  # what adapters are trained on later is not what the model was loaded from
+        setattr(
+            model, CHANGED, True
+        )  # what adapters are trained on later is not what the model was loaded from
         return
     places = {tensor.data_ptr() for tensor in saved}
-    lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in places]
+    lost = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.data_ptr() not in places
+    ]
     if lost:
         others = f" and {len(lost) - FEW} others" if len(lost) > FEW else ""
         raise ConfigurationError(
-            f"{', '.join(lost[:FEW])}{others}: would be trained beside adapters, which alone are saved; freeze them, or train "
+            f"{', '.join(lost[:FEW])}{others}: would be trained beside adapters, which alone are "
+            "saved; freeze them, or train "
             "without adapters"
         )
 
@@ -235,7 +297,9 @@ def _check_what_is_trained(model: Any) -> None:
 def _is_quantised(model: Any) -> bool:
     """Whether we or transformers loaded it so, and not in a way that is made for training."""
     quantiser = getattr(model, "hf_quantizer", None)
-    theirs = bool(getattr(model, "is_quantized", False)) and not getattr(quantiser, "is_qat_trainable", False)
+    theirs = bool(getattr(model, "is_quantized", False)) and not getattr(
+        quantiser, "is_qat_trainable", False
+    )
     return theirs or has_packed_layers(model) or has_4bit_experts(model)
 
 
@@ -247,7 +311,8 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
             if isinstance(found, list) and len(found) > FEW:
                 found = f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
             raise ConfigurationError(
-                f"{name}={asked!r}: the model has adapters already, with {found}; leave {name} out to train those, or begin "
+                f"{name}={asked!r}: the model has adapters already, with {found}; leave {name} "
+                "out to train those, or begin "
                 "with the model without them"
             )
     model.chronicals_lora = with_score(model.chronicals_lora, model)
@@ -258,13 +323,17 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
 
 
 def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
-    """Whether the model's adapters are what a field asks for; layers are compared where they are, not by their names."""
+    """Whether the model's adapters are what a field asks for; layers are compared where they
+    are, not by their names.
+    """
     asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
     unlimited = config.lora_target_modules is None and config.lora_layers is None
     if name == "lora_target_parameters":
         return adapts_parameters(model, asked, config.lora_layers)
     if name == "lora_modules_to_save":  # beside those that the run adds
-        return set(asked or ()) == {module for module in found or () if not is_of_head(module) or module in (asked or ())}
+        return set(asked or ()) == {
+            module for module in found or () if not is_of_head(module) or module in (asked or ())
+        }
     if name in ("lora_target_modules", "lora_layers"):
         return unlimited or adapts(model, config.lora_target_modules, config.lora_layers)
     return bool(asked == found)

@@ -1,4 +1,6 @@
-"""Proof that all ranks train the same: one rank that stands elsewhere would add gradients of another model, in silence."""
+"""Proof that all ranks train the same: one rank that stands elsewhere would add gradients of
+another model, in silence.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh, codes_here, copies_of
 
-OF_A_MACHINE = frozenset({"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"})
+OF_A_MACHINE = frozenset(
+    {"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"}
+)
 """Fields of the configuration that may differ from rank to rank."""
 
 AT_A_TIME = 1 << 20
@@ -36,8 +40,10 @@ def prove_alike(ranks: Mesh, facts: Mapping[str, Any]) -> None:
         for rank, other in enumerate(told):
             if other[name] != told[0][name]:
                 raise ConfigurationError(
-                    f"the {ranks.count} processes do not train the same: {name} is {told[0][name]!r} on rank 0 and "
-                    f"{other[name]!r} on rank {rank}; start all with the same model, data and configuration"
+                    f"the {ranks.count} processes do not train the same: {name} is "
+                    f"{told[0][name]!r} on rank 0 and "
+                    f"{other[name]!r} on rank {rank}; start all with the same model, data and "
+                    "configuration"
                 )
 
 
@@ -51,8 +57,8 @@ class Fingerprint:
     """Of the bits of tensors in their order.
 
     Attributes:
-        values: the same wherever elements lie within a tensor, and among however many ranks it is divided; an fp32 shard of a
-            bf16 weight has the same bits but for zeros.
+        values: the same wherever elements lie within a tensor, and among however many ranks it is
+            divided; an fp32 shard of a bf16 weight has the same bits but for zeros.
         places: of where each element lies, too; to be compared where ``divided`` is the same.
         divided: among how many ranks tensors are divided.
     """
@@ -72,10 +78,14 @@ def fingerprint_over(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> Fi
     given, ranks = list(tensors), ranks or Mesh()
     if not given:
         return Fingerprint(_digest(torch.zeros(0)), _digest(torch.zeros(0)), 1)
-    sums = torch.stack([_sums_of_bits(codes_here(tensor)) for tensor in given]).cpu()  # [tensors, 2]
+    sums = torch.stack(
+        [_sums_of_bits(codes_here(tensor)) for tensor in given]
+    ).cpu()  # [tensors, 2]
     copies = [copies_of(tensor, ranks.count) for tensor in given]  # 0 where a rank has all of it
     told = torch.stack(ranks.gather(sums)) if ranks.count > 1 else sums[None]
-    parts = [told[:, at, :][: ranks.count // among if among else 1] for at, among in enumerate(copies)]  # one copy of each
+    parts = [
+        told[:, at, :][: ranks.count // among if among else 1] for at, among in enumerate(copies)
+    ]  # one copy of each
     values = torch.stack([part[:, 0].sum() for part in parts])
     divided = max(len(part) for part in parts)
     return Fingerprint(_digest(values), _digest(torch.cat([part[:, 1] for part in parts])), divided)
@@ -86,7 +96,9 @@ def _digest(numbers: Tensor) -> str:
 
 
 def _sums_of_bits(tensor: Tensor) -> Tensor:
-    """int64 ``[2]``: the sum of all bytes, and of all elements as integers times their places, from 1; they wrap around."""
+    """int64 ``[2]``: the sum of all bytes, and of all elements as integers times their places,
+    from 1; they wrap around.
+    """
     flat = tensor.reshape(-1)
     words = flat.view(torch.uint8 if flat.dtype == torch.bool else WORDS[flat.element_size()])
     places = torch.arange(1, min(len(words), AT_A_TIME) + 1, device=flat.device)

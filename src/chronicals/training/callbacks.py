@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Override the events you need. All are called on the first rank only, between steps, while the others wait however long,
-    and may call the model, for example to generate; not where its weights are divided among the ranks. An error that one raises
-    ends the run on all ranks; to end it on purpose call ``ChronicalsTrainer.stop``.
+    """Override the events you need. All are called on the first rank only, between steps, while the
+    others wait however long, and may call the model, for example to generate; not where its weights
+    are divided among the ranks. An error that one raises ends the run on all ranks; to end it on
+    purpose call ``ChronicalsTrainer.stop``.
     """
 
     def run_began(self, run: Run) -> None:
@@ -53,15 +54,17 @@ class Callback:
         """The run is over, once for each ``run_began``.
 
         Args:
-            run: ``run.outcome`` is "finished" (then the model and the report are written), "interrupted" (by a signal or
-                ``stop``) or "failed"; ``run.error`` says what ended it in the last two cases.
+            run: ``run.outcome`` is "finished" (then the model and the report are written),
+                "interrupted" (by a signal or ``stop``) or "failed"; ``run.error`` says what ended
+                it in the last two cases.
         """
 
 
 class Callbacks:
     """Tells the first rank's callbacks what happens.
 
-    With several ranks, what a callback raises is kept until all ranks ask for it, so that none waits for the first.
+    With several ranks, what a callback raises is kept until all ranks ask for it, so that none
+    waits for the first.
 
     Args:
         callbacks: in the order in which they are told; on the first rank.
@@ -73,10 +76,16 @@ class Callbacks:
     """
 
     def __init__(
-        self, callbacks: Sequence[Callback], may_call_the_model: bool, ranks: Mesh, divided: nn.Module | None = None
-    ):  # fmt: skip
+        self,
+        callbacks: Sequence[Callback],
+        may_call_the_model: bool,
+        ranks: Mesh,
+        divided: nn.Module | None = None,
+    ):
         self.callbacks, self.may_call_the_model, self.ranks = callbacks, may_call_the_model, ranks
-        self._divided = frozenset(divided.modules()) if divided is not None and may_call_the_model else None
+        self._divided = (
+            frozenset(divided.modules()) if divided is not None and may_call_the_model else None
+        )
         self.error: BaseException | None = None
 
     def tell(self, event: Callable[[Callback], None]) -> None:
@@ -97,7 +106,9 @@ class Callbacks:
         return nullcontext() if self._divided is None else alone(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
-        """Raise what a callback raised, on the first rank, and TrainingError with its words on the others; all must ask."""
+        """Raise what a callback raised, on the first rank, and TrainingError with its words on
+        the others; all must ask.
+        """
         if self.ranks.count == 1:
             return
         words = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
@@ -109,7 +120,9 @@ class Callbacks:
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """Within: the run is in progress. Those that were told that it began are told that it ended."""
+        """Within: the run is in progress. Those that were told that it began are told that it
+        ended.
+        """
         began: list[Callback] = []
 
         def begin(callback: Callback) -> None:
@@ -122,7 +135,9 @@ class Callbacks:
             yield
             run.outcome = "finished"
         except BaseException as error:
-            run.outcome = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
+            run.outcome = (
+                "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
+            )
             run.error = f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -134,15 +149,19 @@ class Callbacks:
 
 def _needs_all(done: str) -> ConfigurationError:
     return ConfigurationError(
-        f"sharding='weights': a callback {done}, which needs every process, and callbacks are called in the first alone; score "
-        "held-out data with eval_steps, load the checkpoint that `saved` is told of, or set sharding='optimizer'"
+        f"sharding='weights': a callback {done}, which needs every process, and callbacks are "
+        "called in the first alone; score "
+        "held-out data with eval_steps, load the checkpoint that `saved` is told of, or set "
+        "sharding='optimizer'"
     )
 
 
 class MetricsFile(Callback):
-    """``metrics.jsonl``: a line a step and a line an evaluation; cut back to the checkpoint on resume.
+    """``metrics.jsonl``: a line a step and a line an evaluation; cut back to the checkpoint on
+    resume.
 
-    Each line has the ``time`` at which it was written, in seconds since 1970 (UTC), and ``null`` for what is no number.
+    Each line has the ``time`` at which it was written, in seconds since 1970 (UTC), and ``null``
+    for what is no number.
     """
 
     def __init__(self, path: Path):
@@ -159,7 +178,12 @@ class MetricsFile(Callback):
         self._append(metrics.to_dict())
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._append({"step": step, **{f"eval_{name}": value for name, value in evaluation.to_dict().items()}})
+        self._append(
+            {
+                "step": step,
+                **{f"eval_{name}": value for name, value in evaluation.to_dict().items()},
+            }
+        )
 
     def _append(self, line: dict) -> None:
         with self.path.open("a") as file:
@@ -171,7 +195,12 @@ def read_metrics(path: Path) -> list[dict]:
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
-            lines.append({name: math.nan if value is None else value for name, value in json.loads(text).items()})
+            lines.append(
+                {
+                    name: math.nan if value is None else value
+                    for name, value in json.loads(text).items()
+                }
+            )
         except json.JSONDecodeError:
             logger.warning("%s: a line is torn and left out: %.40s", path, text)
     return lines

@@ -1,8 +1,9 @@
 """Checkpoints that are whole or not there: safetensors and JSON, never pickle.
 
-A checkpoint is a folder ``step-00000100`` that ``saving.write_folder`` wrote: ``model/`` (Hugging Face weights, or a PEFT
-adapter, with the tokenizer), the states of the optimizer and of the random numbers, ``state.json`` and ``manifest.json``. A
-damaged one is named in the log, and the one before it is used.
+A checkpoint is a folder ``step-00000100`` that ``saving.write_folder`` wrote: ``model/`` (Hugging
+Face weights, or a PEFT adapter, with the tokenizer), the states of the optimizer and of the random
+numbers, ``state.json`` and ``manifest.json``. A damaged one is named in the log, and the one before
+it is used.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def check_checkpoint(folder: Path) -> str | None:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Folders of checkpoints, newest first, whole or not."""
-    return sorted((path for path in (output_dir / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)), reverse=True)
+    return sorted(
+        (path for path in (output_dir / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)),
+        reverse=True,
+    )
 
 
 def newest_valid(output_dir: Path) -> Path | None:
@@ -91,22 +95,31 @@ class State:
     facts: Mapping[str, Any]
 
     def changing(self) -> dict[tuple[str, str], Tensor]:
-        """The tensors that the next update changes, by place and name; buffers are among them. Frozen weights are not."""
+        """The tensors that the next update changes, by place and name; buffers are among them.
+        Frozen weights are not.
+        """
         return {
             **{
                 ("weights", name): tensor
                 for name, tensor in self.weights.items()
-                if isinstance(tensor, Tensor) and (tensor.requires_grad or not isinstance(tensor, Parameter))
+                if isinstance(tensor, Tensor)
+                and (tensor.requires_grad or not isinstance(tensor, Parameter))
             },
             **{("optimizer", name): _tensor(state) for name, state in self.optimizer.items()},
         }
 
     def staged(self, staging: Staging) -> State:
-        """With copies in host memory in the place of all that changes, valid within ``staging.reading``."""
+        """With copies in host memory in the place of all that changes, valid within
+        ``staging.reading``.
+        """
         copies = staging.copy(self.changing())
-        weights = {name: copies.get(("weights", name), tensor) for name, tensor in self.weights.items()}
+        weights = {
+            name: copies.get(("weights", name), tensor) for name, tensor in self.weights.items()
+        }
         optimizer = {
-            name: replace(state, tensor=copies["optimizer", name]) if isinstance(state, Piece) else copies["optimizer", name]
+            name: replace(state, tensor=copies["optimizer", name])
+            if isinstance(state, Piece)
+            else copies["optimizer", name]
             for name, state in self.optimizer.items()
         }
         return replace(self, weights=weights, optimizer=optimizer)
@@ -117,7 +130,9 @@ class State:
         if pieces or (ranks.count > 1 and not self.optimizer):
             write_pieces(pieces, folder, ranks.rank, ranks.count)
         else:
-            write_optimizer({name: _tensor(state) for name, state in self.optimizer.items()}, folder)
+            write_optimizer(
+                {name: _tensor(state) for name, state in self.optimizer.items()}, folder
+            )
 
 
 def _tensor(state: Tensor | Piece) -> Tensor:
@@ -126,20 +141,29 @@ def _tensor(state: Tensor | Piece) -> Tensor:
 
 @torch.no_grad()
 def save_checkpoint(
-    output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None,
-    ranks: Mesh | None = None, beside: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
-    write_divided: Callable[..., None] | None = None, ready: Callable[[], None] | None = None,
-) -> Path:  # fmt: skip
-    """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
-    where ``keep`` is 1, and beside it the newest.
+    output_dir: Path,
+    step: int,
+    model: Any,
+    text_files: Mapping[str, bytes],
+    state: State,
+    keep: int,
+    best: int | None = None,
+    ranks: Mesh | None = None,
+    beside: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
+    write_divided: Callable[..., None] | None = None,
+    ready: Callable[[], None] | None = None,
+) -> Path:
+    """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of
+    step ``best`` stays, also where ``keep`` is 1, and beside it the newest.
 
-    Those of later steps were damaged, or the run would not have come here again: they take no whole one's place.
+    Those of later steps were damaged, or the run would not have come here again: they take no whole
+        one's place.
 
     Args:
         text_files: of ``saving.text_files``.
         beside: called with the folder, which is written within; other ranks' files come by it.
-        write_divided: writes the model, out of the files of all ranks, where no rank has it whole; called with the folder and
-            what was trained.
+        write_divided: writes the model, out of the files of all ranks, where no rank has it whole;
+            called with the folder and what was trained.
         ready: of ``write_folder``.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
@@ -185,7 +209,8 @@ def load_weights(folder: Path, model: Any) -> None:
 
 @torch.no_grad()
 def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str, dict[str, Tensor]]:
-    """Put the optimizer states of a checkpoint back, bit for bit; the weights must already be its own.
+    """Put the optimizer states of a checkpoint back, bit for bit; the weights must already be its
+    own.
 
     Returns:
         Those states, by weight and name.
@@ -203,15 +228,20 @@ def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str,
 
 
 def _with_lows(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """States beside which a weight was kept in fp32: with the lower half of it, which is that of a weight's master in bf16."""
+    """States beside which a weight was kept in fp32: with the lower half of it, which is that of
+    a weight's master in bf16.
+    """
     value = states.pop(VALUE, None)
     return states if value is None else {**states, "low": split_master(value)[1]}
 
 
 @torch.no_grad()
-def load_divided(folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh, states: bool = True) -> None:
-    """Weights of which every rank holds some rows, with their states, from a checkpoint that the first rank alone may see; no
-    more than one weight is whole at a time, unless ranks that held all wrote some under other names. All ranks call it alike.
+def load_divided(
+    folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh, states: bool = True
+) -> None:
+    """Weights of which every rank holds some rows, with their states, from a checkpoint that the
+    first rank alone may see; no more than one weight is whole at a time, unless ranks that held all
+    wrote some under other names. All ranks call it alike.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -221,7 +251,9 @@ def load_divided(folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh,
     def check() -> None:
         nonlocal whole
         with _belonging_to(folder):
-            if not _has_weights(folder, model):  # which ranks wrote that held all: they are in the model's own files
+            if not _has_weights(
+                folder, model
+            ):  # which ranks wrote that held all: they are in the model's own files
                 whole = saving.stored_weights(folder / MODEL, model)
 
     ranks.writer_does(check, CheckpointError)
@@ -233,7 +265,13 @@ def load_divided(folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh,
         sent = optimizer.empty_states(parameter) if trains else {}
         value = torch.empty(parameter.shape, dtype=local(parameter).dtype, device=device)
         if stored is not None:
-            given = stored.of(name) if trains else {} if whole else {VALUE: stored.read(f"{name}:{VALUE}")}
+            given = (
+                stored.of(name)
+                if trains
+                else {}
+                if whole
+                else {VALUE: stored.read(f"{name}:{VALUE}")}
+            )
             value.copy_(given[VALUE] if VALUE in given else _joined(whole[name], given.get("low")))
             for part, tensor in sent.items():
                 tensor.copy_(given[part])
@@ -277,7 +315,9 @@ def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Pi
         f"{name}:{part}": state
         for name, parameter in trained(model)
         for part, state in (
-            optimizer.pieces(parameter) if isinstance(optimizer, ShardedAdamW) else optimizer.state_of(parameter)
+            optimizer.pieces(parameter)
+            if isinstance(optimizer, ShardedAdamW)
+            else optimizer.state_of(parameter)
         ).items()
     }
     if isinstance(optimizer, ShardedAdamW) and isinstance(optimizer.shards, WeightShards):
@@ -286,12 +326,18 @@ def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Pi
 
 
 def random_states(ranks: Mesh) -> dict[str, Tensor]:
-    """Those of all ranks, which must all ask: ``cpu`` and ``cuda`` are the first one's, ``cpu.1`` and so on the others'."""
+    """Those of all ranks, which must all ask: ``cpu`` and ``cuda`` are the first one's,
+    ``cpu.1`` and so on the others'.
+    """
     own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         own["cuda"] = torch.cuda.get_rng_state()
     found = {device: ranks.gather(state) for device, state in own.items()}
-    return {_of_rank(device, rank): state for device, states in found.items() for rank, state in enumerate(states)}
+    return {
+        _of_rank(device, rank): state
+        for device, states in found.items()
+        for rank, state in enumerate(states)
+    }
 
 
 def load_random_states(folder: Path) -> dict[str, Tensor]:
@@ -302,7 +348,11 @@ def load_random_states(folder: Path) -> dict[str, Tensor]:
 def restore_random_states(tensors: dict[str, Tensor], rank: int, folder: Path) -> None:
     """Those of this rank; without any it goes on with what it has, which the log says."""
     if _of_rank("cpu", rank) not in tensors:
-        logger.warning("%s: was written by fewer processes, that of rank %d draws its random numbers anew", folder, rank)
+        logger.warning(
+            "%s: was written by fewer processes, that of rank %d draws its random numbers anew",
+            folder,
+            rank,
+        )
         return
     torch.set_rng_state(tensors[_of_rank("cpu", rank)])
     if _of_rank("cuda", rank) in tensors and torch.cuda.is_available():

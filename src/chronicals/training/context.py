@@ -1,4 +1,6 @@
-"""Whether processes may share packs, each some of their documents and a part of long ones (``context_parallel``)."""
+"""Whether processes may share packs, each some of their documents and a part of long ones
+(``context_parallel``).
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,22 @@ TOKENS = 32
 """Of each rank's part of the split document on which parts are compared with the whole."""
 
 LEAST, OF_NOISE = 0.02, 5.0
-"""Deviation of a token's hidden state, relative, that is allowed: this, or a multiple of what another order of the documents
-changes in the model's own arithmetic."""
+"""Deviation of a token's hidden state, relative, that is allowed: this, or a multiple of what
+another order of the documents changes in the model's own arithmetic."""
 
 
 def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
-    """The processes, ``context_parallel`` of which share each pack, and how they attend to documents that are split. All ranks
-    call it alike.
+    """The processes, ``context_parallel`` of which share each pack, and how they attend to
+    documents that are split. All ranks call it alike.
 
     Raises:
         ConfigurationError: they cannot be divided so.
     """
     number, asked = config.context_parallel, config.context_heads
     if number == 1 and asked is not None:
-        raise ConfigurationError(f"context_heads={asked}: no pack is shared; set context_parallel too, or leave it out")
+        raise ConfigurationError(
+            f"context_heads={asked}: no pack is shared; set context_parallel too, or leave it out"
+        )
     if number == 1 or ranks.count % number:
         return ranks.sharing_packs(number)
     shape, machines = ModelShape.of(model.config), ranks.gather_values(socket.gethostname())
@@ -55,20 +59,30 @@ def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
         among = "all" if inner == number else f"{inner} neighbours"
         means = [f"{among} exchange heads (all-to-all)"] if inner > 1 else []
         means += [f"keys and values of {number // inner} are gathered"] if inner < number else []
-        why = "as asked" if asked else f"{len(set(machines))} machine(s), {shape.kv_heads} key heads"
-        logger.info("context_parallel=%d: to attend to split documents %s (%s)", number, ", and ".join(means), why)
+        why = (
+            "as asked" if asked else f"{len(set(machines))} machine(s), {shape.kv_heads} key heads"
+        )
+        logger.info(
+            "context_parallel=%d: to attend to split documents %s (%s)",
+            number,
+            ", and ".join(means),
+            why,
+        )
     return ranks.sharing_packs(number, inner)
 
 
 def exchanging(machines: Sequence[str], number: int, heads: int, key_heads: int) -> int:
-    """The most neighbours of ``number`` that are on one machine and among which query and key heads can be divided.
+    """The most neighbours of ``number`` that are on one machine and among which query and key heads
+    can be divided.
 
     Args:
         machines: of each rank.
     """
     for inner in range(number, 1, -1):
         divides = not (number % inner or heads % inner or key_heads % inner)
-        if divides and all(len({*machines[first : first + inner]}) == 1 for first in range(0, len(machines), inner)):
+        if divides and all(
+            len({*machines[first : first + inner]}) == 1 for first in range(0, len(machines), inner)
+        ):
             return inner
     return 1
 
@@ -79,32 +93,51 @@ def skips_layers(model: Any) -> bool:
 
 
 def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfig) -> None:
-    """Raises ConfigurationError where an objective compares whole documents and those of an item do not fit in a part of a
-    pack; says otherwise how many are split."""
-    parts, field = config.pack_parts or config.context_parallel, "pack_parts" if config.pack_parts else "context_parallel"
+    """Raises ConfigurationError where an objective compares whole documents and those of an item
+    do not fit in a part of a pack; says otherwise how many are split."""
+    parts, field = (
+        config.pack_parts or config.context_parallel,
+        "pack_parts" if config.pack_parts else "context_parallel",
+    )
     if parts == 1 or not len(store):
         return
     width = config.max_seq_length // parts
-    totals = store.lengths if store.items is None else np.add.reduceat(store.lengths, store.items[:-1])
+    totals = (
+        store.lengths if store.items is None else np.add.reduceat(store.lengths, store.items[:-1])
+    )
     long = int((totals > width).sum())
     if long and not objective.of_tokens:
         raise ConfigurationError(
-            f"{field}={parts}: objective={config.objective!r} compares whole documents, which must lie on one process, and "
-            f"those of {long} of {len(totals)} rows are longer than max_seq_length / {parts} = {width} tokens: up to "
-            f"{int(totals.max())}; raise max_seq_length to {2 * parts * -(-int(totals.max()) // 2)}, or lower {field}"
+            f"{field}={parts}: objective={config.objective!r} compares whole documents, which "
+            "must lie on one process, and "
+            f"those of {long} of {len(totals)} rows are longer than max_seq_length / {parts} = "
+            f"{width} tokens: up to "
+            f"{int(totals.max())}; raise max_seq_length to "
+            f"{2 * parts * -(-int(totals.max()) // 2)}, or lower {field}"
         )
-    logger.info("%d of %d documents are longer than %d tokens: split over those that share packs", long, len(totals), width)
+    logger.info(
+        "%d of %d documents are longer than %d tokens: split over those that share packs",
+        long,
+        len(totals),
+        width,
+    )
 
 
-def check_context(presented: PresentedModel, objective: Objective, config: ChronicalsConfig, ranks: Mesh) -> None:
-    """Raises ConfigurationError where processes share packs and this training cannot be divided by tokens."""
+def check_context(
+    presented: PresentedModel, objective: Objective, config: ChronicalsConfig, ranks: Mesh
+) -> None:
+    """Raises ConfigurationError where processes share packs and this training cannot be divided
+    by tokens.
+    """
     if ranks.context is None:
         return
     reason = None
     for model in (presented, *objective.frozen.values()):
         reason = reason or _why_not(model, config.max_seq_length, ranks.context)
     if reason:
-        raise ConfigurationError(f"context_parallel={ranks.context.count}: {reason}; leave it out (or set it to 1)")
+        raise ConfigurationError(
+            f"context_parallel={ranks.context.count}: {reason}; leave it out (or set it to 1)"
+        )
 
 
 def _why_not(presented: PresentedModel, width: int, context: Context) -> str | None:
@@ -126,11 +159,12 @@ def _why_not(presented: PresentedModel, width: int, context: Context) -> str | N
 
 @torch.no_grad()
 def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
-    """Compare each rank's share of some documents, one of which is split, with what the model makes of them whole; all ranks
-    call it alike, where the model attends to documents.
+    """Compare each rank's share of some documents, one of which is split, with what the model makes
+    of them whole; all ranks call it alike, where the model attends to documents.
 
     Raises:
-        ConfigurationError: one differs, on every rank: layers mix tokens otherwise than by attention.
+        ConfigurationError: one differs, on every rank: layers mix tokens otherwise than by
+            attention.
     """
     context = ranks.context
     if context is None:
@@ -140,7 +174,8 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
     rest = count * (TOKENS + second) - first - second
     device, shared = embedding_table(model).device, np.array([SPLIT, count - 1, NOBODY])
     whole, turned, more = (
-        _documents(presented, lengths) for lengths in ((first, second), (second, first), (first, second, rest))
+        _documents(presented, lengths)
+        for lengths in ((first, second), (second, first), (first, second, rest))
     )
     rows = share_of(more.cu_seqlens.numpy(), shared, context).rows
     with in_evaluation(model), WAITING.within():
@@ -154,7 +189,8 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
     told = ranks.gather_values([error, noise])
     if not all(error <= max(LEAST, OF_NOISE * noise) for error, noise in told):
         raise ConfigurationError(
-            f"context_parallel={context.count}: {type(model).__name__} computes something else of a part of a document than of "
+            f"context_parallel={context.count}: {type(model).__name__} computes something else of "
+            "a part of a document than of "
             "the whole: its layers mix tokens otherwise than by attention; leave it out"
         )
 
@@ -166,9 +202,14 @@ def _largest(found: Tensor, expected: Tensor) -> float:
 
 
 def _documents(presented: PresentedModel, lengths: tuple[int, ...]) -> Batch:
-    """Documents of random tokens, one for each length, the same wherever they stand and on every rank."""
+    """Documents of random tokens, one for each length, the same wherever they stand and on every
+    rank.
+    """
     table = embedding_table(presented.model)
-    texts = [torch.randint(0, len(table), (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    texts = [
+        torch.randint(0, len(table), (length,), generator=torch.Generator().manual_seed(length))
+        for length in lengths
+    ]
     return Batch(
         torch.cat(texts),
         torch.full((sum(lengths),), IGNORED),

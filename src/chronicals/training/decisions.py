@@ -97,15 +97,23 @@ class Decision:
 
 def summary(decisions: Iterable[Decision]) -> list[str]:
     """Lines of the log: what runs, and what does not though it matters."""
-    runs = [f"{PLAIN[decision.field]} ({decision.reason})" for decision in decisions if decision.runs]
+    runs = [
+        f"{PLAIN[decision.field]} ({decision.reason})" for decision in decisions if decision.runs
+    ]
     lines = [f"in use: {', '.join(runs)}"] if runs else []
-    return lines + [f"without {PLAIN[d.field]}: {d.reason}" for d in decisions if not d.runs and d.matters]
+    return lines + [
+        f"without {PLAIN[d.field]}: {d.reason}" for d in decisions if not d.runs and d.matters
+    ]
 
 
 def decide(
-    config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, context: int = 1, here: int | None = None,
+    config: ChronicalsConfig,
+    presented: PresentedModel,
+    ranks: int = 1,
+    context: int = 1,
+    here: int | None = None,
     smallest: Callable[[int], int] = int,
-) -> dict[str, Decision]:  # fmt: skip
+) -> dict[str, Decision]:
     """For every ``use_*`` switch and memory policy whether it runs.
 
     Args:
@@ -121,48 +129,75 @@ def decide(
     product_type = PRODUCTS[config.mixed_precision]
     head_dim = ModelShape.of(model.config).head_dim or 128  # where there is no single one
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    backend = choose_backend(device, product_type, head_dim, softcap=softcap, flash=config.use_flash_attention)
+    backend = choose_backend(
+        device, product_type, head_dim, softcap=softcap, flash=config.use_flash_attention
+    )
     flash = presented.packed and not presented.one_by_one and backend in FLASH
     on_card = device.type == "cuda"
     why_not = why_not_fused(config, presented)
     fused = why_not is None
-    in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
-    whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
+    in_fp8 = (
+        is_large
+        if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters())
+        else None
+    )
+    whole = (
+        fused and plan_for(model).fuses_whole_layers
+    )  # beside a half that its class computes, nothing is counted as saved
     sharding = _sharding(config, model, ranks, here)
     if divided := sharding.how == WEIGHTS:
         config = config.fitted(sharding_ranks=sharding.among)
-    pads_attended = backend == "flash-attn-4"  # it leaves room for an adapter's columns behind what it returns
-    frees, needed = expected_memory(config, model, ranks, context, whole, in_fp8, None, pads_attended)
+    pads_attended = (
+        backend == "flash-attn-4"
+    )  # it leaves room for an adapter's columns behind what it returns
+    frees, needed = expected_memory(
+        config, model, ranks, context, whole, in_fp8, None, pads_attended
+    )
     sharding = _kept_whole(config, model, ranks, here, sharding, needed)
     graphs, why_not_graphs = _graphs(config, presented, backend, context, frees, divided)
     possible: dict[str, tuple[bool, str]] = {
-        "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
+        "use_flash_attention": (
+            flash,
+            backend if flash else "needs a card, bf16 or fp16, and packs",
+        ),
         "use_fused_kernels": (
-            presented.head_is_read, "from the hidden states" if presented.head_is_read else "unknown kind of head"
+            presented.head_is_read,
+            "from the hidden states" if presented.head_is_read else "unknown kind of head",
         ),
         "use_sequence_packing": (
-            presented.packed, "documents do not affect each other" if presented.packed else "documents become padded rows"
+            presented.packed,
+            "documents do not affect each other"
+            if presented.packed
+            else "documents become padded rows",
         ),
         "use_torch_compile": _compilation(
             presented, on_card and presented.packed, fused, context, divided, config.use_fp8
         ),
         "use_cuda_graphs": (graphs, why_not_graphs),
-    }  # fmt: skip
+    }
     made = [_decide(config, field, *can) for field, can in possible.items()]
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
     made += [_quantization(model), _fp8(config, presented, why_not, context)]
     recomputed = _recomputation(config, needed, why_not, presented)
     size = gathered_bytes(config, model) if divided and trains_layers(model) else 0
-    if stay := smallest(layers_that_stay(needed, recomputed.how, recomputed.layers, size) if size else 0):
+    if stay := smallest(
+        layers_that_stay(needed, recomputed.how, recomputed.layers, size) if size else 0
+    ):
         sharding = _with_layers_that_stay(sharding, stay, size)
-        recomputed = _recomputation(config, needed.beside(stay * size), why_not, presented)  # the same, for these bytes fit
+        recomputed = _recomputation(
+            config, needed.beside(stay * size), why_not, presented
+        )  # the same, for these bytes fit
 
     def estimated(length: int) -> Estimate:
         shorter = config.fitted(max_seq_length=length)
-        return expected_memory(shorter, model, ranks, context, whole, in_fp8, None, pads_attended)[1]
+        return expected_memory(shorter, model, ranks, context, whole, in_fp8, None, pads_attended)[
+            1
+        ]
 
-    refuse_what_cannot_fit(config, needed.beside(stay * size), fixed_recomputation(config, model), estimated, ranks)
+    refuse_what_cannot_fit(
+        config, needed.beside(stay * size), fixed_recomputation(config, model), estimated, ranks
+    )
     made += [recomputed, _offload(config, on_card)]
     made += [_tiles(config, model, context), _frozen_weights(config)]
     made += [
@@ -204,26 +239,38 @@ def _compilation(
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
-    """What keeps decoder layers from running fused; they need a card, packs, and to have been proved."""
+    """What keeps decoder layers from running fused; they need a card, packs, and to have been
+    proved.
+    """
     obstacles = {
         "not on a card": lambda: input_device(presented.model).type != "cuda",
         "use_fused_kernels=False": lambda: not config.use_fused_kernels,
-        "use_torch_compile=True": lambda: config.use_torch_compile and "use_torch_compile" in config.explicit,
+        "use_torch_compile=True": lambda: (
+            config.use_torch_compile and "use_torch_compile" in config.explicit
+        ),
         "mixed_precision=fp16": lambda: config.mixed_precision == "fp16",
         "documents become padded rows": lambda: not presented.packed,
         ONE_BY_ONE: lambda: presented.one_by_one,
-        f"{type(presented.model).__name__} has none that were proved": lambda: not plan_for(presented.model).layers,
+        f"{type(presented.model).__name__} has none that were proved": lambda: (
+            not plan_for(presented.model).layers
+        ),
     }
     return next((reason for reason, there in obstacles.items() if there()), None)
 
 
 def _graphs(
-    config: ChronicalsConfig, presented: PresentedModel, backend: str, context: int, frees: bool, divided: bool
-) -> tuple[bool, str]:  # fmt: skip
+    config: ChronicalsConfig,
+    presented: PresentedModel,
+    backend: str,
+    context: int,
+    frees: bool,
+    divided: bool,
+) -> tuple[bool, str]:
     """Whether steps can be CUDA graphs.
 
     Args:
-        frees: gradients are summed in the backward pass, for there is no memory for all, or as asked.
+        frees: gradients are summed in the backward pass, for there is no memory for all, or as
+            asked.
     """
     obstacles = {
         SHARED: context > 1,
@@ -236,7 +283,10 @@ def _graphs(
         "the model's own logits are used": not presented.head_is_read,
         f"attention by {backend} asks the host": backend not in FLASH,
         "fp16 runs under autocast": config.mixed_precision == "fp16",
-        "adapters run through PEFT's own modules, which may ask the host": unfused_kind(presented.model) is not None,
+        "adapters run through PEFT's own modules, which may ask the host": unfused_kind(
+            presented.model
+        )
+        is not None,
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
     return reason is None, reason or "micro-step and update are replayed"
@@ -247,7 +297,9 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
         return Decision(field, False, "turned off")
     if field not in config.explicit or runs:
         return Decision(field, runs, reason)
-    raise ConfigurationError(f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False")
+    raise ConfigurationError(
+        f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False"
+    )
 
 
 def _quantization(model: Any) -> Decision:
@@ -260,9 +312,14 @@ def _quantization(model: Any) -> Decision:
     return Decision("quantization", bool(said), reason)
 
 
-def _fp8(config: ChronicalsConfig, presented: PresentedModel, why_not: str | None, context: int) -> Decision:
+def _fp8(
+    config: ChronicalsConfig, presented: PresentedModel, why_not: str | None, context: int
+) -> Decision:
     field, tokens = "use_fp8", config.batch_size * config.max_seq_length // context
-    shared, lacks = " / context_parallel" if context > 1 else "", lacks_fp8(input_device(presented.model))
+    shared, lacks = (
+        " / context_parallel" if context > 1 else "",
+        lacks_fp8(input_device(presented.model)),
+    )
     if not config.use_fp8:
         return Decision(field, False, "not asked for")
     none = f"only fused decoder layers and experts have FP8 products, and none run ({why_not})"
@@ -274,21 +331,31 @@ def _fp8(config: ChronicalsConfig, presented: PresentedModel, why_not: str | Non
     }
     for reason, there in obstacles.items():
         if there:
-            raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
-    return Decision(field, True, "as asked, frozen weights quantised once, trained ones at each use")
+            raise ConfigurationError(
+                f"use_fp8=True cannot be honoured here: {reason}; leave it out"
+            )
+    return Decision(
+        field, True, "as asked, frozen weights quantised once, trained ones at each use"
+    )
 
 
 def has_fused_experts(config: ChronicalsConfig, presented: PresentedModel) -> bool:
     """Whether experts run as grouped products, also where no layer around them runs fused."""
     model, forms = presented.model, plan_for(presented.model).forms
-    if input_device(model).type != "cuda" or not config.use_fused_kernels or config.mixed_precision == "fp16":
+    if (
+        input_device(model).type != "cuda"
+        or not config.use_fused_kernels
+        or config.mixed_precision == "fp16"
+    ):
         return False
-    return any(forms[key][1].by == experts.BY for m in model.modules() if (key := signature(m)) in forms)
+    return any(
+        forms[key][1].by == experts.BY for m in model.modules() if (key := signature(m)) in forms
+    )
 
 
 def _recomputation(
     config: ChronicalsConfig, needed: Estimate, why_not_fused: str | None, presented: PresentedModel
-) -> Decision:  # fmt: skip
+) -> Decision:
     """As asked for; else where the memory needs it."""
     field, asked, model = "use_gradient_checkpointing", config.memory_policies, presented.model
     if "recompute_layers" in asked:
@@ -296,7 +363,9 @@ def _recomputation(
     if "recompute_elementwise" in asked:
         if why_not_fused is not None:
             needs = f"needs fused decoder layers, and none run ({why_not_fused})"
-            raise ConfigurationError(f"memory=['recompute_elementwise']: {needs}; take recompute_layers")
+            raise ConfigurationError(
+                f"memory=['recompute_elementwise']: {needs}; take recompute_layers"
+            )
         return Decision(field, True, f"as asked, {CHEAP} recomputed", CHEAP)
     if config.memory is not None:
         return Decision(field, False, "not among memory")
@@ -305,7 +374,8 @@ def _recomputation(
     if recomputes(model):
         if presented.records_routers and enters_again(model):
             raise ConfigurationError(
-                "the model recomputes its layers with use_reentrant=True, through which its router loss has no gradient; leave "
+                "the model recomputes its layers with use_reentrant=True, through which its "
+                "router loss has no gradient; leave "
                 "that to us (model.gradient_checkpointing_disable()), or pass use_reentrant=False"
             )
         return Decision(field, True, "the model's own, which stays as it is")
@@ -314,7 +384,9 @@ def _recomputation(
         reason = f"{needed.words()}: {type(model).__name__} cannot recompute its layers"
         return Decision(field, False, reason, matters=True)
     if again and not decoder_layers(model):
-        return Decision(field, True, f"{needed.words()}: all are, this class has no list of layers", layers=None)
+        return Decision(
+            field, True, f"{needed.words()}: all are, this class has no list of layers", layers=None
+        )
     return Decision(field, bool(again) or cheap != NOTHING, needed.words(), cheap, again)
 
 
@@ -324,7 +396,8 @@ def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:
         return Decision(field, False, "not asked for")
     if not on_card:
         raise ConfigurationError(
-            "activation_offload=True cannot be honoured here, nor memory=['offload_activations']: activations are in host "
+            "activation_offload=True cannot be honoured here, nor memory=['offload_activations']: "
+            "activations are in host "
             "memory anyway; leave it out"
         )
     return Decision(field, True, "as asked, beside the computation")
@@ -334,7 +407,9 @@ def _tiles(config: ChronicalsConfig, model: Any, context: int) -> Decision:
     if "tiled_mlp" not in config.memory_policies:
         return Decision("tiled_mlp", False, "not asked for")
     if not has_gated_mlps(model):
-        raise ConfigurationError(f"memory=['tiled_mlp']: needs gated MLPs, {type(model).__name__} has none; leave it out")
+        raise ConfigurationError(
+            f"memory=['tiled_mlp']: needs gated MLPs, {type(model).__name__} has none; leave it out"
+        )
     if not has_tiles(config, context):
         return Decision("tiled_mlp", False, "a batch has no more rows than a tile")
     return Decision("tiled_mlp", True, "as asked")
@@ -354,11 +429,14 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
     share = sum(p.numel() for p in moments_in_8_bits(model)) / max(trained, 1)
     if trained and not share:
         raise ConfigurationError(
-            f"use_8bit_optimizer=True cannot be honoured here: no trained matrix but embeddings has {SMALLEST} elements, and "
+            "use_8bit_optimizer=True cannot be honoured here: no trained matrix but embeddings "
+            f"has {SMALLEST} elements, and "
             "smaller ones keep their states in fp32; leave it out"
         )
     others = f"embeddings, vectors and matrices under {SMALLEST} elements in fp32"
-    return Decision(field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}")
+    return Decision(
+        field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}"
+    )
 
 
 def _sharding(config: ChronicalsConfig, model: Any, ranks: int, here: int | None) -> Decision:
@@ -366,11 +444,14 @@ def _sharding(config: ChronicalsConfig, model: Any, ranks: int, here: int | None
         return Decision("sharding", False, "one process")
     if config.sharding_ranks and config.sharding != WEIGHTS and "sharding" in config.explicit:
         raise ConfigurationError(
-            f"sharding_ranks={config.sharding_ranks}: no weights are divided with sharding={config.sharding!r}; set "
+            f"sharding_ranks={config.sharding_ranks}: no weights are divided with "
+            f"sharding={config.sharding!r}; set "
             "sharding='weights' too, or leave it out"
         )
     if config.sharding == "none":
-        return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
+        return Decision(
+            "sharding", False, "as asked, every process has all optimizer states", matters=True
+        )
     if config.sharding == WEIGHTS:
         among = sharing_of(config, model, ranks, here=here)
         check_divisible(model, config, among)
@@ -378,17 +459,38 @@ def _sharding(config: ChronicalsConfig, model: Any, ranks: int, here: int | None
         if here is not None and here < among:
             asked = "" if config.sharding_ranks else ", for the cards of one hold no copy"
             copies += f", each over {-(-among // here)} machines{asked}"
-        what = "weights, gradients' sums and optimizer states" if trains_layers(model) else "frozen weights"
-        return Decision("sharding", True, f"{what}, a share of 1/{among} in each process{copies}", WEIGHTS, among=among)
+        what = (
+            "weights, gradients' sums and optimizer states"
+            if trains_layers(model)
+            else "frozen weights"
+        )
+        return Decision(
+            "sharding",
+            True,
+            f"{what}, a share of 1/{among} in each process{copies}",
+            WEIGHTS,
+            among=among,
+        )
     shared = f"gradients' sums and optimizer states, a share of 1/{ranks} in each process"
-    unused = f"; sharding_ranks={config.sharding_ranks} is of weights that are divided" if config.sharding_ranks else ""
+    unused = (
+        f"; sharding_ranks={config.sharding_ranks} is of weights that are divided"
+        if config.sharding_ranks
+        else ""
+    )
     return Decision("sharding", True, shared + unused)
 
 
 def _kept_whole(
-    config: ChronicalsConfig, model: Any, ranks: int, here: int | None, sharding: Decision, needed: Estimate
-) -> Decision:  # fmt: skip
-    """What was decided, with what keeps weights that do not fit from being divided, which nobody asked for."""
+    config: ChronicalsConfig,
+    model: Any,
+    ranks: int,
+    here: int | None,
+    sharding: Decision,
+    needed: Estimate,
+) -> Decision:
+    """What was decided, with what keeps weights that do not fit from being divided, which nobody
+    asked for.
+    """
     if not sharding.runs or sharding.how == WEIGHTS or "sharding" in config.explicit or needed.fits:
         return sharding
     why = why_not_divided(config, model, ranks, here=here)
@@ -398,18 +500,21 @@ def _kept_whole(
 
 def _with_layers_that_stay(sharding: Decision, stay: int, size: int) -> Decision:
     """What was decided, with how many layers stay gathered, of so many bytes each."""
-    said = f"the last {stay} layers stay gathered between their passes, {stay * size / 2**30:.1f} GiB"
+    said = (
+        f"the last {stay} layers stay gathered between their passes, {stay * size / 2**30:.1f} GiB"
+    )
     return replace(sharding, reason=f"{sharding.reason}; {said}", stay=stay)
 
 
 def _reduce_in_backward(
     config: ChronicalsConfig, sharding: Decision, graphs: bool, frees: bool, context: int
-) -> Decision:  # fmt: skip
+) -> Decision:
     field, asked = "reduce_in_backward", "reduce_in_backward" in config.memory_policies
     if context > 1:  # ranks that exchange heads in a backward pass must not wait in it for sums
         if asked:
             raise ConfigurationError(
-                f"memory=['{field}']: sums wait for processes that wait for heads, with context_parallel={context}; leave one "
+                f"memory=['{field}']: sums wait for processes that wait for heads, with "
+                f"context_parallel={context}; leave one "
                 "out"
             )
         return Decision(field, False, SHARED)
@@ -417,14 +522,23 @@ def _reduce_in_backward(
         return Decision(field, False, "weights are divided, and sums with them")
     if not sharding.runs:
         if asked and config.sharding == "none":
-            raise ConfigurationError(f"memory=['{field}']: every process updates a share, and sharding='none'; leave one out")
+            raise ConfigurationError(
+                f"memory=['{field}']: every process updates a share, and sharding='none'; leave "
+                "one out"
+            )
         return Decision(field, False, sharding.reason, matters=asked)
     if graphs:
-        return Decision(field, False, "micro-steps are CUDA graphs, whose gradients are summed afterwards")
+        return Decision(
+            field, False, "micro-steps are CUDA graphs, whose gradients are summed afterwards"
+        )
     if not asked and config.memory is not None:
         return Decision(field, False, "not among memory")
     if frees:
-        return Decision(field, True, "as asked" if asked else "the gradients of all weights would not fit beside the rest")
+        return Decision(
+            field,
+            True,
+            "as asked" if asked else "the gradients of all weights would not fit beside the rest",
+        )
     return Decision(field, True, "beside its products, for no micro-step is a CUDA graph")
 
 
@@ -433,7 +547,8 @@ def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
         return Decision("optimizer_in_backward", False, "not asked for")
     if ranks > 1:
         raise ConfigurationError(
-            f"memory=['optimizer_in_backward']: updates a weight before the gradients of {ranks} processes are added up; "
+            f"memory=['optimizer_in_backward']: updates a weight before the gradients of {ranks} "
+            "processes are added up; "
             "leave it out"
         )
     return Decision("optimizer_in_backward", True, "as asked, gradients are dropped once used")
@@ -443,16 +558,23 @@ def _host_states(config: ChronicalsConfig, model: Any, on_card: bool) -> Decisio
     field = "offload_optimizer_states"
     if field not in config.memory_policies:
         return Decision(field, False, "not asked for")
-    moved, trained = states_in_host_memory(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moved, trained = (
+        states_in_host_memory(model),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+    )
     if trained and not moved:
         raise ConfigurationError(
-            f"memory=['{field}']: no trained weight has {host_states.SMALLEST} elements, and smaller ones keep their states "
+            f"memory=['{field}']: no trained weight has {host_states.SMALLEST} elements, and "
+            "smaller ones keep their states "
             "where they are; leave it out"
         )
     share, size = sum(p.numel() for p in moved) / max(trained, 1), state_bytes(config, model, moved)
     available = available_memory()
     if available is not None and size > available:
-        sizes = f"states of {size / 2**30:.2f} GiB, and {available / 2**30:.2f} GiB of host memory are free"
+        sizes = (
+            f"states of {size / 2**30:.2f} GiB, and {available / 2**30:.2f} GiB of host "
+            "memory are free"
+        )
         smaller = "" if config.use_8bit_optimizer else "set use_8bit_optimizer=True, or "
         raise ConfigurationError(f"memory=['{field}']: {sizes}; {smaller}leave it out")
     where = "" if on_card else ", from memory to memory, since there is no card"

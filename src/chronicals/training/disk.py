@@ -27,7 +27,8 @@ class DiskUse:
     Attributes:
         model: the weights of the trained model, or its adapter.
         checkpoint: of one, with the model in it.
-        at_a_time: checkpoints that are there at once: those that are kept, and one that is being written.
+        at_a_time: checkpoints that are there at once: those that are kept, and one that is being
+            written.
     """
 
     model: int
@@ -54,7 +55,9 @@ def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -
         count = sum(parameter.numel() for parameter in trained)
         in_bf16 = config.mixed_precision == "bf16"
         saved = count * (2 if in_bf16 else 4)
-        states += count * (2 if in_bf16 else 4)  # weights are kept in fp32 beside them, in the place of masters' lower halves
+        states += count * (
+            2 if in_bf16 else 4
+        )  # weights are kept in fp32 beside them, in the place of masters' lower halves
     kept = max(config.save_total_limit, 2 if keeps_best else 1)
     at_a_time = min(_saves(config, run, keeps_best) + len(checkpoints(run.output_dir)), kept + 1)
     return DiskUse(saved, saved + states, at_a_time)
@@ -83,16 +86,28 @@ def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
     free = shutil.disk_usage(folder).free
     if use.checkpoint > free:
         raise CheckpointError(
-            f"output_dir={str(folder)!r}: its disk is full before the first checkpoint is there: one takes "
-            f"{_size(use.checkpoint)}, and {_size(free)} are free; free some, or choose another output_dir"
+            f"output_dir={str(folder)!r}: its disk is full before the first checkpoint is there: "
+            "one takes "
+            f"{_size(use.checkpoint)}, and {_size(free)} are free; free some, or choose another "
+            "output_dir"
         )
     there = len(checkpoints(folder)) * use.checkpoint
     if use.largest > free + there:
-        fewer = f"lower save_total_limit={config.save_total_limit}, " if config.save_total_limit > 1 else ""
+        fewer = (
+            f"lower save_total_limit={config.save_total_limit}, "
+            if config.save_total_limit > 1
+            else ""
+        )
         logger.warning(
-            "output_dir=%r: %d checkpoints at a time and the model take %s, and its disk has %s free; %sfree some, or choose "
-            "another output_dir", str(folder), use.at_a_time, _size(use.largest), _size(free + there), fewer,
-        )  # fmt: skip
+            "output_dir=%r: %d checkpoints at a time and the model take %s, and its disk has %s "
+            "free; %sfree some, or choose "
+            "another output_dir",
+            str(folder),
+            use.at_a_time,
+            _size(use.largest),
+            _size(free + there),
+            fewer,
+        )
 
 
 def _size(size: int) -> str:

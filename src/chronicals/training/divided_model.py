@@ -1,5 +1,5 @@
-"""The model's own files where every rank has rows of its weights: each is made from the checkpoint that all ranks wrote, by one
-of the ranks that see it."""
+"""The model's own files where every rank has rows of its weights: each is made from the
+checkpoint that all ranks wrote, by one of the ranks that see it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,20 @@ class DividedModel:
         first = {id(p): name for name, p in model.named_parameters() if is_divided(p)}
         values = model.state_dict(keep_vars=True)
         self._stored = {name: first[id(p)] for name, p in values.items() if id(p) in first}
-        self._here = {name: value.detach() for name, value in values.items() if name not in self._stored}
+        self._here = {
+            name: value.detach() for name, value in values.items() if name not in self._stored
+        }
 
     def write(
-        self, folder: Path, name: str, files: RankFiles, text_files: Mapping[str, bytes], about: Mapping[str, Any]
-    ) -> None:  # fmt: skip
-        """On the first rank: write the model into ``name`` of the checkpoint's folder, with the ranks that see it.
+        self,
+        folder: Path,
+        name: str,
+        files: RankFiles,
+        text_files: Mapping[str, bytes],
+        about: Mapping[str, Any],
+    ) -> None:
+        """On the first rank: write the model into ``name`` of the checkpoint's folder, with the
+        ranks that see it.
 
         Raises:
             CheckpointError: another rank could not write its share.
@@ -45,10 +53,19 @@ class DividedModel:
     def write_share(self, name: str, folder: Path, turn: int, turns: int) -> None:
         """A rank's share of the files of ``name``."""
         stored = StoredStates(folder)
-        self._parts.write(folder / name, turn, turns, lambda names: {key: self._read(stored, key) for key in names})
+        self._parts.write(
+            folder / name,
+            turn,
+            turns,
+            lambda names: {key: self._read(stored, key) for key in names},
+        )
 
     def _read(self, stored: StoredStates, name: str) -> Tensor:
         if name in self._here:
             return self._here[name]
         value = stored.read(f"{self._stored[name]}:{VALUE}")
-        return split_master(value)[0] if value.dtype == torch.float32 and self._dtype == torch.bfloat16 else value
+        return (
+            split_master(value)[0]
+            if value.dtype == torch.float32 and self._dtype == torch.bfloat16
+            else value
+        )

@@ -1,14 +1,15 @@
-"""The run that a new one replaces in its folder, kept until the new one has its first checkpoint (``overwrite``).
+"""The run that a new one replaces in its folder, kept until the new one has its first checkpoint
+(``overwrite``).
 
-- As the new run begins, files whose names it uses too (metrics, report, recipe, ...) move to ``.earlier-run``. Checkpoints and
-  the model stay where they are.
-- When its first checkpoint is written, before that gets its name, they move there, too. Once it has its name, the folder is
-  removed.
-- A run that ends in between, in any way, is followed by ``put_back``: at its own end, or, where the process was killed, when
-  the next one claims the folder.
+- As the new run begins, files whose names it uses too (metrics, report, recipe, ...) move to
+  ``.earlier-run``. Checkpoints and the model stay where they are.
+- When its first checkpoint is written, before that gets its name, they move there, too. Once it has
+  its name, the folder is removed.
+- A run that ends in between, in any way, is followed by ``put_back``: at its own end, or, where the
+  process was killed, when the next one claims the folder.
 
-Every step is one rename. ``.moving-run`` is the folder's name while files move in or out: then nothing of a new run is there.
-``.discarded-run`` is its name while it is removed.
+Every step is one rename. ``.moving-run`` is the folder's name while files move in or out: then
+nothing of a new run is there. ``.discarded-run`` is its name while it is removed.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ logger = logging.getLogger(__name__)
 EARLIER, MOVING, DISCARDED = ".earlier-run", ".moving-run", ".discarded-run"
 
 REPLACED_BY = "replaced-by"
-"""File in ``.earlier-run``: the name of the checkpoint in whose favour all of the earlier run was moved."""
+"""File in ``.earlier-run``: the name of the checkpoint in whose favour all of the earlier run
+was moved.
+"""
 
 BESIDE = (RUN | {stored_reference.KEPT, ANCHOR}) - {CHECKPOINTS, MODEL}
 """Names of what a run writes beside its checkpoints and its model."""
 
-LEFT = re.compile(rf"\.(replaced-)?\.?({MODEL}|resume\.yaml|step-\d+)\.\d+|.*\.aside|{re.escape(LOCK_FILE)}")
+LEFT = re.compile(
+    rf"\.(replaced-)?\.?({MODEL}|resume\.yaml|step-\d+)\.\d+|.*\.aside|{re.escape(LOCK_FILE)}"
+)
 """Names of files and folders that a killed run may leave beside the others, and of the lock."""
 
 
@@ -62,7 +67,9 @@ class EarlierRun:
         os.rename(moving, self.output_dir / EARLIER)
 
     def give_way_to(self, name: str) -> None:
-        """Move its checkpoints and its model aside, as the checkpoint of this name is about to appear."""
+        """Move its checkpoints and its model aside, as the checkpoint of this name is about to
+        appear.
+        """
         aside = self.output_dir / EARLIER
         (aside / CHECKPOINTS).mkdir(exist_ok=True)
         for folder in checkpoints(self.output_dir):
@@ -79,8 +86,8 @@ class EarlierRun:
 
 @contextmanager
 def replacing(output_dir: Path) -> Iterator[EarlierRun]:
-    """Within: a new run writes to ``output_dir``, which holds an earlier one. Where it ends without a checkpoint, the earlier
-    one is there again as it was.
+    """Within: a new run writes to ``output_dir``, which holds an earlier one. Where it ends without
+    a checkpoint, the earlier one is there again as it was.
 
     Raises:
         CheckpointError: the earlier run cannot be moved.
@@ -90,7 +97,9 @@ def replacing(output_dir: Path) -> Iterator[EarlierRun]:
         earlier.begin()
     except OSError as error:
         put_back(output_dir)
-        raise CheckpointError(f"output_dir={str(output_dir)!r}: the run there cannot be replaced: {error}") from error
+        raise CheckpointError(
+            f"output_dir={str(output_dir)!r}: the run there cannot be replaced: {error}"
+        ) from error
     try:
         yield earlier
     finally:
@@ -99,7 +108,9 @@ def replacing(output_dir: Path) -> Iterator[EarlierRun]:
 
 
 def put_back(output_dir: Path) -> None:
-    """Give an earlier run its place again where the new one has no checkpoint; does nothing where there is none."""
+    """Give an earlier run its place again where the new one has no checkpoint; does nothing
+    where there is none.
+    """
     earlier, moving = output_dir / EARLIER, output_dir / MOVING
     remove(output_dir / DISCARDED)
     if earlier.exists():
@@ -117,7 +128,10 @@ def put_back(output_dir: Path) -> None:
         for name in (*BESIDE, MODEL):
             _move(moving / name, output_dir / name)
         remove(moving)
-        logger.warning("%s holds the earlier run again: the one that was to replace it had no checkpoint yet", output_dir)
+        logger.warning(
+            "%s holds the earlier run again: the one that was to replace it had no checkpoint yet",
+            output_dir,
+        )
 
 
 def _discard(output_dir: Path) -> None:
@@ -131,24 +145,32 @@ def _move(source: Path, target: Path) -> None:
 
 
 def check_replaceable(output_dir: Path, model: Any, config: ChronicalsConfig) -> None:
-    """See that everything in the folder was written by a run, and that the new run does not need it.
+    """See that everything in the folder was written by a run, and that the new run does not need
+    it.
 
     Raises:
         CheckpointError: it is not so; the message names the file.
     """
     said = f"output_dir={str(output_dir)!r} cannot be replaced (overwrite=True)"
     if (foreign := next(foreign_files(output_dir), None)) is not None:
-        raise CheckpointError(f"{said}: no run wrote {str(foreign)!r}; move it, or choose another output_dir")
+        raise CheckpointError(
+            f"{said}: no run wrote {str(foreign)!r}; move it, or choose another output_dir"
+        )
     for name in _read_by(model, config):
         if Path(name).exists() and Path(name).resolve().is_relative_to(output_dir.resolve()):
             raise CheckpointError(
-                f"{said}: the new run itself reads {name!r}; copy that out of the folder, or choose another output_dir"
+                f"{said}: the new run itself reads {name!r}; copy that out of the folder, or "
+                "choose another output_dir"
             )
 
 
 def _read_by(model: Any, config: ChronicalsConfig) -> Iterator[str]:
-    """Places that a run reads from, and whoever uses what it leaves: of its model, and of models in its settings."""
-    yield str(getattr(within_adapters(model).config, "_name_or_path", "") or model.config._name_or_path)
+    """Places that a run reads from, and whoever uses what it leaves: of its model, and of models
+    in its settings.
+    """
+    yield str(
+        getattr(within_adapters(model).config, "_name_or_path", "") or model.config._name_or_path
+    )
     for settings in config.sections.values():
         yield from (value for value in settings.values() if isinstance(value, str))
 
@@ -161,7 +183,11 @@ def foreign_files(output_dir: Path) -> Iterator[Path]:
         elif path.name == CHECKPOINTS:
             yield from _beside_checkpoints(path)
         elif path.name == "tensorboard":
-            yield from (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("events.out."))
+            yield from (
+                file
+                for file in path.rglob("*")
+                if file.is_file() and not file.name.startswith("events.out.")
+            )
         elif path.name not in BESIDE and not LEFT.fullmatch(path.name):
             yield path
 
@@ -175,7 +201,9 @@ def _beside_checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _beside_manifest(folder: Path) -> Iterator[Path]:
-    """The files of a folder that its manifest does not name; the folder itself where it has none."""
+    """The files of a folder that its manifest does not name; the folder itself where it has
+    none.
+    """
     try:
         described = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):

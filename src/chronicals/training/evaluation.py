@@ -18,7 +18,14 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, filler_token, open_store
 from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh
-from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
+from chronicals.models import (
+    PresentedModel,
+    check_positions,
+    embedding_table,
+    in_evaluation,
+    input_device,
+    present,
+)
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.objectives.reference import WithReference
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
@@ -37,10 +44,11 @@ class Evaluation:
     """Means over a data set.
 
     Attributes:
-        loss: what the objective minimises, in nats for a cross-entropy; a mean by the weights of the targets where those have
-            some.
+        loss: what the objective minimises, in nats for a cross-entropy; a mean by the weights of
+            the targets where those have some.
         perplexity: the exponential of the cross-entropy; None for an objective without one.
-        token_accuracy: ratio of targets that are the likeliest token; None for an objective that does not count them.
+        token_accuracy: ratio of targets that are the likeliest token; None for an objective that
+            does not count them.
         targets: how many there were.
         others: further terms and metrics of the objective, by name.
     """
@@ -53,7 +61,11 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """What there is, by name, as plain JSON values."""
-        fields = {name: value for name, value in vars(self).items() if name != "others" and value is not None}
+        fields = {
+            name: value
+            for name, value in vars(self).items()
+            if name != "others" and value is not None
+        }
         return {**fields, **self.others}
 
     def __str__(self) -> str:
@@ -69,19 +81,33 @@ class Evaluation:
         """Of what ``to_dict`` gave."""
         others = dict(values)
         loss, targets = others.pop("loss"), others.pop("targets")
-        return cls(loss, others.pop("perplexity", None), others.pop("token_accuracy", None), targets, others)
+        return cls(
+            loss,
+            others.pop("perplexity", None),
+            others.pop("token_accuracy", None),
+            targets,
+            others,
+        )
 
 
 @torch.no_grad()
 def evaluate(
-    model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh | None = None,
-    limited: Callable[[], AbstractContextManager[None]] = nullcontext, passed: Callable[[], None] = nothing,
-) -> Evaluation:  # fmt: skip
-    """Score every document of ``steps``, which end, without dropout; the model's modules return to the modes they were in.
+    model: PresentedModel,
+    objective: Objective,
+    steps: Steps,
+    precision: Precision,
+    ranks: Mesh | None = None,
+    limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+    passed: Callable[[], None] = nothing,
+) -> Evaluation:
+    """Score every document of ``steps``, which end, without dropout; the model's modules return to
+    the modes they were in.
 
     Args:
-        limited: entered for each step and for the sums at the end, where processes wait for each other.
-        passed: called whenever a pass through the model is done, of which the host launches one ahead.
+        limited: entered for each step and for the sums at the end, where processes wait for each
+            other.
+        passed: called whenever a pass through the model is done, of which the host launches one
+            ahead.
     """
     ranks = ranks or Mesh()
     counts = Counter[str]()  # of sums of weights, too
@@ -104,18 +130,27 @@ def evaluate(
         totals = ranks.sum(torch.stack(list(sums.values()))).tolist()
     values = {name: total / (counts[terms[name].per] or 1.0) for name, total in zip(sums, totals)}
     loss = sum(terms[name].coefficient * value for name, value in values.items())
-    perplexity = math.exp(min(values["cross_entropy"], 700.0)) if "cross_entropy" in values else None
+    perplexity = (
+        math.exp(min(values["cross_entropy"], 700.0)) if "cross_entropy" in values else None
+    )
     others = {name: values[name] for name in shown(terms) if name != "token_accuracy"}
     others = objective.finish_metrics(others, counts)
-    return Evaluation(loss, perplexity, values.get("token_accuracy"), int(counts["targets"]), others)
+    return Evaluation(
+        loss, perplexity, values.get("token_accuracy"), int(counts["targets"]), others
+    )
 
 
 def _known_of_all(
-    model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh,
-    limited: Callable[[], AbstractContextManager[None]], done: Callable[[], None],
-) -> Iterator[Mapping[str, Tensor]]:  # fmt: skip
-    """The segments that ``Objective.before_step`` adds, of one Batch after the other. Its values are those of all the data, so
-    that they do not depend on how many documents a step takes."""
+    model: PresentedModel,
+    objective: Objective,
+    steps: Steps,
+    precision: Precision,
+    ranks: Mesh,
+    limited: Callable[[], AbstractContextManager[None]],
+    done: Callable[[], None],
+) -> Iterator[Mapping[str, Tensor]]:
+    """The segments that ``Objective.before_step`` adds, of one Batch after the other. Its values
+    are those of all the data, so that they do not depend on how many documents a step takes."""
     if not asks_before(objective):
         return itertools.repeat({})
     counts, found = Counter[str](), list[Mapping[str, Tensor]]()
@@ -125,8 +160,16 @@ def _known_of_all(
         with limited():
             for batch in step.batches:
                 asked, terms = asked_before(batch, model, objective, precision)
-                found.append({name: column for name, column in asked.segments.items() if name not in batch.segments})
-                sums = {name: sums.get(name, 0.0) + term.sum.double() for name, term in terms.items()}
+                found.append(
+                    {
+                        name: column
+                        for name, column in asked.segments.items()
+                        if name not in batch.segments
+                    }
+                )
+                sums = {
+                    name: sums.get(name, 0.0) + term.sum.double() for name, term in terms.items()
+                }
                 done()
     with limited():
         values = values_before(sums, terms, counts, ranks)
@@ -134,7 +177,9 @@ def _known_of_all(
 
 
 class _Passes:
-    """Called after each pass: waits for the device to be done with the one before, and tells of that."""
+    """Called after each pass: waits for the device to be done with the one before, and tells of
+    that.
+    """
 
     def __init__(self, device: torch.device, told: Callable[[], None]):
         self.device, self.told, self.before = device, told, Moment(device)
@@ -146,37 +191,54 @@ class _Passes:
 
 
 def evaluate_data(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Source, config: ChronicalsConfig
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Source,
+    config: ChronicalsConfig,
 ) -> Evaluation:
     """Score data with a model as it is, through the path of training.
 
-    An objective with a reference policy takes ``reference_model`` of its settings; with ``reference="adapters_off"`` it is what
-    the model is without its adapters.
+    An objective with a reference policy takes ``reference_model`` of its settings; with
+    ``reference="adapters_off"`` it is what the model is without its adapters.
 
     Raises:
         ConfigurationError: the objective has a reference policy, and nothing says which.
         DataError: it cannot be read, or nothing in it is trained.
-        ValueError: the model has no positions for it, sees the tokens that it is to predict, or gives no finite loss.
+        ValueError: the model has no positions for it, sees the tokens that it is to predict, or
+            gives no finite loss.
     """
     objective = build_objective(config)
     if isinstance(objective, WithReference):
         objective.check_reference(model)
     embedding_rows = embedding_table(model).shape[0]
-    store = open_store(data, tokenizer, config, embedding_rows=embedding_rows, kinds=objective.row_kinds, scored=True)
+    store = open_store(
+        data,
+        tokenizer,
+        config,
+        embedding_rows=embedding_rows,
+        kinds=objective.row_kinds,
+        scored=True,
+    )
     check_positions(model, store.longest)
     (store,) = with_predictions([store], objective, model, tokenizer, config)
-    stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
+    stream = BatchStream(
+        store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False
+    )
     device = input_device(model)
     bring_frozen(objective, model, tokenizer, config)
     check_frozen_positions(objective, store.longest)
     presented = present(
-        model, config.use_fused_kernels, config.use_flash_attention, shared_prompts=objective.shares_prompts()
+        model,
+        config.use_fused_kernels,
+        config.use_flash_attention,
+        shared_prompts=objective.shares_prompts(),
     )
     with presented.attending_documents(), frozen_attending(objective):
         score = evaluate(presented, objective, stream, Precision("fp32", device))
     if not math.isfinite(score.loss):
         raise ValueError(
-            f"loss={score.loss}: what {type(model).__name__} predicts for this data is not finite; its weights are damaged or "
+            f"loss={score.loss}: what {type(model).__name__} predicts for this data is not "
+            "finite; its weights are damaged or "
             "overflow: take an earlier checkpoint, or download it again"
         )
     return score

@@ -28,24 +28,38 @@ from chronicals.training.run_checkpoints import RunCheckpoints
 logger = logging.getLogger(__name__)
 
 TAUGHT = (
-    "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "train_after_stop", "completions_as_chat",
-    "max_seq_length", "overlong", "gate",
-)  # fmt: skip
+    "objective",
+    "sections",
+    "train_on",
+    "train_on_roles",
+    "train_on_turns",
+    "train_after_stop",
+    "completions_as_chat",
+    "max_seq_length",
+    "overlong",
+    "gate",
+)
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 
 
 def about_data(
-    store: TokenStore, model: Any, tokenizer: Any, config: ChronicalsConfig, reference: Mapping[str, Any] | None = None
-) -> dict[str, Any]:  # fmt: skip
-    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained, beside the
-    same ``reference`` policy; how the model's layers are quantised, or which GGUF file they are of; which of PEFT's
-    adapters it computes with, and in which type its products were made."""
+    store: TokenStore,
+    model: Any,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    reference: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to
+    score what was trained, beside the same ``reference`` policy; how the model's layers are
+    quantised, or which GGUF file they are of; which of PEFT's adapters it computes with, and in
+    which type its products were made."""
     file = getattr(within_adapters(model), GGUF_FILE, None)
     form, active = BaseFormat.of(model), active_adapters(model)
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
-        "taught": {field: getattr(config, field) for field in TAUGHT} | {"sections": lasting_sections(config.sections)},
+        "taught": {field: getattr(config, field) for field in TAUGHT}
+        | {"sections": lasting_sections(config.sections)},
         "mixed_precision": config.mixed_precision,
         **({"reference": reference} if reference is not None else {}),
         "base": {} if form is None else form.to_json(),
@@ -55,10 +69,17 @@ def about_data(
 
 
 def finish(
-    run: Run, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh, saved: RunCheckpoints,
-    about: Callable[[], dict[str, Any]], answers: Callable[[], list[Sample]],
-) -> TrainingResult:  # fmt: skip
-    """Load the best weights where those are kept, and write the model and the report on the first rank.
+    run: Run,
+    model: Any,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    ranks: Mesh,
+    saved: RunCheckpoints,
+    about: Callable[[], dict[str, Any]],
+    answers: Callable[[], list[Sample]],
+) -> TrainingResult:
+    """Load the best weights where those are kept, and write the model and the report on the first
+    rank.
 
     Args:
         about: makes what ``about_data`` returns.
@@ -77,32 +98,48 @@ def finish(
         try:
             wrong = list(differences(aside, model, tokenizer, about(), divided=saved.is_divided))
         except (ValueError, OSError, KeyError) as error:
-            raise CheckpointError(f"{model_dir}: what was written cannot be read back: {error}. {kept}") from error
+            raise CheckpointError(
+                f"{model_dir}: what was written cannot be read back: {error}. {kept}"
+            ) from error
         if wrong:
             more = f" (and {len(wrong) - 1} more differences)" if len(wrong) > 1 else ""
             raise CheckpointError(
-                f"{model_dir}: what was written is not what was trained, so it was not kept: {wrong[0]}{more}. {kept}"
+                f"{model_dir}: what was written is not what was trained, so it was not kept: "
+                f"{wrong[0]}{more}. {kept}"
             )
 
     def write() -> None:
         write_folder(model_dir, write_model)
         try:
             facts = _facts(run, model, ranks, model_step, evaluation)
-            title, metrics = f"chronicals: {run.output_dir.name}", read_metrics(run.output_dir / "metrics.jsonl")
+            title, metrics = (
+                f"chronicals: {run.output_dir.name}",
+                read_metrics(run.output_dir / "metrics.jsonl"),
+            )
             data, device = data_reports(run.output_dir), input_device(model)
             Report(title, facts, metrics, data, config, answers()).write(report, device)
         except Exception as error:  # the model is there
-            logger.error("%s: the report cannot be written (%s: %s)", report, type(error).__name__, error)
+            logger.error(
+                "%s: the report cannot be written (%s: %s)", report, type(error).__name__, error
+            )
             with suppress(OSError):
                 report.unlink()
 
     ranks.writer_does(write, CheckpointError)
     if model_step != run.step:
-        logger.info("%s holds the weights of step %d, which had the lowest held-out loss", model_dir, model_step)
-    return TrainingResult(run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report)
+        logger.info(
+            "%s holds the weights of step %d, which had the lowest held-out loss",
+            model_dir,
+            model_step,
+        )
+    return TrainingResult(
+        run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report
+    )
 
 
-def _facts(run: Run, model: Any, ranks: Mesh, model_step: int, evaluation: Evaluation | None) -> dict[str, Any]:
+def _facts(
+    run: Run, model: Any, ranks: Mesh, model_step: int, evaluation: Evaluation | None
+) -> dict[str, Any]:
     return {
         "model": model.config._name_or_path or type(model).__name__,
         "steps": run.step,

@@ -1,18 +1,20 @@
-"""The parts of a step as CUDA graphs: one of each kind of micro-step and one of the update, replayed over fixed memory.
+"""The parts of a step as CUDA graphs: one of each kind of micro-step and one of the update,
+replayed over fixed memory.
 
-A micro-step's graph belongs to a shape: (T, entries of the bounds, ``max_seqlen``, targets rounded up). A shape is run as
-usual when it is first met, for kernels are compiled then, and captured when it is met again. What changes between steps
-lives on the device: the batch, the counts, the learning rate, the random state of dropout, which torch keeps for graphs.
+A micro-step's graph belongs to a shape: (T, entries of the bounds, ``max_seqlen``, targets rounded
+up). A shape is run as usual when it is first met, for kernels are compiled then, and captured when
+it is met again. What changes between steps lives on the device: the batch, the counts, the learning
+rate, the random state of dropout, which torch keeps for graphs.
 
-The first graph's gradients stay and are shared by all graphs: the first micro-step of an optimizer step writes them, by itself
-in that graph and by a copy in the others; later ones add to them. Sums over ranks run between the graphs, in place. Where
-weights are updated in the backward pass, a micro-step leaves no gradients and the update is not captured. All graphs share one
-pool of memory.
+The first graph's gradients stay and are shared by all graphs: the first micro-step of an optimizer
+step writes them, by itself in that graph and by a copy in the others; later ones add to them. Sums
+over ranks run between the graphs, in place. Where weights are updated in the backward pass, a
+micro-step leaves no gradients and the update is not captured. All graphs share one pool of memory.
 
-A micro-step over frozen weights that ranks divide has collectives in it, and NCCL wants what one rank captures or replays to be
-captured or replayed by all (Using NCCL with CUDA Graphs, in its documentation). So before each the hosts tell each other its
-shape, and all take the largest bounds; where other sizes differ, all run it as usual; and where one rank fails, all go on
-without graphs.
+A micro-step over frozen weights that ranks divide has collectives in it, and NCCL wants what one
+rank captures or replays to be captured or replayed by all (Using NCCL with CUDA Graphs, in its
+documentation). So before each the hosts tell each other its shape, and all take the largest bounds;
+where other sizes differ, all run it as usual; and where one rank fails, all go on without graphs.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from chronicals.training.step import StepParts, gradients_of
 logger = logging.getLogger(__name__)
 
 SHARES = 16
-"""Targets of a batch are rounded up to a multiple of such a share of its tokens: rows of the head that cost, but are the
-same in many batches."""
+"""Targets of a batch are rounded up to a multiple of such a share of its tokens: rows of the
+head that cost, but are the same in many batches."""
 
 MOST = 64
 """Shapes that are captured; further ones run as usual."""
@@ -47,7 +49,9 @@ MOST = 64
 Result = TypeVar("Result")
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """Numbers of this rank to those of all."""
-BatchShape = tuple[int, int, int | tuple[int, int], int | None, tuple[tuple[str, torch.Size], ...], bool]
+BatchShape = tuple[
+    int, int, int | tuple[int, int], int | None, tuple[tuple[str, torch.Size], ...], bool
+]
 
 
 @dataclass
@@ -84,18 +88,27 @@ class Recorder:
         Raises:
             RuntimeError: it cannot be captured; nothing has run.
         """
-        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
+        graph, generator = (
+            torch.cuda.CUDAGraph(),
+            torch.cuda.default_generators[self.device.index or 0],
+        )
         before = generator.clone_state()
         try:
-            capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+            capture = torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            )
             with tables_looked_up() as tables, capture:
                 return Graph(graph, tables), run()
         except RuntimeError:
-            generator.graphsafe_set_state(before)  # the one that took part would go on waiting for the capture
+            generator.graphsafe_set_state(
+                before
+            )  # the one that took part would go on waiting for the capture
             raise
 
     def forget(self) -> None:
-        """Further graphs share a new pool; the memory of the old one is free once its graphs are dropped."""
+        """Further graphs share a new pool; the memory of the old one is free once its graphs are
+        dropped.
+        """
         torch.cuda.synchronize(self.device)
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -118,15 +131,27 @@ class GraphedStep:
         parameters: those that are trained.
         recorder: captures; by default on the device of the parameters.
         with_update: whether the update is captured, too.
-        exchange: between ranks whose micro-steps have collectives in them, which all must capture and replay alike.
+        exchange: between ranks whose micro-steps have collectives in them, which all must capture
+            and replay alike.
     """
 
     def __init__(
-        self, parts: StepParts, weights: Iterable[Tensor], parameters: list[Tensor], optimizer: FusedAdamW,
-        recorder: Recorder | None = None, with_update: bool = True, exchange: Exchange | None = None,
-    ):  # fmt: skip
+        self,
+        parts: StepParts,
+        weights: Iterable[Tensor],
+        parameters: list[Tensor],
+        optimizer: FusedAdamW,
+        recorder: Recorder | None = None,
+        with_update: bool = True,
+        exchange: Exchange | None = None,
+    ):
         self.with_update, self.exchange = with_update, exchange
-        self.parts, self.weights, self.parameters, self.optimizer = parts, list(weights), parameters, optimizer
+        self.parts, self.weights, self.parameters, self.optimizer = (
+            parts,
+            list(weights),
+            parameters,
+            optimizer,
+        )
         self.device = parameters[0].device
         self.recorder = recorder or Recorder(self.device)
         self.on_stream = self.recorder.on_stream
@@ -144,7 +169,13 @@ class GraphedStep:
             self._begin(counts)
         batch, alike = self._agreed(_rounded(batch), first)
         shape = _shape(batch, first)
-        if shape not in self.of_micro and shape in self.met and len(self.of_micro) < MOST and alike and not self.failed:
+        if (
+            shape not in self.of_micro
+            and shape in self.met
+            and len(self.of_micro) < MOST
+            and alike
+            and not self.failed
+        ):
             self._capture_micro(shape, batch)
         if alike:
             self.met.add(shape)
@@ -156,8 +187,8 @@ class GraphedStep:
         return captured.scalars
 
     def _agreed(self, batch: Batch, first: bool) -> tuple[Batch, bool]:
-        """The batch with the largest bounds of all ranks, and whether its shape is then the same on all; else as it is. What
-        one rank has released or given up, all have afterwards."""
+        """The batch with the largest bounds of all ranks, and whether its shape is then the same
+        on all; else as it is. What one rank has released or given up, all have afterwards."""
         if self.exchange is None:
             return batch, True
         told = self.exchange([self.given_up, self.releases, *_bounds(batch), _other_sizes(batch)])
@@ -171,7 +202,9 @@ class GraphedStep:
         return (_within(batch, bounds) if alike else batch), alike
 
     def _go_on_without(self, first: bool) -> None:
-        """Of a rank or several that have given up all hear at once, and exchange nothing any more."""
+        """Of a rank or several that have given up all hear at once, and exchange nothing any
+        more.
+        """
         self.exchange = None
         if not self.given_up:
             self._give_up("another process could not go on with graphs")
@@ -188,7 +221,9 @@ class GraphedStep:
         if not self.counts:
             self.held_counts = torch.empty_like(given, device=self.device)
             self.counts = dict(zip(counts, self.held_counts.unbind()))
-        self.held_counts.copy_(given.pin_memory() if self.held_counts.is_cuda else given, non_blocking=True)
+        self.held_counts.copy_(
+            given.pin_memory() if self.held_counts.is_cuda else given, non_blocking=True
+        )
         self.optimizer.refresh_rates()
         self.optimizer.settle()
 
@@ -203,7 +238,9 @@ class GraphedStep:
 
     def _gradients_differ(self) -> bool:
         """Whether gradients are not those that graphs write."""
-        return self.gradients is not None and any(p.grad is not kept for p, kept in zip(self.parameters, self.gradients))
+        return self.gradients is not None and any(
+            p.grad is not kept for p, kept in zip(self.parameters, self.gradients)
+        )
 
     def _give_up(self, reason: str) -> None:
         """Go on without graphs; gradients stay as they are."""
@@ -237,12 +274,20 @@ class GraphedStep:
             parameter.grad = None if gradients is None else gradients[number]
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Replay it, unless ``reduce`` gave a weight that has no gradient on this rank one of zeros."""
-        in_place = self.with_update and self.gradients is not None and (holders is None or not self._gradients_differ())
+        """Replay it, unless ``reduce`` gave a weight that has no gradient on this rank one of
+        zeros.
+        """
+        in_place = (
+            self.with_update
+            and self.gradients is not None
+            and (holders is None or not self._gradients_differ())
+        )
         if in_place and self.of_update is None and not self.failed:
             self.optimizer.looked_up(self.parameters)
             norm_tables(gradients_of(self.parameters))
-            self.of_update = self._captured(lambda: self.parts.update(None))  # this rank has a gradient of every weight
+            self.of_update = self._captured(
+                lambda: self.parts.update(None)
+            )  # this rank has a gradient of every weight
             self._set_gradients(self.gradients)
         if in_place and self.of_update is not None:
             graph, scalars = self.of_update
@@ -254,7 +299,9 @@ class GraphedStep:
         return scalars
 
     def _captured(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
-        """The graph of ``run`` and what it returns, not yet filled; None, said once, where it cannot be captured."""
+        """The graph of ``run`` and what it returns, not yet filled; None, said once, where it
+        cannot be captured.
+        """
         try:
             return self.recorder.capture(run)
         except RuntimeError as error:
@@ -264,7 +311,9 @@ class GraphedStep:
     def _captured_by_all(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
         """``_captured``, or None where a rank that must replay it, too, has none."""
         captured = self._captured(run)
-        if self.exchange is None or all(there for (there,) in self.exchange([captured is not None])):
+        if self.exchange is None or all(
+            there for (there,) in self.exchange([captured is not None])
+        ):
             return captured
         if captured is not None:
             self._cannot_capture("of another process")
@@ -273,10 +322,15 @@ class GraphedStep:
     def _cannot_capture(self, reason: str) -> None:
         self.optimizer.weights_moved()  # which were not written, though their versions say so
         self.failed = True
-        logger.warning("use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)", reason)
+        logger.warning(
+            "use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)",
+            reason,
+        )
 
     def release(self) -> None:
-        """Give the memory of the graphs back; gradients are none afterwards, and steps are captured anew."""
+        """Give the memory of the graphs back; gradients are none afterwards, and steps are
+        captured anew.
+        """
         self.recorder.forget()
         self.of_micro.clear()
         self.met.clear()
@@ -292,10 +346,15 @@ def _shape(batch: Batch, first: bool) -> BatchShape:
 
 
 def _bounds(batch: Batch) -> tuple[int, int, int, int]:
-    """What may be larger than it need be: ``max_seqlen`` of queries and of keys, ``trained``, and the entries of the bounds,
-    where nothing else has one for each document."""
+    """What may be larger than it need be: ``max_seqlen`` of queries and of keys, ``trained``,
+    and the entries of the bounds, where nothing else has one for each document."""
     entries = 0 if batch.segments or batch.keys else len(batch.cu_seqlens)
-    return batch.max_seqlen, 0 if batch.keys is None else batch.keys.max_seqlen, batch.trained or 0, entries
+    return (
+        batch.max_seqlen,
+        0 if batch.keys is None else batch.keys.max_seqlen,
+        batch.trained or 0,
+        entries,
+    )
 
 
 def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
@@ -306,9 +365,12 @@ def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
         padded = torch.cat([ends, ends[-1:].expand(entries - len(ends))])
         ends = padded.pin_memory() if ends.is_pinned() else padded
     return replace(
-        batch, max_seqlen=longest, trained=None if batch.trained is None else trained, cu_seqlens=ends,
+        batch,
+        max_seqlen=longest,
+        trained=None if batch.trained is None else trained,
+        cu_seqlens=ends,
         keys=None if batch.keys is None else replace(batch.keys, max_seqlen=keys),
-    )  # fmt: skip
+    )
 
 
 def _other_sizes(batch: Batch) -> int:
@@ -356,16 +418,22 @@ def _fill(static: Batch, batch: Batch) -> None:
 
 def _further(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a Batch that not every Batch has, by name."""
-    found = {**batch.segments, **{f"tokens.{name}": column for name, column in batch.tokens.items()}}
+    found = {
+        **batch.segments,
+        **{f"tokens.{name}": column for name, column in batch.tokens.items()},
+    }
     if batch.weights is not None:
         found["weights"] = batch.weights
     if batch.keys is not None:
-        found |= {f"keys.{name}": getattr(batch.keys, name) for name in ("index", "cu_seqlens", "places")}
+        found |= {
+            f"keys.{name}": getattr(batch.keys, name) for name in ("index", "cu_seqlens", "places")
+        }
     return found
 
 
 def enable_cuda_graphs(trainer: Any) -> None:
-    """Ask a ``ChronicalsTrainer`` for CUDA graphs, as ``use_cuda_graphs=True`` in its configuration does.
+    """Ask a ``ChronicalsTrainer`` for CUDA graphs, as ``use_cuda_graphs=True`` in its configuration
+    does.
 
     Raises:
         ConfigurationError: by ``train``, where they cannot be had; the message says why.

@@ -21,20 +21,25 @@ from chronicals.training.run import Run
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 20
-"""Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss scale adapts."""
+"""Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss
+scale adapts.
+"""
 
 
 MOST_FLAT = 50
-"""Steps without a gradient after which a run in which no step had one is taken to learn nothing: where nine steps in ten are
-flat, one run in 200 begins with so many."""
+"""Steps without a gradient after which a run in which no step had one is taken to learn nothing:
+where nine steps in ten are flat, one run in 200 begins with so many."""
 
 
-def check_step(run: Run, metrics: StepMetrics, config: ChronicalsConfig, objective: Objective) -> None:
+def check_step(
+    run: Run, metrics: StepMetrics, config: ChronicalsConfig, objective: Objective
+) -> None:
     """Count a step as applied, without a gradient, or skipped.
 
     Raises:
-        TrainingError: loss or gradient is not finite (beyond what fp16 scaling mends), or the gradient is zero where the loss
-            of the objective is not flat, or in all of the first ``MOST_FLAT`` steps.
+        TrainingError: loss or gradient is not finite (beyond what fp16 scaling mends), or the
+            gradient is zero where the loss of the objective is not flat, or in all of the first
+            ``MOST_FLAT`` steps.
     """
     if metrics.skipped:
         run.skipped_in_a_row += 1
@@ -42,8 +47,10 @@ def check_step(run: Run, metrics: StepMetrics, config: ChronicalsConfig, objecti
         if not mended:
             applied = "in part" if "optimizer_in_backward" in config.memory_policies else "not"
             raise TrainingError(
-                f"step {metrics.step}: gradient norm {metrics.grad_norm}, loss {metrics.loss}: not finite. The step "
-                f"was {applied} applied. Lower learning_rate (now {config.learning_rate}), or look at the rows of "
+                f"step {metrics.step}: gradient norm {metrics.grad_norm}, loss {metrics.loss}: "
+                "not finite. The step "
+                f"was {applied} applied. Lower learning_rate (now {config.learning_rate}), or "
+                "look at the rows of "
                 f"this step; {how_to_resume(run.output_dir)}"
             )
         logger.warning("step %d: fp16 overflow, step skipped, loss scale halved", metrics.step)
@@ -51,7 +58,8 @@ def check_step(run: Run, metrics: StepMetrics, config: ChronicalsConfig, objecti
     run.skipped_in_a_row = 0
     if not math.isfinite(metrics.loss):
         raise TrainingError(
-            f"step {metrics.step}: loss {metrics.loss}: not a number, though its gradient is; look at the rows of this "
+            f"step {metrics.step}: loss {metrics.loss}: not a number, though its gradient is; "
+            "look at the rows of this "
             f"step; {how_to_resume(run.output_dir)}"
         )
     if metrics.targets and metrics.grad_norm == 0.0:
@@ -64,50 +72,72 @@ def _check_zero_gradient(run: Run, metrics: StepMetrics, objective: Objective) -
     reason = objective.why_no_gradient({"loss": metrics.loss, **metrics.others})
     if reason is None:
         raise TrainingError(
-            f"step {metrics.step}: every gradient is zero, nothing is trained (loss {metrics.loss}); "
+            f"step {metrics.step}: every gradient is zero, nothing is trained (loss "
+            f"{metrics.loss}); "
             f"{how_to_resume(run.output_dir)}"
         )
     run.without_gradient += 1
     if run.without_gradient == 1:
         logger.warning(
-            "step %d has no gradient: %s (loss %g); it counts as a step, as do others like it", metrics.step, reason,
+            "step %d has no gradient: %s (loss %g); it counts as a step, as do others like it",
+            metrics.step,
+            reason,
             metrics.loss,
-        )  # fmt: skip
+        )
     if not run.applied and run.without_gradient >= MOST_FLAT:
         raise TrainingError(
-            f"step {metrics.step}: none of the first {run.without_gradient} steps had a gradient, so nothing is learned: "
-            f"{reason} (loss {metrics.loss}). Take another loss, reference or beta, or data that the model does not know yet"
+            f"step {metrics.step}: none of the first {run.without_gradient} steps had a gradient, "
+            "so nothing is learned: "
+            f"{reason} (loss {metrics.loss}). Take another loss, reference or beta, or data that "
+            "the model does not know yet"
         )
 
 
 @torch.no_grad()
 def check_weights(run: Run, parameters: Sequence[Tensor], ranks: Mesh) -> None:
-    """Look for weights that are not finite, before they take the place of a good checkpoint; all ranks call it alike.
+    """Look for weights that are not finite, before they take the place of a good checkpoint; all
+    ranks call it alike.
 
     Raises:
         TrainingError: there are some, on any rank.
     """
     own = [local(parameter) for parameter in parameters]
     largest = [torch.linalg.vector_norm(weight, math.inf) for weight in own if weight.numel()]
-    finite = all(torch.stack([value.float() for value in largest]).isfinite().tolist()) if largest else True
+    finite = (
+        all(torch.stack([value.float() for value in largest]).isfinite().tolist())
+        if largest
+        else True
+    )
     if not all(ranks.gather_values(finite)):
         raise TrainingError(
-            f"step {run.step}: it left weights that are not finite, though loss and gradient are; they are not saved. Lower "
+            f"step {run.step}: it left weights that are not finite, though loss and gradient are; "
+            "they are not saved. Lower "
             f"learning_rate; {how_to_resume(run.output_dir)}"
         )
 
 
 def check_that_something_was_applied(run: Run, precision: Precision) -> None:
-    """Raises TrainingError where every step of the run was skipped, so that its weights are those it began with. Says so where
-    the loss was flat in some steps, or in all."""
+    """Raises TrainingError where every step of the run was skipped, so that its weights are
+    those it began with. Says so where the loss was flat in some steps, or in all."""
     if run.without_gradient:
-        none = "; no step had one, so the weights are those that the run began with" if not run.applied else ""
+        none = (
+            "; no step had one, so the weights are those that the run began with"
+            if not run.applied
+            else ""
+        )
         say = logger.info if run.applied else logger.warning
-        say("%d of %d steps had no gradient, as the loss was flat there%s", run.without_gradient, run.step, none)
+        say(
+            "%d of %d steps had no gradient, as the loss was flat there%s",
+            run.without_gradient,
+            run.step,
+            none,
+        )
         return
     if run.step and not run.applied:
         raise TrainingError(
-            f"none of the {run.step} steps was applied: the gradients of all of them overflow fp16, though the loss scale "
-            f"has fallen to {float(precision.scale):g}. Begin anew with mixed_precision='bf16' or 'fp32', or let it fall "
+            f"none of the {run.step} steps was applied: the gradients of all of them overflow "
+            "fp16, though the loss scale "
+            f"has fallen to {float(precision.scale):g}. Begin anew with mixed_precision='bf16' or "
+            "'fp32', or let it fall "
             f"further in more than max_steps={run.total_steps}: {how_to_resume(run.output_dir)}"
         )

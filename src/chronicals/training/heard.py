@@ -12,7 +12,9 @@ OURS = logging.getLogger("chronicals")
 
 
 class Stderr(logging.StreamHandler):
-    """Writes to whatever stderr is at that time: a progress bar, a notebook and a test put their own there."""
+    """Writes to whatever stderr is at that time: a progress bar, a notebook and a test put their
+    own there.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

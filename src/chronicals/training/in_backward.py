@@ -1,8 +1,10 @@
-"""Updates in the backward pass: weights as soon as some gradients are there, which are then dropped.
+"""Updates in the backward pass: weights as soon as some gradients are there, which are then
+dropped.
 
-Gradients never exist all at once (Lv et al., 2023, section 3.1), so their norm is known only when it is too late to clip by
-it, and they cannot be added up over micro-batches or ranks: a step has one micro-batch. Weights are otherwise those of an
-update afterwards, bit by bit, but for the random numbers by which states in bf16 are rounded.
+Gradients never exist all at once (Lv et al., 2023, section 3.1), so their norm is known only when
+it is too late to clip by it, and they cannot be added up over micro-batches or ranks: a step has
+one micro-batch. Weights are otherwise those of an update afterwards, bit by bit, but for the random
+numbers by which states in bf16 are rounded.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from chronicals.training.precision import Precision
 from chronicals.training.step import micro_step
 
 HELD = 1 << 26
-"""Bytes of gradients that are there when their weights are updated, by one launch: a small weight by itself would take the host
-longer than the card."""
+"""Bytes of gradients that are there when their weights are updated, by one launch: a small
+weight by itself would take the host longer than the card."""
 
 
 class UpdatesInBackward:
@@ -30,7 +32,8 @@ class UpdatesInBackward:
     If a gradient is not finite, it and all that come after it in this step change nothing.
 
     Args:
-        parameters: those that are trained; the states of all of them are made at once, so that a step can be captured.
+        parameters: those that are trained; the states of all of them are made at once, so that a
+            step can be captured.
         norm: of some gradients.
 
     Attributes:
@@ -40,16 +43,29 @@ class UpdatesInBackward:
     inspect: Callable[[], None] | None = None
 
     def __init__(
-        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
-        precision: Precision, norm: Callable[[Sequence[Tensor]], Tensor],
-    ):  # fmt: skip
-        self.model, self.objective, self.optimizer, self.precision, self.norm = model, objective, optimizer, precision, norm
+        self,
+        model: PresentedModel,
+        objective: Objective,
+        parameters: list[Tensor],
+        optimizer: FusedAdamW,
+        precision: Precision,
+        norm: Callable[[Sequence[Tensor]], Tensor],
+    ):
+        self.model, self.objective, self.optimizer, self.precision, self.norm = (
+            model,
+            objective,
+            optimizer,
+            precision,
+            norm,
+        )
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0
         for parameter in parameters:
             optimizer.state_of(parameter)
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters
+        ]
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
         hold()

@@ -1,4 +1,6 @@
-"""What a run decides where the configuration leaves it open: how long it is, the batch for little data, the learning rate."""
+"""What a run decides where the configuration leaves it open: how long it is, the batch for
+little data, the learning rate.
+"""
 
 from __future__ import annotations
 
@@ -66,38 +68,56 @@ class Length:
 
     def words(self, config: ChronicalsConfig) -> str:
         epochs = self.epochs(config)
-        batch = f"batch_size {config.batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}"
-        who = "processes" if config.context_parallel == 1 else f"groups of {config.context_parallel} processes"
+        batch = (
+            f"batch_size {config.batch_size} x gradient_accumulation_steps "
+            f"{config.gradient_accumulation_steps}"
+        )
+        who = (
+            "processes"
+            if config.context_parallel == 1
+            else f"groups of {config.context_parallel} processes"
+        )
         ranks = self.packs_a_step // (config.batch_size * config.gradient_accumulation_steps)
         return (
-            f"training: {_counted(self.steps, 'step')}, {_counted(epochs, 'epoch')}, {round(epochs * self.tokens):,} tokens; "
-            f"an epoch is {_counted(self.packs, 'pack')} of up to {config.max_seq_length:,} tokens, a step takes "
+            f"training: {_counted(self.steps, 'step')}, {_counted(epochs, 'epoch')}, "
+            f"{round(epochs * self.tokens):,} tokens; "
+            f"an epoch is {_counted(self.packs, 'pack')} of up to {config.max_seq_length:,} "
+            "tokens, a step takes "
             f"{self.packs_a_step} ({batch}{f' x {ranks} {who}' if ranks > 1 else ''})"
         )
 
 
 def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) -> ChronicalsConfig:
-    """``config`` with the objective's default ``learning_rate``, for adapters or for all weights, where none was set. It is
-    logged.
+    """``config`` with the objective's default ``learning_rate``, for adapters or for all weights,
+    where none was set. It is logged.
 
     Args:
         model: one that has adapters already is trained with those.
     """
     if "learning_rate" in config.explicit:
         return config
-    adapters = config.use_lora or hasattr(model, "chronicals_lora") or bool(getattr(model, "peft_config", None))
+    adapters = (
+        config.use_lora
+        or hasattr(model, "chronicals_lora")
+        or bool(getattr(model, "peft_config", None))
+    )
     rate = default_learning_rate(config, adapters)
     if ranks.writer:
         trained = "adapters" if adapters else "full fine-tuning"
-        logger.info("learning rate: %g, the default of objective %s for %s", rate, config.objective, trained)
+        logger.info(
+            "learning rate: %g, the default of objective %s for %s", rate, config.objective, trained
+        )
     return config.fitted(learning_rate=rate)
 
 
-def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Path | None = None) -> ChronicalsConfig:
-    """``config`` with a batch that leaves an epoch about ``STEPS_AN_EPOCH`` steps: a default one shrinks, one that was set
-    stays and is warned about. Where neither ``max_steps`` nor ``num_epochs`` is set, a resumed run keeps its own, and without a
-    batch the packs of its steps, on another number of processes, too. Every rank gets the values of the first. The length of
-    the run is logged.
+def fit_batch(
+    config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Path | None = None
+) -> ChronicalsConfig:
+    """``config`` with a batch that leaves an epoch about ``STEPS_AN_EPOCH`` steps: a default one
+    shrinks, one that was set stays and is warned about. Where neither ``max_steps`` nor
+    ``num_epochs`` is set, a resumed run keeps its own, and without a batch the packs of its steps,
+    on another number of processes, too. Every rank gets the values of the first. The length of the
+    run is logged.
 
     Args:
         plan: packs of one epoch.
@@ -105,12 +125,25 @@ def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Pa
     """
     before = _config_of_run(resumed) if resumed is not None else {}
     kept = _on_processes(before, ranks.data_count)
-    length_before = _length_of_run(before, ranks) if resumed is not None and not config.explicit & {*LENGTHS} else {}
+    length_before = (
+        _length_of_run(before, ranks)
+        if resumed is not None and not config.explicit & {*LENGTHS}
+        else {}
+    )
     batch = {name: getattr(config, name) for name in SHRUNK}
     for name in SHRUNK:
         if name not in config.explicit:
-            rest = ranks.data_count * batch["batch_size"] * batch["gradient_accumulation_steps"] // batch[name]
-            enough = (size for size in range(batch[name], 0, -1) if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH)
+            rest = (
+                ranks.data_count
+                * batch["batch_size"]
+                * batch["gradient_accumulation_steps"]
+                // batch[name]
+            )
+            enough = (
+                size
+                for size in range(batch[name], 0, -1)
+                if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH
+            )
             batch[name] = kept.get(name) or next(enough, 1)
     agreed = ranks.gather(torch.tensor([batch[name] for name in SHRUNK]))[0].tolist()
     shrunk = {name: size for name, size in zip(SHRUNK, agreed) if size != getattr(config, name)}
@@ -125,63 +158,110 @@ def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Pa
     return fitted
 
 
-def _say_shrunk(asked: ChronicalsConfig, fitted: ChronicalsConfig, before: Length, after: Length) -> None:
-    sizes = [" x ".join(str(getattr(config, name)) for name in reversed(SHRUNK)) for config in (asked, fitted)]
+def _say_shrunk(
+    asked: ChronicalsConfig, fitted: ChronicalsConfig, before: Length, after: Length
+) -> None:
+    sizes = [
+        " x ".join(str(getattr(config, name)) for name in reversed(SHRUNK))
+        for config in (asked, fitted)
+    ]
     if sizes[0] != sizes[1]:
         logger.info(
-            "little data: the default batch_size x gradient_accumulation_steps of %s shrinks to %s, so that an epoch is "
-            "%s (%d before)", *sizes, _counted(after.steps_an_epoch, "step"), before.steps_an_epoch,
-        )  # fmt: skip
+            "little data: the default batch_size x gradient_accumulation_steps of %s shrinks to "
+            "%s, so that an epoch is "
+            "%s (%d before)",
+            *sizes,
+            _counted(after.steps_an_epoch, "step"),
+            before.steps_an_epoch,
+        )
 
 
 def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length: Length) -> None:
-    """Where an epoch has few steps for a batch that was set, or the whole run has few, and their number was not set."""
+    """Where an epoch has few steps for a batch that was set, or the whole run has few, and their
+    number was not set.
+    """
     kept = [name for name in SHRUNK if name in asked.explicit and getattr(fitted, name) > 1]
     merges = length.packs_a_step > length.packs
     if length.steps_an_epoch >= STEPS_AN_EPOCH or not (merges or fitted.max_steps is None):
         return
     epochs = length.epochs(fitted)
-    run = f"{_counted(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} {_counted(length.steps, 'step')}"
+    run = (
+        f"{_counted(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} "
+        f"{_counted(length.steps, 'step')}"
+    )
     if kept:
         values = " and ".join(f"{name}={getattr(fitted, name)}" for name in kept)
-        why = f"a step takes {length.packs_a_step} packs, more than the {length.packs} of an epoch: " if merges else ""
+        why = (
+            f"a step takes {length.packs_a_step} packs, more than the {length.packs} of an epoch: "
+            if merges
+            else ""
+        )
         logger.warning("%s: %s%s; lower %s for more updates", values, why, run, " or ".join(kept))
     elif length.steps < STEPS_AN_EPOCH:
-        logger.warning("little data: %s; raise num_epochs or lower max_seq_length for more updates", run)
+        logger.warning(
+            "little data: %s; raise num_epochs or lower max_seq_length for more updates", run
+        )
 
 
 def _on_processes(before: Mapping[str, Any], processes: int) -> Mapping[str, Any]:
-    """The batch of a run, with other forward passes where so many processes then take the packs that its steps took."""
+    """The batch of a run, with other forward passes where so many processes then take the packs
+    that its steps took.
+    """
     passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), processes)
     return before if rest or not passes else {**before, PASSES: passes}
 
 
-def _warn_of_other_steps(before: Mapping[str, Any], fitted: ChronicalsConfig, processes: int) -> None:
+def _warn_of_other_steps(
+    before: Mapping[str, Any], fitted: ChronicalsConfig, processes: int
+) -> None:
     """Where a run goes on with another number of packs in a step, for there are other processes."""
     then, of_a_pass = before.get(PROCESSES, processes), fitted.batch_size * processes
     packs = of_a_pass * fitted.gradient_accumulation_steps
     took = math.prod(before[name] for name in SHRUNK) * then if before else packs
     if then == processes or took == packs:
         return
-    kept = f"gradient_accumulation_steps={took // of_a_pass} keeps" if took % of_a_pass == 0 else f"{then} processes keep"
-    logger.warning("resuming on %d processes: a step takes %d packs (before: %d); %s as many", processes, packs, took, kept)
+    kept = (
+        f"gradient_accumulation_steps={took // of_a_pass} keeps"
+        if took % of_a_pass == 0
+        else f"{then} processes keep"
+    )
+    logger.warning(
+        "resuming on %d processes: a step takes %d packs (before: %d); %s as many",
+        processes,
+        packs,
+        took,
+        kept,
+    )
 
 
 def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
-    """That of ``LENGTHS`` which the run began with, as the first rank knows it, and says; empty where it had neither."""
-    steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in LENGTHS]))[0].tolist()
-    name, value = ("num_epochs", epochs) if epochs else ("max_steps", steps)  # of both, epochs were set and steps a default
+    """That of ``LENGTHS`` which the run began with, as the first rank knows it, and says; empty
+    where it had neither.
+    """
+    steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in LENGTHS]))[
+        0
+    ].tolist()
+    name, value = (
+        ("num_epochs", epochs) if epochs else ("max_steps", steps)
+    )  # of both, epochs were set and steps a default
     if value and ranks.writer:
-        logger.info("neither max_steps nor num_epochs is set: %s=%d, as the run began with", name, value)
+        logger.info(
+            "neither max_steps nor num_epochs is set: %s=%d, as the run began with", name, value
+        )
     return {name: value} if value else {}
 
 
 def _config_of_run(folder: Path) -> Mapping[str, Any]:
-    """``SHRUNK``, ``LENGTHS`` and ``PROCESSES`` of a checkpoint; empty where this machine does not have it."""
+    """``SHRUNK``, ``LENGTHS`` and ``PROCESSES`` of a checkpoint; empty where this machine does
+    not have it.
+    """
     try:
         state = checkpoint.load_state(folder)
         kept = state["config"]
-        of_run = {**{name: kept[name] for name in SHRUNK}, **{name: kept.get(name) for name in LENGTHS}}
+        of_run = {
+            **{name: kept[name] for name in SHRUNK},
+            **{name: kept.get(name) for name in LENGTHS},
+        }
         return of_run | ({PROCESSES: state[PROCESSES]} if PROCESSES in state else {})
     except (OSError, json.JSONDecodeError, KeyError):
         return {}

@@ -1,4 +1,6 @@
-"""The model that a run trains, loaded for how its weights are kept: whole in every process, or divided while they are read."""
+"""The model that a run trains, loaded for how its weights are kept: whole in every process, or
+divided while they are read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from chronicals.distributed import Mesh, RowsRead, on_each_machine, put_whole, s
 from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
 from chronicals.models.gguf_reader import gguf_of
-from chronicals.models.loading import DTYPES, is_packed, load_for_rows, load_replacing, load_without_weights
+from chronicals.models.loading import (
+    DTYPES,
+    is_packed,
+    load_for_rows,
+    load_replacing,
+    load_without_weights,
+)
 from chronicals.models.rows import NotByRows, digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
@@ -26,25 +34,46 @@ logger = logging.getLogger(__name__)
 
 def load_to_train(
     saved: SavedModel, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool = False
-) -> tuple[Any, ChronicalsConfig]:  # fmt: skip
-    """The model, and the configuration with the ``sharding`` that memory asks for where none is set.
+) -> tuple[Any, ChronicalsConfig]:
+    """The model, and the configuration with the ``sharding`` that memory asks for where none is
+    set.
 
-    Where weights are divided no process ever has all of them: each reads its rows, or quantises a weight after the other and
-    keeps its own. A base is loaded whole, and divided later, where it has adapters, is packed in its files, or adapters begin
-    with its weights.
+    Where weights are divided no process ever has all of them: each reads its rows, or quantises a
+        weight after the other and
+    keeps its own. A base is loaded whole, and divided later, where it has adapters, is packed in
+    its files, or adapters begin with its weights.
 
     Raises:
         ValueError: it cannot be loaded, with the reason.
-        ConfigurationError: where each process keeps rows of its own, that they read them from other files than the first.
+        ConfigurationError: where each process keeps rows of its own, that they read them from other
+            files than the first.
     """
     kind, place = OBJECTIVES[config.objective], saved.place
-    plain = not saved.adapted and gguf_of(place) is None and kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
-    by_rows = ranks.count > 1 and plain and not begins_with_weights(config) and not is_packed(saved.config(trust_remote_code))
+    plain = (
+        not saved.adapted
+        and gguf_of(place) is None
+        and kind.load.__func__ is Objective.load.__func__
+    )  # type: ignore[attr-defined]
+    by_rows = (
+        ranks.count > 1
+        and plain
+        and not begins_with_weights(config)
+        and not is_packed(saved.config(trust_remote_code))
+    )
     if by_rows:
         config = _with_sharding(place, config, ranks, trust_remote_code)
-    model = _divided(place, config, ranks, trust_remote_code) if by_rows and config.sharding == WEIGHTS else None
+    model = (
+        _divided(place, config, ranks, trust_remote_code)
+        if by_rows and config.sharding == WEIGHTS
+        else None
+    )
     if model is None:
-        given = DTYPES[config.mixed_precision], trust_remote_code, config.quantization, watcher(config)
+        given = (
+            DTYPES[config.mixed_precision],
+            trust_remote_code,
+            config.quantization,
+            watcher(config),
+        )
         model = kind.load(saved, *given)
     setattr(model, LOADED_FROM, saved)
     return model, config
@@ -52,8 +81,10 @@ def load_to_train(
 
 def _with_sharding(
     place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool
-) -> ChronicalsConfig:  # fmt: skip
-    """With what memory asks for of the fields that are not set, decided by the shapes of the model."""
+) -> ChronicalsConfig:
+    """With what memory asks for of the fields that are not set, decided by the shapes of the
+    model.
+    """
     if "sharding" in config.explicit and config.sharding != WEIGHTS:
         return config
     model = load_without_weights(place, trust_remote_code)
@@ -64,17 +95,26 @@ def _with_sharding(
     if chosen != WEIGHTS:
         return config
     if ranks.writer and "sharding" not in config.explicit:
-        logger.info("sharding: weights, for they do not fit a card of %.0f GiB whole beside the rest", total / 2**30)
+        logger.info(
+            "sharding: weights, for they do not fit a card of %.0f GiB whole beside the rest",
+            total / 2**30,
+        )
     model.requires_grad_(not config.use_lora)
     sharing = sharing_of(config, model, ranks.count, total, here)
     check_divisible(model, config, sharing)
     return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing)
 
 
-def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> Any | None:
-    """The model without its weights, to be read by rows, where they are trained; in shards where they are frozen. None where
-    its files hold them otherwise, and nobody asked for it."""
-    dtype, sharing, device = DTYPES[config.mixed_precision], config.sharding_ranks or ranks.count, ranks.device
+def _divided(
+    place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool
+) -> Any | None:
+    """The model without its weights, to be read by rows, where they are trained; in shards where
+    they are frozen. None where its files hold them otherwise, and nobody asked for it."""
+    dtype, sharing, device = (
+        DTYPES[config.mixed_precision],
+        config.sharding_ranks or ranks.count,
+        ranks.device,
+    )
     kept, otherwise = PRODUCTS[config.mixed_precision], None
     try:
         if config.use_lora:
@@ -89,7 +129,10 @@ def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_rem
         if "sharding" in config.explicit:
             raise otherwise
         if ranks.writer:
-            logger.warning("sharding: every process loads the whole model, before it is divided (%s)", otherwise)
+            logger.warning(
+                "sharding: every process loads the whole model, before it is divided (%s)",
+                otherwise,
+            )
         return None
     if not config.use_lora:
         return model

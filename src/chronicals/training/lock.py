@@ -1,4 +1,6 @@
-"""Locks on folders, which the kernel releases when the process that holds them ends, however it ends."""
+"""Locks on folders, which the kernel releases when the process that holds them ends, however it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EACCES)
 """What the system says of a lock that another process, or another part of this one, holds."""
 
 LOCK_FILE = "run.lock"
-"""Locked in place of the folder, where a file system (NFS) locks only files that are open for writing."""
+"""Locked in place of the folder, where a file system (NFS) locks only files that are open for
+writing.
+"""
 
 
 class FolderInUse(Exception):
@@ -25,8 +29,8 @@ class FolderInUse(Exception):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Within: nobody else holds the lock on ``folder``; gives whether it is held. Where the file system has no locks, which is
-    logged, it is not.
+    """Within: nobody else holds the lock on ``folder``; gives whether it is held. Where the file
+    system has no locks, which is logged, it is not.
 
     Raises:
         FolderInUse: somebody holds it.
@@ -49,7 +53,9 @@ def _acquire(folder: Path) -> int | None:
     try:
         return _open_and_lock(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        logger.warning("%s: cannot be locked (%s); see that no other run writes there", folder, error)
+        logger.warning(
+            "%s: cannot be locked (%s); see that no other run writes there", folder, error
+        )
         return None
 
 

@@ -39,16 +39,33 @@ class Loop:
     """
 
     def __init__(
-        self, session: Session, run: Run, steps: Steps, held_out: Steps | None, saved: RunCheckpoints,
-        callbacks: Callbacks, stop: Stop, about: Callable[[], dict[str, Any]], watch: RankWatch,
-    ):  # fmt: skip
-        self.session, self.run, self.steps, self.held_out, self.saved = session, run, steps, held_out, saved
+        self,
+        session: Session,
+        run: Run,
+        steps: Steps,
+        held_out: Steps | None,
+        saved: RunCheckpoints,
+        callbacks: Callbacks,
+        stop: Stop,
+        about: Callable[[], dict[str, Any]],
+        watch: RankWatch,
+    ):
+        self.session, self.run, self.steps, self.held_out, self.saved = (
+            session,
+            run,
+            steps,
+            held_out,
+            saved,
+        )
         self.callbacks, self.stop, self.about, self.watch = callbacks, stop, about, watch
         self.config, self.device = session.config, session.precision.device
         self._told = False
         self._passes: list[Moment] = []
         if session.ranks.count > 1:  # or nobody watches
-            session.passed, session.compiling = self._passed, partial(watch.alone, "compiling the first step")
+            session.passed, session.compiling = (
+                self._passed,
+                partial(watch.alone, "compiling the first step"),
+            )
 
     def train(self) -> None:
         """Every step; the metrics of one arrive while the next is computed.
@@ -62,7 +79,9 @@ class Loop:
         pending, began = None, Moment(self.device)
         session.model.train()
 
-        for step in self.steps.steps(run.position, count=0 if self._gains_no_more() else run.total_steps - run.step):
+        for step in self.steps.steps(
+            run.position, count=0 if self._gains_no_more() else run.total_steps - run.step
+        ):
             factor = rate_factor(config, run.step, run.total_steps)
             set_learning_rate(session.optimizer, factor)
             with self.watch.step(run.step + 1):
@@ -77,10 +96,16 @@ class Loop:
                 self._deliver(pending)
             passes, self._passes = self._passes, []
             pending = PendingMetrics(
-                scalars, began, passes, step=run.step, learning_rate=config.learning_rate * factor,
-                tokens=step.counts["tokens"], targets=step.counts["targets"],
-                fill=step.counts["tokens"] / step.counts["slots"], epoch=self.steps.epoch(step.state),
-            )  # fmt: skip
+                scalars,
+                began,
+                passes,
+                step=run.step,
+                learning_rate=config.learning_rate * factor,
+                tokens=step.counts["tokens"],
+                targets=step.counts["targets"],
+                fill=step.counts["tokens"] / step.counts["slots"],
+                epoch=self.steps.epoch(step.state),
+            )
             began = pending.moment
             if due := self._due():
                 self._deliver(pending)
@@ -96,13 +121,18 @@ class Loop:
     def _is_flat(self, scalars: Mapping[str, Tensor]) -> bool:
         """Whether a step has no gradient, and the objective says why; waits for the device."""
         values = {name: float(value) for name, value in scalars.items()}
-        return values["grad_norm"] == 0.0 and self.session.objective.why_no_gradient(values) is not None
+        return (
+            values["grad_norm"] == 0.0
+            and self.session.objective.why_no_gradient(values) is not None
+        )
 
     def _due(self) -> set[str]:
         """What is to be done after this step; its metrics are waited for first."""
         run, config, due = self.run, self.config, set()
         last = run.step == run.total_steps
-        if self.held_out is not None and (last or (config.eval_steps and run.step % config.eval_steps == 0)):
+        if self.held_out is not None and (
+            last or (config.eval_steps and run.step % config.eval_steps == 0)
+        ):
             due.add("evaluate")
         if last or (config.save_steps and run.step % config.save_steps == 0):
             due.add("save")
@@ -119,28 +149,41 @@ class Loop:
         run = self.run
         better = "evaluate" in due and self._evaluate()
         asked, enough = self._is_stopped(), self._gains_no_more()
-        if "save" in due or (better and self.saved.keeps_best) or enough or (asked and self.stop.save):
+        if (
+            "save" in due
+            or (better and self.saved.keeps_best)
+            or enough
+            or (asked and self.stop.save)
+        ):
             check_weights(run, self.session.parameters, self.session.ranks)
-            self.saved.save(run, self.session.optimizer, self.session.precision, self.steps, self.about())
+            self.saved.save(
+                run, self.session.optimizer, self.session.precision, self.steps, self.about()
+            )
         if asked:
             self.saved.finish()
             self._tell_what_is_saved()
             if self.callbacks.error is not None:
                 raise self.callbacks.error
-            raise Interrupted(f"{self.stop.reason} after step {run.step}; {how_to_resume(run.output_dir)}")
+            raise Interrupted(
+                f"{self.stop.reason} after step {run.step}; {how_to_resume(run.output_dir)}"
+            )
         if enough:
-            after = "" if run.best_step is None else f", after step {run.best_step}"  # unknown to older checkpoints
+            after = (
+                "" if run.best_step is None else f", after step {run.best_step}"
+            )  # unknown to older checkpoints
             lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
             logger.info("stopped early after step %d: %s", run.step, lowest)
         return enough
 
     def _asked_to_stop(self) -> bool:
-        """After a step several ranks ask each other only if its metrics, which are the same on all, have said that one was told
-        to stop: asking waits for the device."""
+        """After a step several ranks ask each other only if its metrics, which are the same on
+        all, have said that one was told to stop: asking waits for the device."""
         return (self.session.ranks.count == 1 or self._told) and self._is_stopped()
 
     def _is_stopped(self) -> bool:
-        return self.stop.is_asked(self.session.ranks, self.device, self.callbacks, self.saved.failed)
+        return self.stop.is_asked(
+            self.session.ranks, self.device, self.callbacks, self.saved.failed
+        )
 
     def _gains_no_more(self) -> bool:
         patience = self.config.early_stopping_patience
@@ -155,7 +198,9 @@ class Loop:
         self.run.last_loss = metrics.loss
 
     def _passed(self) -> None:
-        """The host has launched a micro-batch; the device, which it runs ahead of, is waited for when the metrics arrive."""
+        """The host has launched a micro-batch; the device, which it runs ahead of, is waited for
+        when the metrics arrive.
+        """
         self._passes.append(Moment(self.device))
         self.watch.passed()
 
@@ -165,13 +210,20 @@ class Loop:
         run, session = self.run, self.session
         limited = partial(self.watch.limited, f"evaluating after step {run.step}")
         evaluation = evaluate(
-            session.presented, session.objective, self.held_out, session.precision, session.ranks, limited,
+            session.presented,
+            session.objective,
+            self.held_out,
+            session.precision,
+            session.ranks,
+            limited,
             self.watch.passed,
-        )  # fmt: skip
+        )
         if not math.isfinite(evaluation.loss):
             raise TrainingError(
-                f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the weights were damaged by training, "
-                "which a lower learning_rate avoids, or what the model predicts for the held-out rows overflows; look at both. "
+                f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the "
+                "weights were damaged by training, "
+                "which a lower learning_rate avoids, or what the model predicts for the held-out "
+                "rows overflows; look at both. "
                 f"This step is not saved; {how_to_resume(run.output_dir)}"
             )
         better = run.evaluated(evaluation)
@@ -187,7 +239,9 @@ class Loop:
         self._tell(lambda callback: callback.saved(step, folder))
 
     def _tell(self, event: Callable[[Callback], None]) -> None:
-        """A user's callback may call the model, which attends as before the run then, and leave it in another mode."""
+        """A user's callback may call the model, which attends as before the run then, and leave
+        it in another mode.
+        """
         if not self.callbacks.may_call_the_model:
             self.callbacks.tell(event)
             return

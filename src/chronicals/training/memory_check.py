@@ -12,7 +12,9 @@ from chronicals.training.out_of_memory import ways_to_take_less
 logger = logging.getLogger(__name__)
 
 FILLED = 0.95
-"""Fraction of a card's memory that tensors can fill: between the allocator's blocks some is always left over."""
+"""Fraction of a card's memory that tensors can fill: between the allocator's blocks some is
+always left over.
+"""
 
 STEP = 256
 """Tokens to which the longest length that fits is rounded down."""
@@ -38,16 +40,24 @@ def refuse_what_cannot_fit(
     if not needed.total:
         return
     held = _held(needed, policy)
-    logger.info("memory: at most %.1f GiB expected, of %.1f on the card", held / GIB, needed.total / GIB)
+    logger.info(
+        "memory: at most %.1f GiB expected, of %.1f on the card", held / GIB, needed.total / GIB
+    )
     if not config.check_memory or _fits(needed, policy):
         return
-    length = longest_that_fits(config.max_seq_length, lambda length: _fits(estimated(length), policy))
+    length = longest_that_fits(
+        config.max_seq_length, lambda length: _fits(estimated(length), policy)
+    )
     shorter = f"the longest max_seq_length that fits as the run is set is {length:,}"
     if length == 0:
-        shorter = f"weights and states alone take {needed.fixed / GIB:.1f} GiB, so no shorter max_seq_length helps"
+        shorter = (
+            f"weights and states alone take {needed.fixed / GIB:.1f} GiB, so no shorter "
+            "max_seq_length helps"
+        )
     ways = "; or ".join(ways_to_take_less(config, ranks, shorter_rows=False))
     raise ConfigurationError(
-        f"max_seq_length={config.max_seq_length}: a step would hold about {held / GIB:.1f} GiB, and of the card's "
+        f"max_seq_length={config.max_seq_length}: a step would hold about {held / GIB:.1f} GiB, "
+        "and of the card's "
         f"{needed.total / GIB:.1f} GiB tensors fill at most {FILLED * needed.total / GIB:.1f}: "
         f"{(held - FILLED * needed.total) / GIB:.1f} GiB are short; {shorter}."
         + (f" Less is taken by {ways}." if ways else "")
@@ -56,7 +66,9 @@ def refuse_what_cannot_fit(
 
 
 def longest_that_fits(asked: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest multiple of ``STEP`` below ``asked`` that ``fits``, by bisection; 0 where none does."""
+    """Return the largest multiple of ``STEP`` below ``asked`` that ``fits``, by bisection; 0
+    where none does.
+    """
     below, above = 0, -(-asked // STEP)
     while above - below > 1:
         middle = (below + above) // 2

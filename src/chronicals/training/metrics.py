@@ -50,7 +50,10 @@ class StepMetrics:
         """
         own = {name: value for name, value in vars(self).items() if name != "others"}
         if taken := own.keys() & self.others:
-            raise ValueError(f"the objective calls something {', '.join(sorted(taken))}, as metrics of a step are; rename it")
+            raise ValueError(
+                f"the objective calls something {', '.join(sorted(taken))}, as metrics of a step "
+                "are; rename it"
+            )
         return {**own, **self.others}
 
 
@@ -86,7 +89,13 @@ class PendingMetrics:
         told: whether a rank wants all to stop; known after ``arrive``.
     """
 
-    def __init__(self, scalars: dict[str, Tensor], began: Moment, passes: Sequence[Moment] = (), **known: float):
+    def __init__(
+        self,
+        scalars: dict[str, Tensor],
+        began: Moment,
+        passes: Sequence[Moment] = (),
+        **known: float,
+    ):
         self.names, self.known, self.began, self.passes = list(scalars), known, began, passes
         stacked = torch.stack([scalar.float() for scalar in scalars.values()])
         self.device = stacked.device
@@ -115,7 +124,8 @@ class PendingMetrics:
             loss=got.pop("loss"),
             grad_norm=got.pop("grad_norm"),
             skipped=not got.pop("applied"),
-            tokens_per_second=self.known["tokens"] / max(self.moment.seconds_since(self.began), 1e-9),
+            tokens_per_second=self.known["tokens"]
+            / max(self.moment.seconds_since(self.began), 1e-9),
             memory_gib=memory,
             others=got,
             **self.known,  # type: ignore[arg-type]

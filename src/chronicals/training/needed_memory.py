@@ -1,4 +1,6 @@
-"""What a run is expected to hold on each card, and how weights are shared where that does not fit."""
+"""What a run is expected to hold on each card, and how weights are shared where that does not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,17 @@ from chronicals.training.weight_sharding import (
 
 
 def expected_memory(
-    config: ChronicalsConfig, model: Any, ranks: int, context: int, whole: bool,
-    in_fp8: Callable[[int, int], bool] | None = None, total: int | None = None, pads_attended: bool = False,
-) -> tuple[bool, Estimate]:  # fmt: skip
-    """What each of so many processes holds, and whether it sums gradients in the backward pass to free them: as asked, or where
-    all of them would not fit.
+    config: ChronicalsConfig,
+    model: Any,
+    ranks: int,
+    context: int,
+    whole: bool,
+    in_fp8: Callable[[int, int], bool] | None = None,
+    total: int | None = None,
+    pads_attended: bool = False,
+) -> tuple[bool, Estimate]:
+    """What each of so many processes holds, and whether it sums gradients in the backward pass to
+    free them: as asked, or where all of them would not fit.
 
     Args:
         model: with adapters, if any; may be on the meta device.
@@ -56,9 +64,15 @@ def expected_memory(
         total: bytes of a card; by default those of the model's device.
         pads_attended: attention leaves room for an adapter's columns behind what it returns.
     """
-    sharded, tokens = ranks > 1 and config.sharding != "none", config.batch_size * config.max_seq_length // context
+    sharded, tokens = (
+        ranks > 1 and config.sharding != "none",
+        config.batch_size * config.max_seq_length // context,
+    )
     if sharded and config.sharding == WEIGHTS:
-        among, held = sharing_of(config, model, ranks, total), _memory_of(model) if total is None else total
+        among, held = (
+            sharing_of(config, model, ranks, total),
+            _memory_of(model) if total is None else total,
+        )
         check_divisible(model, config, among)
         return False, _with_weights_divided(config, model, tokens, whole, among, held)
     states = _states_on_device(config, model)
@@ -66,7 +80,9 @@ def expected_memory(
         states = (states + (2 if _splits(config) else 4) + 4) / ranks
 
     def estimated(frees: bool) -> Estimate:
-        narrow, frozen, trained, gradient = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
+        narrow, frozen, trained, gradient = _bytes(
+            config, PRODUCTS[config.mixed_precision], ranks, states, frees
+        )
         kept = gradient * _keeps_gradients(config, divided=False)
         step = step_shape(config, model, tokens, whole, narrow, in_fp8, pads_attended)
         found = estimate(model, step, WeightBytes(frozen, trained + kept, gradient - kept))
@@ -82,10 +98,10 @@ def expected_memory(
 
 def _with_weights_divided(
     config: ChronicalsConfig, model: Any, tokens: int, whole: bool, among: int, total: int
-) -> Estimate:  # fmt: skip
-    """What each process holds where weights are divided among so many: shares, two layers that are gathered, and where layers
-    are trained the gradients of one before and after they are summed, and all of the embedding and the head; where they are
-    frozen, all of the head.
+) -> Estimate:
+    """What each process holds where weights are divided among so many: shares, two layers that are
+    gathered, and where layers are trained the gradients of one before and after they are summed,
+    and all of the embedding and the head; where they are frozen, all of the head.
 
     Args:
         model: whose frozen layers may be divided already.
@@ -109,7 +125,12 @@ def _with_weights_divided(
     else:
         extra, summed = _beside_frozen_shares(model, product, among), 0
     stays = summed * _keeps_gradients(config, divided=full)
-    return replace(found, fixed=found.fixed + extra + stays, total=total, gradients=found.gradients + summed - stays)
+    return replace(
+        found,
+        fixed=found.fixed + extra + stays,
+        total=total,
+        gradients=found.gradients + summed - stays,
+    )
 
 
 def step_shape(
@@ -121,7 +142,9 @@ def step_shape(
     in_fp8: Callable[[int, int], bool] | None = None,
     pads_attended: bool = False,
 ) -> StepShape:
-    """Return how a step of so many tokens computes, by what is asked for; see ``StepShape`` and ``expected_memory``."""
+    """Return how a step of so many tokens computes, by what is asked for; see ``StepShape`` and
+    ``expected_memory``.
+    """
     adapted = any(path.endswith("o_proj") for path, _ in adapters(model))
     return StepShape(
         tokens=tokens,
@@ -137,7 +160,9 @@ def step_shape(
 
 
 def asked_recomputation(config: ChronicalsConfig) -> str | None:
-    """Return what every layer recomputes where the configuration says so; None where the memory decides."""
+    """Return what every layer recomputes where the configuration says so; None where the memory
+    decides.
+    """
     if "recompute_layers" in config.memory_policies:
         return LAYERS
     if "recompute_elementwise" in config.memory_policies:
@@ -158,10 +183,12 @@ def fixed_recomputation(config: ChronicalsConfig, model: Any) -> str | None:
 
 
 def layers_that_stay(needed: Estimate, policy: str, again: int | None, size: int) -> int:
-    """How many of the last layers may stay gathered between both passes, in what is spare beside the recomputation chosen.
+    """How many of the last layers may stay gathered between both passes, in what is spare beside
+    the recomputation chosen.
 
     Args:
-        policy, again: what is recomputed of every layer, and how many layers are whole, None for all; with any, none stays.
+        policy, again: what is recomputed of every layer, and how many layers are whole, None for
+            all; with any, none stays.
         size: bytes of the largest layer, gathered.
     """
     if not needed.total or again != 0 or policy not in needed.kept:
@@ -177,38 +204,55 @@ def gathered_bytes(config: ChronicalsConfig, model: Any) -> int:
 
 
 def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
-    """What frozen weights take where they are divided among so many, less what they take as they are: shares, two layers that
-    are gathered, and where products read whole weights in place, a dense layer that they read instead."""
+    """What frozen weights take where they are divided among so many, less what they take as they
+    are: shares, two layers that are gathered, and where products read whole weights in place, a
+    dense layer that they read instead."""
     sizes, here, gathered, read = 0, 0, 0, 0
     for layer in decoder_layers(model):
-        held: dict[Any, int] = {module: size for module in layer.modules() if (size := frozen_bytes(module, product))}
+        held: dict[Any, int] = {
+            module: size for module in layer.modules() if (size := frozen_bytes(module, product))
+        }
         whole = sum(held.values())
         sizes, gathered = sizes + whole, max(gathered, whole)
         here += sum(size // divided_among(module) for module, size in held.items())
         in_place = (m for m in held if divided_among(m) == 1 and m.weight.is_floating_point())
         read = max(read, sum(held[module] for module in in_place))
     extra = sizes // among - here + 2 * gathered + read
-    if why_embedding_stays_whole(model, among) is None and divided_among(model.get_input_embeddings()) == 1:
+    if (
+        why_embedding_stays_whole(model, among) is None
+        and divided_among(model.get_input_embeddings()) == 1
+    ):
         extra -= embedding_table(model).numel() * (among - 1) // among * product
     return extra
 
 
 def _memory_of(model: Any) -> int:
-    """Bytes of the card that a model runs on, though its weights may be elsewhere as yet; 0 without one."""
+    """Bytes of the card that a model runs on, though its weights may be elsewhere as yet; 0
+    without one.
+    """
     return card_memory(input_device(model))
 
 
 def frozen_bytes(module: Any, product: int) -> int:
     """Of a frozen linear layer's weight, as it is held by all ranks that divide it."""
-    if not hasattr(module, "out_features") or any(p.requires_grad for p in module.parameters(recurse=False)):
+    if not hasattr(module, "out_features") or any(
+        p.requires_grad for p in module.parameters(recurse=False)
+    ):
         return 0
-    held = sum(p.numel() * (product if p.is_floating_point() else 1) for p in module.parameters(recurse=False))
-    return held * divided_among(module) + sum(buffer.nbytes for buffer in module.buffers(recurse=False))
+    held = sum(
+        p.numel() * (product if p.is_floating_point() else 1)
+        for p in module.parameters(recurse=False)
+    )
+    return held * divided_among(module) + sum(
+        buffer.nbytes for buffer in module.buffers(recurse=False)
+    )
 
 
-def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int, here: int | None = None) -> str:
-    """``sharding`` as asked; where nothing is asked, the weights are divided if they can be, and do not fit a card of so many
-    bytes whole.
+def choose_sharding(
+    config: ChronicalsConfig, model: Any, ranks: int, total: int, here: int | None = None
+) -> str:
+    """``sharding`` as asked; where nothing is asked, the weights are divided if they can be, and do
+    not fit a card of so many bytes whole.
 
     Args:
         model: as it was loaded; adapters that the run attaches may be there or not.
@@ -221,22 +265,35 @@ def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int
     try:
         for p, trained in kept:
             p.requires_grad_(trained and not frozen)
-        fits = expected_memory(config, model, ranks, config.context_parallel, True, None, total)[1].fits
-        return config.sharding if fits or why_not_divided(config, model, ranks, total, here) else WEIGHTS
+        fits = expected_memory(config, model, ranks, config.context_parallel, True, None, total)[
+            1
+        ].fits
+        return (
+            config.sharding
+            if fits or why_not_divided(config, model, ranks, total, here)
+            else WEIGHTS
+        )
     finally:
         for p, trained in kept:
             p.requires_grad_(trained)
 
 
 def why_not_divided(
-    config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None, here: int | None = None
-) -> str | None:  # fmt: skip
-    """Why the weights of a model cannot be divided among processes where nobody asks for it; None where they can.
+    config: ChronicalsConfig,
+    model: Any,
+    ranks: int,
+    total: int | None = None,
+    here: int | None = None,
+) -> str | None:
+    """Why the weights of a model cannot be divided among processes where nobody asks for it; None
+    where they can.
 
     Args:
         total, here: as for ``sharing_of``.
     """
-    for field in ("use_cuda_graphs", "use_torch_compile") if trains_layers(model) else ("use_torch_compile",):
+    for field in (
+        ("use_cuda_graphs", "use_torch_compile") if trains_layers(model) else ("use_torch_compile",)
+    ):
         if getattr(config, field) and field in config.explicit:
             return f"{field}=True cannot be honoured where weights are gathered for each layer"
     if config.sections.get("router", {}).get("anchor"):
@@ -247,7 +304,9 @@ def why_not_divided(
 
 
 def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> ChronicalsConfig:
-    """The configuration with what ``choose_sharding`` says for the cards of all processes, which must all ask."""
+    """The configuration with what ``choose_sharding`` says for the cards of all processes, which
+    must all ask.
+    """
     if ranks.count == 1 or "sharding" in config.explicit or not (total := smallest_card(ranks)):
         return config
     chosen = choose_sharding(config, model, ranks.count, total, on_each_machine(ranks))
@@ -262,8 +321,15 @@ def smallest_card(ranks: Mesh) -> int:
     return min(ranks.gather_values(card_memory(device)))
 
 
-def sharing_of(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None, here: int | None = None) -> int:
-    """How many neighbours share one copy of the weights: as asked, or those of a machine where that fits their cards, else all.
+def sharing_of(
+    config: ChronicalsConfig,
+    model: Any,
+    ranks: int,
+    total: int | None = None,
+    here: int | None = None,
+) -> int:
+    """How many neighbours share one copy of the weights: as asked, or those of a machine where that
+    fits their cards, else all.
 
     Args:
         total: bytes of a card; by default those of the model's device.
@@ -275,22 +341,31 @@ def sharing_of(config: ChronicalsConfig, model: Any, ranks: int, total: int | No
         if not 1 < here < ranks or ranks % here:
             return ranks
         tokens = config.batch_size * config.max_seq_length // config.context_parallel
-        fits = _with_weights_divided(config, model, tokens, True, here, _memory_of(model) if total is None else total).fits
+        fits = _with_weights_divided(
+            config, model, tokens, True, here, _memory_of(model) if total is None else total
+        ).fits
         return here if fits else ranks
     if asked < 2 or ranks % asked:
         raise ConfigurationError(
-            f"sharding_ranks={asked}: {ranks} processes cannot share weights {asked} by {asked}; take a divisor of {ranks} "
+            f"sharding_ranks={asked}: {ranks} processes cannot share weights {asked} by {asked}; "
+            f"take a divisor of {ranks} "
             "from 2 on, or leave it out"
         )
     return asked
 
 
 def _states_on_device(config: ChronicalsConfig, model: Any) -> float:
-    """Bytes of the optimizer states of a trained weight, in the mean: buffers instead of those in host memory."""
-    moved = states_in_host_memory(model) if "offload_optimizer_states" in config.memory_policies else []
+    """Bytes of the optimizer states of a trained weight, in the mean: buffers instead of those
+    in host memory.
+    """
+    moved = (
+        states_in_host_memory(model) if "offload_optimizer_states" in config.memory_policies else []
+    )
     away, trained = {id(p) for p in moved}, [p for p in model.parameters() if p.requires_grad]
     here = state_bytes(config, model, [p for p in trained if id(p) not in away])
-    return (here + buffer_bytes(state_bytes(config, model, moved))) / max(sum(p.numel() for p in trained), 1)
+    return (here + buffer_bytes(state_bytes(config, model, moved))) / max(
+        sum(p.numel() for p in trained), 1
+    )
 
 
 def state_bytes(config: ChronicalsConfig, model: Any, weights: Sequence[Tensor]) -> int:
@@ -309,8 +384,9 @@ def _splits(config: ChronicalsConfig) -> bool:
 
 def _bytes(
     config: ChronicalsConfig, product_type: torch.dtype, ranks: int, states: float, frees: bool
-) -> tuple[int, float, float, float]:  # fmt: skip
-    """Of an activation, of a frozen weight, with what it is in FP8, of a trained one with ``states``, and of its gradient.
+) -> tuple[int, float, float, float]:
+    """Of an activation, of a frozen weight, with what it is in FP8, of a trained one with
+    ``states``, and of its gradient.
 
     Args:
         frees: gradients are summed over the ranks in the backward pass, and freed.
@@ -323,8 +399,8 @@ def _bytes(
 
 
 def _keeps_gradients(config: ChronicalsConfig, divided: bool) -> bool:
-    """Whether gradients are there during a forward pass: those of the micro-batch before, or those that CUDA graphs write,
-    which stay where they are; else activations make way for them.
+    """Whether gradients are there during a forward pass: those of the micro-batch before, or those
+    that CUDA graphs write, which stay where they are; else activations make way for them.
 
     Args:
         divided: trained weights are divided among processes, so that there are no graphs.
@@ -333,7 +409,9 @@ def _keeps_gradients(config: ChronicalsConfig, divided: bool) -> bool:
 
 
 def has_tiles(config: ChronicalsConfig, context: int = 1) -> bool:
-    return "tiled_mlp" in config.memory_policies and makes_tiles(config.batch_size * config.max_seq_length // context)
+    return "tiled_mlp" in config.memory_policies and makes_tiles(
+        config.batch_size * config.max_seq_length // context
+    )
 
 
 def leaves_the_card(config: ChronicalsConfig) -> bool:

@@ -17,27 +17,40 @@ FEW_LOGITS = 1024
 
 
 @contextmanager
-def saying_what_helps(config: ChronicalsConfig, device: torch.device, ranks: int = 1) -> Iterator[None]:
-    """Raises TrainingError where the card's memory runs out within: how much there is, who holds it, what takes less."""
+def saying_what_helps(
+    config: ChronicalsConfig, device: torch.device, ranks: int = 1
+) -> Iterator[None]:
+    """Raises TrainingError where the card's memory runs out within: how much there is, who holds
+    it, what takes less.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         ways = "; or ".join(ways_to_take_less(config, ranks))
-        raise TrainingError(f"out of memory on {device}{_held(device)}. Less is taken by {ways}") from error
+        raise TrainingError(
+            f"out of memory on {device}{_held(device)}. Less is taken by {ways}"
+        ) from error
 
 
-def ways_to_take_less(config: ChronicalsConfig, ranks: int = 1, shorter_rows: bool = True) -> list[str]:
+def ways_to_take_less(
+    config: ChronicalsConfig, ranks: int = 1, shorter_rows: bool = True
+) -> list[str]:
     """Return the remedies of ``what_helps`` in words.
 
     Args:
         shorter_rows: with the last of them, a shorter ``max_seq_length``.
     """
     remedies = what_helps(config, ranks)
-    return [_words(fields, price) for fields, price in remedies if shorter_rows or "max_seq_length" not in fields]
+    return [
+        _words(fields, price)
+        for fields, price in remedies
+        if shorter_rows or "max_seq_length" not in fields
+    ]
 
 
 def what_helps(config: ChronicalsConfig, ranks: int = 1) -> Iterator[tuple[dict[str, Any], str]]:
-    """Fields that make a run take less memory than ``config`` does, and their price: first those that take nothing but time.
+    """Fields that make a run take less memory than ``config`` does, and their price: first those
+    that take nothing but time.
 
     Args:
         ranks: how many processes train together.
@@ -87,7 +100,10 @@ def _held(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     free, whole = torch.cuda.mem_get_info(device)
-    ours, others = torch.cuda.max_memory_allocated(device), whole - free - torch.cuda.memory_reserved(device)
+    ours, others = (
+        torch.cuda.max_memory_allocated(device),
+        whole - free - torch.cuda.memory_reserved(device),
+    )
     return " ({:.1f} GiB; this run held up to {:.1f}, the driver and others hold {:.1f})".format(
         *(size / 2**30 for size in (whole, ours, others))
     )

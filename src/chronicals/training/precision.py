@@ -1,4 +1,6 @@
-"""Number types of a run: what weights are kept in, what products are made in, and the scale of an fp16 loss."""
+"""Number types of a run: what weights are kept in, what products are made in, and the scale of
+an fp16 loss.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ GROWTH_INTERVAL = 2000
 
 
 class Precision:
-    """``bf16``: bf16 weights with an exact fp32 master. ``fp16``: fp16 products over fp32 weights, with loss scaling
-    (Micikevicius et al., 2018, section 3.2). ``fp32``: all of it.
+    """``bf16``: bf16 weights with an exact fp32 master. ``fp16``: fp16 products over fp32 weights,
+    with loss scaling (Micikevicius et al., 2018, section 3.2). ``fp32``: all of it.
 
-    The scale and its counter are tensors: an overflow halves the scale and, ``GROWTH_INTERVAL`` good steps later, it
+    The scale and its counter are tensors: an overflow halves the scale and, ``GROWTH_INTERVAL``
+        good steps later, it
     doubles again, without the host being asked.
     """
 
@@ -30,8 +33,9 @@ class Precision:
         self.good_steps = torch.zeros((), device=device)
 
     def prepare(self, model: Any, optimizer: FusedAdamW) -> None:
-        """Bring the weights into their type, in place; trained fp32 values are kept exactly in bf16's master. Those that the
-        class keeps in fp32 when transformers loads it in another type, such as routers, stay so."""
+        """Bring the weights into their type, in place; trained fp32 values are kept exactly in
+        bf16's master. Those that the class keeps in fp32 when transformers loads it in another
+        type, such as routers, stay so."""
         frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
         adapted, patterns = hasattr(model, "chronicals_lora"), kept_in_fp32(model, frozen)
         of_peft = stays_in_fp32(model)
@@ -45,7 +49,12 @@ class Precision:
             stays = value.dtype == torch.float32 and any(pattern in name for pattern in patterns)
             if not parameter.requires_grad:
                 parameter.data = value if stays else value.to(frozen)
-            elif self.mode == "bf16" and not stays and not of_peft and not (adapted and ".lora_" in name):
+            elif (
+                self.mode == "bf16"
+                and not stays
+                and not of_peft
+                and not (adapted and ".lora_" in name)
+            ):
                 parameter.data = value.to(torch.bfloat16)
                 optimizer.set_master(parameter, value.float())
             else:
@@ -61,7 +70,9 @@ class Precision:
         if self.mode == "fp16":
             good_steps = torch.where(finite, self.good_steps + 1, 0.0)
             grown = good_steps >= GROWTH_INTERVAL
-            self.scale.copy_(torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale / 2))
+            self.scale.copy_(
+                torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale / 2)
+            )
             self.good_steps.copy_(torch.where(grown, 0.0, good_steps))
 
     def state(self) -> dict[str, float]:
@@ -73,6 +84,12 @@ class Precision:
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
-    """Parts of the names of weights that are fp32 where transformers loads the model in ``dtype``."""
+    """Parts of the names of weights that are fp32 where transformers loads the model in
+    ``dtype``.
+    """
     fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
-    return {part for field in fields for part in getattr(model, f"_keep_in_fp32_modules{field}", None) or ()}
+    return {
+        part
+        for field in fields
+        for part in getattr(model, f"_keep_in_fp32_modules{field}", None) or ()
+    }

@@ -1,4 +1,6 @@
-"""What a run is given, checked and opened: the device, the class of the model, the data, where generation ends."""
+"""What a run is given, checked and opened: the device, the class of the model, the data, where
+generation ends.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import Source, TokenStore, open_divided, open_held_out, open_store, stop_token_ids
+from chronicals.data import (
+    Source,
+    TokenStore,
+    open_divided,
+    open_held_out,
+    open_store,
+    stop_token_ids,
+)
 from chronicals.distributed import Mesh
 from chronicals.models import embedding_table, input_device
 from chronicals.models.loading import RUNS_ON
@@ -21,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
-    """The single device of the model, which becomes the current one; a process of several moves it to its own card.
+    """The single device of the model, which becomes the current one; a process of several moves it
+    to its own card.
 
     Args:
         divided: weights come there when they are divided among processes.
@@ -32,12 +42,15 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
     if divided:
         setattr(model, RUNS_ON, ranks.device)
         return ranks.device
-    if ranks.device.type == "cuda" and (ranks.count > 1 or getattr(model, "hf_device_map", None) is None):
+    if ranks.device.type == "cuda" and (
+        ranks.count > 1 or getattr(model, "hf_device_map", None) is None
+    ):
         model.to(ranks.device)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
         raise ConfigurationError(
-            f"the model is spread over {', '.join(sorted(map(str, devices)))}; load it on one device, for example with "
+            f"the model is spread over {', '.join(sorted(map(str, devices)))}; load it on one "
+            "device, for example with "
             'device_map={"": 0}'
         )
     device = input_device(model)
@@ -51,25 +64,40 @@ def check_class(model: Any) -> None:
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            "torch.compile(model) is a shell around the model; give the model itself, which model.compile() compiles in place"
+            "torch.compile(model) is a shell around the model; give the model itself, which "
+            "model.compile() compiles in place"
         )
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} has an encoder beside its decoder; only causal language models are trained here")
+        raise ValueError(
+            f"{name} has an encoder beside its decoder; only causal language models are trained "
+            "here"
+        )
     if model.get_output_embeddings() is None:
         scored = name.endswith("ForSequenceClassification")
-        how = "chronicals.models.load_scored, to train its score further" if scored else "AutoModelForCausalLM"
+        how = (
+            "chronicals.models.load_scored, to train its score further"
+            if scored
+            else "AutoModelForCausalLM"
+        )
         raise ValueError(f"{name} has no head that predicts tokens; load it with {how}")
 
 
 def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
     """Raises ConfigurationError where the card has no bf16."""
     on_card = device.type == "cuda"
-    if config.mixed_precision == "bf16" and on_card and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigurationError("mixed_precision='bf16': this card has no bf16; use mixed_precision='fp16'")
+    if (
+        config.mixed_precision == "bf16"
+        and on_card
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise ConfigurationError(
+            "mixed_precision='bf16': this card has no bf16; use mixed_precision='fp16'"
+        )
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Save the tokenizer as the run will in the end, into a folder that goes away, and read it back.
+    """Save the tokenizer as the run will in the end, into a folder that goes away, and read it
+    back.
 
     Raises:
         ConfigurationError: whoever loads what is saved would get another tokenizer.
@@ -106,14 +134,20 @@ def open_stores(
 
     def options(name: str, source: Source) -> dict[str, Any]:
         return {
-            "source": source, "tokenizer": tokenizer, "config": config, "builder": ranks.local_rank == 0,
-            "name": str(source) if isinstance(source, (str, Path)) else name, "embedding_rows": embedding_rows,
-            "report_file": report_of(name), "kinds": OBJECTIVES[config.objective].row_kinds,
-        }  # fmt: skip
+            "source": source,
+            "tokenizer": tokenizer,
+            "config": config,
+            "builder": ranks.local_rank == 0,
+            "name": str(source) if isinstance(source, (str, Path)) else name,
+            "embedding_rows": embedding_rows,
+            "report_file": report_of(name),
+            "kinds": OBJECTIVES[config.objective].row_kinds,
+        }
 
     if held_out is not None and config.validation_split:
         raise ConfigurationError(
-            f"validation_split={config.validation_split}: eval_dataset is given too, and only one can say what is held out; "
+            f"validation_split={config.validation_split}: eval_dataset is given too, and only one "
+            "can say what is held out; "
             "give one of them"
         )
     rest = None
@@ -123,22 +157,30 @@ def open_stores(
         store = open_store(**options("train_dataset", train))
     if shared := store.tokens_shared:
         whole = shared + int(store.lengths.sum())
-        logger.info("answers share their prompts: %s of %s tokens are not computed again", f"{shared:,}", f"{whole:,}")
+        logger.info(
+            "answers share their prompts: %s of %s tokens are not computed again",
+            f"{shared:,}",
+            f"{whole:,}",
+        )
     if held_out is not None:
         return store, open_store(**options("eval_dataset", held_out), training=store)
     return store, None if rest is None else open_held_out(rest, config, report_of("eval_dataset"))
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
-    """The stop token that is trained is where generation ends, also for whoever loads the model. Where its settings contradict
-    each other, that is settled now: transformers would refuse to save them when the run ends."""
+    """The stop token that is trained is where generation ends, also for whoever loads the model.
+    Where its settings contradict each other, that is settled now: transformers would refuse to
+    save them when the run ends."""
     generation = model.generation_config = model.generation_config or GenerationConfig()
     _settle(generation)
     known = generation.eos_token_id
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
     generation.eos_token_id = stops or None
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < embedding_table(model).shape[0]:
+    if (
+        tokenizer.pad_token_id is not None
+        and tokenizer.pad_token_id < embedding_table(model).shape[0]
+    ):
         generation.pad_token_id = tokenizer.pad_token_id
 
 
@@ -156,5 +198,7 @@ def _settle(generation: Any) -> None:
             generation.validate(strict=True)
         except ValueError as error:
             generation.do_sample = before
-            raise ConfigurationError(f"the model's generation_config could not be saved: {error}; mend it first") from error
+            raise ConfigurationError(
+                f"the model's generation_config could not be saved: {error}; mend it first"
+            ) from error
         logger.warning("generation_config: it has settings of sampling, so do_sample is set")

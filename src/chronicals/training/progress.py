@@ -1,4 +1,6 @@
-"""The progress of a run: on a terminal two lines that are never wider than it, elsewhere a line now and then."""
+"""The progress of a run: on a terminal two lines that are never wider than it, elsewhere a line
+now and then.
+"""
 
 from __future__ import annotations
 
@@ -76,11 +78,19 @@ class Progress:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         separator = ", " if options.ascii_only else " · "
         step, *rest = self.first_parts()
-        room = options.max_width - len(_fitted([step, *rest], [], options.max_width, separator)[0]) - 1
+        room = (
+            options.max_width - len(_fitted([step, *rest], [], options.max_width, separator)[0]) - 1
+        )
         bar = "" if room < NARROWEST_BAR else "-" * min(room, WIDEST_BAR)
         parts = [f"{step} {bar}" if bar else step, *rest]
-        for number, line in enumerate(_fitted(parts, self.further_parts(), options.max_width, separator)):
-            yield self._with_bar(line, len(step) + 1, len(bar), options.ascii_only) if number == 0 and bar else _text(line)
+        for number, line in enumerate(
+            _fitted(parts, self.further_parts(), options.max_width, separator)
+        ):
+            yield (
+                self._with_bar(line, len(step) + 1, len(bar), options.ascii_only)
+                if number == 0 and bar
+                else _text(line)
+            )
 
     def _with_bar(self, line: str, start: int, width: int, ascii_only: bool) -> Text:
         """The line with the bar drawn over its place."""
@@ -99,7 +109,9 @@ def _text(line: str) -> Text:
 
 
 def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator: str) -> list[str]:
-    """Lines of whole parts: all of ``first``, however many lines they need, and of ``further`` what ``MOST_LINES`` hold."""
+    """Lines of whole parts: all of ``first``, however many lines they need, and of ``further``
+    what ``MOST_LINES`` hold.
+    """
     lines = [first[0]]
     for part in first[1:]:
         if len(lines[-1] + separator + part) <= width:
@@ -120,7 +132,9 @@ def _clock(seconds: float) -> str:
 
 
 class ProgressBar(Callback):
-    """Two lines with a bar on a terminal; elsewhere lines that are logged, or printed where nobody hears the log."""
+    """Two lines with a bar on a terminal; elsewhere lines that are logged, or printed where
+    nobody hears the log.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -153,7 +167,11 @@ class ProgressBar(Callback):
     def _seconds_a_step(self) -> float | None:
         """The mean since the first step; None before there is one more."""
         done = self.step - self.first
-        return None if self.last_step_at is None or done < 1 else (self.last_step_at - self.began) / done
+        return (
+            None
+            if self.last_step_at is None or done < 1
+            else (self.last_step_at - self.began) / done
+        )
 
     def _seconds_left(self) -> float | None:
         seconds = self._seconds_a_step()
@@ -163,8 +181,13 @@ class ProgressBar(Callback):
         return max((self.total - self.step) * seconds - since, 0.0)
 
     def _is_due(self) -> bool:
-        """Whether this step has a line: the first, the last, some between, and any after which it would be quiet too long."""
-        if self.step in (self.first, self.total) or self.step % max(self.total // LINES_OF_A_RUN, 1) == 0:
+        """Whether this step has a line: the first, the last, some between, and any after which
+        it would be quiet too long.
+        """
+        if (
+            self.step in (self.first, self.total)
+            or self.step % max(self.total // LINES_OF_A_RUN, 1) == 0
+        ):
             return True
         quiet = time.monotonic() - self.said
         return quiet + (self._seconds_a_step() or 0.0) > SECONDS_BETWEEN_LINES

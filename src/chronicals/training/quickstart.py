@@ -1,6 +1,8 @@
-"""The whole road in one go, from text that is on every machine to a model that answers; no download.
+"""The whole road in one go, from text that is on every machine to a model that answers; no
+download.
 
-With preferences, the model is then trained to prefer a function's own description to that of another one.
+With preferences, the model is then trained to prefer a function's own description to that of
+another one.
 """
 
 from __future__ import annotations
@@ -24,11 +26,29 @@ from chronicals.training.trainer import ChronicalsTrainer
 
 HELD_OUT = 0.05
 
-WRITTEN = frozenset({
-    "train.jsonl", "held-out.jsonl", "untrained", "tokens", "model", "checkpoints", "metrics.jsonl", "report.html",
-    "samples.json", "train_dataset.json", "eval_dataset.json", "tensorboard", "trackers.json", "run.lock", "reference.json",
-    "log.txt", "train-pairs.jsonl", "held-out-pairs.jsonl", "preference",
-})  # fmt: skip
+WRITTEN = frozenset(
+    {
+        "train.jsonl",
+        "held-out.jsonl",
+        "untrained",
+        "tokens",
+        "model",
+        "checkpoints",
+        "metrics.jsonl",
+        "report.html",
+        "samples.json",
+        "train_dataset.json",
+        "eval_dataset.json",
+        "tensorboard",
+        "trackers.json",
+        "run.lock",
+        "reference.json",
+        "log.txt",
+        "train-pairs.jsonl",
+        "held-out-pairs.jsonl",
+        "preference",
+    }
+)
 """What a quickstart leaves in its folder, and so all that another may delete there."""
 
 
@@ -45,8 +65,24 @@ class Size:
     mixed_precision: Literal["bf16", "fp16", "fp32"]
 
 
-CPU = Size(width=256, layers=4, vocab_size=2048, epochs=6, batch_size=2, learning_rate=2e-3, mixed_precision="fp32")
-CARD = Size(width=512, layers=8, vocab_size=4096, epochs=12, batch_size=8, learning_rate=1e-3, mixed_precision="bf16")
+CPU = Size(
+    width=256,
+    layers=4,
+    vocab_size=2048,
+    epochs=6,
+    batch_size=2,
+    learning_rate=2e-3,
+    mixed_precision="fp32",
+)
+CARD = Size(
+    width=512,
+    layers=8,
+    vocab_size=4096,
+    epochs=12,
+    batch_size=8,
+    learning_rate=1e-3,
+    mixed_precision="bf16",
+)
 
 
 PREFERENCE_EPOCHS = 1
@@ -81,8 +117,8 @@ class Preferences:
 
     Attributes:
         pairs: trained on, and held out.
-        before, after: of held-out pairs. ``rewards/accuracies`` is the ratio of those whose chosen answer has the higher
-            log-probability by token, ``rewards/margins`` by how much.
+        before, after: of held-out pairs. ``rewards/accuracies`` is the ratio of those whose chosen
+            answer has the higher log-probability by token, ``rewards/margins`` by how much.
     """
 
     pairs: tuple[int, int]
@@ -91,32 +127,48 @@ class Preferences:
     result: TrainingResult
 
 
-def run_preferences(folder: Path, seed: int = 42, size: Size | None = None) -> tuple[Quickstart, Preferences]:
-    """A quickstart, and then DPO of its model, which is the reference policy, on pairs made of the same answers."""
+def run_preferences(
+    folder: Path, seed: int = 42, size: Size | None = None
+) -> tuple[Quickstart, Preferences]:
+    """A quickstart, and then DPO of its model, which is the reference policy, on pairs made of
+    the same answers.
+    """
     size = size or default_size()
     done = run_quickstart(folder, seed, size)
     files = [
-        _write_rows(folder / f"{name}-pairs.jsonl", pairs_of(_read_rows(folder / f"{name}.jsonl"), seed))
+        _write_rows(
+            folder / f"{name}-pairs.jsonl", pairs_of(_read_rows(folder / f"{name}.jsonl"), seed)
+        )
         for name in ("train", "held-out")
     ]
     usual = done.config.replace(output_dir=folder / "preference", num_epochs=PREFERENCE_EPOCHS)
     config = usual.replace(objective="dpo", learning_rate=PREFERENCE_RATE * size.learning_rate)
-    by_token = usual.replace(objective="simpo", simpo={"beta": 1.0, "gamma": 0.0})  # rewards are log-probabilities by token
-    model, tokenizer = load_model(done.result.model_dir, torch.float32), load_tokenizer(done.result.model_dir)
+    by_token = usual.replace(
+        objective="simpo", simpo={"beta": 1.0, "gamma": 0.0}
+    )  # rewards are log-probabilities by token
+    model, tokenizer = (
+        load_model(done.result.model_dir, torch.float32),
+        load_tokenizer(done.result.model_dir),
+    )
     before = evaluate_data(model, tokenizer, files[1], by_token)
     result = ChronicalsTrainer(model, tokenizer, config).train(*files)
-    after = evaluate_data(load_model(result.model_dir, torch.float32), tokenizer, files[1], by_token)
+    after = evaluate_data(
+        load_model(result.model_dir, torch.float32), tokenizer, files[1], by_token
+    )
     counts = tuple(len(_read_rows(file)) for file in files)
     return done, Preferences((counts[0], counts[1]), before, after, result)
 
 
 def pairs_of(rows: list[dict], seed: int) -> list[dict]:
-    """Pairs of questions and answers: chosen is a question's own answer, rejected that of another one, each once."""
+    """Pairs of questions and answers: chosen is a question's own answer, rejected that of
+    another one, each once.
+    """
     order = np.random.default_rng(seed).permutation(len(rows))
     answers = [row["messages"][1] for row in rows]
     others = dict(zip(order, np.roll(order, 1)))
     pairs = [
-        {"prompt": row["messages"][:1], "chosen": [answers[n]], "rejected": [answers[others[n]]]} for n, row in enumerate(rows)
+        {"prompt": row["messages"][:1], "chosen": [answers[n]], "rejected": [answers[others[n]]]}
+        for n, row in enumerate(rows)
     ]
     return [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
 
@@ -129,13 +181,15 @@ def default_size() -> Size:
 def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Quickstart:
     """Write data and an untrained model to ``folder``, train it there, and ask it before and after.
 
-    The steps are those of ``chronicals train`` on files of one's own: a JSONL file, a model folder, a configuration.
+    The steps are those of ``chronicals train`` on files of one's own: a JSONL file, a model folder,
+    a configuration.
     """
     size = size or default_size()
     train_rows, held_rows = _split(questions_and_answers(), seed)
     folder.mkdir(parents=True, exist_ok=True)
     data, held = (
-        _write_rows(folder / name, rows) for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows))
+        _write_rows(folder / name, rows)
+        for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows))
     )
     untrained = folder / "untrained"
     parameters = _write_model(untrained, train_rows, size, seed)
@@ -159,9 +213,14 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     assert result.evaluation is not None
     questions = [train_rows[len(train_rows) // 2], held_rows[0]]
     return Quickstart(
-        len(train_rows) + len(held_rows), parameters, before, result.evaluation,
-        _ask(questions, untrained, result.model_dir), result, config,
-    )  # fmt: skip
+        len(train_rows) + len(held_rows),
+        parameters,
+        before,
+        result.evaluation,
+        _ask(questions, untrained, result.model_dir),
+        result,
+        config,
+    )
 
 
 def _split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
@@ -183,7 +242,9 @@ def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
     """An untrained Llama and a tokenizer trained on the rows; returns the number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = train_tokenizer((m["content"] for row in rows for m in row["messages"]), size.vocab_size)
+    tokenizer = train_tokenizer(
+        (m["content"] for row in rows for m in row["messages"]), size.vocab_size
+    )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -210,6 +271,8 @@ def _ask(rows: list[dict], before: Path, after: Path) -> list[Answer]:
     answers = []
     for row in rows:
         question, documented = (message["content"] for message in row["messages"])
-        before_training, after_training = (answer(m, question, max_new_tokens=80) for m in (untrained, trained))
+        before_training, after_training = (
+            answer(m, question, max_new_tokens=80) for m in (untrained, trained)
+        )
         answers.append(Answer(question, before_training, after_training, documented))
     return answers

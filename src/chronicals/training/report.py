@@ -1,4 +1,6 @@
-"""``report.html``: one file, readable without anything else: what was trained, on what, how, and the curves."""
+"""``report.html``: one file, readable without anything else: what was trained, on what, how, and
+the curves.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class Report:
         title: of the page.
         facts: about the run, by name, for the table at the top.
         metrics: the lines of ``metrics.jsonl``.
-        data: what the gate wrote about each data set (``train_dataset.json``, ``eval_dataset.json``).
+        data: what the gate wrote about each data set (``train_dataset.json``,
+            ``eval_dataset.json``).
         config: the settings, and which of them were set.
         samples: answers before and after.
     """
@@ -79,7 +82,9 @@ class Report:
         parts = [
             f"<h1>{title}</h1>{_pairs(facts)}",
             *(_section(_named(found), _data(found)) for found in self.data),
-            _section("Curves", f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'),
+            _section(
+                "Curves", f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'
+            ),
             _section("Answers before and after", _samples(self.samples)) if self.samples else "",
             _section("Settings", _settings(self.config)),
         ]
@@ -114,10 +119,17 @@ def machine(device: torch.device) -> dict[str, str]:
 def _times(metrics: Sequence[Mapping]) -> dict[str, str]:
     """When the first and the last line of the metrics were written, and how long the steps took."""
     told = [line["time"] for line in metrics if "time" in line]
-    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in metrics if line.get("tokens_per_second"))
+    seconds = sum(
+        line["tokens"] / line["tokens_per_second"]
+        for line in metrics
+        if line.get("tokens_per_second")
+    )
     times = {"time in steps": str(timedelta(seconds=round(seconds)))}
     if told:
-        first, last = (datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M %Z") for time in (told[0], told[-1]))
+        first, last = (
+            datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M %Z")
+            for time in (told[0], told[-1])
+        )
         times = {"first step": first, "finished": last, **times}
     return times
 
@@ -129,7 +141,10 @@ def _named(found: Mapping) -> str:
 def _data(found: Mapping) -> str:
     names = {field.name for field in dataclasses.fields(DataReport)} - {"findings", "left_out"}
     ledger, report = Ledger(**found["ledger"]), DataReport(**{name: found[name] for name in names})
-    share, what = found["targets"] / max(found["tokens"], 1), "scored" if ledger.is_scored else "trained"
+    share, what = (
+        found["targets"] / max(found["tokens"], 1),
+        "scored" if ledger.is_scored else "trained",
+    )
     facts = {
         "rows": f"{found['rows']:,} ({ledger.kinds})",
         "documents": report.documents_in_words().removesuffix(" documents"),
@@ -137,11 +152,22 @@ def _data(found: Mapping) -> str:
         f"{what} tokens": f"{found['targets']:,} ({share:.0%})",
     }
     findings = [
-        (one["level"], one["rule"], f"{one['count']:,}", ", ".join(map(str, one["rows"])), one["what"], one["remedy"])
+        (
+            one["level"],
+            one["rule"],
+            f"{one['count']:,}",
+            ", ".join(map(str, one["rows"])),
+            one["what"],
+            one["remedy"],
+        )
         for one in found["findings"]
     ]
     columns = ("", "rule", "rows", "the first", "what", "remedy")
-    gate = _table(columns, findings, classes=True) if findings else "<p>The gate found nothing wrong.</p>"
+    gate = (
+        _table(columns, findings, classes=True)
+        if findings
+        else "<p>The gate found nothing wrong.</p>"
+    )
     return _pairs(facts) + _table(COLUMNS, ledger.table()) + gate
 
 
@@ -151,14 +177,26 @@ def _settings(config: ChronicalsConfig) -> str:
     rows = []
     for field in dataclasses.fields(config):
         fitted = "fitted to the data" if values[field.name] != usual.get(field.name) else "default"
-        rows.append((field.name, str(values[field.name]), "set" if field.name in config.explicit else fitted))
+        rows.append(
+            (
+                field.name,
+                str(values[field.name]),
+                "set" if field.name in config.explicit else fitted,
+            )
+        )
     columns, chosen = ("field", "value", ""), [row for row in rows if row[2] != "default"]
     defaults = _table(columns, [row for row in rows if row[2] == "default"])
-    return _table(columns, chosen) + f"<details><summary>left to their defaults</summary>{defaults}</details>"
+    return (
+        _table(columns, chosen)
+        + f"<details><summary>left to their defaults</summary>{defaults}</details>"
+    )
 
 
 def _samples(samples: Iterable[Sample]) -> str:
-    return _table(("prompt", "before", "after"), [(sample.prompt, sample.before, sample.after) for sample in samples])
+    return _table(
+        ("prompt", "before", "after"),
+        [(sample.prompt, sample.before, sample.after) for sample in samples],
+    )
 
 
 def _section(title: str, content: str) -> str:
@@ -166,7 +204,10 @@ def _section(title: str, content: str) -> str:
 
 
 def _pairs(facts: Mapping[str, object]) -> str:
-    rows = (f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+    rows = (
+        f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>"
+        for k, v in facts.items()
+    )
     return f"<table>{''.join(rows)}</table>"
 
 
@@ -176,7 +217,9 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: bool 
     body = []
     for row in rows:
         cells = "".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row)
-        body.append(f'<tr class="{html.escape(row[0])}">{cells}</tr>' if classes else f"<tr>{cells}</tr>")
+        body.append(
+            f'<tr class="{html.escape(row[0])}">{cells}</tr>' if classes else f"<tr>{cells}</tr>"
+        )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
@@ -185,18 +228,32 @@ def _figure(metrics: Sequence[Mapping]) -> bytes:
     from matplotlib.figure import Figure
 
     steps = [line for line in metrics if "loss" in line]
-    panels = PANELS | {name: name for line in steps for name in line if name not in {*STEP_FIELDS, "time"}}
+    panels = PANELS | {
+        name: name for line in steps for name in line if name not in {*STEP_FIELDS, "time"}
+    }
     rows = -(-len(panels) // 2)
     high = 3 * rows  # inches, as margins and gaps are: to compute them takes as long as to draw
     figure = Figure(figsize=(10, high))
-    figure.subplots_adjust(left=0.08, right=0.99, bottom=0.5 / high, top=1 - 0.3 / high, wspace=0.22, hspace=0.36)
+    figure.subplots_adjust(
+        left=0.08, right=0.99, bottom=0.5 / high, top=1 - 0.3 / high, wspace=0.22, hspace=0.36
+    )
     FigureCanvasSVG(figure)
     axes = list(figure.subplots(rows, 2).flat)
     for axis, (name, label) in zip(axes, panels.items()):
         drawn = [line for line in steps if name in line]
-        axis.plot([line["step"] for line in drawn], [line[name] for line in drawn], lw=1.2, label="training")
+        axis.plot(
+            [line["step"] for line in drawn],
+            [line[name] for line in drawn],
+            lw=1.2,
+            label="training",
+        )
         if evaluations := [line for line in metrics if f"eval_{name}" in line]:
-            axis.plot([e["step"] for e in evaluations], [e[f"eval_{name}"] for e in evaluations], "o-", label="held-out")
+            axis.plot(
+                [e["step"] for e in evaluations],
+                [e[f"eval_{name}"] for e in evaluations],
+                "o-",
+                label="held-out",
+            )
             axis.legend(frameon=False)
         axis.set_title(label, fontsize=10, loc="left")
         axis.set_xlabel("step", fontsize=8)

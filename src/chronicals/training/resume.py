@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def sole_writer(output_dir: Path) -> Iterator[None]:
-    """Within: no other run writes to ``output_dir``, which is made if it is missing, and is no more if nothing was written. An
-    earlier run that a killed one was to replace is put back first.
+    """Within: no other run writes to ``output_dir``, which is made if it is missing, and is no more
+    if nothing was written. An earlier run that a killed one was to replace is put back first.
 
     Raises:
         CheckpointError: another run does.
@@ -38,11 +38,14 @@ def sole_writer(output_dir: Path) -> Iterator[None]:
             put_back(output_dir)
         except FolderInUse:
             raise CheckpointError(
-                f"output_dir={str(output_dir)!r}: another run is writing there; wait until it ends, or choose another "
+                f"output_dir={str(output_dir)!r}: another run is writing there; wait until it "
+                "ends, or choose another "
                 "output_dir"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"output_dir={str(output_dir)!r}: cannot be written: {error}") from error
+            raise CheckpointError(
+                f"output_dir={str(output_dir)!r}: cannot be written: {error}"
+            ) from error
         yield
 
 
@@ -70,21 +73,23 @@ def how_to_resume(output_dir: Path) -> str:
 
 def checkpoint_to_resume(
     output_dir: Path, resume: bool | str | Path, ranks: Mesh, overwrite: bool = False
-) -> Path | None:  # fmt: skip
+) -> Path | None:
     """The checkpoint that a run goes on from; None if it begins at step 0.
 
     Args:
-        resume: False for a new run; True for the newest whole checkpoint in ``output_dir``, if there is one; or the folder of
-            a checkpoint, or of a run, whose newest it is.
+        resume: False for a new run; True for the newest whole checkpoint in ``output_dir``, if
+            there is one; or the folder of a checkpoint, or of a run, whose newest it is.
         overwrite: what is in ``output_dir`` may be replaced by a run that begins there.
 
     Raises:
         ConfigurationError: the run to go on with is the one to replace.
-        CheckpointError: what is in ``output_dir`` would be overwritten, or the checkpoint that was named cannot be used.
+        CheckpointError: what is in ``output_dir`` would be overwritten, or the checkpoint that was
+            named cannot be used.
     """
     if overwrite and (resume is True or _is_within(resume, output_dir)):
         raise ConfigurationError(
-            f"overwrite=True replaces the run in output_dir={str(output_dir)!r}, with which resume goes on; leave out one of "
+            f"overwrite=True replaces the run in output_dir={str(output_dir)!r}, with which "
+            "resume goes on; leave out one of "
             "the two"
         )
     refuse = _allow if overwrite else _refuse_to_overwrite
@@ -104,7 +109,9 @@ def checkpoint_to_resume(
 
 
 def _is_within(resume: bool | str | Path, output_dir: Path) -> bool:
-    return not isinstance(resume, bool) and Path(resume).expanduser().resolve().is_relative_to(output_dir.resolve())
+    return not isinstance(resume, bool) and Path(resume).expanduser().resolve().is_relative_to(
+        output_dir.resolve()
+    )
 
 
 def _allow(output_dir: Path) -> None:
@@ -114,7 +121,8 @@ def _allow(output_dir: Path) -> None:
 def _refuse_to_overwrite(output_dir: Path) -> None:
     if found := checkpoint.checkpoints(output_dir):
         raise CheckpointError(
-            f"output_dir={str(output_dir)!r} holds a run ({found[0].name}): {how_to_resume(output_dir)}, replace it with "
+            f"output_dir={str(output_dir)!r} holds a run ({found[0].name}): "
+            f"{how_to_resume(output_dir)}, replace it with "
             "overwrite=True, or choose another output_dir"
         )
     _refuse_to_replace_a_model(output_dir)
@@ -123,8 +131,10 @@ def _refuse_to_overwrite(output_dir: Path) -> None:
 def _refuse_to_replace_a_model(output_dir: Path) -> None:
     if (output_dir / checkpoint.MODEL).exists():
         raise CheckpointError(
-            f"output_dir={str(output_dir)!r} holds {checkpoint.MODEL}/, which a run that begins anew would replace, and no "
-            "whole checkpoint to go on from; move it, replace it with overwrite=True, or choose another output_dir"
+            f"output_dir={str(output_dir)!r} holds {checkpoint.MODEL}/, which a run that begins "
+            "anew would replace, and no "
+            "whole checkpoint to go on from; move it, replace it with overwrite=True, or choose "
+            "another output_dir"
         )
 
 
@@ -141,19 +151,24 @@ def _named(folder: Path, output_dir: Path, refuse: Callable[[Path], None]) -> Pa
         raise CheckpointError(f"{folder}: there is no such folder to go on from")
     if (folder / MANIFEST).exists() or (folder / checkpoint.STATE).exists():
         if damage := checkpoint.check_checkpoint(folder):
-            raise CheckpointError(f"{folder}: {damage}, so no run can go on from it; name another checkpoint")
+            raise CheckpointError(
+                f"{folder}: {damage}, so no run can go on from it; name another checkpoint"
+            )
         chosen = folder
     elif (newest := checkpoint.newest_valid(folder)) is not None:
         chosen = newest
     else:
-        raise CheckpointError(f"{folder}: is no checkpoint to go on from, and no run with a whole one")
+        raise CheckpointError(
+            f"{folder}: is no checkpoint to go on from, and no run with a whole one"
+        )
     if chosen.resolve().parent != (output_dir / checkpoint.CHECKPOINTS).resolve():
         refuse(output_dir)
         return chosen
     later = [other for other in checkpoint.checkpoints(output_dir) if other.name > chosen.name]
     if whole := [other.name for other in later if checkpoint.check_checkpoint(other) is None]:
         raise CheckpointError(
-            f"output_dir={str(output_dir)!r} holds a later checkpoint than {chosen.name} ({whole[0]}), with which what is "
+            f"output_dir={str(output_dir)!r} holds a later checkpoint than {chosen.name} "
+            f"({whole[0]}), with which what is "
             f"trained now would mix; choose another output_dir, where the run goes on from {chosen}"
         )
     return chosen

@@ -1,4 +1,6 @@
-"""Losses of routers in a run: checked, added to what the model computes, and their anchor kept in the run's folder."""
+"""Losses of routers in a run: checked, added to what the model computes, and their anchor kept
+in the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
-    """Before adapters are attached and an optimizer is built: check the model, and let the heads train that have a loss.
+    """Before adapters are attached and an optimizer is built: check the model, and let the heads
+    train that have a loss.
 
     Returns:
         The names of these heads, which are trained whole beside adapters.
@@ -46,13 +49,16 @@ def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
     if idle := choose_heads(model, settings):
-        logger.info("lookahead heads without a loss are not trained: %s", ", ".join(f"router.{name}" for name in idle))
+        logger.info(
+            "lookahead heads without a loss are not trained: %s",
+            ", ".join(f"router.{name}" for name in idle),
+        )
     return [name for name in lookahead_heads(model) if name not in idle]
 
 
 def add_router_terms(presented: PresentedModel, settings: RouterSettings | None) -> None:
-    """Let the losses of ``settings`` but the anchor's be a part of any objective's, and what routers do be shown: as asked, and
-    where the class has a loss of its own.
+    """Let the losses of ``settings`` but the anchor's be a part of any objective's, and what
+    routers do be shown: as asked, and where the class has a loss of its own.
 
     Call it when adapters are there and weights are not yet divided.
 
@@ -72,10 +78,14 @@ def add_router_terms(presented: PresentedModel, settings: RouterSettings | None)
     settings = settings or RouterSettings(metrics=True)
     presented.experts = called_for_experts(model)
     presented.additions = (RouterTerms(settings, routing),)
-    named = [f"router.{name}={weight}" for name, weight in settings.weights.items() if name in OF_ROUTERS]
+    named = [
+        f"router.{name}={weight}" for name, weight in settings.weights.items() if name in OF_ROUTERS
+    ]
     named += [f"{SWITCH}=True"] if presented.router_loss is not None else []
     if named and (untrained := untrained_routers(model)):
-        _warn_of_untrained(named, untrained, any("lora_" in name for name, _ in model.named_parameters()))
+        _warn_of_untrained(
+            named, untrained, any("lora_" in name for name, _ in model.named_parameters())
+        )
 
 
 OF_ROUTERS = ("balance", "z", "temporal", "locality")
@@ -84,15 +94,24 @@ OF_ROUTERS = ("balance", "z", "temporal", "locality")
 
 def _warn_of_untrained(losses: list[str], weights: list[str], adapters: bool) -> None:
     names = ",".join(weights)
-    remedy = f"add {names} to lora_target_parameters" if adapters else f"let {names} require a gradient"
+    remedy = (
+        f"add {names} to lora_target_parameters" if adapters else f"let {names} require a gradient"
+    )
     logger.warning(
-        "%s: no router is trained (%s frozen, without adapters), so this loss only changes what comes to them from trained "
-        "weights below; %s to train them, or leave the loss out", ", ".join(losses), names, remedy,
-    )  # fmt: skip
+        "%s: no router is trained (%s frozen, without adapters), so this loss only changes what "
+        "comes to them from trained "
+        "weights below; %s to train them, or leave the loss out",
+        ", ".join(losses),
+        names,
+        remedy,
+    )
 
 
-def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: Path | None) -> None:
-    """Where the anchor has a weight: compute and write where the routers begin, or read what a run that goes on wrote.
+def keep_anchor(
+    session: Session, store: TokenStore, output_dir: Path, resumed: Path | None
+) -> None:
+    """Where the anchor has a weight: compute and write where the routers begin, or read what a run
+    that goes on wrote.
 
     Call it before a checkpoint's weights are loaded.
 
@@ -102,12 +121,17 @@ def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: 
     Raises:
         ConfigurationError: weights are divided, or a run goes on, and what it wrote is damaged.
     """
-    settings, presented, device = session.objective.router, session.presented, session.precision.device
+    settings, presented, device = (
+        session.objective.router,
+        session.presented,
+        session.precision.device,
+    )
     if settings is None or not settings.anchor:
         return
     if session.decisions["sharding"].how == WEIGHTS:
         raise ConfigurationError(
-            f"router.anchor={settings.anchor}: replayed tokens need whole weights, and sharding: weights divides them; take "
+            f"router.anchor={settings.anchor}: replayed tokens need whole weights, and sharding: "
+            "weights divides them; take "
             "sharding: optimizer, or leave the anchor out"
         )
     folders = [] if resumed is None else [output_dir, resumed.parent.parent]
@@ -120,7 +144,10 @@ def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: 
     else:
         if resumed is not None:
             logger.warning(
-                "router.anchor: %s is not beside %s: the routers of the model as it was loaded are the anchor", FILE, resumed
+                "router.anchor: %s is not beside %s: the routers of the model as it was loaded "
+                "are the anchor",
+                FILE,
+                resumed,
             )
         batch = first_tokens(_documents(store), settings.anchor_tokens).to(device)
         with presented.attending_documents(), session.precision.autocast():
@@ -135,5 +162,7 @@ def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: 
 def _documents(store: TokenStore) -> Iterator[Tensor]:
     """Ids of each document, answers behind their prompts."""
     return (
-        torch.from_numpy(store.whole_document(n)[0].astype("int64")) for n in range(len(store)) if not store.is_prompt(n)
+        torch.from_numpy(store.whole_document(n)[0].astype("int64"))
+        for n in range(len(store))
+        if not store.is_prompt(n)
     )

@@ -11,10 +11,19 @@ from chronicals.training.audit import Coverage
 from chronicals.training.evaluation import Evaluation
 
 KEPT = (
-    "step", "position", "applied", "without_gradient", "skipped_in_a_row", "best_loss", "best_step", "evaluations_without_gain",
+    "step",
+    "position",
+    "applied",
+    "without_gradient",
+    "skipped_in_a_row",
+    "best_loss",
+    "best_step",
+    "evaluations_without_gain",
     "last_loss",
-)  # fmt: skip
-"""Attributes of a run that a checkpoint keeps, beside the evaluations; in JSON NaN and infinity are null."""
+)
+"""Attributes of a run that a checkpoint keeps, beside the evaluations; in JSON NaN and infinity
+are null.
+"""
 
 EVALUATIONS = ("evaluation", "best_evaluation")
 """Attributes that are evaluations, or None."""
@@ -37,8 +46,10 @@ class Run:
         applied: steps whose gradient was applied to the weights.
         without_gradient: steps in which the loss was flat, which the objective has explained.
         trainable_share: of all parameters.
-        best_loss, evaluations_without_gain: the lowest held-out loss, and evaluations since then; for early stopping.
-        best_step, best_evaluation: the step after which it was measured, and the whole evaluation; None before any.
+        best_loss, evaluations_without_gain: the lowest held-out loss, and evaluations since then;
+            for early stopping.
+        best_step, best_evaluation: the step after which it was measured, and the whole evaluation;
+            None before any.
         skipped_in_a_row: steps without an update just now.
         last_loss: of the last step whose metrics have arrived.
         evaluation: the last one, if there was any.
@@ -69,12 +80,19 @@ class Run:
         """What a checkpoint keeps of it, as JSON."""
         kept = {name: getattr(self, name) for name in KEPT}
         evaluations = {name: getattr(self, name) for name in EVALUATIONS}
-        return kept | {name: evaluation and evaluation.to_dict() for name, evaluation in evaluations.items()}
+        return kept | {
+            name: evaluation and evaluation.to_dict() for name, evaluation in evaluations.items()
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         unknown = {"best_step": None, "best_evaluation": None}
         # not in checkpoints of 0.1.0's first versions
-        earlier = {"applied": state["step"], "without_gradient": 0, "skipped_in_a_row": 0, **unknown}
+        earlier = {
+            "applied": state["step"],
+            "without_gradient": 0,
+            "skipped_in_a_row": 0,
+            **unknown,
+        }
         kept = {**earlier, **state}
         for name in KEPT:
             setattr(self, name, NO_NUMBER.get(name) if kept[name] is None else kept[name])
@@ -86,7 +104,11 @@ class Run:
         better = evaluation.loss < self.best_loss
         self.evaluation = evaluation
         if better:
-            self.best_loss, self.best_step, self.best_evaluation = evaluation.loss, self.step, evaluation
+            self.best_loss, self.best_step, self.best_evaluation = (
+                evaluation.loss,
+                self.step,
+                evaluation,
+            )
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
         return better
 
@@ -101,8 +123,8 @@ class TrainingResult:
 
     Attributes:
         steps: done in all, earlier parts of a resumed run included.
-        model_step: the step whose weights ``model_dir`` holds, as does the model in memory: the one with the lowest held-out
-            loss, or the last (``keep``).
+        model_step: the step whose weights ``model_dir`` holds, as does the model in memory: the one
+            with the lowest held-out loss, or the last (``keep``).
         loss: of the last step.
         evaluation: of those weights on held-out data, if there was any.
         coverage: the first-step audit; None where the run was resumed past it.

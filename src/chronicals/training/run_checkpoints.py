@@ -37,8 +37,14 @@ from chronicals.training.run import Run
 logger = logging.getLogger(__name__)
 
 ORDERED_BY = (
-    "seed", "use_sequence_packing", "packing_strategy", "max_documents", "pack_parts", "context_parallel", "validation_split",
-)  # fmt: skip
+    "seed",
+    "use_sequence_packing",
+    "packing_strategy",
+    "max_documents",
+    "pack_parts",
+    "context_parallel",
+    "validation_split",
+)
 """Fields of the configuration that decide in which order documents come."""
 
 
@@ -51,26 +57,37 @@ class RunCheckpoints:
 
     Args:
         keeps_best: whether the checkpoint of the step with the lowest held-out loss stays.
-        earlier: the run in the folder that makes way for the first checkpoint, on the first rank; None where there is none.
+        earlier: the run in the folder that makes way for the first checkpoint, on the first rank;
+            None where there is none.
 
     Attributes:
-        written: steps and folders of checkpoints that are whole and were not told yet, on the first rank.
+        written: steps and folders of checkpoints that are whole and were not told yet, on the first
+            rank.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh, keeps_best: bool,
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: ChronicalsConfig,
+        ranks: Mesh,
+        keeps_best: bool,
         earlier: EarlierRun | None = None,
-    ):  # fmt: skip
+    ):
         self.model, self.tokenizer, self.config, self.ranks = model, tokenizer, config, ranks
         self.keeps_best = keeps_best
         self._earlier = earlier
-        self._staging = Staging(next(parameter.device for parameter in model.parameters() if parameter.requires_grad))
+        self._staging = Staging(
+            next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
+        )
         self._prepared = False
         self._background = Background(self._staging.device)
         self._ended: Told | None = None
         self._text_files: dict[str, bytes] = {}
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-        self._divided = DividedModel(model, dtype) if any(is_divided(p) for p in model.parameters()) else None
+        self._divided = (
+            DividedModel(model, dtype) if any(is_divided(p) for p in model.parameters()) else None
+        )
         self._optimizer: FusedAdamW | None = None
         self.written = deque[tuple[int, Path]]()
 
@@ -79,13 +96,20 @@ class RunCheckpoints:
         """Whether no process has the weights whole."""
         return self._divided is not None
 
-    def write_model(self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
-        """On the first rank: the model, which has the weights of that step; where no rank has them whole, the files that all
-        wrote beside its checkpoint."""
+    def write_model(
+        self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]
+    ) -> None:
+        """On the first rank: the model, which has the weights of that step; where no rank has
+        them whole, the files that all wrote beside its checkpoint."""
         if self._divided is None:
             save_model(aside, self.model, text_files, about)
         else:
-            shutil.copytree(self.folder_of(step) / checkpoint.MODEL, aside, copy_function=_shared, dirs_exist_ok=True)
+            shutil.copytree(
+                self.folder_of(step) / checkpoint.MODEL,
+                aside,
+                copy_function=_shared,
+                dirs_exist_ok=True,
+            )
             save_beside(aside, text_files, about)
 
     def folder_of(self, step: int) -> Path:
@@ -94,14 +118,17 @@ class RunCheckpoints:
 
     def restore(
         self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Bring every rank to where the run stood, bit for bit.
 
         Raises:
-            CheckpointError: it was another run: other data, another order of documents, another model.
+            CheckpointError: it was another run: other data, another order of documents, another
+                model.
         """
         of_optimizer: dict[str, dict[str, Tensor]] = {}
-        found = self.ranks.writer_does(lambda: self._load(folder, optimizer, steps, of_optimizer), CheckpointError)
+        found = self.ranks.writer_does(
+            lambda: self._load(folder, optimizer, steps, of_optimizer), CheckpointError
+        )
         state, random_states = found["state"], found["random_states"]
         if self._divided is not None:
             assert isinstance(optimizer, ShardedAdamW)
@@ -109,7 +136,10 @@ class RunCheckpoints:
         else:
             self._send_weights()
             self._send_optimizer(optimizer, of_optimizer)
-        states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in random_states.items()}
+        states = {
+            name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+            for name, text in random_states.items()
+        }
         checkpoint.restore_random_states(states, self.ranks.rank, folder)
         precision.load_state(state["precision"])
         run.load_state(state)
@@ -121,9 +151,15 @@ class RunCheckpoints:
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
     def _load(
-        self, folder: Path, optimizer: FusedAdamW, steps: Steps, states: dict[str, dict[str, Tensor]]
-    ) -> dict[str, Any]:  # fmt: skip
-        """Weights and optimizer states into this rank's, and the latter into ``states``; the rest is returned as JSON."""
+        self,
+        folder: Path,
+        optimizer: FusedAdamW,
+        steps: Steps,
+        states: dict[str, dict[str, Tensor]],
+    ) -> dict[str, Any]:
+        """Weights and optimizer states into this rank's, and the latter into ``states``; the
+        rest is returned as JSON.
+        """
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
         if self._divided is None:
@@ -132,40 +168,53 @@ class RunCheckpoints:
         random_states = checkpoint.load_random_states(folder)
         return {
             "state": state,
-            "random_states": {name: tensor.numpy().tobytes().hex() for name, tensor in random_states.items()},
+            "random_states": {
+                name: tensor.numpy().tobytes().hex() for name, tensor in random_states.items()
+            },
         }
 
     def _check_continuity(self, folder: Path, state: Mapping[str, Any], steps: Steps) -> None:
         earlier_version = state["data"] in steps.earlier_data
         if state["data"] != steps.data and not earlier_version:
             raise CheckpointError(
-                f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
+                f"{folder}: was trained on other data (or another tokenizer, template or "
+                "max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
         self._check_states(folder, state["config"])
         self._check_base(folder, state.get("about", {}))
         changed = self._changed_since({"model": state["model"], **state["config"]})
         if state["order"] != steps.fingerprint:
-            otherwise = "this version tokenises the data otherwise" if earlier_version else "other rows are held out"
+            otherwise = (
+                "this version tokenises the data otherwise"
+                if earlier_version
+                else "other rows are held out"
+            )
             reasons = [changed[name] for name in ORDERED_BY if name in changed] or [otherwise]
             raise CheckpointError(
-                f"{folder}: documents would come in another order than before ({', '.join(reasons)}), some never, others "
+                f"{folder}: documents would come in another order than before "
+                f"({', '.join(reasons)}), some never, others "
                 "twice; resume with what the run began with, or choose another output_dir"
             )
         if changed:
             logger.warning("resuming with %s", ", ".join(changed.values()))
 
     def _check_base(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Adapters go on over the numbers that they began over; folders of older versions do not say of all what these are."""
+        """Adapters go on over the numbers that they began over; folders of older versions do not
+        say of all what these are.
+        """
         if "base" not in about:
             return
         there, here = BaseFormat.read(about["base"]), BaseFormat.of(self.model)
         if there is None and here is None:
             return
-        difference = f"nothing was quantised there, here {here}" if there is None else there.difference(here)
+        difference = (
+            f"nothing was quantised there, here {here}" if there is None else there.difference(here)
+        )
         if difference is not None:
             raise CheckpointError(
-                f"{folder}: its adapters were trained over another base ({difference}); resume with the model, quantization "
+                f"{folder}: its adapters were trained over another base ({difference}); resume "
+                "with the model, quantization "
                 "and mixed_precision that the run began with, or choose another output_dir"
             )
 
@@ -175,39 +224,51 @@ class RunCheckpoints:
         if had != self.config.use_8bit_optimizer:
             kind = "8 bits" if had else "fp32 or bf16"
             raise CheckpointError(
-                f"{folder}: its optimizer states are in {kind}, so use_8bit_optimizer={not had} cannot go on with them; resume "
-                f"with use_8bit_optimizer={had}, or begin a new run from its model in another output_dir"
+                f"{folder}: its optimizer states are in {kind}, so use_8bit_optimizer={not had} "
+                "cannot go on with them; resume "
+                f"with use_8bit_optimizer={had}, or begin a new run from its model in another "
+                "output_dir"
             )
 
     def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """Where the model came from and fields of the configuration that are not as before, and how each is told."""
+        """Where the model came from and fields of the configuration that are not as before, and
+        how each is told.
+        """
         now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
         names = (now.keys() & before.keys()) - OF_A_START
         changed = [name for name in names if now[name] != before[name]]
-        return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
+        return {
+            name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)
+        }
 
     def _send_weights(self) -> None:
-        """The first rank's weights to all, but what a rank has of frozen ones that are divided; those that wait in host memory
-        are frozen, and the same everywhere."""
+        """The first rank's weights to all, but what a rank has of frozen ones that are divided;
+        those that wait in host memory are frozen, and the same everywhere."""
         buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
         trained = {p.device for p in self.model.parameters() if p.requires_grad}
         sent = (*whole_parts(self.model.parameters()), *buffers)
         self.ranks.same_weights(tensor for tensor in sent if tensor.device in trained)
 
-    def _send_optimizer(self, optimizer: FusedAdamW, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _send_optimizer(
+        self, optimizer: FusedAdamW, states: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
         """The states that the first rank has read to all, a weight at a time."""
         if self.ranks.count == 1:
             return
         for name, parameter in checkpoint.trained(self.model):
             sent = optimizer.empty_states(parameter)
             for part, tensor in states.get(name, {}).items():
-                if part in sent:  # an fp32 weight has no lower half, though divided ones of bf16 would
+                if (
+                    part in sent
+                ):  # an fp32 weight has no lower half, though divided ones of bf16 would
                     sent[part].copy_(tensor)
             self.ranks.same_weights(sent.values())
             optimizer.load_state(parameter, sent)
 
     def prepare(self, run: Run, optimizer: FusedAdamW) -> None:
-        """After each step: once, begin to allocate the memory for checkpoints that will be written before the run ends."""
+        """After each step: once, begin to allocate the memory for checkpoints that will be
+        written before the run ends.
+        """
         if self._prepared:
             return
         self._prepared = True
@@ -218,22 +279,38 @@ class RunCheckpoints:
                 self._staging.prepare(state.changing().values())
 
     def _writes(self, optimizer: FusedAdamW) -> bool:
-        """Whether this rank writes something of a checkpoint: the first does, and all where states are sharded."""
+        """Whether this rank writes something of a checkpoint: the first does, and all where
+        states are sharded.
+        """
         return self.ranks.writer or isinstance(optimizer, ShardedAdamW)
 
-    def _state(self, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> checkpoint.State:
+    def _state(
+        self, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> checkpoint.State:
         """What this rank writes, the tensors themselves."""
-        weights = self.model.state_dict(keep_vars=True) if self.ranks.writer and self._divided is None else {}
-        states = checkpoint.optimizer_states(self.model, optimizer) if self._writes(optimizer) else {}
+        weights = (
+            self.model.state_dict(keep_vars=True)
+            if self.ranks.writer and self._divided is None
+            else {}
+        )
+        states = (
+            checkpoint.optimizer_states(self.model, optimizer) if self._writes(optimizer) else {}
+        )
         return checkpoint.State(weights, states, random, facts)
 
     def save(
-        self, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps, about: Mapping[str, Any]
-    ) -> None:  # fmt: skip
+        self,
+        run: Run,
+        optimizer: FusedAdamW,
+        precision: Precision,
+        steps: Steps,
+        about: Mapping[str, Any],
+    ) -> None:
         """Begin the checkpoint of this step, whose metrics have arrived; all ranks must ask.
 
-        Its tensors are copied while the next forward and backward pass run, and written by a thread; training waits for the
-        last one, and where host memory is too small for a copy. The checkpoint before it is finished first.
+        Its tensors are copied while the next forward and backward pass run, and written by a
+        thread; training waits for the last one, and where host memory is too small for a copy. The
+        checkpoint before it is finished first.
 
         Raises:
             CheckpointError: this one or the one before it cannot be written.
@@ -253,7 +330,9 @@ class RunCheckpoints:
         }
         state = self._state(optimizer, random, facts)
         waits = self._must_wait(state, run)
-        files = RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
+        files = (
+            RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
+        )
         ended = Told() if self.ranks.count > 1 else None
 
         def begin() -> None:
@@ -269,23 +348,36 @@ class RunCheckpoints:
             self.finish()
 
     def _must_wait(self, state: checkpoint.State, run: Run) -> bool:
-        """Whether training waits until the checkpoint is written, since a copy does not fit or would be worth nothing."""
+        """Whether training waits until the checkpoint is written, since a copy does not fit or
+        would be worth nothing.
+        """
         fits = self._fits(state)
         if not fits and run.step != run.total_steps:
-            logger.warning("host memory is too small for a copy of the state: training waits while checkpoints are written")
+            logger.warning(
+                "host memory is too small for a copy of the state: training waits while "
+                "checkpoints are written"
+            )
         return run.step == run.total_steps or not fits
 
     def _fits(self, state: checkpoint.State) -> bool:
-        """Whether host memory holds the copies of all ranks, those of a machine together; all must ask."""
+        """Whether host memory holds the copies of all ranks, those of a machine together; all
+        must ask.
+        """
         here, needed = socket.gethostname(), self._staging.needed(state.changing().values())
         told = self.ranks.gather_values([here, needed])
         others = sum(size for host, size in told if host == here) - needed
         return all(self.ranks.gather_values(self._staging.fits(state.changing().values(), others)))
 
     def _start(
-        self, state: checkpoint.State, waits: bool, write: Callable[[checkpoint.State], None], ended: Told | None = None
-    ) -> None:  # fmt: skip
-        """Begin to write a state, of copies if training does not wait; the others are told when it has ``ended``."""
+        self,
+        state: checkpoint.State,
+        waits: bool,
+        write: Callable[[checkpoint.State], None],
+        ended: Told | None = None,
+    ) -> None:
+        """Begin to write a state, of copies if training does not wait; the others are told when
+        it has ``ended``.
+        """
         if waits:
             if self._staging.device.type == "cuda":
                 torch.cuda.synchronize(self._staging.device)
@@ -294,19 +386,32 @@ class RunCheckpoints:
             work = partial(self._write_staged, write, state.staged(self._staging))
         self._background.start(work if ended is None else partial(ended.after, work))
 
-    def _write(self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State) -> None:
+    def _write(
+        self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State
+    ) -> None:
         """On the first rank: the checkpoint of a step, with the files of the others."""
         write_divided = None
         if self._divided is not None and files is not None:
-            write_divided = partial(self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files)
+            write_divided = partial(
+                self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files
+            )
         earlier, ready = self._earlier, None
         if earlier is not None and earlier.kept:
             ready = partial(earlier.give_way_to, checkpoint.name_of(step))
         try:
             folder = checkpoint.save_checkpoint(
-                self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best,
-                self.ranks, nullcontext if files is None else files.collecting, write_divided, ready,
-            )  # fmt: skip
+                self.config.output_dir,
+                step,
+                self.model,
+                self._text_files,
+                state,
+                self.config.save_total_limit,
+                best,
+                self.ranks,
+                nullcontext if files is None else files.collecting,
+                write_divided,
+                ready,
+            )
         except BaseException:
             if files is not None:
                 files.give_up()
@@ -317,10 +422,14 @@ class RunCheckpoints:
 
     def _deliver(self, files: RankFiles, state: checkpoint.State) -> None:
         """On another rank: its part of that checkpoint."""
-        share = None if self._divided is None else partial(self._divided.write_share, checkpoint.MODEL)
+        share = (
+            None if self._divided is None else partial(self._divided.write_share, checkpoint.MODEL)
+        )
         files.deliver(lambda folder: state.write_optimizer(folder, self.ranks), share)
 
-    def _write_staged(self, write: Callable[[checkpoint.State], object], state: checkpoint.State) -> None:
+    def _write_staged(
+        self, write: Callable[[checkpoint.State], object], state: checkpoint.State
+    ) -> None:
         with self._staging.reading():
             write(state)
 
@@ -334,20 +443,24 @@ class RunCheckpoints:
         self._background.wait()
 
     def hold_update(self) -> None:
-        """Called between the backward pass and the update, which must not change what is still being copied."""
+        """Called between the backward pass and the update, which must not change what is still
+        being copied.
+        """
         self._staging.hold_update()
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint that this rank was writing could not be written; ``finish`` raises why."""
+        """Whether the checkpoint that this rank was writing could not be written; ``finish``
+        raises why.
+        """
         return self._background.error is not None
 
     def __enter__(self) -> RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """However the run ended, the checkpoint that was begun is finished. No rank leaves before it is: the others would end
-        with that one, the first while it writes."""
+        """However the run ended, the checkpoint that was begun is finished. No rank leaves
+        before it is: the others would end with that one, the first while it writes."""
         if kind is not None and self._background.busy:
             logger.warning("finishing the checkpoint that was begun")
         try:
@@ -359,20 +472,29 @@ class RunCheckpoints:
         self._staging.release()
 
     def _has_best(self, run: Run) -> bool:
-        """Whether the first rank's folder holds the weights of the best step. Older checkpoints do not say which it is."""
+        """Whether the first rank's folder holds the weights of the best step. Older checkpoints
+        do not say which it is.
+        """
         if run.best_step is None:
             if math.isfinite(run.best_loss):
                 logger.warning(
-                    "the checkpoint does not say after which step the held-out loss was lowest (%.4f); the best is looked for "
-                    "anew from here on", run.best_loss,
-                )  # fmt: skip
+                    "the checkpoint does not say after which step the held-out loss was lowest "
+                    "(%.4f); the best is looked for "
+                    "anew from here on",
+                    run.best_loss,
+                )
             return False
-        damage = self.ranks.writer_does(lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError)
+        damage = self.ranks.writer_does(
+            lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError
+        )
         if damage is not None:
             logger.warning(
-                "%s, with the lowest held-out loss so far (%.4f): %s; the best is looked for anew from here on",
-                self._best(run), run.best_loss, damage,
-            )  # fmt: skip
+                "%s, with the lowest held-out loss so far (%.4f): %s; the best is looked for anew "
+                "from here on",
+                self._best(run),
+                run.best_loss,
+                damage,
+            )
         return damage is None
 
     def _best(self, run: Run) -> Path:
@@ -380,14 +502,18 @@ class RunCheckpoints:
         return self.folder_of(run.best_step)
 
     def restore_best(self, run: Run) -> int:
-        """Load the weights of the step with the lowest held-out loss, unless it is the last; the step whose weights the model
-        has now."""
+        """Load the weights of the step with the lowest held-out loss, unless it is the last; the
+        step whose weights the model has now."""
         if run.best_step is None or run.best_step == run.step:
             return run.step
 
         def load() -> bool:
             if damage := checkpoint.check_checkpoint(self._best(run)):
-                logger.error("%s: %s; the model of the last step is written instead of the best", self._best(run), damage)
+                logger.error(
+                    "%s: %s; the model of the last step is written instead of the best",
+                    self._best(run),
+                    damage,
+                )
                 return False
             if self._divided is not None:
                 return True
@@ -402,19 +528,23 @@ class RunCheckpoints:
             return run.step
         if self._divided is not None:
             assert isinstance(self._optimizer, ShardedAdamW)
-            checkpoint.load_divided(self._best(run), self.model, self._optimizer, self.ranks, states=False)
+            checkpoint.load_divided(
+                self._best(run), self.model, self._optimizer, self.ranks, states=False
+            )
         else:
             self._send_weights()
         return run.best_step
 
 
 def _shared(source: str, target: str) -> str:
-    """A file of weights by another name of the same file, where the file system has such: nobody writes into one again. Every
-    other file is copied."""
+    """A file of weights by another name of the same file, where the file system has such: nobody
+    writes into one again. Every other file is copied."""
     if source.endswith(".safetensors"):
         try:
             os.link(source, target)
             return target
         except OSError:
-            logger.info("%s: is copied, for %s can have no second name on this file system", target, source)
+            logger.info(
+                "%s: is copied, for %s can have no second name on this file system", target, source
+            )
     return str(shutil.copy2(source, target))

@@ -18,22 +18,26 @@ from chronicals.training.report import Sample
 logger = logging.getLogger(__name__)
 
 FILE = "samples.json"
-"""In the folder of a run: prompts, and the answers before training, which a resumed run could not make again."""
+"""In the folder of a run: prompts, and the answers before training, which a resumed run could
+not make again.
+"""
 
 NEW_TOKENS, LONGEST_PROMPT, OF_A_TEXT, LOOKED_AT = 32, 512, 16, 100
 SECONDS = 1.0
-"""That all answers together may take before training, and again after it: an answer that is not done by then ends there, and
-prompts that are left have none."""
+"""That all answers together may take before training, and again after it: an answer that is not
+done by then ends there, and prompts that are left have none."""
 
 SMALL = 200_000_000
 """Parameters up to which answers are cheap without a card."""
 
 
 class Samples:
-    """Greedy answers of a model in training to the first prompts of its held-out data, or of its training data.
+    """Greedy answers of a model in training to the first prompts of its held-out data, or of its
+    training data.
 
     Args:
-        count: of prompts; none where answers take long: without a card, of a model that is not small.
+        count: of prompts; none where answers take long: without a card, of a model that is not
+            small.
         store: where the prompts are from.
         output_dir: of the run.
     """
@@ -53,7 +57,10 @@ class Samples:
         """Write the answers of before beside the run, once it begins."""
         self.file.unlink(missing_ok=True)
         if self.answered:
-            kept = [{"prompt": prompt, "before": answer} for prompt, answer in zip(self.prompts, self.answered)]
+            kept = [
+                {"prompt": prompt, "before": answer}
+                for prompt, answer in zip(self.prompts, self.answered)
+            ]
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(kept))
 
@@ -64,26 +71,36 @@ class Samples:
         kept = json.loads(self.file.read_text())
         answers = self._answers([one["prompt"] for one in kept])
         read = self.asked.tokenizer.decode
-        return [Sample(read(one["prompt"]), one["before"], answer) for one, answer in zip(kept, answers)]
+        return [
+            Sample(read(one["prompt"]), one["before"], answer) for one, answer in zip(kept, answers)
+        ]
 
     def _answers(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Texts, as many as there is time for; none where the model cannot generate, which the log says."""
+        """Texts, as many as there is time for; none where the model cannot generate, which the
+        log says.
+        """
         end, texts = time.monotonic() + SECONDS, list[str]()
         try:
             for number, prompt in enumerate(prompts):
                 left = end - time.monotonic()
                 if left > 0:
                     each = left / (len(prompts) - number)
-                    texts.append(self.asked.ending.text(generate(self.asked, prompt, NEW_TOKENS, seconds=each)))
-        except Exception as error:  # of the model's own code: whatever it is, the run needs no answers
+                    texts.append(
+                        self.asked.ending.text(
+                            generate(self.asked, prompt, NEW_TOKENS, seconds=each)
+                        )
+                    )
+        except (
+            Exception
+        ) as error:  # of the model's own code: whatever it is, the run needs no answers
             logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
             return []
         return texts
 
 
 def _prompts(store: TokenStore, count: int) -> list[list[int]]:
-    """Token ids up to the first that is trained, of the first of several answers; of a text, which is trained whole, its
-    beginning."""
+    """Token ids up to the first that is trained, of the first of several answers; of a text,
+    which is trained whole, its beginning."""
     prompts: list[list[int]] = []
     sides = store.columns.get(SIDE)
     for number in range(min(len(store), LOOKED_AT)):

@@ -1,9 +1,11 @@
-"""Gradients that are summed over the ranks while the backward pass goes on, and freed (Rajbhandari et al., 2020, section 5.2).
+"""Gradients that are summed over the ranks while the backward pass goes on, and freed (Rajbhandari
+et al., 2020, section 5.2).
 
-A bucket of 64 MiB is sent as soon as all its weights have gradients, so that the link works beside the products, and gradients
-never exist all at once. Every micro-batch is sent by itself. All ranks send the buckets in one order, that in which a backward
-pass usually completes them, the last weights first; one that lacks gradients is sent at the end, and holds up those behind it.
-So after the first step buckets with a weight that some rank had no gradient of come last.
+A bucket of 64 MiB is sent as soon as all its weights have gradients, so that the link works beside
+the products, and gradients never exist all at once. Every micro-batch is sent by itself. All ranks
+send the buckets in one order, that in which a backward pass usually completes them, the last
+weights first; one that lacks gradients is sent at the end, and holds up those behind it. So after
+the first step buckets with a weight that some rank had no gradient of come last.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ class ScatteredStep(EagerStep):
         self._put_in_order(shards.buckets[::-1])
         self._missing: list[int] = []
         self._next, self._adds, self._sends = 0, False, False
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._arrived) for weight in self._place]
+        self._hooks = [
+            weight.register_post_accumulate_grad_hook(self._arrived) for weight in self._place
+        ]
 
     def _put_in_order(self, buckets: list[Bucket]) -> None:
         self._order = buckets
-        self._place = {weight: place for place, bucket in enumerate(buckets) for weight in bucket.weights}
+        self._place = {
+            weight: place for place, bucket in enumerate(buckets) for weight in bucket.weights
+        }
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         self._missing = [len(bucket.weights) for bucket in self._order]
@@ -55,11 +61,19 @@ class ScatteredStep(EagerStep):
         return scalars
 
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
-        """As ``Shards.reduce``, of gradients that were sent. Waits for the device in the first step alone."""
+        """As ``Shards.reduce``, of gradients that were sent. Waits for the device in the first
+        step alone.
+        """
         holders = self.shards.finish(parameters, scalars, self.held)
         if not self._settled:
-            everywhere = {p for p, ranks in zip(parameters, holders.tolist()) if ranks == self.shards.ranks.count}
-            self._put_in_order(sorted(self._order, key=lambda bucket: not everywhere.issuperset(bucket.weights)))
+            everywhere = {
+                p
+                for p, ranks in zip(parameters, holders.tolist())
+                if ranks == self.shards.ranks.count
+            }
+            self._put_in_order(
+                sorted(self._order, key=lambda bucket: not everywhere.issuperset(bucket.weights))
+            )
             self._settled = True
         return holders
 
@@ -69,7 +83,8 @@ class ScatteredStep(EagerStep):
         place = self._place[weight]
         if place < self._next:
             raise RuntimeError(
-                "a gradient was added to after it was summed over the processes: leave out memory=['reduce_in_backward'], or "
+                "a gradient was added to after it was summed over the processes: leave out "
+                "memory=['reduce_in_backward'], or "
                 "set sharding='none' where it is not set"
             )
         self.held.add(weight)

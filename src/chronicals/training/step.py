@@ -1,8 +1,9 @@
 """The training step, written once, and the parts that it usually has.
 
-``train_step`` knows the order: gradients of every micro-batch, their sum over the ranks, the update. How each part is done is
-handed in: ``EagerStep`` launches every kernel, ``UpdatesInBackward`` (in_backward.py) updates weights during the backward pass,
-``GraphedStep`` (graphs.py) replays what either of them does.
+``train_step`` knows the order: gradients of every micro-batch, their sum over the ranks, the
+update. How each part is done is handed in: ``EagerStep`` launches every kernel,
+``UpdatesInBackward`` (in_backward.py) updates weights during the backward pass, ``GraphedStep``
+(graphs.py) replays what either of them does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class StepParts(Protocol):
     """The two parts of a step that are done in different ways.
 
     Attributes:
-        inspect: called while the gradients of a step exist, before they are used; None where nobody asks.
+        inspect: called while the gradients of a step exist, before they are used; None where nobody
+            asks.
     """
 
     inspect: Callable[[], None] | None
@@ -44,7 +46,8 @@ class StepParts(Protocol):
         """Called before the first of so many micro-batches.
 
         Args:
-            hold: waits until weights may change; called here if ``micro`` changes them. The caller does so before ``update``.
+            hold: waits until weights may change; called here if ``micro`` changes them. The caller
+                does so before ``update``.
         """
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
@@ -56,8 +59,8 @@ class StepParts(Protocol):
             first: whether it is the first micro-batch of the step.
 
         Returns:
-            Its part of the step's ``loss`` and of what the objective shows beside it, scalars on the device, valid until the
-            next call.
+            Its part of the step's ``loss`` and of what the objective shows beside it, scalars on
+            the device, valid until the next call.
         """
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
@@ -84,13 +87,15 @@ def train_step(
     Args:
         counts: of ``counts_of``.
         micro, update: as in ``StepParts``.
-        reduce: replaces all gradients and the scalars that it is given by their sums over the ranks. It may begin with some
-            gradients while others are computed, but has finished, in the order of the device's work, when it returns. Returns
-            how many ranks had a gradient of each parameter, fp32 ``[parameters]``, or None for a single rank.
+        reduce: replaces all gradients and the scalars that it is given by their sums over the
+            ranks. It may begin with some gradients while others are computed, but has finished, in
+            the order of the device's work, when it returns. Returns how many ranks had a gradient
+            of each parameter, fp32 ``[parameters]``, or None for a single rank.
         passed: called after each micro-batch, with which the device may not be done.
 
     Returns:
-        Scalars on the device: ``loss``, what the objective shows beside it, and ``grad_norm``, of the whole step on all ranks;
+        Scalars on the device: ``loss``, what the objective shows beside it, and ``grad_norm``, of
+            the whole step on all ranks;
         ``applied`` (1 or 0).
     """
     first, *others = step.batches
@@ -118,11 +123,22 @@ class EagerStep:
     inspect: Callable[[], None] | None = None
 
     def __init__(
-        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
-        precision: Precision, max_grad_norm: float | None, norm: Callable[[Sequence[Tensor]], Tensor],
-    ):  # fmt: skip
+        self,
+        model: PresentedModel,
+        objective: Objective,
+        parameters: list[Tensor],
+        optimizer: FusedAdamW,
+        precision: Precision,
+        max_grad_norm: float | None,
+        norm: Callable[[Sequence[Tensor]], Tensor],
+    ):
         self.model, self.objective, self.precision = model, objective, precision
-        self.parameters, self.optimizer, self.max_grad_norm, self.norm = parameters, optimizer, max_grad_norm, norm
+        self.parameters, self.optimizer, self.max_grad_norm, self.norm = (
+            parameters,
+            optimizer,
+            max_grad_norm,
+            norm,
+        )
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
         """Weights change in ``update`` alone."""
@@ -134,17 +150,25 @@ class EagerStep:
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
         if self.inspect is not None:
             self.inspect()
-        scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm, self.norm, holders)
+        scalars = update(
+            self.parameters, self.optimizer, self.precision, self.max_grad_norm, self.norm, holders
+        )
         self.optimizer.zero_grad()
         return scalars
 
 
 @torch.no_grad()
 def known_before(
-    step: Step, counts: Mapping[str, Count], model: PresentedModel, objective: Objective, ranks: Mesh, precision: Precision,
+    step: Step,
+    counts: Mapping[str, Count],
+    model: PresentedModel,
+    objective: Objective,
+    ranks: Mesh,
+    precision: Precision,
     passed: Callable[[], None] = nothing,
-) -> Step:  # fmt: skip
-    """The step with what the objective must know of all of it in its Batches (``Objective.before_step``), on the device.
+) -> Step:
+    """The step with what the objective must know of all of it in its Batches
+    (``Objective.before_step``), on the device.
 
     Args:
         passed: as for ``train_step``.
@@ -158,7 +182,9 @@ def known_before(
         batches.append(asked)
         passed()
     values = values_before(sums, terms, counts, ranks)
-    return replace(step, batches=[replace(batch, segments={**batch.segments, **values}) for batch in batches])
+    return replace(
+        step, batches=[replace(batch, segments={**batch.segments, **values}) for batch in batches]
+    )
 
 
 def asks_before(objective: Objective) -> bool:
@@ -181,11 +207,15 @@ def values_before(
 ) -> dict[str, Tensor]:
     """The segments, fp32 ``[1]``, that sums over this rank's Batches are on all ranks."""
     totals = ranks.sum(torch.stack(list(sums.values())))
-    return {name: (total / (counts[terms[name].per] or 1)).float()[None] for name, total in zip(sums, totals)}
+    return {
+        name: (total / (counts[terms[name].per] or 1)).float()[None]
+        for name, total in zip(sums, totals)
+    }
 
 
 def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:
-    """What sums are divided by, by name: the counts of the whole step, with the weight of its targets, each 1 without weights.
+    """What sums are divided by, by name: the counts of the whole step, with the weight of its
+    targets, each 1 without weights.
 
     Raises:
         ValueError: Batches have weights whose sum over all ranks is not among the step's counts.
@@ -196,25 +226,36 @@ def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:
     if all(batch.weights is None for batch in step.batches):
         return {**counts, "weight": counts["targets"]}
     if ranks.count > 1:
-        raise ValueError(f"Batch.weights: give their sum over all {ranks.count} processes as counts['weight']")
+        raise ValueError(
+            f"Batch.weights: give their sum over all {ranks.count} processes as counts['weight']"
+        )
     return {**counts, "weight": sum(_weight(batch) for batch in step.batches)}
 
 
 def _weight(batch: Batch) -> float:
     """Sum of the weights of the targets, each 1 without weights."""
     trained = batch.targets != IGNORED
-    return float((trained if batch.weights is None else batch.weights[trained]).sum(dtype=torch.float64))
+    return float(
+        (trained if batch.weights is None else batch.weights[trained]).sum(dtype=torch.float64)
+    )
 
 
 def micro_step(
-    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, Count], precision: Precision
+    model: PresentedModel,
+    objective: Objective,
+    batch: Batch,
+    counts: Mapping[str, Count],
+    precision: Precision,
 ) -> dict[str, Tensor]:
-    """Gradients of one forward pass, added to those there are; ``loss`` and what the objective shows, as of ``divide``."""
+    """Gradients of one forward pass, added to those there are; ``loss`` and what the objective
+    shows, as of ``divide``.
+    """
     with precision.autocast():
         scalars = model.as_forward(lambda: divide(objective(model, batch), counts))
     if not scalars["loss"].requires_grad:
         raise TrainingError(
-            "nothing is trained: the loss does not depend on any weight that is trained. Adapters must be attached to layers "
+            "nothing is trained: the loss does not depend on any weight that is trained. Adapters "
+            "must be attached to layers "
             "that the model uses, and no objective may detach its terms"
         )
     (scalars["loss"] * precision.scale).backward()
@@ -222,14 +263,18 @@ def micro_step(
 
 
 def update(
-    parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float | None,
-    norm: Callable[[Sequence[Tensor]], Tensor], holders: Tensor | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    parameters: list[Tensor],
+    optimizer: FusedAdamW,
+    precision: Precision,
+    max_grad_norm: float | None,
+    norm: Callable[[Sequence[Tensor]], Tensor],
+    holders: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Clip and apply the gradients, unless they are not finite.
 
     Args:
-        holders: how many ranks had a gradient of each parameter; one that none had is left as a single process leaves a
-            parameter without a gradient: neither decayed nor moved.
+        holders: how many ranks had a gradient of each parameter; one that none had is left as a
+            single process leaves a parameter without a gradient: neither decayed nor moved.
 
     Returns:
         ``grad_norm`` before clipping, and ``applied``.
@@ -248,9 +293,13 @@ def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def warmup_of(config: ChronicalsConfig, total_steps: int) -> int:
-    """Steps in which the learning rate rises, of a run of so many; a share is rounded up, as in transformers."""
+    """Steps in which the learning rate rises, of a run of so many; a share is rounded up, as in
+    transformers.
+    """
     if config.warmup_ratio is not None:
-        return math.ceil(round(config.warmup_ratio * total_steps, 6))  # 0.07 * 100 is 7.000000000000001
+        return math.ceil(
+            round(config.warmup_ratio * total_steps, 6)
+        )  # 0.07 * 100 is 7.000000000000001
     if "warmup_steps" in config.explicit:
         return config.warmup_steps
     return min(config.warmup_steps, total_steps // 10)
@@ -259,7 +308,14 @@ def warmup_of(config: ChronicalsConfig, total_steps: int) -> int:
 def rate_factor(config: ChronicalsConfig, number: int, total_steps: int) -> float:
     """Of the peak, what the schedule gives step ``number``, from 0, of a run of so many."""
     warmup = warmup_of(config, total_steps)
-    return learning_rate_factor(config.lr_scheduler, number, total_steps, warmup, config.min_lr_ratio, config.wsd_decay_ratio)
+    return learning_rate_factor(
+        config.lr_scheduler,
+        number,
+        total_steps,
+        warmup,
+        config.min_lr_ratio,
+        config.wsd_decay_ratio,
+    )
 
 
 def set_learning_rate(optimizer: FusedAdamW, factor: float) -> None:

@@ -32,32 +32,43 @@ class Stop:
         """From any thread, and from signal handlers."""
         self.save, self.reason = save, reason
 
-    def is_asked(self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool) -> bool:
+    def is_asked(
+        self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool
+    ) -> bool:
         """Whether the run is to end after this step, the same on all ranks, which must all ask.
 
         Args:
             failed: whether this rank could not write a checkpoint; then, too, it is to end.
 
         Raises:
-            BaseException: what a callback raised on the first rank since the last time; ``TrainingError`` on the others.
+            BaseException: what a callback raised on the first rank since the last time;
+                ``TrainingError`` on the others.
         """
         ends = failed or self.reason is not None
         if ranks.count == 1:
             return ends
         own = [ends, self.reason is not None and not self.save, callbacks.error is not None]
-        with WAITING.within():  # for the numbers, too, which nccl has no earlier than the others come
-            asked, unsaved, raised = ranks.sum(torch.tensor(own, dtype=torch.float32, device=device)).tolist()
+        with (
+            WAITING.within()
+        ):  # for the numbers, too, which nccl has no earlier than the others come
+            asked, unsaved, raised = ranks.sum(
+                torch.tensor(own, dtype=torch.float32, device=device)
+            ).tolist()
         if raised:
             callbacks.raise_anywhere()
         if asked:
             reasons = enumerate(ranks.gather_values(self.reason))
-            elsewhere = next((f"{reason} on rank {rank}" for rank, reason in reasons if reason is not None), None)
+            elsewhere = next(
+                (f"{reason} on rank {rank}" for rank, reason in reasons if reason is not None), None
+            )
             self.reason, self.save = self.reason or elsewhere, not unsaved
         return bool(asked)  # where this rank alone was asked since then, all stop the next time
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Within, in the main thread: the first Ctrl-C or SIGTERM asks, the second ends the process at once."""
+        """Within, in the main thread: the first Ctrl-C or SIGTERM asks, the second ends the
+        process at once.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

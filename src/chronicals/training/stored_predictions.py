@@ -1,8 +1,8 @@
 """What a teacher predicts for every target of the data: computed once, before a run, and kept.
 
-Each target keeps k tokens, its likeliest ones or ones drawn by the teacher's probabilities, with their log-probabilities. They
-lie in the cache, named by the documents, the teacher and k, and are mapped into memory: while the run goes on there is no
-teacher. A target takes 8 k bytes of disk.
+Each target keeps k tokens, its likeliest ones or ones drawn by the teacher's probabilities, with
+their log-probabilities. They lie in the cache, named by the documents, the teacher and k, and are
+mapped into memory: while the run goes on there is no teacher. A target takes 8 k bytes of disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, embedding_table, input_device
 from chronicals.objectives import Objective
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
-from chronicals.training.frozen import check_frozen_positions, frozen_attending, made_ready, release_frozen
+from chronicals.training.frozen import (
+    check_frozen_positions,
+    frozen_attending,
+    made_ready,
+    release_frozen,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +46,27 @@ KINDS = {STORED_IDS: np.int32, STORED_LOG_P: np.float32}
 """The columns of a store, a file of each in its folder of the cache."""
 
 LEFT = 3600.0
-"""Seconds after which predictions to which nothing was written are taken for those of a process that was killed."""
+"""Seconds after which predictions to which nothing was written are taken for those of a process
+that was killed.
+"""
 
 
 def with_predictions(
-    stores: list[TokenStore], objective: Objective, model: Any, tokenizer: Any, config: ChronicalsConfig,
+    stores: list[TokenStore],
+    objective: Objective,
+    model: Any,
+    tokenizer: Any,
+    config: ChronicalsConfig,
     ranks: Mesh | None = None,
-) -> list[TokenStore]:  # fmt: skip
+) -> list[TokenStore]:
     """The stores with a teacher's predictions, or as they are where the objective stores none.
 
-    Call it before the model is made ready to train: while predictions are computed, the teacher is on its device too.
+    Call it before the model is made ready to train: while predictions are computed, the teacher is
+        on its device too.
 
     Raises:
-        ConfigurationError: the teacher cannot be had, does not fit, or the cache is not one of all machines.
+        ConfigurationError: the teacher cannot be had, does not fit, or the cache is not one of all
+            machines.
     """
     if not isinstance(objective, Distill) or objective.settings.stored_tokens is None:
         return stores
@@ -66,24 +79,47 @@ def with_predictions(
 
 
 class _Predictions:
-    """Of the teacher of an objective, for one store after another; the teacher is loaded when the first is not found."""
+    """Of the teacher of an objective, for one store after another; the teacher is loaded when
+    the first is not found.
+    """
 
-    def __init__(self, objective: Distill, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh):
-        self.objective, self.model, self.tokenizer, self.config, self.ranks = objective, model, tokenizer, config, ranks
+    def __init__(
+        self, objective: Distill, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh
+    ):
+        self.objective, self.model, self.tokenizer, self.config, self.ranks = (
+            objective,
+            model,
+            tokenizer,
+            config,
+            ranks,
+        )
         self.rows = embedding_table(model).shape[0]
         saved = objective.saved_teacher(tokenizer)
-        objective.vocabulary = min(self.rows, saved.embedding_rows(objective.settings.trust_remote_code))
+        objective.vocabulary = min(
+            self.rows, saved.embedding_rows(objective.settings.trust_remote_code)
+        )
         given = objective.settings
         drawn = [given.temperature, config.seed] if given.stored == "drawn" else []
         self.about = json.dumps(
-            [saved.identity(), given.teacher_precision, given.stored_tokens, given.stored, objective.vocabulary, *drawn]
+            [
+                saved.identity(),
+                given.teacher_precision,
+                given.stored_tokens,
+                given.stored,
+                objective.vocabulary,
+                *drawn,
+            ]
         )
 
     def beside(self, store: TokenStore) -> TokenStore:
         """The store with its predictions, from the cache or computed now."""
         folder = self._folder(store)
         if all(self.ranks.gather_values(folder.exists())):
-            logger.info("teacher: predictions of %s targets read from %s", f"{store.targets.sum():,}", folder)
+            logger.info(
+                "teacher: predictions of %s targets read from %s",
+                f"{store.targets.sum():,}",
+                folder,
+            )
         else:
             self._compute(store, folder)
         for name in KINDS:
@@ -98,18 +134,29 @@ class _Predictions:
         return store.path.with_name(f"{digest.hexdigest()[:32]}.teacher")
 
     def _compute(self, store: TokenStore, folder: Path) -> None:
-        """Every rank writes the targets of its documents into the same files, which get their name when all are done."""
+        """Every rank writes the targets of its documents into the same files, which get their
+        name when all are done.
+        """
         targets, k = int(store.targets.sum()), self.objective.settings.stored_tokens
         size = sum(np.dtype(kind).itemsize for kind in KINDS.values()) * k * targets
-        logger.info("teacher: computing predictions of %s targets, %.2f GiB in %s", f"{targets:,}", size / 2**30, folder.parent)
+        logger.info(
+            "teacher: computing predictions of %s targets, %.2f GiB in %s",
+            f"{targets:,}",
+            size / 2**30,
+            folder.parent,
+        )
 
         def create() -> str:
             _remove_left(folder)
-            aside = folder.with_suffix(f".{uuid.uuid4().hex[:8]}.aside")  # another run may be computing the same
+            aside = folder.with_suffix(
+                f".{uuid.uuid4().hex[:8]}.aside"
+            )  # another run may be computing the same
             if (free := shutil.disk_usage(folder.parent).free) < size:
                 raise ConfigurationError(
-                    f"distill.stored_tokens={k}: {size / 2**30:.1f} GiB are needed for {targets:,} targets, and "
-                    f"{folder.parent} has {free / 2**30:.1f} GiB free; take fewer, or another cache_dir"
+                    f"distill.stored_tokens={k}: {size / 2**30:.1f} GiB are needed for "
+                    f"{targets:,} targets, and "
+                    f"{folder.parent} has {free / 2**30:.1f} GiB free; take fewer, or another "
+                    "cache_dir"
                 )
             aside.mkdir()
             for name, kind in KINDS.items():
@@ -128,7 +175,8 @@ class _Predictions:
         """Write this rank's part of the files there; returns when all ranks have."""
         if not all(self.ranks.gather_values((aside / f"{STORED_IDS}.npy").exists())):
             raise ConfigurationError(
-                f"distill.stored_tokens={self.objective.settings.stored_tokens}: {aside.parent} is not the same folder on all "
+                f"distill.stored_tokens={self.objective.settings.stored_tokens}: {aside.parent} "
+                "is not the same folder on all "
                 "machines; set cache_dir to one that is"
             )
         files = [np.load(aside / f"{name}.npy", mmap_mode="r+") for name in KINDS]
@@ -141,13 +189,20 @@ class _Predictions:
 
     @torch.no_grad()
     def _predicted(self, store: TokenStore) -> Iterator[tuple[np.ndarray, tuple[Tensor, Tensor]]]:
-        """Rows of the store's targets, and ids and log-probabilities for them, of this rank's documents."""
+        """Rows of the store's targets, and ids and log-probabilities for them, of this rank's
+        documents.
+        """
         teacher = self._teacher(store.longest)
         column = TargetColumn.of(np.empty(int(store.targets.sum()), bool), store.targets)
         stream = BatchStream(
-            store.with_column(NUMBER, np.arange(len(store))), self.config, filler_token(self.tokenizer, self.rows), epochs=1,
-            rank=self.ranks.rank, ranks=self.ranks.count, shuffle=False,
-        )  # fmt: skip
+            store.with_column(NUMBER, np.arange(len(store))),
+            self.config,
+            filler_token(self.tokenizer, self.rows),
+            epochs=1,
+            rank=self.ranks.rank,
+            ranks=self.ranks.count,
+            shuffle=False,
+        )
         device = input_device(self.model)
         drawing = torch.Generator(device).manual_seed(self.config.seed + self.ranks.rank)
         with frozen_attending(self.objective), torch.autocast(device.type, enabled=False):
@@ -159,13 +214,19 @@ class _Predictions:
 
     def _teacher(self, longest: int) -> PresentedModel:
         if not self.objective.frozen:
-            made_ready(self.objective, self.objective.teacher(self.tokenizer), self.model, self.config)
+            made_ready(
+                self.objective, self.objective.teacher(self.tokenizer), self.model, self.config
+            )
             check_frozen_positions(self.objective, longest)
         return next(iter(self.objective.frozen.values()))
 
 
-def _logits(teacher: PresentedModel, batch: Batch, objective: Distill) -> Iterator[tuple[slice, Tensor]]:
-    """Logits at a Batch's targets in their order, so many rows at a time as the objective allows, over the common ids."""
+def _logits(
+    teacher: PresentedModel, batch: Batch, objective: Distill
+) -> Iterator[tuple[slice, Tensor]]:
+    """Logits at a Batch's targets in their order, so many rows at a time as the objective
+    allows, over the common ids.
+    """
     at = batch.targets != IGNORED
     head = teacher.head
     states = (teacher.logits(batch) if head is None else teacher.hidden_states(batch))[at]
@@ -185,7 +246,9 @@ def _rename(aside: Path, folder: Path) -> None:
 
 
 def _remove_left(folder: Path) -> None:
-    """What a process that was killed left of the same predictions: nothing was written to it for long."""
+    """What a process that was killed left of the same predictions: nothing was written to it for
+    long.
+    """
     for aside in folder.parent.glob(f"{folder.stem}.*.aside"):
         with suppress(OSError):  # another process may be at it
             if time.time() - max(file.stat().st_mtime for file in (aside, *aside.iterdir())) > LEFT:

@@ -1,13 +1,15 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow.
 
-A tracker is given the configuration once, the metrics of every step under ``train/`` and every evaluation under
-``eval/``. A resumed run is continued, not begun anew: which run that is stands in ``trackers.json``, and what the tracker
-lacks of it is made up for from ``metrics.jsonl``. The loop never waits for a tracker and is never stopped by one: each has a
-thread that hands over what has arrived and offers it again when that fails. What cannot be stored is said in the log.
+A tracker is given the configuration once, the metrics of every step under ``train/`` and every
+evaluation under ``eval/``. A resumed run is continued, not begun anew: which run that is stands in
+``trackers.json``, and what the tracker lacks of it is made up for from ``metrics.jsonl``. The loop
+never waits for a tracker and is never stopped by one: each has a thread that hands over what has
+arrived and offers it again when that fails. What cannot be stored is said in the log.
 
-The clients' own queues do not keep these promises. TensorBoard's holds a few events and blocks the caller when it is full, and
-an error of the disk ends its thread and drops what waits. MLflow's drops a batch that the server refused. W&B's call writes to
-a socket, which blocks while its process does not read.
+The clients' own queues do not keep these promises. TensorBoard's holds a few events and blocks the
+caller when it is full, and an error of the disk ends its thread and drops what waits. MLflow's
+drops a batch that the server refused. W&B's call writes to a socket, which blocks while its process
+does not read.
 """
 
 from __future__ import annotations
@@ -42,12 +44,16 @@ PATIENCE = 60.0
 """Seconds that the end of a run waits for a tracker to take the rest."""
 
 MAX_WAITING = 10_000
-"""Points kept for a tracker that takes none just now, some 13 MB; beyond, the oldest are given up."""
+"""Points kept for a tracker that takes none just now, some 13 MB; beyond, the oldest are given
+up.
+"""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Values of one step, named as the tracker shows them, and when they were known (seconds since 1970)."""
+    """Values of one step, named as the tracker shows them, and when they were known (seconds
+    since 1970).
+    """
 
     step: int
     values: dict[str, float]
@@ -55,7 +61,8 @@ class Point:
 
 
 class Tracker(Callback, ABC):
-    """What trackers share: a check at the start, a thread, patience. A subclass says how to begin, store and end.
+    """What trackers share: a check at the start, a thread, patience. A subclass says how to begin,
+    store and end.
 
     Attributes:
         name: as in the field ``trackers``, and that of the extra that installs it.
@@ -77,30 +84,37 @@ class Tracker(Callback, ABC):
     def __init__(self, config: ChronicalsConfig):
         if not self.installed():
             raise ConfigurationError(
-                f"trackers: {self.name!r} is not installed; pip install 'chronicals[{self.name}]', or leave it out of trackers"
+                f"trackers: {self.name!r} is not installed; pip install "
+                f"'chronicals[{self.name}]', or leave it out of trackers"
             )
         self.config = config
         threading.Thread(target=self._import, daemon=True).start()
 
     def _import(self) -> None:
-        """What ``begin`` imports, while the model and the data are prepared; an error is raised there."""
+        """What ``begin`` imports, while the model and the data are prepared; an error is raised
+        there.
+        """
         with suppress(Exception):
             importlib.import_module(self.used or self.module)
 
     @classmethod
     def installed(cls) -> bool:
-        """A folder that only has the package's name, as W&B leaves one behind, is no package: it has no origin."""
+        """A folder that only has the package's name, as W&B leaves one behind, is no package: it
+        has no origin.
+        """
         found = importlib.util.find_spec(cls.module)
         return found is not None and found.origin is not None
 
-    # --- what a subclass says ----------------------------------------------------------------------------------------
+    # --- what a subclass says
+    # ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, run: Run) -> dict[str, int]:
         """Begin a run, or continue the earlier one where ``run.step`` is not 0.
 
         Returns:
-            The last step that is stored of ``train`` and of ``eval``: up to there nothing is offered again.
+            The last step that is stored of ``train`` and of ``eval``: up to there nothing is
+                offered again.
         """
 
     @abstractmethod
@@ -111,7 +125,8 @@ class Tracker(Callback, ABC):
     def end(self, outcome: Outcome) -> None:
         """Mark how the run ended, and close."""
 
-    # --- around the loop ---------------------------------------------------------------------------------------------
+    # --- around the loop
+    # ---------------------------------------------------------------------------------------------
 
     def run_began(self, run: Run) -> None:
         """Raises ConfigurationError where the tracker cannot be started."""
@@ -119,14 +134,17 @@ class Tracker(Callback, ABC):
             self.stored = self.begin(run)
         except Exception as error:
             raise ConfigurationError(
-                f"trackers: {self.name!r} cannot be started ({self.remedy}, or leave it out of trackers): {error}"
+                f"trackers: {self.name!r} cannot be started ({self.remedy}, or leave it out of "
+                f"trackers): {error}"
             ) from error
         self.arrivals: queue.SimpleQueue[Point | Outcome] = queue.SimpleQueue()
         for part, step, values in _known(run):
             if step <= run.step:
                 self._offer(part, step, values)
         self.over = threading.Event()
-        self.thread = threading.Thread(target=self._hand_over, name=f"chronicals-{self.name}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._hand_over, name=f"chronicals-{self.name}", daemon=True
+        )
         self.thread.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
@@ -140,14 +158,19 @@ class Tracker(Callback, ABC):
         self.over.set()
         self.thread.join(PATIENCE)
         if self.thread.is_alive():
-            logger.warning("%s: still not done %.0f s after the run; it is left to itself", self.name, PATIENCE)
+            logger.warning(
+                "%s: still not done %.0f s after the run; it is left to itself", self.name, PATIENCE
+            )
 
     def _offer(self, part: str, step: int, values: dict[str, float]) -> None:
         if step > self.stored.get(part, 0):
-            named = {f"{part}/{name}": float(value) for name, value in values.items() if name != "step"}
+            named = {
+                f"{part}/{name}": float(value) for name, value in values.items() if name != "step"
+            }
             self.arrivals.put(Point(step, named, time.time()))
 
-    # --- in the thread -----------------------------------------------------------------------------------------------
+    # --- in the thread
+    # -----------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         waiting: list[Point] = []
@@ -163,17 +186,25 @@ class Tracker(Callback, ABC):
                 waiting = []
             except Exception as error:
                 if not complained:
-                    logger.error("%s: cannot store what arrives, training goes on: %s", self.name, error)
+                    logger.error(
+                        "%s: cannot store what arrives, training goes on: %s", self.name, error
+                    )
                 complained = True
                 given_up += max(len(waiting) - MAX_WAITING, 0)
                 waiting = waiting[-MAX_WAITING:]
             self.over.wait(self.rest)
         if waiting or given_up:
-            logger.error("%s: %d points were not stored; metrics.jsonl has them", self.name, len(waiting) + given_up)
+            logger.error(
+                "%s: %d points were not stored; metrics.jsonl has them",
+                self.name,
+                len(waiting) + given_up,
+            )
         try:
             self.end(outcome)
         except Exception as error:
-            logger.error("%s: the end of the run (%s) could not be marked: %s", self.name, outcome, error)
+            logger.error(
+                "%s: the end of the run (%s) could not be marked: %s", self.name, outcome, error
+            )
 
     def _arrived(self) -> Iterator[Point | Outcome]:
         """At least one, and whatever else is there."""
@@ -185,7 +216,8 @@ class Tracker(Callback, ABC):
 class TensorBoard(Tracker):
     """Event files in ``tensorboard/`` of the run's folder.
 
-    Resumed, what was stored beyond the checkpoint is purged and stored anew. It has no mark for how a run ended.
+    Resumed, what was stored beyond the checkpoint is purged and stored anew. It has no mark for how
+    a run ended.
     """
 
     name, module, used = "tensorboard", "tensorboard", "torch.utils.tensorboard"
@@ -212,12 +244,13 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run of its own in the W&B project; where and as whom is W&B's business (``wandb login``, ``WANDB_MODE``, ...).
+    """A run of its own in the W&B project; where and as whom is W&B's business (``wandb login``,
+    ``WANDB_MODE``, ...).
 
-    W&B takes steps in ascending order only and cannot take any back. Resumed, steps that it already has keep their first
-    values; the run goes on after them. Offline, each part is a folder in ``wandb/`` of the run's folder, all of one run
-    id, which ``wandb sync`` joins; there, what it has is taken to be what ``metrics.jsonl`` has. An interrupted run is
-    marked killed.
+    W&B takes steps in ascending order only and cannot take any back. Resumed, steps that it already
+    has keep their first values; the run goes on after them. Offline, each part is a folder in
+    ``wandb/`` of the run's folder, all of one run id, which ``wandb sync`` joins; there, what it
+    has is taken to be what ``metrics.jsonl`` has. An interrupted run is marked killed.
     """
 
     name, module = "wandb", "wandb"
@@ -230,9 +263,13 @@ class WeightsAndBiases(Tracker):
 
         earlier = earlier_id(run, self.name)
         self.run = wandb.init(
-            project=self.config.project, name=self.config.run_name, dir=run.output_dir.absolute(), id=earlier,
-            resume="allow" if earlier else None, reinit="create_new",
-        )  # fmt: skip
+            project=self.config.project,
+            name=self.config.run_name,
+            dir=run.output_dir.absolute(),
+            id=earlier,
+            resume="allow" if earlier else None,
+            reinit="create_new",
+        )
         self.run.config.update(self.config.to_dict(), allow_val_change=True)
         keep_id(run, self.name, self.run.id)
         if not earlier:
@@ -250,16 +287,26 @@ class WeightsAndBiases(Tracker):
 
 
 class MLflow(Tracker):
-    """A run in the experiment ``project``, at MLflow's own tracking URI (``sqlite:///mlflow.db`` unless it is told).
+    """A run in the experiment ``project``, at MLflow's own tracking URI (``sqlite:///mlflow.db``
+    unless it is told).
 
-    MLflow keeps what it was given: values cannot be taken back, parameters not be changed. Resumed, steps that it already
-    has keep their first values, and fields that changed become tags ``resumed.FIELD``. An interrupted run is marked killed.
+    MLflow keeps what it was given: values cannot be taken back, parameters not be changed. Resumed,
+        steps that it already
+    has keep their first values, and fields that changed become tags ``resumed.FIELD``. An
+    interrupted run is marked killed.
     """
 
     name, module = "mlflow", "mlflow"
-    remedy = "a local store needs pip install 'chronicals[mlflow]'; MLFLOW_TRACKING_URI says where a server is"
+    remedy = (
+        "a local store needs pip install 'chronicals[mlflow]'; MLFLOW_TRACKING_URI says "
+        "where a server is"
+    )
     rest = 1.0
-    STATES: ClassVar[dict[Outcome, str]] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+    STATES: ClassVar[dict[Outcome, str]] = {
+        "finished": "FINISHED",
+        "failed": "FAILED",
+        "interrupted": "KILLED",
+    }
     AT_ONCE = 1000
     """Values that MLflow accepts in one call."""
 
@@ -277,9 +324,13 @@ class MLflow(Tracker):
             for name in [name for name in fields if known.get(name) != fields[name]]:
                 self.client.set_tag(earlier, f"resumed.{name}", fields[name])
             return {part: self._last_step(f"{part}/loss") for part in PARTS}
-        self.id = self.client.create_run(self._experiment(), run_name=self.config.run_name).info.run_id
+        self.id = self.client.create_run(
+            self._experiment(), run_name=self.config.run_name
+        ).info.run_id
         keep_id(run, self.name, self.id)
-        self.client.log_batch(self.id, params=[Param(name, value) for name, value in fields.items()])
+        self.client.log_batch(
+            self.id, params=[Param(name, value) for name, value in fields.items()]
+        )
         return {}
 
     def _experiment(self) -> str:
@@ -293,12 +344,18 @@ class MLflow(Tracker):
         return found.experiment_id if found else self.client.create_experiment(name)
 
     def _last_step(self, metric: str) -> int:
-        return max((value.step for value in self.client.get_metric_history(self.id, metric)), default=0)
+        return max(
+            (value.step for value in self.client.get_metric_history(self.id, metric)), default=0
+        )
 
     def store(self, points: list[Point]) -> None:
         from mlflow.entities import Metric
 
-        metrics = [Metric(name, v, int(1000 * p.time), p.step) for p in points for name, v in p.values.items()]
+        metrics = [
+            Metric(name, v, int(1000 * p.time), p.step)
+            for p in points
+            for name, v in p.values.items()
+        ]
         for start in range(0, len(metrics), self.AT_ONCE):
             self.client.log_batch(self.id, metrics=metrics[start : start + self.AT_ONCE])
 
@@ -306,11 +363,14 @@ class MLflow(Tracker):
         self.client.set_terminated(self.id, self.STATES[outcome])
 
 
-TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in (TensorBoard, WeightsAndBiases, MLflow)}
+TRACKERS: dict[str, type[Tracker]] = {
+    tracker.name: tracker for tracker in (TensorBoard, WeightsAndBiases, MLflow)
+}
 
 
 def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
-    """Those that ``config.trackers`` names; TensorBoard where it is installed if the field was left alone.
+    """Those that ``config.trackers`` names; TensorBoard where it is installed if the field was left
+    alone.
 
     Raises:
         ConfigurationError: one is not installed; the message names the extra.
@@ -331,12 +391,17 @@ def _warn_of_unused_names(config: ChronicalsConfig, trackers: Sequence[str]) -> 
         value = getattr(config, name)
         if value is not None:
             logger.warning(
-                "%s=%r is shown nowhere: W&B and MLflow have it, and the trackers of this run are %s; set trackers=['wandb'] "
-                "or trackers=['mlflow'], or leave it out", name, value, used,
-            )  # fmt: skip
+                "%s=%r is shown nowhere: W&B and MLflow have it, and the trackers of this run are "
+                "%s; set trackers=['wandb'] "
+                "or trackers=['mlflow'], or leave it out",
+                name,
+                value,
+                used,
+            )
 
 
-# --- which run it is -------------------------------------------------------------------------------------------------
+# --- which run it is
+# -------------------------------------------------------------------------------------------------
 
 
 def _ids(run: Run) -> tuple[Path, dict[str, str]]:
@@ -359,7 +424,9 @@ def keep_id(run: Run, tracker: str, identity: str) -> None:
 
 
 def _known(run: Run) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """What ``metrics.jsonl`` has of the part before: of ``train`` or ``eval``, at which step, which values."""
+    """What ``metrics.jsonl`` has of the part before: of ``train`` or ``eval``, at which step,
+    which values.
+    """
     for line in read_metrics(run.output_dir / "metrics.jsonl"):
         step = line.pop("step")
         line.pop("time", None)

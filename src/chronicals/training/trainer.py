@@ -68,18 +68,22 @@ class ChronicalsTrainer:
     """Trains a Hugging Face causal language model.
 
     Args:
-        model: the model, on its device; ``device_map="auto"`` is fine as long as it uses one device.
+        model: the model, on its device; ``device_map="auto"`` is fine as long as it uses one
+            device.
         tokenizer: its tokenizer; ``pad_token = eos_token`` is fine.
         config: everything else; ``ChronicalsConfig()`` if None.
-        callbacks: further callbacks; those for files and progress, and the trackers, are there anyway.
+        callbacks: further callbacks; those for files and progress, and the trackers, are there
+            anyway.
 
     Attributes:
-        write_recipe: writes into the folder of a new run what it was started with; None where nothing says it.
+        write_recipe: writes into the folder of a new run what it was started with; None where
+            nothing says it.
 
     Raises:
-        ValueError: it is another kind of model, or the configuration cannot be honoured with it on this machine; the message
-            names the field.
-        VersionError: torch, transformers or PEFT is older than the lowest version that chronicals runs with.
+        ValueError: it is another kind of model, or the configuration cannot be honoured with it on
+            this machine; the message names the field.
+        VersionError: torch, transformers or PEFT is older than the lowest version that chronicals
+            runs with.
     """
 
     def __init__(
@@ -95,7 +99,9 @@ class ChronicalsTrainer:
         self.output_dir = self.config.output_dir
         check_class(model)
         self.config = with_sharding(self.config, model, self.ranks)
-        self.device = one_device(model, self.ranks, self.config.sharding == WEIGHTS and self.ranks.count > 1)
+        self.device = one_device(
+            model, self.ranks, self.config.sharding == WEIGHTS and self.ranks.count > 1
+        )
         check_precision(self.config, self.device)
         self.objective = build_objective(self.config)
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.writer else []
@@ -106,16 +112,17 @@ class ChronicalsTrainer:
         self.write_recipe: Callable[[Path], None] | None = None
 
     def release_graphs(self) -> None:
-        """Give back the memory of CUDA graphs, as a callback may ask between steps; the next ones run as usual and are captured
-        anew."""
+        """Give back the memory of CUDA graphs, as a callback may ask between steps; the next
+        ones run as usual and are captured anew."""
         if self._session is not None:
             self._session.release_graphs()
 
     def stop(self, save: bool = True) -> None:
-        """End the run in progress after the step at hand: ``train`` writes a checkpoint and raises ``Interrupted``.
+        """End the run in progress after the step at hand: ``train`` writes a checkpoint and raises
+        ``Interrupted``.
 
-        May be called from any thread, from callbacks, and on any rank; all ranks stop after the same step. It does nothing
-        where ``train`` is not running.
+        May be called from any thread, from callbacks, and on any rank; all ranks stop after the
+        same step. It does nothing where ``train`` is not running.
 
         Args:
             save: whether to write a checkpoint first.
@@ -123,21 +130,28 @@ class ChronicalsTrainer:
         self._stop.ask("stopped as asked", save)
 
     def train(
-        self, train_dataset: Source, eval_dataset: Source | None = None, resume: bool | str | Path = False
-    ) -> TrainingResult:  # fmt: skip
+        self,
+        train_dataset: Source,
+        eval_dataset: Source | None = None,
+        resume: bool | str | Path = False,
+    ) -> TrainingResult:
         """Train, evaluate, write the model and the report.
 
         Args:
             train_dataset: a file or rows; see ``chronicals.data.read_records``.
             eval_dataset: held-out data; or ``validation_split`` takes a share of ``train_dataset``.
-            resume: True goes on from the newest whole checkpoint in ``output_dir``, if there is one, exactly as if never
-                stopped; the folder of a checkpoint, or of another run, goes on from there.
+            resume: True goes on from the newest whole checkpoint in ``output_dir``, if there is
+                one, exactly as if never stopped; the folder of a checkpoint, or of another run,
+                goes on from there.
 
         Raises:
             DataError: the data would make training wrong.
-            TrainingError: a loss or gradient is not a number, nothing is trained, or the card's memory is too small.
-            CheckpointError: a checkpoint could not be written, ``output_dir`` holds another run, or one is writing there.
-            ConfigurationError: the configuration cannot be honoured, or is not the same in all processes.
+            TrainingError: a loss or gradient is not a number, nothing is trained, or the card's
+                memory is too small.
+            CheckpointError: a checkpoint could not be written, ``output_dir`` holds another run, or
+                one is writing there.
+            ConfigurationError: the configuration cannot be honoured, or is not the same in all
+                processes.
             Interrupted: stopped by a signal or ``stop``, after a checkpoint.
         """
         self._stop, padding = Stop(), self.tokenizer.pad_token
@@ -147,7 +161,9 @@ class ChronicalsTrainer:
                 prove_alike(self.ranks, shared_settings(self.config))
                 self.ranks = sharing_packs(self.ranks, self.config, self.model)
                 with claimed(self.output_dir, self.ranks):
-                    resumed = checkpoint_to_resume(self.output_dir, resume, self.ranks, self.config.overwrite)
+                    resumed = checkpoint_to_resume(
+                        self.output_dir, resume, self.ranks, self.config.overwrite
+                    )
                     with self._in_its_folder() as self._earlier:
                         return self._train(train_dataset, eval_dataset, resumed)
         finally:
@@ -155,37 +171,62 @@ class ChronicalsTrainer:
             if self.tokenizer.pad_token != padding:  # a reward model was saved with another one
                 self.tokenizer.pad_token = padding
 
-    def _train(self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None) -> TrainingResult:
+    def _train(
+        self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None
+    ) -> TrainingResult:
         model = self.model
         if self.device.type == "cuda":
             identify_compiler()
         self.config = fit_vocabulary(model, self.tokenizer, self.config, self.ranks)
         self.ranks.writer_does(partial(check_tokenizer, model, self.tokenizer), ConfigurationError)
         train_store, eval_store = open_stores(
-            train_dataset, eval_dataset, embedding_table(model).shape[0], self.tokenizer, self.config, self.ranks,
+            train_dataset,
+            eval_dataset,
+            embedding_table(model).shape[0],
+            self.tokenizer,
+            self.config,
+            self.ranks,
             reports=self.output_dir,
-        )  # fmt: skip
+        )
         if eval_store is None and self.config.eval_steps is not None:
             raise ConfigurationError(
-                f"eval_steps={self.config.eval_steps}: nothing is held out; give eval_dataset or validation_split"
+                f"eval_steps={self.config.eval_steps}: nothing is held out; give eval_dataset or "
+                "validation_split"
             )
         if eval_store is None and self.config.keep == "best":
-            raise ConfigurationError("keep='best': nothing is held out to tell which is; give eval_dataset or validation_split")
+            raise ConfigurationError(
+                "keep='best': nothing is held out to tell which is; give eval_dataset or "
+                "validation_split"
+            )
         longest = max(store.longest for store in (train_store, eval_store) if store is not None)
         check_positions(model, longest)
         for store in (train_store, eval_store):
             if store is not None:
                 check_dealt(store, self.objective, self.config)
         plan = plan_of(train_store, self.config)
-        with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device, self.ranks.count):
-            objective, given = self.objective, [store for store in (train_store, eval_store) if store is not None]
-            train_store, *held = with_predictions(given, objective, model, self.tokenizer, config, self.ranks)
+        with (
+            self._fitted_to(plan, resumed) as config,
+            saying_what_helps(config, self.device, self.ranks.count),
+        ):
+            objective, given = (
+                self.objective,
+                [store for store in (train_store, eval_store) if store is not None],
+            )
+            train_store, *held = with_predictions(
+                given, objective, model, self.tokenizer, config, self.ranks
+            )
             eval_store = held[0] if held else None
-            samples = Samples(model, self.tokenizer, eval_store or train_store, self._samples(), self.output_dir)
+            samples = Samples(
+                model, self.tokenizer, eval_store or train_store, self._samples(), self.output_dir
+            )
             if self.ranks.writer and resumed is None:
                 samples.before()
-            teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
-            with prepared(model, config, self.objective, self.ranks, resumed, self.tokenizer) as session:
+            teach_generation_to_stop(
+                model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining"
+            )
+            with prepared(
+                model, config, self.objective, self.ranks, resumed, self.tokenizer
+            ) as session:
                 check_frozen_positions(self.objective, longest)
                 self._session = session
                 result = self._run(session, train_store, plan, eval_store, resumed, samples)
@@ -194,7 +235,9 @@ class ChronicalsTrainer:
 
     @contextmanager
     def _in_its_folder(self) -> Iterator[EarlierRun | None]:
-        """Within: the folder takes the files of this run. Gives the run that is to be replaced, on the first rank."""
+        """Within: the folder takes the files of this run. Gives the run that is to be replaced,
+        on the first rank.
+        """
         folder, earlier = self.output_dir, None
 
         def make_room() -> None:
@@ -214,7 +257,9 @@ class ChronicalsTrainer:
     def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
         """Within: the batch of the configuration is fitted to the data."""
         asked = self.config
-        self.config = fit_batch(fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed)
+        self.config = fit_batch(
+            fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed
+        )
         try:
             self.config = with_token_ids(self.config, self.tokenizer)
             yield self.config
@@ -222,12 +267,19 @@ class ChronicalsTrainer:
             self.config = asked
 
     def _run(
-        self, session: Session, train_store: TokenStore, plan: PackPlan, eval_store: TokenStore | None, resumed: Path | None,
+        self,
+        session: Session,
+        train_store: TokenStore,
+        plan: PackPlan,
+        eval_store: TokenStore | None,
+        resumed: Path | None,
         samples: Samples,
-    ) -> TrainingResult:  # fmt: skip
+    ) -> TrainingResult:
         config, model = self.config, self.model
         limited = partial(self._watch.limited, "computing the reference, before the first step")
-        reference = StoredReference(session, partial(self._stream, epochs=1, shuffle=False), limited)
+        reference = StoredReference(
+            session, partial(self._stream, epochs=1, shuffle=False), limited
+        )
         reference.keep(self.output_dir, resumed)
         train_store = reference.beside(train_store)
         eval_store = None if eval_store is None else reference.beside(eval_store)
@@ -236,7 +288,8 @@ class ChronicalsTrainer:
         run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
             raise ConfigurationError(
-                f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the run: the peak would never be "
+                f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the "
+                "run: the peak would never be "
                 "reached"
             )
         keeps_best = eval_store is not None and config.keep != "last"
@@ -253,43 +306,84 @@ class ChronicalsTrainer:
         held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
         divided = model if session.decisions["sharding"].how == WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
-        about = functools.cache(lambda: about_data(train_store, model, self.tokenizer, config, reference.record))
+        about = functools.cache(
+            lambda: about_data(train_store, model, self.tokenizer, config, reference.record)
+        )
         session.before_update = saved.hold_update
-        session.told = lambda: saved.failed or self._stop.reason is not None or callbacks.error is not None
+        session.told = lambda: (
+            saved.failed or self._stop.reason is not None or callbacks.error is not None
+        )
         with self._stop.on_signals(), callbacks.around(run):
             with saved, session.stepping():
-                Loop(session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch).train()
+                Loop(
+                    session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
+                ).train()
             check_that_something_was_applied(run, session.precision)
-            return finish(run, model, self.tokenizer, config, self.ranks, saved, about, samples.after)
+            return finish(
+                run, model, self.tokenizer, config, self.ranks, saved, about, samples.after
+            )
 
     def _samples(self) -> int:
         """How many answers the report shows."""
         if self.config.report_samples and not self.objective.generates:
-            logger.info("the report has no sample answers: objective=%r trains no language model", self.config.objective)
+            logger.info(
+                "the report has no sample answers: objective=%r trains no language model",
+                self.config.objective,
+            )
             return 0
         if self.config.report_samples and self.config.sharding == WEIGHTS and self.ranks.count > 1:
-            logger.info("the report has no sample answers: no process has all weights (sharding='weights')")
+            logger.info(
+                "the report has no sample answers: no process has all weights (sharding='weights')"
+            )
             return 0
         return self.config.report_samples
 
-    def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None) -> BatchStream:
+    def _stream(
+        self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None
+    ) -> BatchStream:
         return BatchStream(
-            store, self.config, filler_token(self.tokenizer, embedding_table(self.model).shape[0]), epochs=epochs,
-            rank=self.ranks.data_rank, ranks=self.ranks.data_count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
+            store,
+            self.config,
+            filler_token(self.tokenizer, embedding_table(self.model).shape[0]),
+            epochs=epochs,
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_count,
+            shuffle=shuffle,
+            pin=self.device.type == "cuda",
+            plan=plan,
             context=self.ranks.context,
-        )  # fmt: skip
+        )
 
-    def _prove_that_ranks_are_alike(self, run: Run, stream: BatchStream, eval_store: TokenStore | None) -> None:
+    def _prove_that_ranks_are_alike(
+        self, run: Run, stream: BatchStream, eval_store: TokenStore | None
+    ) -> None:
         if self.ranks.count > 1:
-            weights = (p for p in whole_parts(self.model.parameters()) if p.device.type == self.device.type)
-            facts = {"step": run.step, "position": run.position, "steps in all": run.total_steps, "best step": run.best_step}
+            weights = (
+                p for p in whole_parts(self.model.parameters()) if p.device.type == self.device.type
+            )
+            facts = {
+                "step": run.step,
+                "position": run.position,
+                "steps in all": run.total_steps,
+                "best step": run.best_step,
+            }
             held_out = eval_store and eval_store.key
-            data = {"training data": stream.data, "held-out data": held_out, "order": stream.fingerprint}
+            data = {
+                "training data": stream.data,
+                "held-out data": held_out,
+                "order": stream.fingerprint,
+            }
             prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
 
     def _trainable_share(self) -> float:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad) / count_values(self.model)
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad) / count_values(
+            self.model
+        )
 
     def _own_callbacks(self) -> list[Callback]:
         """Trackers first: where they go on from, they read in the metrics of the part before."""
-        return [*build_trackers(self.config), MetricsFile(self.output_dir / "metrics.jsonl"), ProgressBar()]
+        return [
+            *build_trackers(self.config),
+            MetricsFile(self.output_dir / "metrics.jsonl"),
+            ProgressBar(),
+        ]

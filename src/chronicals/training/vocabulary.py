@@ -1,7 +1,8 @@
-"""Rows of the embedding for the tokens of the tokenizer: missing ones are refused before the first step, or added as asked.
+"""Rows of the embedding for the tokens of the tokenizer: missing ones are refused before the first
+step, or added as asked.
 
-A model with more tokens than rows trains as long as no row of data has such a token, and then no format takes it. The padding
-token alone may lack a row, for nothing reads it.
+A model with more tokens than rows trains as long as no row of data has such a token, and then no
+format takes it. The padding token alone may lack a row, for nothing reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 def rows_needed(tokenizer: Any, rows: int, config: ChronicalsConfig) -> int:
-    """The number of rows that an embedding of ``rows`` must have for a tokenizer: more only where ``config`` asks for them.
+    """The number of rows that an embedding of ``rows`` must have for a tokenizer: more only where
+    ``config`` asks for them.
 
     Raises:
         ConfigurationError: tokens have no row, and none are to be added.
@@ -34,16 +36,21 @@ def rows_needed(tokenizer: Any, rows: int, config: ChronicalsConfig) -> int:
     if config.resize_embeddings:
         return max(last + 1, len(tokenizer))
     raise ConfigurationError(
-        f"resize_embeddings=False: the tokenizer has {token!r} with id {last}, the embedding of the model {rows} rows; what is "
-        "trained so could not be exported. Set resize_embeddings=True to add rows for such tokens and train them, or take the "
+        f"resize_embeddings=False: the tokenizer has {token!r} with id {last}, the embedding of "
+        f"the model {rows} rows; what is "
+        "trained so could not be exported. Set resize_embeddings=True to add rows for such tokens "
+        "and train them, or take the "
         "model's own tokenizer"
     )
 
 
-def fit_vocabulary(model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh) -> ChronicalsConfig:
+def fit_vocabulary(
+    model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh
+) -> ChronicalsConfig:
     """Add the rows that the embedding and the head lack, where ``config`` asks for it.
 
-    New rows are drawn around the mean of those that are there, with their covariance (Hewitt, 2021), the same in every process.
+    New rows are drawn around the mean of those that are there, with their covariance (Hewitt,
+    2021), the same in every process.
 
     Returns:
         The configuration, by which adapters train the new rows as tokens beside them.
@@ -57,21 +64,27 @@ def fit_vocabulary(model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: 
         return config
     if config.sharding == WEIGHTS and ranks.count > 1:
         raise ConfigurationError(
-            "resize_embeddings=True: weights are divided among processes (sharding='weights') and get no rows there; call "
+            "resize_embeddings=True: weights are divided among processes (sharding='weights') and "
+            "get no rows there; call "
             "model.resize_token_embeddings(len(tokenizer)), save the model, and train that"
         )
     if hasattr(model, "chronicals_lora") or hasattr(model, "peft_config"):
         raise ConfigurationError(
-            "resize_embeddings=True: the model has adapters already, which belong to an embedding of "
-            f"{rows} rows; call model.resize_token_embeddings(len(tokenizer)) before they are attached"
+            "resize_embeddings=True: the model has adapters already, which belong to an embedding "
+            "of "
+            f"{rows} rows; call model.resize_token_embeddings(len(tokenizer)) before they are "
+            "attached"
         )
     config = with_token_ids(config, tokenizer)
     _add_rows(model, needed, config.seed)
     logger.info(
-        "resize_embeddings: embedding and head have %d rows now, %d of them new, drawn around the mean of the others; %s",
+        "resize_embeddings: embedding and head have %d rows now, %d of them new, drawn around the "
+        "mean of the others; %s",
         needed,
         needed - rows,
-        "they are trained beside the adapters" if config.use_lora else "they are trained with the others",
+        "they are trained beside the adapters"
+        if config.use_lora
+        else "they are trained with the others",
     )
     return with_trained_rows(model, config, range(rows, needed)) if config.use_lora else config
 
@@ -84,7 +97,8 @@ def _add_rows(model: Any, rows: int, seed: int) -> None:
 
 
 def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> ChronicalsConfig:
-    """The configuration with these rows among the tokens that are trained beside adapters, in embedding and head.
+    """The configuration with these rows among the tokens that are trained beside adapters, in
+    embedding and head.
 
     Layers that are trained whole, or have an adapter, keep that alone.
     """
@@ -101,10 +115,15 @@ def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> Chron
         if any(f".{path}".endswith(f".{name}") for name in otherwise):
             continue
         name = next((name for name in given if f".{path}".endswith(f".{name}")), path)
-        tokens[name] = [*given.get(name, []), *(number for number in new if number not in given.get(name, []))]
+        tokens[name] = [
+            *given.get(name, []),
+            *(number for number in new if number not in given.get(name, [])),
+        ]
     return config.fitted(lora_trainable_tokens=tokens or None)
 
 
 def _named(target_modules: list[str] | str | None) -> list[str]:
-    """Names of adapted layers; a regular expression names linear layers, hardly an embedding or a head."""
+    """Names of adapted layers; a regular expression names linear layers, hardly an embedding or
+    a head.
+    """
     return list(target_modules) if isinstance(target_modules, list) else []

@@ -1,4 +1,6 @@
-"""Weights divided among the processes (``sharding: weights``): trained ones by FSDP, frozen ones of adapters as bytes."""
+"""Weights divided among the processes (``sharding: weights``): trained ones by FSDP, frozen ones
+of adapters as bytes.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,19 @@ PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 
 
 def trains_layers(model: Any) -> bool:
-    """Whether weights of decoder layers other than adapters are trained, which FSDP divides then."""
+    """Whether weights of decoder layers other than adapters are trained, which FSDP divides
+    then.
+    """
     adapted = hasattr(model, "chronicals_lora") or hasattr(model, "peft_config")
-    return not adapted and any(p.requires_grad for layer in decoder_layers(model) for p in layer.parameters())
+    return not adapted and any(
+        p.requires_grad for layer in decoder_layers(model) for p in layer.parameters()
+    )
 
 
 def check_divisible(model: Any, config: ChronicalsConfig, sharing: int) -> None:
-    """Raises ConfigurationError where this model cannot be trained with its weights divided among so many."""
+    """Raises ConfigurationError where this model cannot be trained with its weights divided
+    among so many.
+    """
     if reason := why_not_divisible(model, config) or why_not_cut(model, config, sharing):
         raise ConfigurationError(f"sharding='weights': {reason}; or take sharding='optimizer'")
 
@@ -69,7 +77,10 @@ def why_not_divisible(model: Any, config: ChronicalsConfig) -> str | None:
     if not decoder_layers(model):
         return f"{name} has no list of decoder layers"
     if skips_layers(model):
-        return f"{name} skips layers at random, each process others, while all gather the same: set its layerdrop to 0"
+        return (
+            f"{name} skips layers at random, each process others, while all gather the same: "
+            "set its layerdrop to 0"
+        )
     if has_4bit_experts(model):
         return f"{name} has its experts in 4 bits, which stay whole: leave quantization out"
     if config.use_fp8:
@@ -84,9 +95,15 @@ def why_not_divisible(model: Any, config: ChronicalsConfig) -> str | None:
 def _why_not_by_fsdp(model: Any, config: ChronicalsConfig) -> str | None:
     name = type(model).__name__
     if fp32 := sorted(kept_in_fp32(model, DTYPES[config.mixed_precision])):
-        return f"{name} keeps {', '.join(fp32)} in fp32, and FSDP gathers the weights of a layer in one dtype"
+        return (
+            f"{name} keeps {', '.join(fp32)} in fp32, and FSDP gathers the weights of a layer "
+            "in one dtype"
+        )
     if "offload_activations" in config.memory_policies:
-        return "memory=['offload_activations'] tells activations from weights by where these lie, and gathered ones move"
+        return (
+            "memory=['offload_activations'] tells activations from weights by where these lie, "
+            "and gathered ones move"
+        )
     if any(not p.is_floating_point() for p in model.parameters()):
         return f"weights of {name} are packed, and others of its layers are trained"
     if scalar := next((path for path, p in model.named_parameters() if not p.ndim), None):
@@ -95,8 +112,17 @@ def _why_not_by_fsdp(model: Any, config: ChronicalsConfig) -> str | None:
 
 
 def _why_not_as_bytes(model: Any) -> str | None:
-    kept = {m.format for layer in decoder_layers(model) for m in layer.modules() if isinstance(m, LinearGGUF)}
-    return f"weights in {', '.join(sorted(kept))} stay as they are in their file, whole" if kept else None
+    kept = {
+        m.format
+        for layer in decoder_layers(model)
+        for m in layer.modules()
+        if isinstance(m, LinearGGUF)
+    }
+    return (
+        f"weights in {', '.join(sorted(kept))} stay as they are in their file, whole"
+        if kept
+        else None
+    )
 
 
 def why_not_cut(model: Any, config: ChronicalsConfig, sharing: int) -> str | None:
@@ -104,17 +130,26 @@ def why_not_cut(model: Any, config: ChronicalsConfig, sharing: int) -> str | Non
     if not trains_layers(model):
         if any(can_be_cut(linear, sharing) for _, linear in frozen_linears(decoder_layers(model))):
             return None
-        return f"no frozen linear layer of its decoder layers has rows that can be divided by {sharing}"
+        return (
+            "no frozen linear layer of its decoder layers has rows that can be divided by "
+            f"{sharing}"
+        )
     if config.use_8bit_optimizer and (cut := _cut_blocks(model, sharing)):
-        return f"rows of {cut} divided by {sharing} would cut blocks of 8-bit states; leave use_8bit_optimizer out"
+        return (
+            f"rows of {cut} divided by {sharing} would cut blocks of 8-bit states; leave "
+            "use_8bit_optimizer out"
+        )
     return None
 
 
 def check_whole(model: Any, config: ChronicalsConfig) -> None:
-    """Raises ConfigurationError where a run before divided the model's weights, and this one is not to."""
+    """Raises ConfigurationError where a run before divided the model's weights, and this one is
+    not to.
+    """
     if len(list(whole_parts(model.parameters()))) < len(list(model.parameters())):
         raise ConfigurationError(
-            f"sharding={config.sharding!r}: a run before divided the weights of this model among the processes; set "
+            f"sharding={config.sharding!r}: a run before divided the weights of this model among "
+            "the processes; set "
             "sharding='weights', or load the model again"
         )
 
@@ -138,7 +173,9 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     if not trains_layers(model):
         gathers = gathers_of(model)
         if gathers is None:
-            prove_alike(ranks, {"weights": fingerprint(model.parameters())})  # each rank keeps rows of its own
+            prove_alike(
+                ranks, {"weights": fingerprint(model.parameters())}
+            )  # each rank keeps rows of its own
             gathers = shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
         if reason := shard_embedding(model, gathers.rank, gathers.count, device, gathers.group):
             logger.info("sharding: the embedding stays whole on every process: %s", reason)
@@ -153,9 +190,12 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     laid = shard_weights(model, layers, products, weight_mesh(ranks, sharing), dtype, read)
     if laid < len(products) and ranks.writer:
         logger.warning(
-            "sharding: %d of %d products take their weights one by one, for their rows cannot be divided by %d",
-            len(products) - laid, len(products), sharing,
-        )  # fmt: skip
+            "sharding: %d of %d products take their weights one by one, for their rows cannot be "
+            "divided by %d",
+            len(products) - laid,
+            len(products),
+            sharing,
+        )
 
 
 def _in_memory(ranks: Mesh, device: torch.device) -> Callable[[str, Tensor, range], Tensor]:
@@ -184,7 +224,9 @@ class GatheredStep(EagerStep):
 
 
 class FrozenGatheredStep(EagerStep):
-    """An ``EagerStep`` over frozen weights that are gathered: every micro-step gathers the same, and all that it reads."""
+    """An ``EagerStep`` over frozen weights that are gathered: every micro-step gathers the same,
+    and all that it reads.
+    """
 
     def __init__(self, *given: Any):
         super().__init__(*given)

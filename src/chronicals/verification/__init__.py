@@ -1,4 +1,6 @@
-"""This run against fp32; whether the kernels compute what they should on this machine, and what it has."""
+"""This run against fp32; whether the kernels compute what they should on this machine, and what
+it has.
+"""
 
 from typing import Any
 
@@ -9,7 +11,15 @@ if why_too_old() is None:  # else only what the doctor says of the machine is th
     from chronicals.verification.self_test import SelfTest, self_test
     from chronicals.verification.verify import Verification, verify
 
-__all__ = ["SelfTest", "Verification", "inspect_machine", "missing_extras", "self_test", "untested_versions", "verify"]
+__all__ = [
+    "SelfTest",
+    "Verification",
+    "inspect_machine",
+    "missing_extras",
+    "self_test",
+    "untested_versions",
+    "verify",
+]
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,9 @@
-"""An arm that is nobody's but the field's, for a base in 4 bits: transformers, bitsandbytes and PEFT in a plain loop.
+"""An arm that is nobody's but the field's, for a base in 4 bits: transformers, bitsandbytes and
+PEFT in a plain loop.
 
-The base is loaded anew from its checkpoint with a ``BitsAndBytesConfig``, the adapters are PEFT's, with the A and B of the run
-at every step. So it shows what no arm of ours can: that the weights are those that others make of the checkpoint.
+The base is loaded anew from its checkpoint with a ``BitsAndBytesConfig``, the adapters are PEFT's,
+with the A and B of the run at every step. So it shows what no arm of ours can: that the weights are
+those that others make of the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from torch import nn
 
 from chronicals.config import ChronicalsConfig
 from chronicals.lora.peft_format import CHANGED
-from chronicals.models import QUANTISED_FROM, has_4bit_layers, load_by_bitsandbytes, missing_for_bitsandbytes, score_of
+from chronicals.models import (
+    QUANTISED_FROM,
+    has_4bit_layers,
+    load_by_bitsandbytes,
+    missing_for_bitsandbytes,
+    score_of,
+)
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
 from chronicals.quantization.linear import SCALES, Linear4bit
 from chronicals.quantization.nf4 import Packed
@@ -46,20 +54,26 @@ class BitsAndBytesArm(PlainArm):
     """A model of transformers over layers of bitsandbytes, with PEFT's adapters.
 
     Args:
-        model: the user's, before anything is done to it; the layers in 4 bits are its, or those its weights become.
+        model: the user's, before anything is done to it; the layers in 4 bits are its, or those its
+            weights become.
         fp32: the arm in fp32, whose trained weights this one has by the same names.
         config: of the run.
 
     Attributes:
-        differs: by path, how far a weight is from ours, relative to it, where that is more than rounding.
+        differs: by path, how far a weight is from ours, relative to it, where that is more than
+            rounding.
         notes: what this arm takes from ours.
 
     Raises:
-        NotRun: a package is missing, the checkpoint is not known or cannot be loaded so, or it computes something else.
+        NotRun: a package is missing, the checkpoint is not known or cannot be loaded so, or it
+            computes something else.
     """
 
     def __init__(self, model: Any, fp32: PlainArm, config: ChronicalsConfig):
-        if missing := [*missing_for_bitsandbytes(), *(["peft"] if find_spec("peft") is None else [])]:
+        if missing := [
+            *missing_for_bitsandbytes(),
+            *(["peft"] if find_spec("peft") is None else []),
+        ]:
             raise NotRun(f"{', '.join(missing)}: not installed")
         if score_of(model) is not None:
             raise NotRun("the model is a reward model, whose classifier PEFT adapts otherwise")
@@ -69,15 +83,24 @@ class BitsAndBytesArm(PlainArm):
         experts = _take_experts(base, model)
         self.differs, close = _differing(base, model, {*fp32.trained, *experts})
         self.differs |= {name: off for name, off in experts.items() if off > OF_ROUNDING}
-        self.notes = [f"{ARM}: {close} layers have codes or scales that ours round otherwise; it takes ours"] if close else []
+        self.notes = (
+            [f"{ARM}: {close} layers have codes or scales that ours round otherwise; it takes ours"]
+            if close
+            else []
+        )
         if experts:
-            self.notes.append(f"{ARM}: that library has no stacked experts; it takes the values of ours in 16 or 32 bit")
+            self.notes.append(
+                f"{ARM}: that library has no stacked experts; it takes the values of ours in 16 "
+                "or 32 bit"
+            )
         self.model = _adapted(base, fp32, adapter_fields(model, config))
         self.autocast = torch.float16 if config.mixed_precision == "fp16" else None
         self.trained = _trained_as(fp32.trained, self.model)
         self.model.train()
         if self.device.type == "cuda" and getattr(base, "supports_gradient_checkpointing", False):
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
 
 
 def wants_bitsandbytes(model: Any) -> bool:
@@ -93,7 +116,9 @@ def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
     quantised = quantised_layers(model).values()
     layers = [layer for layer in quantised if isinstance(layer, Linear4bit)]
     nested = all(_packed(layer).scales.absmax2 is not None for layer in quantised)
-    products = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
+    products = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
+        config.mixed_precision
+    ]
     try:
         own = getattr(model, QUANTISED_FROM, next(iter(model.parameters())).dtype)
         base = load_by_bitsandbytes(kind, place, own, device, nested, products=products)
@@ -105,7 +130,9 @@ def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
 
 
 def _cast(base: Any, dtype: torch.dtype) -> None:
-    """Dense weights, and what packed ones are dequantised to, as a model of ours is cast after it was quantised."""
+    """Dense weights, and what packed ones are dequantised to, as a model of ours is cast after
+    it was quantised.
+    """
     for parameter in base.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -115,42 +142,60 @@ def _cast(base: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _take_experts(base: Any, model: Any) -> dict[str, float]:
-    """Copy the values of the model's experts in 4 bits; by name, how far they are from those of the checkpoint."""
+    """Copy the values of the model's experts in 4 bits; by name, how far they are from those of
+    the checkpoint.
+    """
     found = {}
     for path, experts in quantised_experts(model).items():
         for name, values in weights_of_experts(path, experts).items():
             place = base.get_parameter(name)
-            found[name] = float((values - place).float().norm() / place.float().norm().clamp(min=1e-30))
+            found[name] = float(
+                (values - place).float().norm() / place.float().norm().clamp(min=1e-30)
+            )
             place.copy_(values)
     return found
 
 
 @torch.no_grad()
 def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[str, float], int]:
-    """By how much weights of bitsandbytes' layers differ from ours, where that is more than rounding.
+    """By how much weights of bitsandbytes' layers differ from ours, where that is more than
+    rounding.
 
-    A number half-way between two codes is rounded to one or the other by the last bit of a scale. That changes gradients by
-    more than fp32 rounds them, so layers which differ by that alone take our codes; how many do is returned, too.
+    A number half-way between two codes is rounded to one or the other by the last bit of a scale.
+    That changes gradients by more than fp32 rounds them, so layers which differ by that alone take
+    our codes; how many do is returned, too.
 
     Args:
         trained: weights that the model may have other values of, and experts.
 
     Raises:
-        NotRun: other layers are in 4 bits, others than those in 4 bits differ, or a product is not by the weight that the codes
-            and scales stand for.
+        NotRun: other layers are in 4 bits, others than those in 4 bits differ, or a product is not
+            by the weight that the codes and scales stand for.
     """
-    theirs, ours, found, close = quantised_layers(base), quantised_layers(model), dict[str, float](), 0
+    theirs, ours, found, close = (
+        quantised_layers(base),
+        quantised_layers(model),
+        dict[str, float](),
+        0,
+    )
     if theirs.keys() != ours.keys():
-        raise NotRun(f"its layers in 4 bits are others: {', '.join(sorted(theirs.keys() ^ ours.keys())[:2])}")
+        raise NotRun(
+            f"its layers in 4 bits are others: {', '.join(sorted(theirs.keys() ^ ours.keys())[:2])}"
+        )
     named = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
     for name, value in base.named_parameters():
-        if name.removesuffix(".weight") not in ours and name not in trained and not _same(value, named.get(name)):
+        if (
+            name.removesuffix(".weight") not in ours
+            and name not in trained
+            and not _same(value, named.get(name))
+        ):
             raise NotRun(f"{name} of the model is not that of its checkpoint")
     for path, layer in theirs.items():
         read, own = weight_of_layer(layer).dense().float(), dense_weight(path, ours[path])
         if off := _off(dense_weight(path, layer), read):
             raise NotRun(
-                f"its {path} does not multiply by the weight that its codes stand for (off by {off:.1%}), as bitsandbytes on a "
+                f"its {path} does not multiply by the weight that its codes stand for (off by "
+                f"{off:.1%}), as bitsandbytes on a "
                 "CPU where inputs are no multiple of a block"
             )
         if off := _off(own, read):
@@ -177,7 +222,9 @@ def _packed(layer: Any) -> Packed:
 
 def _same(theirs: torch.Tensor, ours: torch.Tensor | None) -> bool:
     """In the narrower of their types."""
-    return ours is not None and (torch.equal(theirs, ours.to(theirs)) or torch.equal(theirs.to(ours), ours))
+    return ours is not None and (
+        torch.equal(theirs, ours.to(theirs)) or torch.equal(theirs.to(ours), ours)
+    )
 
 
 def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -194,11 +241,17 @@ def _adapted(base: Any, fp32: PlainArm, fields: Mapping[str, Any]) -> Any:
     shapes = {path: rank_and_scale(fields, path) for path in paths}
     (rank, scale), keys = shapes[paths[0]], {path: path.replace(".", r"\.") for path in paths}
     described = peft.LoraConfig(
-        r=rank, lora_alpha=scale * rank, lora_dropout=0.0, bias="none", target_modules=paths, use_dora=fields["use_dora"],
+        r=rank,
+        lora_alpha=scale * rank,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=paths,
+        use_dora=fields["use_dora"],
         rank_pattern={keys[path]: own for path, (own, _) in shapes.items()},
         alpha_pattern={keys[path]: own * factor for path, (own, factor) in shapes.items()},
-        modules_to_save=fields["modules_to_save"], task_type="CAUSAL_LM",
-    )  # fmt: skip
+        modules_to_save=fields["modules_to_save"],
+        task_type="CAUSAL_LM",
+    )
     try:
         return peft.get_peft_model(base, described)
     except (TypeError, ValueError) as error:
@@ -211,7 +264,11 @@ def _trained_as(trained: Mapping[str, nn.Parameter], model: Any) -> dict[str, nn
     found = {}
     for name in trained:
         path, _, last = name.rpartition(".")
-        parts = (path, last, "default.weight") if last in NAMES else (path, "modules_to_save.default", last)
+        parts = (
+            (path, last, "default.weight")
+            if last in NAMES
+            else (path, "modules_to_save.default", last)
+        )
         found[name] = f"base_model.model.{'.'.join(parts)}"
     if wrong := set(found.values()) ^ theirs.keys():
         raise NotRun(f"PEFT trains something else: {min(wrong)}")

@@ -1,35 +1,43 @@
 """Comparison of three arms: how far a run may deviate from fp32.
 
-For each module, g is what chronicals computes (a gradient or an update), f the same by plain transformers in fp32, and p by
-plain transformers in the run's own dtype. Squares are summed over the elements of the module before anything is divided.
+For each module, g is what chronicals computes (a gradient or an update), f the same by plain
+transformers in fp32, and p by plain transformers in the run's own dtype. Squares are summed over
+the elements of the module before anything is divided.
 
     deviation = ‖g − f‖ / ‖f‖        allowed = max(1.5 · ‖p − f‖ / ‖f‖, floor)
 
-**Steps.** The plain arm's deviation is that of all steps summed together. Ours is the lower of that and the median of the
-single steps. A fault is in every step and raises both. A rounding that sends a token to another expert, or a small gradient (an
-adapter whose B has just left zero), makes one step an outlier and raises one of the two. Against faults in few steps, all our
-steps summed together may deviate by at most ``OUTLIERS`` times what is allowed.
+**Steps.** The plain arm's deviation is that of all steps summed together. Ours is the lower of that
+and the median of the single steps. A fault is in every step and raises both. A rounding that sends
+a token to another expert, or a small gradient (an adapter whose B has just left zero), makes one
+step an outlier and raises one of the two. Against faults in few steps, all our steps summed
+together may deviate by at most ``OUTLIERS`` times what is allowed.
 
-**Scale.** ‖p − f‖ / ‖f‖ of one module depends on a few random roundings. The scale of a module is therefore the largest of its
-own, the quadratic mean over its kind (the same part of every layer), and the median of all modules. For experts and their
-routers it is that of the worst one in its worst step, because it is chance in both arms which tokens, experts and steps a
-rounding affects. If ‖f‖ of a module is below ``NEAR_ZERO`` of what it would have in proportion to its elements, that value
-replaces ‖f‖: a gradient that is zero except for rounding (the bias of keys) has no relative error.
+**Scale.** ‖p − f‖ / ‖f‖ of one module depends on a few random roundings. The scale of a module is
+therefore the largest of its own, the quadratic mean over its kind (the same part of every layer),
+and the median of all modules. For experts and their routers it is that of the worst one in its
+worst step, because it is chance in both arms which tokens, experts and steps a rounding affects. If
+‖f‖ of a module is below ``NEAR_ZERO`` of what it would have in proportion to its elements, that
+value replaces ‖f‖: a gradient that is zero except for rounding (the bias of keys) has no relative
+error.
 
 **Floors**, for roundings that p does not show:
-    eps of the run's dtype: two roundings of half a spacing, because g may be stored once more than p;
-    ``WALK · eps32 · sqrt(ROUNDED · layers)``: f itself is rounded in fp32, by half a spacing in each of about ``ROUNDED``
-        operations a layer, forward and backward together, which add up as a random walk. ``WALK`` is sixteen of these
-        halves: g − f holds two such walks, and sums over tokens cancel (up to five were seen);
+    eps of the run's dtype: two roundings of half a spacing, because g may be stored once more than
+    p; ``WALK · eps32 · sqrt(ROUNDED · layers)``: f itself is rounded in fp32, by half a spacing in
+    each of about ``ROUNDED``
+        operations a layer, forward and backward together, which add up as a random walk. ``WALK``
+        is sixteen of these halves: g − f holds two such walks, and sums over tokens cancel (up to
+        five were seen);
     for an update, eps32 · ‖w‖ / ‖Δw‖, since Δw is the difference of two weights rounded in fp32;
-    for an update, d + sqrt(UNCLEAR · d), where d is the deviation of the module's gradient or what is allowed for it (which
-        has a row of its own). AdamW passes d on through its moments. It also divides each element of a gradient by its own
-        size, so an element that is k roundings from zero changes by 1 / k; of normally distributed elements a fraction of
-        0.8 dk roundings is there. Elements below ``CLEAR`` are left out; the squares of the others add up to 0.8 / CLEAR
-        roundings.
+    for an update, d + sqrt(UNCLEAR · d), where d is the deviation of the module's gradient or what
+    is allowed for it (which
+        has a row of its own). AdamW passes d on through its moments. It also divides each element
+        of a gradient by its own size, so an element that is k roundings from zero changes by 1 / k;
+        of normally distributed elements a fraction of 0.8 dk roundings is there. Elements below
+        ``CLEAR`` are left out; the squares of the others add up to 0.8 / CLEAR roundings.
 
-For the optimizer alone, f is what torch's AdamW makes of our gradients, and only floors are allowed: that of a difference of
-two weights, and the random walk through an update, which has fewer operations than a layer.
+For the optimizer alone, f is what torch's AdamW makes of our gradients, and only floors are
+allowed: that of a difference of two weights, and the random walk through an update, which has fewer
+operations than a layer.
 """
 
 from __future__ import annotations
@@ -50,10 +58,14 @@ MISSING = 0.9
 """A module of ours that is zero is missing if its deviation exceeds this; 1 is all of f."""
 
 CHANCE = 3.0
-"""Standard deviations by which a mean over documents may deviate, given the plain arm's spread over documents."""
+"""Standard deviations by which a mean over documents may deviate, given the plain arm's spread
+over documents.
+"""
 
 CLEAR = 4.0
-"""An element of a gradient has a reliable sign if it is at least this many standard deviations of its rounding from zero."""
+"""An element of a gradient has a reliable sign if it is at least this many standard deviations
+of its rounding from zero.
+"""
 
 UNCLEAR = 0.8 / CLEAR
 
@@ -65,10 +77,13 @@ class Deviation:
     """One module's gradient or update.
 
     Attributes:
-        quantity: ``gradient``, ``update``, or ``optimizer``: the update beside that of torch's AdamW from our gradients.
+        quantity: ``gradient``, ``update``, or ``optimizer``: the update beside that of torch's
+            AdamW from our gradients.
         module: its path.
-        deviation: our relative Frobenius distance from fp32: the median of the steps, or of all steps together if lower.
-        overall, plain: ours and the plain arm's, all steps summed together; for the optimizer there is no plain arm.
+        deviation: our relative Frobenius distance from fp32: the median of the steps, or of all
+            steps together if lower.
+        overall, plain: ours and the plain arm's, all steps summed together; for the optimizer there
+            is no plain arm.
         allowed: the limit of ``deviation``; that of ``overall`` is ``OUTLIERS`` times as high.
         cosine, norm_ratio: between ours and fp32, all steps together.
     """
@@ -84,7 +99,9 @@ class Deviation:
 
     @property
     def ratio(self) -> float:
-        """The deviation over what is allowed; above 1 the module fails. Infinite where a figure is not finite."""
+        """The deviation over what is allowed; above 1 the module fails. Infinite where a figure
+        is not finite.
+        """
         if self.missing or not math.isfinite(self.overall) or not math.isfinite(self.allowed):
             return math.inf
         return max(self.deviation, self.overall / OUTLIERS) / self.allowed
@@ -112,7 +129,11 @@ class StepLoss:
     def ratio(self) -> float:
         """The difference from fp32 over what is allowed."""
         difference = abs(self.ours - self.fp32)
-        return difference / self.allowed if math.isfinite(difference) and math.isfinite(self.allowed) else math.inf
+        return (
+            difference / self.allowed
+            if math.isfinite(difference) and math.isfinite(self.allowed)
+            else math.inf
+        )
 
     def to_dict(self) -> dict:
         return _as_json(self)
@@ -121,16 +142,22 @@ class StepLoss:
 def _as_json(row: Deviation | StepLoss) -> dict:
     """The fields for JSON; numbers that are not finite become null."""
     values = {**asdict(row), "share_of_allowed": row.ratio}
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def rounding_walk(layers: int) -> float:
-    """Relative error of fp32 itself after a backward pass through ``layers`` layers; see the module's docstring."""
+    """Relative error of fp32 itself after a backward pass through ``layers`` layers; see the
+    module's docstring.
+    """
     return WALK * torch.finfo(torch.float32).eps * math.sqrt(ROUNDED * layers)
 
 
 class Tally:
-    """Sums over the elements of each module, one row for each step, kept on the device until they are read.
+    """Sums over the elements of each module, one row for each step, kept on the device until they
+    are read.
 
     Args:
         quantity: what is summed, for the table.
@@ -143,7 +170,9 @@ class Tally:
         self.steps: list[Tensor] = []
 
     def begin_step(self) -> None:
-        self.steps.append(torch.zeros(len(self.modules.names), 5, dtype=torch.float64, device=self.device))
+        self.steps.append(
+            torch.zeros(len(self.modules.names), 5, dtype=torch.float64, device=self.device)
+        )
 
     @torch.no_grad()
     def add(self, weight: str, ours: Tensor, plain: Tensor, fp32: Tensor) -> None:
@@ -151,11 +180,17 @@ class Tally:
         first, count = self.modules.places[weight]
         g, p, f = (x.detach().float().reshape(count, -1) for x in (ours, plain, fp32))
         parts = (f * f, (g - f).square(), (p - f).square(), g * f, g * g)
-        self.steps[-1][first : first + count] += torch.stack([part.sum(1) for part in parts], 1).double()
+        self.steps[-1][first : first + count] += torch.stack(
+            [part.sum(1) for part in parts], 1
+        ).double()
 
     def sums(self) -> Tensor:
         """float64 ``[steps, M, 5]``: ‖f‖², ‖g − f‖², ‖p − f‖², g · f, ‖g‖²."""
-        return torch.stack(self.steps).cpu() if self.steps else torch.zeros(1, len(self.modules.names), 5, dtype=torch.float64)
+        return (
+            torch.stack(self.steps).cpu()
+            if self.steps
+            else torch.zeros(1, len(self.modules.names), 5, dtype=torch.float64)
+        )
 
     def deviations(self, floor: float | Tensor) -> list[Deviation]:
         """Every module's, worst first.
@@ -167,22 +202,35 @@ class Tally:
         together = each.sum(0)
         ours_each, plain_each = self._relative(each)
         ours, plain = (x[0] for x in self._relative(together[None]))
-        allowed = torch.maximum(ALLOWED * self._scale(plain, plain_each), torch.as_tensor(floor, dtype=torch.float64))
+        allowed = torch.maximum(
+            ALLOWED * self._scale(plain, plain_each), torch.as_tensor(floor, dtype=torch.float64)
+        )
         typical = torch.minimum(ours, _median_where(ours_each, each[..., 0] > 0))
         fp32, _, _, dot, own = together.unbind(1)
-        cosine, ratio = dot / (fp32 * own).sqrt().clamp(min=TINY), (own / fp32.clamp(min=TINY)).sqrt()
-        rows = zip(self.modules.names, torch.stack([typical, ours, plain, allowed, cosine, ratio], 1).tolist())
-        return sorted((Deviation(self.quantity, name, *row) for name, row in rows), key=lambda row: -row.ratio)
+        cosine, ratio = (
+            dot / (fp32 * own).sqrt().clamp(min=TINY),
+            (own / fp32.clamp(min=TINY)).sqrt(),
+        )
+        rows = zip(
+            self.modules.names,
+            torch.stack([typical, ours, plain, allowed, cosine, ratio], 1).tolist(),
+        )
+        return sorted(
+            (Deviation(self.quantity, name, *row) for name, row in rows), key=lambda row: -row.ratio
+        )
 
     def _relative(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """‖g − f‖ / ‖f‖ and ‖p − f‖ / ‖f‖, ``[..., M]``, a near-zero ‖f‖ replaced as the module's docstring says."""
+        """‖g − f‖ / ‖f‖ and ‖p − f‖ / ‖f‖, ``[..., M]``, a near-zero ‖f‖ replaced as the
+        module's docstring says.
+        """
         fp32, sizes = sums[..., 0], self.modules.sizes
         in_proportion = fp32.sum(-1, keepdim=True) * sizes / sizes.sum()
         base = torch.maximum(fp32, in_proportion * NEAR_ZERO**2).clamp(min=TINY)
         return (sums[..., 1] / base).sqrt(), (sums[..., 2] / base).sqrt()
 
     def _scale(self, plain: Tensor, plain_each: Tensor) -> Tensor:
-        """``[M]``: the largest of a module's own deviation, the quadratic mean of its kind, and the median of all modules.
+        """``[M]``: the largest of a module's own deviation, the quadratic mean of its kind, and the
+        median of all modules.
 
         For routed modules the kind's is their largest in any step.
 
@@ -202,19 +250,35 @@ class Tally:
 
 
 def _median_where(values: Tensor, counts: Tensor) -> Tensor:
-    """``[M]``: the lower median over the steps of ``values[steps, M]`` where ``counts``; zero for a module without one."""
-    return torch.where(counts, values, torch.nan).nanmedian(0).values.nan_to_num(0.0, math.inf, math.inf)
+    """``[M]``: the lower median over the steps of ``values[steps, M]`` where ``counts``; zero
+    for a module without one.
+    """
+    return (
+        torch.where(counts, values, torch.nan)
+        .nanmedian(0)
+        .values.nan_to_num(0.0, math.inf, math.inf)
+    )
 
 
-def update_floors(gradients: list[Deviation], modules: Modules, weights: Tensor, changes: Tensor) -> Tensor:
-    """``[M]``: the floors of updates, from the deviations of the gradients, ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
+def update_floors(
+    gradients: list[Deviation], modules: Modules, weights: Tensor, changes: Tensor
+) -> Tensor:
+    """``[M]``: the floors of updates, from the deviations of the gradients, ‖w‖ ``[M]`` and ‖Δw‖
+    ``[M]``.
+    """
     off = {row.module: max(row.allowed, row.overall) for row in gradients}
-    d = torch.tensor([off[name] for name in modules.names], dtype=torch.float64).nan_to_num(1.0, 1.0).clamp(max=1.0)
+    d = (
+        torch.tensor([off[name] for name in modules.names], dtype=torch.float64)
+        .nan_to_num(1.0, 1.0)
+        .clamp(max=1.0)
+    )
     return torch.maximum(d + (UNCLEAR * d).sqrt(), _of_a_difference(weights, changes))
 
 
 def optimizer_floors(weights: Tensor, changes: Tensor) -> Tensor:
-    """``[M]``: the floors of updates that start from equal gradients, from ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
+    """``[M]``: the floors of updates that start from equal gradients, from ‖w‖ ``[M]`` and ‖Δw‖
+    ``[M]``.
+    """
     return rounding_walk(1) + _of_a_difference(weights, changes)
 
 
@@ -226,15 +290,19 @@ def _of_a_difference(weights: Tensor, changes: Tensor) -> Tensor:
 def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> list[StepLoss]:
     """Each step's loss, with the allowed difference from fp32.
 
-    Allowed is ``ALLOWED`` times the larger of two: the plain arm's difference (quadratic mean over the steps), and ``CHANCE``
-    standard deviations of the mean over the step's documents, by the plain arm's differences in single documents.
+    Allowed is ``ALLOWED`` times the larger of two: the plain arm's difference (quadratic mean over
+        the steps), and ``CHANCE``
+    standard deviations of the mean over the step's documents, by the plain arm's differences in
+    single documents.
 
     Args:
-        found: for each step our loss; the sums of fp32 and of the plain arm over the targets of each document, float64
-            ``[documents]``; and the number of targets.
+        found: for each step our loss; the sums of fp32 and of the plain arm over the targets of
+            each document, float64 ``[documents]``; and the number of targets.
         walk: relative error of fp32 itself.
     """
-    typical = math.sqrt(sum(float((p - f).sum() / count) ** 2 for _, f, p, count in found) / max(len(found), 1))
+    typical = math.sqrt(
+        sum(float((p - f).sum() / count) ** 2 for _, f, p, count in found) / max(len(found), 1)
+    )
     rows = []
     for number, (own, f, p, count) in enumerate(found):
         exact, spread = float(f.sum()) / count, CHANCE * float((p - f).norm()) / count
@@ -244,13 +312,21 @@ def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> 
 
 
 def wrong_losses(losses: list[StepLoss]) -> list[StepLoss]:
-    """The steps that fail: all above what is allowed if more than half are, else those above ``OUTLIERS`` times it."""
+    """The steps that fail: all above what is allowed if more than half are, else those above
+    ``OUTLIERS`` times it.
+    """
     exceeding = [row for row in losses if row.ratio > 1]
-    return exceeding if 2 * len(exceeding) > len(losses) else [row for row in exceeding if row.ratio > OUTLIERS]
+    return (
+        exceeding
+        if 2 * len(exceeding) > len(losses)
+        else [row for row in exceeding if row.ratio > OUTLIERS]
+    )
 
 
 def decided(fp32: Tensor, plain: Tensor, walk: float) -> Tensor:
-    """Which elements of a gradient exceed their rounding. AdamW's first update is the sign, which rounding would decide."""
+    """Which elements of a gradient exceed their rounding. AdamW's first update is the sign,
+    which rounding would decide.
+    """
     present = fp32 != 0
     count = present.sum().clamp(min=1)
     spread = torch.maximum((plain.float() - fp32).square().sum(), (walk * fp32).square().sum())

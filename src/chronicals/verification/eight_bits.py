@@ -1,8 +1,10 @@
-"""Linear layers and experts with operands rounded to FP8, in plain torch: for the plain arm of a run that has FP8 products.
+"""Linear layers and experts with operands rounded to FP8, in plain torch: for the plain arm of a
+run that has FP8 products.
 
-Every operand is scaled by its amax over the largest number of e4m3 and rounded; products are fp32. It shares no code with the
-kernels. Here each weight of a linear layer has a scale of its own; there the weights of a merged product share one. Of experts
-each has a scale, and each row of what it multiplies; the gradients of their weights are products of what is not rounded.
+Every operand is scaled by its amax over the largest number of e4m3 and rounded; products are fp32.
+It shares no code with the kernels. Here each weight of a linear layer has a scale of its own; there
+the weights of a merged product share one. Of experts each has a scale, and each row of what it
+multiplies; the gradients of their weights are products of what is not rounded.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class _RoundedProduct(torch.autograd.Function):
         x8, weight8 = ctx.saved_tensors
         dy8 = rounded(dy)
         dx = (dy8 @ weight8).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        dw = (dy8.flatten(0, -2).t() @ x8.flatten(0, -2)).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        dw = (
+            (dy8.flatten(0, -2).t() @ x8.flatten(0, -2)).to(ctx.dtypes[1])
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return dx, dw
 
 
@@ -72,8 +78,8 @@ class _ExpertProduct(torch.autograd.Function):
 
 
 def round_experts(layer: nn.Module) -> None:
-    """Let experts as transformers defines them (``use_experts_implementation``) compute with rounded operands, one after the
-    other."""
+    """Let experts as transformers defines them (``use_experts_implementation``) compute with
+    rounded operands, one after the other."""
     layer.forward = partial(_through_experts, layer)  # type: ignore[method-assign]
 
 
@@ -89,7 +95,9 @@ def _through_experts(layer: Any, x: Tensor, experts: Tensor, shares: Tensor) -> 
 
 
 def _of_expert(layer: Any, name: str, expert: int, rows: Tensor) -> Tensor:
-    """One of its two products; what an adapter has put in place of the weight adds its difference, unrounded."""
+    """One of its two products; what an adapter has put in place of the weight adds its
+    difference, unrounded.
+    """
 
     def upright(weight: Tensor) -> Tensor:
         return weight.t() if layer.is_transposed else weight

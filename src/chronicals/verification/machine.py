@@ -54,20 +54,32 @@ def inspect_machine() -> dict[str, str | int]:
         facts["CUDA"] = f"{torch.version.cuda}, as torch was built for"
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
-        facts[f"card {index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, capability {card.major}.{card.minor}"
+        facts[f"card {index}"] = (
+            f"{card.name}, {card.total_memory / 2**30:.0f} GiB, capability "
+            f"{card.major}.{card.minor}"
+        )
     if not torch.cuda.is_available():
         facts["card"] = "none; training runs on the CPU"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts["attention"] = f"{choose_backend(device, torch.bfloat16)} (bf16), {choose_backend(device, torch.float32)} (fp32)"
-    facts["kernels"] = "Triton" if device.type == "cuda" and HAS_TRITON else "their references in plain torch"
+    facts["attention"] = (
+        f"{choose_backend(device, torch.bfloat16)} (bf16), "
+        f"{choose_backend(device, torch.float32)} (fp32)"
+    )
+    facts["kernels"] = (
+        "Triton" if device.type == "cuda" and HAS_TRITON else "their references in plain torch"
+    )
     return facts | {name: _version(name) or "not installed" for name in PACKAGES}
 
 
 def missing_extras() -> dict[str, str]:
-    """Extras with a package that is missing or too old: what each is for, and the command that installs it."""
+    """Extras with a package that is missing or too old: what each is for, and the command that
+    installs it.
+    """
     lacking = {}
     for extra, purpose in PURPOSES.items():
-        if wrong := [words for requirement in _requirements(extra) if (words := _wrong(requirement))]:
+        if wrong := [
+            words for requirement in _requirements(extra) if (words := _wrong(requirement))
+        ]:
             lacking[extra] = f"{', '.join(wrong)}: {purpose}; pip install 'chronicals[{extra}]'"
     return lacking
 
@@ -78,13 +90,15 @@ def untested_versions() -> list[str]:
 
 
 def _requirements(extra: str = "") -> list[Requirement]:
-    """Requirements on this machine: the required ones, or those of an extra. Empty if chronicals is not an installed
-    package."""
+    """Requirements on this machine: the required ones, or those of an extra. Empty if chronicals
+    is not an installed package."""
     try:
         listed = [Requirement(text) for text in importlib.metadata.requires("chronicals") or []]
     except importlib.metadata.PackageNotFoundError:
         return []
-    here = [entry for entry in listed if not entry.marker or entry.marker.evaluate({"extra": extra})]
+    here = [
+        entry for entry in listed if not entry.marker or entry.marker.evaluate({"extra": extra})
+    ]
     return [entry for entry in here if ("extra" in str(entry.marker)) == bool(extra)]
 
 

@@ -1,4 +1,6 @@
-"""Which weights form a module of the table: those of a layer, of one expert, or one matrix of an adapter."""
+"""Which weights form a module of the table: those of a layer, of one expert, or one matrix of an
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,14 @@ from torch import Size
 
 
 def plain_name(name: str) -> str:
-    """What a weight is called in the model without adapters; a matrix of an adapter keeps its name."""
-    return name if ".lora_" in name else ".".join(part for part in name.split(".") if part != "base_layer")
+    """What a weight is called in the model without adapters; a matrix of an adapter keeps its
+    name.
+    """
+    return (
+        name
+        if ".lora_" in name
+        else ".".join(part for part in name.split(".") if part != "base_layer")
+    )
 
 
 @dataclass(frozen=True)
@@ -20,13 +28,14 @@ class Modules:
     """The modules of a model's trained weights.
 
     Attributes:
-        names: a path for each module: that of the layer that owns the weights, ``….experts.3`` for one of several experts in a
-            tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
-        kinds: the same without the numbers of layers and experts, ``….layers.*.q_proj``; ``lora_A`` for every adapter's A.
+        names: a path for each module: that of the layer that owns the weights, ``….experts.3`` for
+            one of several experts in a tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
+        kinds: the same without the numbers of layers and experts, ``….layers.*.q_proj``; ``lora_A``
+            for every adapter's A.
         routed: bool ``[M]``, whether a module belongs to a block with experts that are trained.
         sizes: float64 ``[M]``, elements of each.
-        places: for the name of a weight the index of its first module, and how many modules share it along its first
-            dimension.
+        places: for the name of a weight the index of its first module, and how many modules share
+            it along its first dimension.
     """
 
     names: list[str]
@@ -44,14 +53,22 @@ class Modules:
         for weight, shape in shapes.items():
             owner, _, last = weight.rpartition(".")
             several = len(shape) == 3 and owner.rpartition(".")[2] == "experts"
-            own = [f"{owner}.{n}" for n in range(shape[0])] if several else [weight if last.startswith("lora_") else owner]
+            own = (
+                [f"{owner}.{n}" for n in range(shape[0])]
+                if several
+                else [weight if last.startswith("lora_") else owner]
+            )
             for name in own:
                 if name not in names:
                     names[name] = len(sizes)
                     sizes.append(0)
                 sizes[names[name]] += shape.numel() // len(own)
             places[weight] = (names[own[0]], len(own))
-        kinds = [re.sub(r".*\.(?=lora_)", "", re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names]
-        blocks = tuple({name.partition(".experts.")[0] + "." for name in names if ".experts." in name})
+        kinds = [
+            re.sub(r".*\.(?=lora_)", "", re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names
+        ]
+        blocks = tuple(
+            {name.partition(".experts.")[0] + "." for name in names if ".experts." in name}
+        )
         routed = torch.tensor([name.startswith(blocks) for name in names])
         return cls(list(names), kinds, routed, torch.tensor(sizes, dtype=torch.float64), places)

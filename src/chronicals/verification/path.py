@@ -1,4 +1,6 @@
-"""The path of training, one step at a time, with its gradients and fp32 weights held still to be looked at."""
+"""The path of training, one step at a time, with its gradients and fp32 weights held still to be
+looked at.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Made:
     Attributes:
         loss: of the whole step.
         applied: False where a gradient was not finite and the update was left out.
-        gradients: by the name of the weight, before clipping, in the type they came in but for fp16's loss scale.
+        gradients: by the name of the weight, before clipping, in the type they came in but for
+            fp16's loss scale.
     """
 
     loss: float
@@ -33,7 +36,8 @@ class Made:
 
 
 class TrainingPath:
-    """The session of training, stepped without graphs, because gradients are copied before the update.
+    """The session of training, stepped without graphs, because gradients are copied before the
+    update.
 
     Args:
         model: on its device; it is trained by the steps.
@@ -42,10 +46,14 @@ class TrainingPath:
         tokenizer: of the model.
     """
 
-    def __init__(self, model: Any, config: ChronicalsConfig, total_steps: int, tokenizer: Any = None):
+    def __init__(
+        self, model: Any, config: ChronicalsConfig, total_steps: int, tokenizer: Any = None
+    ):
         self.model, self.config, self.total_steps = model, config, total_steps
         self.session = prepare(model, config, build_objective(config), tokenizer=tokenizer)
-        self.trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self.trained = {
+            plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
+        }
         self.stepping = self.session.stepping
         model.train()
 
@@ -62,7 +70,9 @@ class TrainingPath:
             scale = float(self.session.precision.scale)
             for name, parameter in self.trained.items():
                 if parameter.grad is not None:
-                    gradients[name] = parameter.grad.clone() if scale == 1.0 else parameter.grad / scale
+                    gradients[name] = (
+                        parameter.grad.clone() if scale == 1.0 else parameter.grad / scale
+                    )
 
         scalars = self.session.train_once(step, hold)
         return Made(float(scalars["loss"]), bool(scalars["applied"]), gradients)
@@ -73,4 +83,8 @@ class TrainingPath:
         parameter = self.trained[name]
         optimizer = self.session.optimizer
         low = optimizer.state_of(parameter).get("low") if parameter in optimizer.state else None
-        return parameter.detach().float().clone() if low is None else join_master(parameter, low.to(parameter.device))
+        return (
+            parameter.detach().float().clone()
+            if low is None
+            else join_master(parameter, low.to(parameter.device))
+        )

@@ -1,4 +1,6 @@
-"""Adapters and trained tokens in plain torch: the formulas of papers as hooks around a model of transformers."""
+"""Adapters and trained tokens in plain torch: the formulas of papers as hooks around a model of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ class PlainAdapters:
         self.trained: dict[str, nn.Parameter] = {}
 
     def attach(self, fields: Mapping[str, Any]) -> None:
-        """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen. With ``use_dora`` the rows of
-        ``W + scale · B A`` are as long as a trained vector says."""
+        """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen. With
+        ``use_dora`` the rows of ``W + scale · B A`` are as long as a trained vector says."""
         self.model.requires_grad_(False)
         paths = targeted(self.model, fields["target_modules"], fields["layers"])
         for name, parameter in self.model.named_parameters():
-            if any(f".{name}".endswith(f".{whole}.weight") for whole in fields["modules_to_save"] or ()):
+            if any(
+                f".{name}".endswith(f".{whole}.weight") for whole in fields["modules_to_save"] or ()
+            ):
                 self.trained[name] = parameter.requires_grad_(True)
         paths = [path for path in paths if f"{path}.weight" not in self.trained]
         self._train_rows(fields["trainable_token_indices"])
@@ -50,7 +54,9 @@ class PlainAdapters:
                 self._adapt_embedding(path, layer, rank, scale)
                 continue
             weight = layer.get_parameter("weight")
-            wide, narrow = weight.shape[::-1] if isinstance(layer, nn.Linear) else weight.shape  # Conv1D is [in, out]
+            wide, narrow = (
+                weight.shape[::-1] if isinstance(layer, nn.Linear) else weight.shape
+            )  # Conv1D is [in, out]
             a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
             b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
             self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
@@ -59,7 +65,9 @@ class PlainAdapters:
                 lengths = nn.Parameter(weight.detach().float().norm(dim=1 if upright else 0))
                 self.trained[f"{path}.lora_magnitude_vector"] = lengths
             if path in read:
-                parametrize.register_parametrization(layer, "weight", _AdaptedWeight(a, b, scale, upright, lengths))
+                parametrize.register_parametrization(
+                    layer, "weight", _AdaptedWeight(a, b, scale, upright, lengths)
+                )
             else:
                 layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
@@ -77,55 +85,96 @@ class PlainAdapters:
         layer.register_forward_hook(add)
 
     def _adapt_parameters(self, fields: Mapping[str, Any]) -> None:
-        """Each layer runs with ``W[e] + scale · B[e] A[e]`` in the place of a targeted parameter."""
+        """Each layer runs with ``W[e] + scale · B[e] A[e]`` in the place of a targeted
+        parameter.
+        """
         named = [name for name, _ in self.model.named_parameters()]
-        named = [n for n in named if any(f".{n}".endswith(f".{end}") for end in fields["target_parameters"] or ())]
+        named = [
+            n
+            for n in named
+            if any(f".{n}".endswith(f".{end}") for end in fields["target_parameters"] or ())
+        ]
         layers = fields["layers"]
-        named = [n for n in named if layers is None or any(int(part) in layers for part in n.split(".") if part.isdigit())]
+        named = [
+            n
+            for n in named
+            if layers is None or any(int(part) in layers for part in n.split(".") if part.isdigit())
+        ]
         for full in named:
             owner, _, name = full.rpartition(".")
             beneath = [n for n in named if n.rpartition(".")[0] == owner]
             path = owner + ".base_layer" * (len(beneath) - 1 - beneath.index(full))
             rank, scale = rank_and_scale(fields, full)
             layer = self.model.get_submodule(owner)
-            weight, transposed = layer.get_parameter(name), bool(getattr(layer, "is_transposed", False))
+            weight, transposed = (
+                layer.get_parameter(name),
+                bool(getattr(layer, "is_transposed", False)),
+            )
             experts = weight.shape[0] if weight.ndim == 3 else 1
-            narrow, wide = weight.shape[:-3:-1] if weight.ndim == 3 and transposed else weight.shape[-2:]
-            a = nn.Parameter(torch.randn(experts * rank, wide, device=self.device) / math.sqrt(wide))
+            narrow, wide = (
+                weight.shape[:-3:-1] if weight.ndim == 3 and transposed else weight.shape[-2:]
+            )
+            a = nn.Parameter(
+                torch.randn(experts * rank, wide, device=self.device) / math.sqrt(wide)
+            )
             b = nn.Parameter(torch.zeros(narrow, rank * experts, device=self.device))
             self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
             _put_in_place(layer, name, a, b, scale, experts, transposed)
 
     def _train_rows(self, asked: Any) -> None:
-        """Tokens whose rows of the embedding are trained, and of the head where that is the same weight; or by their names."""
+        """Tokens whose rows of the embedding are trained, and of the head where that is the same
+        weight; or by their names.
+        """
         ends = {
             path: layer
             for path, layer in self.model.named_modules()
-            if layer is self.model.get_input_embeddings() or layer is self.model.get_output_embeddings()
+            if layer is self.model.get_input_embeddings()
+            or layer is self.model.get_output_embeddings()
         }
         known: dict[int, nn.Parameter] = {}
-        named = asked if isinstance(asked, Mapping) else {} if asked is None else {next(iter(ends)): asked}
+        named = (
+            asked
+            if isinstance(asked, Mapping)
+            else {}
+            if asked is None
+            else {next(iter(ends)): asked}
+        )
         for name, tokens in named.items():
-            weight = next(layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")).get_parameter("weight")
+            weight = next(
+                layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")
+            ).get_parameter("weight")
             ids = torch.tensor(list(tokens), device=self.device)
             for path, layer in ends.items():
                 if layer._parameters.get("weight") is weight:
                     if id(weight) not in known:
-                        known[id(weight)] = self.trained[f"{path}.lora_tokens"] = nn.Parameter(weight.detach()[ids].float())
-                    parametrize.register_parametrization(layer, "weight", _RowsInWeight(ids, known[id(weight)]))
+                        known[id(weight)] = self.trained[f"{path}.lora_tokens"] = nn.Parameter(
+                            weight.detach()[ids].float()
+                        )
+                    parametrize.register_parametrization(
+                        layer, "weight", _RowsInWeight(ids, known[id(weight)])
+                    )
 
 
 def _put_in_place(
-    layer: nn.Module, name: str, a: nn.Parameter, b: nn.Parameter, scale: float, experts: int, transposed: bool
-) -> None:  # fmt: skip
-    """While the layer runs it finds the adapted parameter before its own; A is ``[experts · rank, in]``, with the ranks of an
-    expert together, B ``[out, rank · experts]``, with the experts of a rank together."""
+    layer: nn.Module,
+    name: str,
+    a: nn.Parameter,
+    b: nn.Parameter,
+    scale: float,
+    experts: int,
+    transposed: bool,
+) -> None:
+    """While the layer runs it finds the adapted parameter before its own; A is ``[experts ·
+    rank, in]``, with the ranks of an expert together, B ``[out, rank · experts]``, with the
+    experts of a rank together."""
 
     def before(layer: nn.Module, _: Any) -> None:
         weight = layer.get_parameter(name)
         down, up = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts)
         update = torch.einsum("ore,eri->eoi", up, down) * scale
-        update = (update.transpose(1, 2) if transposed else update) if weight.ndim == 3 else update[0]
+        update = (
+            (update.transpose(1, 2) if transposed else update) if weight.ndim == 3 else update[0]
+        )
         layer.__dict__[name] = (weight.float() + update).to(weight.dtype)
 
     def after(layer: nn.Module, _inputs: Any, _out: Any) -> None:
@@ -137,7 +186,9 @@ def _put_in_place(
 
 @torch.no_grad()
 def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
-    """Those of the layers that a class does not call where it is called itself: it reads their weights, as Mamba does."""
+    """Those of the layers that a class does not call where it is called itself: it reads their
+    weights, as Mamba does.
+    """
     called: set[str] = set()
     owners = {path.rpartition(".")[0] for path in paths}
     hooks = [
@@ -164,12 +215,25 @@ class _RowsInWeight(nn.Module):
 
 
 class _AdaptedWeight(nn.Module):
-    """``W ↦ W + scale · B A``, of a Conv1D, whose weight is ``[in, out]``, the transpose; its rows are as long as ``lengths``
-    says, if there are any."""
+    """``W ↦ W + scale · B A``, of a Conv1D, whose weight is ``[in, out]``, the transpose; its
+    rows are as long as ``lengths`` says, if there are any."""
 
-    def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float, upright: bool, lengths: nn.Parameter | None):
+    def __init__(
+        self,
+        a: nn.Parameter,
+        b: nn.Parameter,
+        scale: float,
+        upright: bool,
+        lengths: nn.Parameter | None,
+    ):
         super().__init__()
-        self.adapter = a, b, scale, upright, lengths  # in a tuple, so that they are no parameters of the model
+        self.adapter = (
+            a,
+            b,
+            scale,
+            upright,
+            lengths,
+        )  # in a tuple, so that they are no parameters of the model
 
     def forward(self, weight: Tensor) -> Tensor:
         a, b, scale, upright, lengths = self.adapter
@@ -182,14 +246,20 @@ class _AdaptedWeight(nn.Module):
 
 
 def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float, lengths: nn.Parameter | None) -> Any:
-    """fp32 matrices, products in the type of the layer's input: PEFT's layer in a trainer that computes in that type."""
+    """fp32 matrices, products in the type of the layer's input: PEFT's layer in a trainer that
+    computes in that type.
+    """
 
     def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
         x = inputs[0]
         added = (F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale).to(out.dtype)
         if lengths is None:
             return out + added
-        bias = torch.zeros((), dtype=out.dtype, device=out.device) if layer.bias is None else layer.bias
+        bias = (
+            torch.zeros((), dtype=out.dtype, device=out.device)
+            if layer.bias is None
+            else layer.bias
+        )
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
         norms = (weight.float() + scale * (b @ a)).detach().norm(dim=1)
         return ((out - bias + added) * (lengths / norms) + bias).to(out.dtype)
@@ -212,8 +282,10 @@ def adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
         "modules_to_save",
     )
     return {name: getattr(config, f"lora_{name}") for name in named} | {
-        "use_rslora": config.use_rslora, "use_dora": config.use_dora, "trainable_token_indices": config.lora_trainable_tokens,
-    }  # fmt: skip
+        "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
+        "trainable_token_indices": config.lora_trainable_tokens,
+    }
 
 
 def rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
@@ -227,8 +299,12 @@ def rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
     return rank, found["alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
 
 
-def targeted(model: Any, wanted: list[str] | str | None, layers: Collection[int] | None = None) -> list[str]:
-    """Paths of the linear layers and embeddings that the options ask to adapt, in a model without adapters."""
+def targeted(
+    model: Any, wanted: list[str] | str | None, layers: Collection[int] | None = None
+) -> list[str]:
+    """Paths of the linear layers and embeddings that the options ask to adapt, in a model
+    without adapters.
+    """
     if layers is not None:
         found = [(path, re.search(r"\.(\d+)\.", path)) for path in targeted(model, wanted)]
         return [path for path, number in found if number and int(number[1]) in layers]
@@ -236,7 +312,11 @@ def targeted(model: Any, wanted: list[str] | str | None, layers: Collection[int]
     paths = [path for path, layer in model.named_modules() if linear_shape(layer)]
     if wanted is None or wanted == "all-linear":
         towers = beside_text(model)
-        return [path for path in paths if model.get_submodule(path) is not head and not is_within(path, towers)]
+        return [
+            path
+            for path in paths
+            if model.get_submodule(path) is not head and not is_within(path, towers)
+        ]
     paths += [path for path, layer in model.named_modules() if isinstance(layer, nn.Embedding)]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]

@@ -1,8 +1,9 @@
-"""Linear layers with quantised weights as plain torch: the dense weight that a layer multiplies by, and the dtype of its
-product; and stacked experts, whose values are dequantised by the definition.
+"""Linear layers with quantised weights as plain torch: the dense weight that a layer multiplies by,
+and the dtype of its product; and stacked experts, whose values are dequantised by the definition.
 
-The dense weight is what the layer returns for the identity matrix. That of the backward pass may differ: bitsandbytes rounds it
-to the dtype the weight had before it was quantised, and that of the forward pass to the dtype of the product.
+The dense weight is what the layer returns for the identity matrix. That of the backward pass may
+differ: bitsandbytes rounds it to the dtype the weight had before it was quantised, and that of the
+forward pass to the dtype of the product.
 """
 
 from __future__ import annotations
@@ -26,30 +27,44 @@ ROWS = 1024
 """Rows of the identity that a layer multiplies at a time."""
 
 AGREES = 0.004
-"""Relative tolerance for a product of random rows: bf16 deviates by 0.001, inputs in 8 bits by 0.006."""
+"""Relative tolerance for a product of random rows: bf16 deviates by 0.001, inputs in 8 bits by
+0.006.
+"""
 
 
 def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Linear layers whose weights are not floats of at least 16 bits, by their paths without adapters."""
+    """Linear layers whose weights are not floats of at least 16 bits, by their paths without
+    adapters.
+    """
     found = {}
     for path, layer in model.named_modules():
         weight = getattr(layer, "weight", None) if linear_shape(layer) else None
-        if isinstance(weight, Tensor) and (not weight.is_floating_point() or weight.element_size() == 1):
+        if isinstance(weight, Tensor) and (
+            not weight.is_floating_point() or weight.element_size() == 1
+        ):
             found[path.removesuffix(".base_layer")] = layer
     return found
 
 
 def quantised_experts(model: nn.Module) -> dict[str, Experts4bit]:
     """Stacked experts in 4 bits, by their paths without adapters."""
-    return {plain_name(path): module for path, module in model.named_modules() if isinstance(module, Experts4bit)}
+    return {
+        plain_name(path): module
+        for path, module in model.named_modules()
+        if isinstance(module, Experts4bit)
+    }
 
 
 def weights_of_experts(path: str, experts: Experts4bit) -> dict[str, Tensor]:
-    """By the names of their class's parameters in the model: the values that codes stand for, and biases."""
+    """By the names of their class's parameters in the model: the values that codes stand for,
+    and biases.
+    """
     found = {f"{path}.{name}": parameter.detach() for name, parameter in experts.named_parameters()}
     for name, shape in experts.stacked.items():
         packed = experts.packed(name)
-        found[f"{path}.{name}"] = dequantize_4bit_reference(packed.codes, packed.scales, shape, packed.dtype, packed.block)
+        found[f"{path}.{name}"] = dequantize_4bit_reference(
+            packed.codes, packed.scales, shape, packed.dtype, packed.block
+        )
     return found
 
 
@@ -57,26 +72,37 @@ def dense_weight(path: str, layer: nn.Module) -> Tensor:
     """``[out, in]``, fp32: the weight by which ``layer`` multiplies in the forward pass.
 
     Raises:
-        ConfigurationError: the layer rounds its inputs too, so its product is not that of a weight alone.
+        ConfigurationError: the layer rounds its inputs too, so its product is not that of a weight
+            alone.
     """
     wide, _ = linear_shape(layer)  # type: ignore[misc]
     device = next(layer.parameters()).device
     with _without_bias(layer), torch.no_grad():
-        weight = torch.cat([layer(rows).float() for rows in torch.eye(wide, device=device).split(ROWS)]).t().contiguous()
+        weight = (
+            torch.cat([layer(rows).float() for rows in torch.eye(wide, device=device).split(ROWS)])
+            .t()
+            .contiguous()
+        )
         x = torch.randn(8, wide, device=device).bfloat16().float()
         expected = F.linear(x, weight)
         off = float((layer(x).float() - expected).norm() / expected.norm().clamp(min=1e-30))
     if not off <= AGREES:
         raise ConfigurationError(
-            f"model: {path} ({type(layer).__name__}) does not multiply by its weight alone, it rounds its inputs too (off by "
-            f"{off:.1%}), which the plain arms cannot repeat; verify the model without quantisation, or in 4 bits"
+            f"model: {path} ({type(layer).__name__}) does not multiply by its weight alone, it "
+            "rounds its inputs too (off by "
+            f"{off:.1%}), which the plain arms cannot repeat; verify the model without "
+            "quantisation, or in 4 bits"
         )
     return weight
 
 
 def multiply_as(own: nn.Module, plain: Any) -> None:
-    """Let the linear layer ``plain`` multiply as the quantised ``own`` does, in the dtype of its products if it sets one."""
-    plain.forward = partial(_forward, plain, _weight_of_gradients(own), getattr(own, "compute_dtype", None))
+    """Let the linear layer ``plain`` multiply as the quantised ``own`` does, in the dtype of its
+    products if it sets one.
+    """
+    plain.forward = partial(
+        _forward, plain, _weight_of_gradients(own), getattr(own, "compute_dtype", None)
+    )
 
 
 def _weight_of_gradients(layer: nn.Module) -> Tensor:
@@ -92,7 +118,9 @@ def _weight_of_gradients(layer: nn.Module) -> Tensor:
 
 @contextmanager
 def _without_bias(layer: Any) -> Iterator[None]:
-    """Within: no bias; training mode, because in evaluation mode bitsandbytes changes the layout of weights on some CPUs."""
+    """Within: no bias; training mode, because in evaluation mode bitsandbytes changes the layout
+    of weights on some CPUs.
+    """
     training, bias = layer.training, layer.bias
     layer.train()
     layer.bias = None
@@ -115,6 +143,10 @@ class _Product(torch.autograd.Function):
         return dy @ weight.to(dy.dtype), None, None
 
 
-def _forward(layer: nn.Linear, weight_of_gradients: Tensor, dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    y: Tensor = _Product.apply(x if dtype is None else x.to(dtype), layer.weight, weight_of_gradients)
+def _forward(
+    layer: nn.Linear, weight_of_gradients: Tensor, dtype: torch.dtype | None, x: Tensor
+) -> Tensor:
+    y: Tensor = _Product.apply(
+        x if dtype is None else x.to(dtype), layer.weight, weight_of_gradients
+    )
     return (y if layer.bias is None else y + layer.bias.to(y.dtype)).to(x.dtype)

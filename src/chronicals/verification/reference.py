@@ -1,10 +1,13 @@
-"""The plain arms: transformers' own modules and attention, each document a row, one division by the step's count.
+"""The plain arms: transformers' own modules and attention, each document a row, one division by the
+step's count.
 
-Nothing here is shared with the path of training: the model is made anew from its class and configuration, and so are the frozen
-models of the objective; adapters are two products in a hook (or one in the weight, where a class reads that instead of calling
-the layer), the loss is the objective's definition from the models' own logits in fp32, the update is torch's AdamW at the rates
-that the schedules are defined by. Documents and what is trained in them come from the store, not from a Batch. Where the
-configuration asks for a router loss, the class itself gives it, of each pack's documents as the padded rows of one batch.
+Nothing here is shared with the path of training: the model is made anew from its class and
+configuration, and so are the frozen models of the objective; adapters are two products in a hook
+(or one in the weight, where a class reads that instead of calling the layer), the loss is the
+objective's definition from the models' own logits in fp32, the update is torch's AdamW at the rates
+that the schedules are defined by. Documents and what is trained in them come from the store, not
+from a Batch. Where the configuration asks for a router loss, the class itself gives it, of each
+pack's documents as the padded rows of one batch.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from chronicals.verification.quantised import (
 )
 
 ROW_TOKENS, LOGITS = 4096, 2**28
-"""Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole attention weights of so many
-tokens, exist at once. One document is never divided."""
+"""Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole
+attention weights of so many tokens, exist at once. One document is never divided."""
 
 
 class MaskedDocument(NamedTuple):
@@ -68,21 +71,35 @@ def count_targets(document: MaskedDocument) -> int:
 
 
 def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """What a step's sums are divided by, by the names of ``Step.counts``, counted anew from its items."""
+    """What a step's sums are divided by, by the names of ``Step.counts``, counted anew from its
+    items.
+    """
     items = [item for pack in packs for item in pack]
     firsts = [next(document for document in item if document.side == 0) for item in items]
-    targets, good = sum(count_targets(document) for item in items for document in item), sum(d.label == 1 for d in firsts)
+    targets, good = (
+        sum(count_targets(document) for item in items for document in item),
+        sum(d.label == 1 for d in firsts),
+    )
     mismatched = sum(is_mismatched(document) for item in items for document in item)
     return {
-        "targets": targets, "weight": targets, "first_targets": sum(count_targets(document) for document in firsts),
-        "items": len(items), "good_items": good, "bad_items": len(items) - good, "packs": len(packs),
+        "targets": targets,
+        "weight": targets,
+        "first_targets": sum(count_targets(document) for document in firsts),
+        "items": len(items),
+        "good_items": good,
+        "bad_items": len(items) - good,
+        "packs": len(packs),
         "mismatched_items": mismatched,
-    }  # fmt: skip
+    }
 
 
 def _divided(terms: Terms, counts: Mapping[str, float]) -> Tensor:
     """What an item adds to the loss of its step."""
-    parts = [term.coefficient * term.sum / (counts[term.per] or 1) for term in terms.values() if term.coefficient]
+    parts = [
+        term.coefficient * term.sum / (counts[term.per] or 1)
+        for term in terms.values()
+        if term.coefficient
+    ]
     return torch.stack(parts).sum()
 
 
@@ -90,38 +107,55 @@ class PlainArm:
     """A model of transformers as it comes, and plain adapters where the run has them.
 
     Args:
-        model: the user's, whose class, configuration and weights are taken; before anything is done to it.
+        model: the user's, whose class, configuration and weights are taken; before anything is done
+            to it.
         device: where to compute.
         config: of the run; its LoRA fields say what is adapted.
         objective: of the run, whose definition is minimised.
         alone: every document in a forward pass of its own, instead of padded rows.
-        usual_attention: the attention that transformers takes where nothing is said, instead of eager: on a card it keeps
-            no scores, and so rounds where every attention that keeps none does.
+        usual_attention: the attention that transformers takes where nothing is said, instead of
+            eager: on a card it keeps no scores, and so rounds where every attention that keeps none
+            does.
 
     Raises:
-        ConfigurationError: the class cannot be made with eager attention, or a quantised layer is no plain product.
+        ConfigurationError: the class cannot be made with eager attention, or a quantised layer is
+            no plain product.
 
     Attributes:
-        pad_token_id: of a reward model, whose class takes the score of the last other token; None of a language model.
+        pad_token_id: of a reward model, whose class takes the score of the last other token; None
+            of a language model.
     """
 
     pad_token_id: int | None = None
 
     def __init__(
-        self, model: Any, device: torch.device, config: ChronicalsConfig, objective: Objective, alone: bool = False,
+        self,
+        model: Any,
+        device: torch.device,
+        config: ChronicalsConfig,
+        objective: Objective,
+        alone: bool = False,
         usual_attention: bool = False,
-    ):  # fmt: skip
-        self.device, self.alone, self.objective, self.usual_attention = device, alone, objective, usual_attention
+    ):
+        self.device, self.alone, self.objective, self.usual_attention = (
+            device,
+            alone,
+            objective,
+            usual_attention,
+        )
         self.model = _fresh(model, device, usual_attention and _takes_sdpa(model))
         self.frozen: dict[str, nn.Module] = {}
-        self.router_loss = read_router_loss(model).coefficient if asks_for_router_loss(model) else 0.0
+        self.router_loss = (
+            read_router_loss(model).coefficient if asks_for_router_loss(model) else 0.0
+        )
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
         if (score := score_of(model)) is not None:
             self.pad_token_id = score.pad_token_id
             if self.router_loss:
                 raise ConfigurationError(
-                    f"objective='reward': {type(model).__name__} adds a router loss, and transformers' classifier has none to "
+                    f"objective='reward': {type(model).__name__} adds a router loss, and "
+                    "transformers' classifier has none to "
                     f"compare with; load the model with {SWITCH}=False"
                 )
         if config.use_lora or hasattr(model, "chronicals_lora"):
@@ -132,18 +166,23 @@ class PlainArm:
             self.trained = adapters.trained
         else:
             towers = beside_text(model)
-            asked = {name: p.requires_grad and not is_within(name, towers) for name, p in model.named_parameters()}
+            asked = {
+                name: p.requires_grad and not is_within(name, towers)
+                for name, p in model.named_parameters()
+            }
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(asked[name])
                 if asked[name]:
                     self.trained[name] = parameter
         self.model.train()
         if device.type == "cuda" and getattr(self.model, "supports_gradient_checkpointing", False):
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
 
     def use_types_of(self, model: Any, autocast: torch.dtype | None) -> None:
-        """Keep every weight in the type it has in ``model``, the run's, quantised ones in that of their products; gradients of
-        several passes meet in fp32."""
+        """Keep every weight in the type it has in ``model``, the run's, quantised ones in that
+        of their products; gradients of several passes meet in fp32."""
         _take_types(self.model, model)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -163,7 +202,8 @@ class PlainArm:
         for name, model in frozen.items():
             if any("lora_" in path for path, _ in model.named_parameters()):
                 raise ConfigurationError(
-                    f"{name}: has adapters, which the plain arms would leave out; verify with the whole model that chronicals "
+                    f"{name}: has adapters, which the plain arms would leave out; verify with the "
+                    "whole model that chronicals "
                     "merge makes of it"
                 )
             plain = _fresh(model, self.device, self.usual_attention and _takes_sdpa(model))
@@ -173,13 +213,17 @@ class PlainArm:
 
     @torch.no_grad()
     def take_bases(self, model: Any) -> None:
-        """Take the weights of adapted layers from ``model``, the run's, whose adapters began with a part of them."""
+        """Take the weights of adapted layers from ``model``, the run's, whose adapters began
+        with a part of them.
+        """
         for path, layer in model.named_modules():
             if getattr(layer, "lora_start_A", None) is not None:
                 own = self.model.get_submodule(path)
-                own.get_parameter("parametrizations.weight.original" if hasattr(own, "parametrizations") else "weight").copy_(
-                    layer.base_layer.weight
-                )
+                own.get_parameter(
+                    "parametrizations.weight.original"
+                    if hasattr(own, "parametrizations")
+                    else "weight"
+                ).copy_(layer.base_layer.weight)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -199,16 +243,24 @@ class PlainArm:
             scale: factor on the loss while it is differentiated (fp16).
 
         Returns:
-            Each item's part of the loss times all targets, float64 ``[items]`` on the host, with its part of the router
-            loss; the gradients of the loss by name, in the types they come in, but for ``scale``.
+            Each item's part of the loss times all targets, float64 ``[items]`` on the host, with
+            its part of the router loss; the gradients of the loss by name, in the types they come
+            in, but for ``scale``.
         """
         items = [item for pack in packs for item in pack]
         found = torch.zeros(len(items), dtype=torch.float64)
         known = self._known(items, counts)
-        for rows in self._forward_passes([max(len(document.ids) for document in item) for item in items]):
+        for rows in self._forward_passes(
+            [max(len(document.ids) for document in item) for item in items]
+        ):
             with self._products():
                 scored = self._scored([items[row] for row in rows])
-                losses = torch.stack([_divided(self.objective.item_definition(item, known), counts) for item in scored])
+                losses = torch.stack(
+                    [
+                        _divided(self.objective.item_definition(item, known), counts)
+                        for item in scored
+                    ]
+                )
             (losses.sum() * scale).backward()
             found[rows] = losses.detach().double().cpu() * counts["targets"]
         if self.router_loss:
@@ -235,7 +287,9 @@ class PlainArm:
         return {name: total[None] for name, total in sums.items()}
 
     def _forward_passes(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Items by decreasing length, as many together as the limits allow when padded to the longest."""
+        """Items by decreasing length, as many together as the limits allow when padded to the
+        longest.
+        """
         tokens = min(ROW_TOKENS, LOGITS // self.model.get_input_embeddings().weight.shape[0])
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         while order:
@@ -244,7 +298,9 @@ class PlainArm:
             order = order[many:]
 
     def _router_losses(self, packs: Sequence[Sequence[Item]], scale: float) -> float:
-        """Backward of the mean over the packs of what the class itself adds for its routers, and its value."""
+        """Backward of the mean over the packs of what the class itself adds for its routers, and
+        its value.
+        """
         value = 0.0
         for pack in packs:
             own = (document for item in pack for document in item if not is_mismatched(document))
@@ -253,9 +309,15 @@ class PlainArm:
                 ids, mask, _ = self._rows(counted)
                 with self._products():
                     out = self.model(
-                        input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True, logits_to_keep=1
+                        input_ids=ids,
+                        attention_mask=mask,
+                        use_cache=False,
+                        output_router_logits=True,
+                        logits_to_keep=1,
                     )
-                if out.get("aux_loss") is None:  # the configuration has the fields, the class no such loss
+                if (
+                    out.get("aux_loss") is None
+                ):  # the configuration has the fields, the class no such loss
                     return 0.0
                 loss = out.aux_loss * (self.router_loss / len(packs))
                 (loss * scale).backward()
@@ -282,28 +344,42 @@ class PlainArm:
             return self._with_scores(items, logits)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             frozen = {
-                name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits for name, model in self.frozen.items()
+                name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+                for name, model in self.frozen.items()
             }
         at, targets = trained[:, 1:], ids[:, 1:]
         scored = iter(
             ScoredDocument(
-                logits[row, :-1][at[row]], targets[row][at[row]],
-                {name: theirs[row, :-1][at[row]] for name, theirs in frozen.items()}, document.side, document.label,
+                logits[row, :-1][at[row]],
+                targets[row][at[row]],
+                {name: theirs[row, :-1][at[row]] for name, theirs in frozen.items()},
+                document.side,
+                document.label,
             )
             for row, document in enumerate(documents)
-        )  # fmt: skip
+        )
         return [[next(scored) for _ in item] for item in items]
 
     def _with_scores(self, items: list[Item], scores: Tensor) -> list[list[ScoredDocument]]:
         """The documents of some items with their scores ``[N, 1]``."""
         nothing, left = scores.new_zeros(0, 0), iter(scores.float().squeeze(-1).unbind())
-        return [[ScoredDocument(nothing, nothing, {}, d.side, d.label, next(left)) for d in item] for item in items]
+        return [
+            [ScoredDocument(nothing, nothing, {}, d.side, d.label, next(left)) for d in item]
+            for item in items
+        ]
 
     def _products(self) -> AbstractContextManager:
-        return torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
+        return (
+            torch.autocast(self.device.type, dtype=self.autocast)
+            if self.autocast
+            else nullcontext()
+        )
+
 
 def _take_types(plain: nn.Module, model: Any) -> None:
-    """Keep every weight of ``plain`` in the type it has in ``model``, quantised ones in that of their products."""
+    """Keep every weight of ``plain`` in the type it has in ``model``, quantised ones in that of
+    their products.
+    """
     types = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
     for path, experts in quantised_experts(model).items():
         types |= {f"{path}.{name}": experts.dtype for name in experts.stacked}
@@ -317,16 +393,20 @@ def _take_types(plain: nn.Module, model: Any) -> None:
 
 
 def _takes_sdpa(model: Any) -> bool:
-    """Whether torch's attention computes what the class does: not where scores are capped, which it leaves out."""
+    """Whether torch's attention computes what the class does: not where scores are capped, which
+    it leaves out.
+    """
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return bool(getattr(model, "_supports_sdpa", False)) and not capped
 
 
 def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
-    """A model of the same class, configuration and weights, in fp32, with eager attention or SDPA and without dropout; of one
-    with a score the classifier."""
+    """A model of the same class, configuration and weights, in fp32, with eager attention or
+    SDPA and without dropout; of one with a score the classifier."""
     score = score_of(model)
-    kind, config = (type(model), copy.deepcopy(model.config)) if score is None else classifier_of(model)
+    kind, config = (
+        (type(model), copy.deepcopy(model.config)) if score is None else classifier_of(model)
+    )
     config._attn_implementation = "sdpa" if sdpa else "eager"
     config._experts_implementation = "eager"
     try:
@@ -334,16 +414,27 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
             fresh = kind(config).float()
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"model: {type(model).__name__} cannot be made with eager attention ({error}), which the plain arms need; "
+            f"model: {type(model).__name__} cannot be made with eager attention ({error}), which "
+            "the plain arms need; "
             "verify a model of the same family that can"
         ) from error
     without_dropout(fresh)
     if score is not None:
-        fresh.get_input_embeddings().padding_idx = None  # or the token has no gradient where an answer has it
-    weights = {plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+        fresh.get_input_embeddings().padding_idx = (
+            None  # or the token has no gradient where an answer has it
+        )
+    weights = {
+        plain_name(name): tensor
+        for name, tensor in model.state_dict().items()
+        if ".lora_" not in name
+    }
     quantised = quantised_layers(model)
     for path in quantised:  # of which a state dictionary has the format, too
-        weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.") or name == f"{path}.bias"}
+        weights = {
+            name: x
+            for name, x in weights.items()
+            if not name.startswith(f"{path}.") or name == f"{path}.bias"
+        }
     for path, experts in quantised_experts(model).items():
         weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.")}
         weights |= weights_of_experts(path, experts)
@@ -357,8 +448,9 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
 
 
 def changed_buffers(model: nn.Module, fresh: nn.Module) -> list[str]:
-    """In words what ``model`` holds beside its weights that its configuration does not give: rotary frequencies that were
-    cast with the weights, by ``model.bfloat16()``, turn every position by a wrong angle."""
+    """In words what ``model`` holds beside its weights that its configuration does not give:
+    rotary frequencies that were cast with the weights, by ``model.bfloat16()``, turn every
+    position by a wrong angle."""
     own = dict(model.named_buffers())
     found = []
     for name, right in fresh.named_buffers():
@@ -368,7 +460,8 @@ def changed_buffers(model: nn.Module, fresh: nn.Module) -> list[str]:
         off = float((value.to(right) - right).abs().max() / right.abs().max().clamp(min=1e-30))
         if off > 1e-6:
             found.append(
-                f"{name} is off by {off:.1e} from what the configuration gives, which the plain arms have: load the model "
+                f"{name} is off by {off:.1e} from what the configuration gives, which the plain "
+                "arms have: load the model "
                 "in its type (dtype=…) instead of casting it"
             )
     return found
@@ -377,18 +470,24 @@ def changed_buffers(model: nn.Module, fresh: nn.Module) -> list[str]:
 def without_dropout(model: nn.Module) -> list[str]:
     """Set every dropout of ``model`` to zero; in words what was not zero before.
 
-    A dropout is a layer of that kind, or a number that a module keeps under a name with ``drop`` in it.
+    A dropout is a layer of that kind, or a number that a module keeps under a name with ``drop`` in
+    it.
     """
     found: dict[float, list[str]] = {}
     for path, layer in model.named_modules():
-        names = ["p"] if isinstance(layer, nn.Dropout) else [name for name in vars(layer) if "drop" in name]
+        names = (
+            ["p"]
+            if isinstance(layer, nn.Dropout)
+            else [name for name in vars(layer) if "drop" in name]
+        )
         for name in names:
             share = getattr(layer, name)
             if isinstance(share, float) and share:
                 found.setdefault(share, []).append(f"{path}.{name}")
                 setattr(layer, name, 0.0)
     return [
-        f"dropout {share} in {len(places)} places ({places[0]}, …) is 0 here: the arms' masks would differ"
+        f"dropout {share} in {len(places)} places ({places[0]}, …) is 0 here: the arms' masks "
+        "would differ"
         for share, places in found.items()
     ]
 
@@ -396,12 +495,17 @@ def without_dropout(model: nn.Module) -> list[str]:
 def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
     """The learning rate of each step of a run of so many, as a share of the peak.
 
-    In a warm-up of n steps it rises by 1 / n a step, to the peak; one that was not asked for takes a tenth of the run at most.
-    Then it goes, with what is left of the steps, from the peak towards ``min_lr_ratio``, which the step after the last
-    would have: along half a wave of the cosine, or in a line; wsd in a line over its share of all steps, and before that, as
-    constant always, it stays.
+    In a warm-up of n steps it rises by 1 / n a step, to the peak; one that was not asked for takes
+    a tenth of the run at most. Then it goes, with what is left of the steps, from the peak towards
+    ``min_lr_ratio``, which the step after the last would have: along half a wave of the cosine, or
+    in a line; wsd in a line over its share of all steps, and before that, as constant always, it
+    stays.
     """
-    warmup = config.warmup_steps if "warmup_steps" in config.explicit else min(config.warmup_steps, steps // 10)
+    warmup = (
+        config.warmup_steps
+        if "warmup_steps" in config.explicit
+        else min(config.warmup_steps, steps // 10)
+    )
     if config.warmup_ratio is not None:
         warmup = -int(-Fraction(str(config.warmup_ratio)) * steps // 1)
     rates = [(step + 1) / warmup for step in range(min(warmup, steps))]
@@ -432,15 +536,24 @@ class PlainAdamW:
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, parameter in self.weights.items():
             peak = config.learning_rate * (faster if name.endswith("lora_B") else 1.0)
-            groups.setdefault((peak, config.weight_decay if parameter.ndim > 1 else 0.0), []).append(parameter)
+            groups.setdefault(
+                (peak, config.weight_decay if parameter.ndim > 1 else 0.0), []
+            ).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            [{"params": members, "peak": peak, "weight_decay": decay} for (peak, decay), members in groups.items()],
+            [
+                {"params": members, "peak": peak, "weight_decay": decay}
+                for (peak, decay), members in groups.items()
+            ],
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
         )
 
-    def update(self, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], factor: float) -> None:
-        """One update of ``weights`` from the values ``before``; ``factor`` is of ``scheduled_rates``."""
+    def update(
+        self, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], factor: float
+    ) -> None:
+        """One update of ``weights`` from the values ``before``; ``factor`` is of
+        ``scheduled_rates``.
+        """
         with torch.no_grad():
             for name, parameter in self.weights.items():
                 parameter.copy_(before[name])

@@ -1,7 +1,7 @@
 """Every kernel against its definition in fp64, on this machine, with fresh random inputs.
 
-The error of a kernel is compared with that of the plain operation in the same dtype: it may be at most ``ALLOWED`` times as
-large, or two roundings of the dtype if that is larger.
+The error of a kernel is compared with that of the plain operation in the same dtype: it may be at
+most ``ALLOWED`` times as large, or two roundings of the dtype if that is larger.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_refere
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
-from chronicals.kernels.linear_distillation import Divergence, LinearHead, linear_distillation_reference
+from chronicals.kernels.linear_distillation import (
+    Divergence,
+    LinearHead,
+    linear_distillation_reference,
+)
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -78,7 +82,8 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
     """Compare what would run here with its definition.
 
     Args:
-        only: names of kernels that are compared with an operation, such as ``rmsnorm``; by default everything is tested.
+        only: names of kernels that are compared with an operation, such as ``rmsnorm``; by default
+            everything is tested.
 
     Raises:
         ValueError: there is no kernel of such a name.
@@ -101,17 +106,27 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
         return compared
     if not lacks_fp8(device):
         inputs = gate, drawn.random(width, width) * 0.1
-        compared.append(_compare("fp8_linear", kernels, fp8_linear, rounded_linear, inputs, fp8_linear_reference))
+        compared.append(
+            _compare(
+                "fp8_linear", kernels, fp8_linear, rounded_linear, inputs, fp8_linear_reference
+            )
+        )
     dropped = _compare_dropped(kernels, gate, drawn.random(8, width), drawn.random(len(gate), 8))
     norms = [gate, drawn.up.float(), drawn.hidden.half()]
     norm, plain_norm, exact_norm = (
         function([x.to(dtype or x.dtype) for x in norms])
-        for function, dtype in ((gradient_norm, None), (gradient_norm_reference, None), (_norm, torch.float64))
+        for function, dtype in (
+            (gradient_norm, None),
+            (gradient_norm_reference, None),
+            (_norm, torch.float64),
+        )
     )
     return [
-        *compared, dropped, _judged("gradient_norm", kernels, [norm], [plain_norm], [exact_norm], torch.float32),
+        *compared,
+        dropped,
+        _judged("gradient_norm", kernels, [norm], [plain_norm], [exact_norm], torch.float32),
         _compare_adamw(kernels, device),
-    ]  # fmt: skip
+    ]
 
 
 Case = tuple[str, Function, Function, tuple[Tensor, ...]]
@@ -137,7 +152,9 @@ class _Drawn:
         targets[::3] = -100
         angles = torch.rand(tokens, 8, device=device, dtype=torch.float64) * 6
         cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
-        gate, up, hidden = (torch.randn(tokens, WIDTH, device=device, dtype=DTYPE) for _ in range(3))
+        gate, up, hidden = (
+            torch.randn(tokens, WIDTH, device=device, dtype=DTYPE) for _ in range(3)
+        )
         weight = torch.randn(VOCABULARY, WIDTH, device=device, dtype=DTYPE) * 0.1
         return cls(device, gate, up, hidden, weight, targets, (cos, sin))
 
@@ -149,16 +166,23 @@ def _elementwise(drawn: _Drawn) -> list[Case]:
     gate, up, random = drawn.gate, drawn.up, drawn.random
     return [
         ("rmsnorm", fused_rmsnorm, rmsnorm_reference, (gate, random(WIDTH))),
-        ("add_rmsnorm", _together(fused_add_rmsnorm), _together(add_rmsnorm_reference), (gate, up, random(WIDTH))),
+        (
+            "add_rmsnorm",
+            _together(fused_add_rmsnorm),
+            _together(add_rmsnorm_reference),
+            (gate, up, random(WIDTH)),
+        ),
         ("layernorm", fused_layernorm, layernorm_reference, (gate, random(WIDTH), random(WIDTH))),
         ("softmax", fused_softmax, softmax_reference, (gate,)),
         ("swiglu", fused_swiglu, swiglu_reference, (gate, up)),
         ("geglu", fused_geglu, geglu_reference, (gate, up)),
         (
-            "glu_of_both", lambda x: glu_of_both(x, "silu"), lambda x: swiglu_reference(*x.chunk(2, -1)),
+            "glu_of_both",
+            lambda x: glu_of_both(x, "silu"),
+            lambda x: swiglu_reference(*x.chunk(2, -1)),
             (random(len(gate), 74),),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _of_heads(drawn: _Drawn) -> list[Case]:
@@ -178,19 +202,31 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
         ),
         (
             "linear_distillation",
-            lambda h, w: linear_distillation(LinearHead(h, w), teacher, targets, Divergence.jsd(), chunk_size=16).loss,
-            lambda h, w: linear_distillation_reference(LinearHead(h, w), taught(h), targets, Divergence.jsd()).loss,
+            lambda h, w: (
+                linear_distillation(
+                    LinearHead(h, w), teacher, targets, Divergence.jsd(), chunk_size=16
+                ).loss
+            ),
+            lambda h, w: (
+                linear_distillation_reference(
+                    LinearHead(h, w), taught(h), targets, Divergence.jsd()
+                ).loss
+            ),
             inputs,
         ),
         (
             "token_log_probability",
-            _together(lambda h, w: token_log_probability(h, w, targets, chunk_size=16, entropy=True)),
+            _together(
+                lambda h, w: token_log_probability(h, w, targets, chunk_size=16, entropy=True)
+            ),
             _together(lambda h, w: token_log_probability_reference(h, w, targets)),
             inputs,
         ),
         (
             "merged_linear",
-            lambda x, w, a, b: merged_linear(x, Merged.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]),
+            lambda x, w, a, b: merged_linear(
+                x, Merged.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]
+            ),
             lambda x, w, a, b: merged_linear_reference(x, [w], [None], [Adapter(a, b, 0.5)]),
             (drawn.gate, random(WIDTH, WIDTH) * 0.1, random(8, WIDTH) * 0.1, random(WIDTH, 8)),
         ),
@@ -201,7 +237,9 @@ def _rotations(drawn: _Drawn) -> list[Case]:
     tokens, random = len(drawn.gate), drawn.random
 
     def rope(function: Callable[..., tuple[Tensor, ...]]) -> Function:
-        return _together(lambda *given: function(*given, *(table.to(given[0].dtype) for table in drawn.tables)))
+        return _together(
+            lambda *given: function(*given, *(table.to(given[0].dtype) for table in drawn.tables))
+        )
 
     def merged(function: Callable[..., tuple[Tensor, ...]]) -> Function:
         return rope(lambda x, *given: function(x * 1, *given, (HEADS, 2)))
@@ -213,12 +251,21 @@ def _rotations(drawn: _Drawn) -> list[Case]:
 
         return rope(run)
 
-    qk, norms, qkv = (random(tokens, HEADS, 16), random(tokens, 2, 16)), (random(16), random(16)), random(tokens, 8 * 16)
+    qk, norms, qkv = (
+        (random(tokens, HEADS, 16), random(tokens, 2, 16)),
+        (random(16), random(16)),
+        random(tokens, 8 * 16),
+    )
     return [
         ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qk),
         ("qk_norm_rope", rope(fused_qk_norm_rope), rope(qk_norm_rope_reference), (*qk, *norms)),
         ("qkv_rope", merged(fused_qkv_rope), in_parts(qk_rope_reference), (qkv,)),
-        ("qkv_norm_rope", merged(fused_qkv_norm_rope), in_parts(qk_norm_rope_reference), (qkv, *norms)),
+        (
+            "qkv_norm_rope",
+            merged(fused_qkv_norm_rope),
+            in_parts(qk_norm_rope_reference),
+            (qkv, *norms),
+        ),
     ]
 
 
@@ -229,13 +276,22 @@ def _attention(drawn: _Drawn) -> list[Case]:
         return document_attention(q, k, v, bounds, max(LENGTHS))
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(drawn.device)
+        document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(
+            drawn.device
+        )
         seen = (document[:, None] == document[None]).tril()
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
 
     tokens = len(drawn.gate)
-    return [("attention", attention, plain, tuple(drawn.random(tokens, heads, 16) for heads in (HEADS, 2, 2)))]
+    return [
+        (
+            "attention",
+            attention,
+            plain,
+            tuple(drawn.random(tokens, heads, 16) for heads in (HEADS, 2, 2)),
+        )
+    ]
 
 
 def _together(function: Callable[..., tuple[Tensor, ...]]) -> Function:
@@ -244,22 +300,38 @@ def _together(function: Callable[..., tuple[Tensor, ...]]) -> Function:
 
 
 def _compare(
-    name: str, runs_as: str, ours: Function, plain: Function, inputs: tuple[Tensor, ...], definition: Function | None = None
+    name: str,
+    runs_as: str,
+    ours: Function,
+    plain: Function,
+    inputs: tuple[Tensor, ...],
+    definition: Function | None = None,
 ) -> SelfTest:
     """Compare result and gradients with ``definition`` in fp64, which is ``plain`` by default."""
     exact_inputs, definition = tuple(x.double() for x in inputs), definition or plain
     upstream = torch.randn_like(definition(*exact_inputs))
     exact = _outputs(definition, exact_inputs, upstream)
     return _judged(
-        name, runs_as, _outputs(ours, inputs, upstream), _outputs(plain, inputs, upstream), exact, inputs[0].dtype
-    )  # fmt: skip
+        name,
+        runs_as,
+        _outputs(ours, inputs, upstream),
+        _outputs(plain, inputs, upstream),
+        exact,
+        inputs[0].dtype,
+    )
 
 
 def _judged(
-    name: str, runs_as: str, ours: list[Tensor], plain: list[Tensor], exact: list[Tensor], dtype: torch.dtype
+    name: str,
+    runs_as: str,
+    ours: list[Tensor],
+    plain: list[Tensor],
+    exact: list[Tensor],
+    dtype: torch.dtype,
 ) -> SelfTest:
     pairs = [
-        tuple(float((got.double() - e).norm() / e.norm()) for got in (a, b)) for a, b, e in zip(ours, plain, exact, strict=True)
+        tuple(float((got.double() - e).norm() / e.norm()) for got in (a, b))
+        for a, b, e in zip(ours, plain, exact, strict=True)
     ]
     rounding = 2 * torch.finfo(dtype).eps
     passed = all(error <= max(ALLOWED * plain_error, rounding) for error, plain_error in pairs)
@@ -271,8 +343,12 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.cat([x.flatten() for x in tensors]).norm()
 
 
-def _compare_dropped(runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: float = 0.1) -> SelfTest:
-    """The three products of an adapter under dropout, compared with products of the reference's dropped-out tensors."""
+def _compare_dropped(
+    runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: float = 0.1
+) -> SelfTest:
+    """The three products of an adapter under dropout, compared with products of the reference's
+    dropped-out tensors.
+    """
     seed = draw_seed(x)
 
     def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
@@ -281,7 +357,11 @@ def _compare_dropped(runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: flo
 
     u = x.new_empty(len(x), len(a))
     dropped_down(x, a, seed, dropout, u)
-    ours = [u, dropped_gradient_of_down(g, x, seed, dropout), add_dropped_product_(x.clone(), g, a, seed, dropout)]
+    ours = [
+        u,
+        dropped_gradient_of_down(g, x, seed, dropout),
+        add_dropped_product_(x.clone(), g, a, seed, dropout),
+    ]
     exact = by_products(x.double(), a.double(), g.double())
     return _judged("dropped_products", runs_as, ours, by_products(x, a, g), exact, x.dtype)
 
@@ -291,14 +371,20 @@ def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
 
     def change_of_weight(update: Callable[..., None], dtype: torch.dtype) -> Tensor:
         weight, mean, square = (x.to(dtype, copy=True) for x in start)
-        tensors = Tensors([weight], [gradient.to(dtype)], [mean], [square], [], [torch.ones((), device=device)])
+        tensors = Tensors(
+            [weight], [gradient.to(dtype)], [mean], [square], [], [torch.ones((), device=device)]
+        )
         if update is fused_adamw_:
             high, low = split_master(weight)
             tensors.weights, tensors.lows = [high], [low]
         update(tensors, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
         return (join_master(high, low) if tensors.lows else weight).double() - start[0].double()
 
-    start = torch.randn(1001, device=device), torch.randn(1001, device=device) * 0.1, torch.rand(1001, device=device)
+    start = (
+        torch.randn(1001, device=device),
+        torch.randn(1001, device=device) * 0.1,
+        torch.rand(1001, device=device),
+    )
     gradient = torch.randn(1001, device=device)
     exact = change_of_weight(fused_adamw_reference_, torch.float64)
     error, plain_error = (

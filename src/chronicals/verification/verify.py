@@ -1,6 +1,8 @@
-"""A run against plain transformers in fp32: the same steps, losses, gradients and updates, module by module.
+"""A run against plain transformers in fp32: the same steps, losses, gradients and updates, module
+by module.
 
-Three arms compute every step from the same weights, those that the path of training has at that moment:
+Three arms compute every step from the same weights, those that the path of training has at that
+moment:
 
     ours    the path of training with the user's options: packs, kernels, accumulation, adapters, clipping, schedule
     fp32    plain transformers: eager attention, a document a row, one mean over the step, torch's AdamW at the rates of
@@ -8,11 +10,12 @@ Three arms compute every step from the same weights, those that the path of trai
     plain   the same in the run's own types, with the attention transformers takes by itself, which is the scale of what
             rounding does (of an fp32 run: a document a pass, eager)
 
-For a base in 4 bits a fourth shows what others make of it (``bitsandbytes_arm``): its weights must be ours, its losses and
-gradients are set beside fp32 as ours are.
+For a base in 4 bits a fourth shows what others make of it (``bitsandbytes_arm``): its weights must
+be ours, its losses and gradients are set beside fp32 as ours are.
 
-Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its own. What one does with
-gradients is also compared by itself, at fp32's roundings in every type: torch's AdamW, with states of its own, takes ours.
+Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its
+own. What one does with gradients is also compared by itself, at fp32's roundings in every type:
+torch's AdamW, with states of its own, takes ours.
 """
 
 from __future__ import annotations
@@ -47,7 +50,12 @@ from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
 from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.verification import comparison
-from chronicals.verification.bitsandbytes_arm import ARM, BitsAndBytesArm, NotRun, wants_bitsandbytes
+from chronicals.verification.bitsandbytes_arm import (
+    ARM,
+    BitsAndBytesArm,
+    NotRun,
+    wants_bitsandbytes,
+)
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
 from chronicals.verification.eight_bits import round_experts, round_products
 from chronicals.verification.modules import Modules
@@ -68,7 +76,9 @@ FEWEST, MOST = 5, 20
 PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4", "bitsandbytes", "peft")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN_SCALE = 2.0**12
-"""Loss scale of the plain arm in fp16: below what overflows, above what underflows, in a model that trains."""
+"""Loss scale of the plain arm in fp16: below what overflows, above what underflows, in a model
+that trains.
+"""
 
 RATE = 1e-9
 """Share of the peak by which a learning rate may be off, in fp64."""
@@ -87,7 +97,9 @@ class Beside:
     gradients: list[Deviation]
 
     def to_dict(self) -> dict:
-        return {name: [row.to_dict() for row in getattr(self, name)] for name in ("losses", "gradients")}
+        return {
+            name: [row.to_dict() for row in getattr(self, name)] for name in ("losses", "gradients")
+        }
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,8 @@ def verify(
     steps: int = FEWEST,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Train ``model`` for a few steps with ``config`` beside the plain arms. The model is changed: load it anew to train.
+    """Train ``model`` for a few steps with ``config`` beside the plain arms. The model is changed:
+    load it anew to train.
 
     Args:
         train_dataset, eval_dataset: as ``ChronicalsTrainer.train`` takes them.
@@ -148,7 +161,8 @@ def verify(
         progress: called with the steps done and the steps in all.
 
     Raises:
-        ConfigurationError: the run cannot be honoured, or not be compared; the message names the field.
+        ConfigurationError: the run cannot be honoured, or not be compared; the message names the
+            field.
         DataError: the data would make training wrong.
     """
     objective = _defined_objective(config, steps)
@@ -165,18 +179,26 @@ def verify(
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
     plan = plan_of(store, config)
-    config = with_token_ids(fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer)
+    config = with_token_ids(
+        fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer
+    )
     filler = filler_token(tokenizer, embedding_rows)
     total = Length.of(config, plan).steps
     if total < steps:
-        there = f"{total} steps in num_epochs={config.epochs}" if config.epochs else f"max_steps={total}"
+        there = (
+            f"{total} steps in num_epochs={config.epochs}"
+            if config.epochs
+            else f"max_steps={total}"
+        )
         notes.append(f"the run has {there}, not {steps}")
         steps = total
     if device.type == "cuda" and config.use_cuda_graphs:
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     arms = _Arms.of(model, device, config, objective, notes)
     path = TrainingPath(model, config, total, tokenizer)
-    store = StoredReference(path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)).beside(store)
+    store = StoredReference(
+        path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)
+    ).beside(store)
     (store,) = with_predictions([store], path.session.objective, model, tokenizer, config)
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     arms.follow(path, objective.for_definition(tokenizer), notes)
@@ -201,19 +223,29 @@ def _defined_objective(config: ChronicalsConfig, steps: int) -> Objective:
 
 
 def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, list[str]]:
-    """The run without what draws random numbers or rounds states, which the plain arms do not; in words what that changes."""
+    """The run without what draws random numbers or rounds states, which the plain arms do not;
+    in words what that changes.
+    """
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
     if not config.master_weights:
-        notes.append("master_weights=False is true here: the noise of the rounding is larger than an update")
+        notes.append(
+            "master_weights=False is true here: the noise of the rounding is larger than an update"
+        )
     if config.optimizer_state_dtype != "fp32":
-        notes.append(f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain arms round none")
+        notes.append(
+            f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain "
+            "arms round none"
+        )
     if config.use_8bit_optimizer:
         notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
     sections = dict(config.sections)
     if beside := {name: sections.pop(name) for name in BESIDE if name in sections}:
-        notes.append(f"{beside}: these losses and metrics are in no arm, and their own tests hold them to their formulas")
+        notes.append(
+            f"{beside}: these losses and metrics are in no arm, and their own tests hold them to "
+            "their formulas"
+        )
     exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
     exactly |= {"lora_dropout": 0.0} if config.use_lora else {}
     config = config.replace(sections=sections, **exactly)
@@ -236,8 +268,13 @@ class _Arms:
 
     @classmethod
     def of(
-        cls, model: Any, device: torch.device, config: ChronicalsConfig, objective: Objective, notes: list[str]
-    ) -> _Arms:  # fmt: skip
+        cls,
+        model: Any,
+        device: torch.device,
+        config: ChronicalsConfig,
+        objective: Objective,
+        notes: list[str],
+    ) -> _Arms:
         """Of the model before the run changes it; ``notes`` gets what differs."""
         exact = config.mixed_precision == "fp32"
         fp32 = PlainArm(model, device, config, objective)
@@ -251,7 +288,8 @@ class _Arms:
         return cls(config, fp32, plain, others)
 
     def follow(self, path: TrainingPath, further: Mapping[str, Any], notes: list[str]) -> None:
-        """Take what the run has made of its model: types, starting values, frozen models, losses of routers.
+        """Take what the run has made of its model: types, starting values, frozen models, losses of
+        routers.
 
         Args:
             further: frozen models, by name, that the objective's definition needs beside the run's.
@@ -267,7 +305,9 @@ class _Arms:
         for arm in (self.fp32, self.plain):
             arm.take_bases(model)
             arm.take_frozen(frozen, own_types=arm is self.plain)
-        self.plain.use_types_of(model, torch.float16 if self.config.mixed_precision == "fp16" else None)
+        self.plain.use_types_of(
+            model, torch.float16 if self.config.mixed_precision == "fp16" else None
+        )
         if self.config.use_fp8:
             for name in layers_in_fp8(model):
                 round_products(self.plain.model.get_submodule(name))
@@ -275,7 +315,9 @@ class _Arms:
                 round_experts(self.plain.model.get_submodule(name.replace(".base_layer", "")))
 
 
-def _others(model: Any, fp32: PlainArm, config: ChronicalsConfig) -> tuple[BitsAndBytesArm | None, list[str]]:
+def _others(
+    model: Any, fp32: PlainArm, config: ChronicalsConfig
+) -> tuple[BitsAndBytesArm | None, list[str]]:
     """The arm of bitsandbytes for a base in 4 bits, or in words why there is none."""
     if not wants_bitsandbytes(model):
         return None, []
@@ -287,14 +329,19 @@ def _others(model: Any, fp32: PlainArm, config: ChronicalsConfig) -> tuple[BitsA
 
 
 def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[Item]]:
-    """The items of each pack of the step that begins at ``position``, each document by itself, from the store."""
+    """The items of each pack of the step that begins at ``position``, each document by itself,
+    from the store.
+    """
     sides, labels = (store.columns.get(name) for name in (SIDE, LABEL))
     packs = []
     for pack in stream.packs_of(position):
         items: list[Item] = []
         for number in pack:
             ids, trained = store.whole_document(number)
-            side, label = 0 if sides is None else int(sides[number]), -1 if labels is None else int(labels[number])
+            side, label = (
+                0 if sides is None else int(sides[number]),
+                -1 if labels is None else int(labels[number]),
+            )
             if side == 0:
                 items.append([])
             if trained.any():  # a shared prompt is in front of its answers
@@ -313,7 +360,8 @@ class _Comparison:
         start = self._weights()
         self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
         self.gradients, self.updates, self.optimizer, self.sizes = (
-            Tally(quantity, self.modules, device) for quantity in ("gradient", "update", "optimizer", "weight")
+            Tally(quantity, self.modules, device)
+            for quantity in ("gradient", "update", "optimizer", "weight")
         )
         self.their_gradients = Tally("gradient", self.modules, device)
         lora = hasattr(path.model, "chronicals_lora")
@@ -326,9 +374,16 @@ class _Comparison:
         self.skipped: list[int] = []
 
     def _weights(self) -> dict[str, Tensor]:
-        """fp32 values of everything that should be trained: ours, or the plain arm's where ours has none."""
+        """fp32 values of everything that should be trained: ours, or the plain arm's where ours
+        has none.
+        """
         own = self.fp32.trained
-        return {name: self.path.weight(name) if name in self.path.trained else own[name].detach().clone() for name in own}
+        return {
+            name: self.path.weight(name)
+            if name in self.path.trained
+            else own[name].detach().clone()
+            for name in own
+        }
 
     def one_step(self, step: Step, number: int, packs: list[list[Item]]) -> None:
         before, counts = self._weights(), {**step.counts, **count_items(packs)}
@@ -348,14 +403,20 @@ class _Comparison:
         if self.others is not None:
             self.others.load(before)
             their_losses, theirs = self.others.differentiate(packs, counts, scale)
-            self.their_losses.append((float(their_losses.sum()) / targets, exact_losses, plain_losses, targets))
+            self.their_losses.append(
+                (float(their_losses.sum()) / targets, exact_losses, plain_losses, targets)
+            )
             self.their_gradients.begin_step()
             self._add(self.their_gradients, before, theirs, plain, exact)
 
     def _add(
-        self, tally: Tally, weights: dict[str, Tensor], ours: dict[str, Tensor], plain: dict[str, Tensor],
+        self,
+        tally: Tally,
+        weights: dict[str, Tensor],
+        ours: dict[str, Tensor],
+        plain: dict[str, Tensor],
         exact: dict[str, Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Gradients of one step; one that is not there is zero."""
         for name, weight in weights.items():
             nothing = torch.zeros((), device=self.device).expand_as(weight)
@@ -363,7 +424,12 @@ class _Comparison:
 
     @torch.no_grad()
     def _compare(
-        self, made: Made, exact: dict[str, Tensor], plain: dict[str, Tensor], before: dict[str, Tensor], factor: float
+        self,
+        made: Made,
+        exact: dict[str, Tensor],
+        plain: dict[str, Tensor],
+        before: dict[str, Tensor],
+        factor: float,
     ) -> None:
         self.fp32_optimizer.update(before, exact, factor)
         self.plain_optimizer.update(before, plain, factor)
@@ -384,7 +450,11 @@ class _Comparison:
 
     def verification(self, notes: list[str], facts: dict[str, Any]) -> Verification:
         if self.skipped:
-            notes = [*notes, f"steps {self.skipped} were skipped for a gradient that is not finite, and are not compared"]
+            notes = [
+                *notes,
+                f"steps {self.skipped} were skipped for a gradient that is not finite, and are "
+                "not compared",
+            ]
         eps = torch.finfo(TYPES[self.config.mixed_precision]).eps
         losses = comparison.step_losses(self.losses, self.walk)
         gradients = self.gradients.deviations(max(eps, self.walk))
@@ -392,8 +462,13 @@ class _Comparison:
         if self.others is not None:
             their_losses = comparison.step_losses(self.their_losses, self.walk)
             beside = Beside(their_losses, self.their_gradients.deviations(max(eps, self.walk)))
-        sizes, changes, due = (tally.sums()[..., 0].sum(0).sqrt() for tally in (self.sizes, self.updates, self.optimizer))
-        updates = self.updates.deviations(comparison.update_floors(gradients, self.modules, sizes, changes))
+        sizes, changes, due = (
+            tally.sums()[..., 0].sum(0).sqrt()
+            for tally in (self.sizes, self.updates, self.optimizer)
+        )
+        updates = self.updates.deviations(
+            comparison.update_floors(gradients, self.modules, sizes, changes)
+        )
         optimizer = self.optimizer.deviations(comparison.optimizer_floors(sizes, due))
         failures = self._failures(losses, [*gradients, *updates, *optimizer])
         if self.others is not None and beside is not None:
@@ -402,25 +477,39 @@ class _Comparison:
 
     def _failures(self, losses: list[StepLoss], rows: list[Deviation]) -> list[str]:
         asked, trained = set(self.fp32.trained), set(self.path.trained)
-        failures = [f"{name}: not trained, though the options ask for it" for name in sorted(asked - trained)]
-        failures += [f"{name}: trained, though the options do not ask for it" for name in sorted(trained - asked)]
+        failures = [
+            f"{name}: not trained, though the options ask for it"
+            for name in sorted(asked - trained)
+        ]
+        failures += [
+            f"{name}: trained, though the options do not ask for it"
+            for name in sorted(trained - asked)
+        ]
         failures += self._wrong_rates()[:1]
         if not losses:
-            failures.append(f"no step could be compared: the gradients of all steps ({self.skipped}) are not finite")
+            failures.append(
+                f"no step could be compared: the gradients of all steps ({self.skipped}) are not "
+                "finite"
+            )
         elif self.skipped and self.config.mixed_precision != "fp16":
             failures.append(f"the gradients of steps {self.skipped} are not finite")
         failures += [
-            f"loss of step {row.step}: {row.ours:.6g}, in fp32 {row.fp32:.6g}, may differ by {row.allowed:.1e}"
+            f"loss of step {row.step}: {row.ours:.6g}, in fp32 {row.fp32:.6g}, may differ by "
+            f"{row.allowed:.1e}"
             for row in comparison.wrong_losses(losses)
         ]
         for found in rows:
             if found.missing:
                 failures.append(f"{found.module}: {found.quantity} is zero; in fp32 it is not")
             elif not math.isfinite(found.allowed):
-                failures.append(f"{found.module}: {found.quantity} of the plain arm is no number: nothing to set ours beside")
+                failures.append(
+                    f"{found.module}: {found.quantity} of the plain arm is no number: nothing to "
+                    "set ours beside"
+                )
             elif found.ratio > 1:
                 failures.append(
-                    f"{found.module}: {found.quantity} deviates by {found.deviation:.2e}, allowed {found.allowed:.2e}"
+                    f"{found.module}: {found.quantity} deviates by {found.deviation:.2e}, allowed "
+                    f"{found.allowed:.2e}"
                 )
         return failures
 
@@ -436,22 +525,30 @@ class _Comparison:
 
 
 def _failures_beside(beside: Beside, differs: Mapping[str, float]) -> list[str]:
-    """Where bitsandbytes has other weights, or most of its steps or gradients are further from fp32 than rounding takes them:
-    then fp32 is not what others understand by this run."""
-    found = [f"{path}: the weight of {ARM} is another, by {off:.1%}" for path, off in differs.items()]
+    """Where bitsandbytes has other weights, or most of its steps or gradients are further from
+    fp32 than rounding takes them: then fp32 is not what others understand by this run."""
+    found = [
+        f"{path}: the weight of {ARM} is another, by {off:.1%}" for path, off in differs.items()
+    ]
     if wrong := comparison.wrong_losses(beside.losses):
-        found.append(f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 {wrong[0].fp32:.6g}")
+        found.append(
+            f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 "
+            f"{wrong[0].fp32:.6g}"
+        )
     exceeding = [row for row in beside.gradients if row.ratio > 1]
     if 2 * len(exceeding) > len(beside.gradients):
         worst = exceeding[0]
         found.append(
-            f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules are others; {worst.module} deviates "
+            f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules are "
+            f"others; {worst.module} deviates "
             f"by {worst.deviation:.2e}, allowed {worst.allowed:.2e}"
         )
     return found
 
 
-def _facts(model: Any, config: ChronicalsConfig, device: torch.device, steps: int) -> dict[str, Any]:
+def _facts(
+    model: Any, config: ChronicalsConfig, device: torch.device, steps: int
+) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -461,7 +558,9 @@ def _facts(model: Any, config: ChronicalsConfig, device: torch.device, steps: in
     return {
         "model": model.config._name_or_path or type(model).__name__,
         "class": type(model).__name__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or "cpu",
         "steps": steps,
         "allowed": comparison.ALLOWED,
         "versions": versions,

@@ -10,11 +10,16 @@ from torch.nn.attention.varlen import varlen_attn
 
 from chronicals.attention.support import HALVES, Backend, Spans, Support
 
-# torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they are.
-GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they
+# are.
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, *_: object) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, *_: object
+) -> Tensor:
     seen = (-1 if window is None else window - 1, 0)
     bounds = spans.cu_q, spans.cu_k, spans.max_q, spans.max_k
     out = varlen_attn(q, k, v, *bounds, scale=scale, window_size=seen, **GROUPED_HEADS)
@@ -24,5 +29,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: 
 
 BACKEND = Backend(
     attend,
-    {"cuda": Support(HALVES, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=8, softcap=False, sinks=False)},
+    {
+        "cuda": Support(
+            HALVES, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=8, softcap=False, sinks=False
+        )
+    },
 )

@@ -1,9 +1,11 @@
-"""FlashAttention-4 (package ``flash-attn-4``, CuTe), called below its own autograd and registered with torch.
+"""FlashAttention-4 (package ``flash-attn-4``, CuTe), called below its own autograd and registered
+with torch.
 
-Shapes: q ``[Q, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, Q]``, sinks ``[H]``. Rows of q, k and v may lie apart,
-as in a merged product. The first call of a shape class compiles for some seconds; compiled kernels are kept on disk
-(``CACHE``), and later processes load them. Head width 256 on Blackwell is left out: its backward knows neither softcap nor
-sinks. Between multiples of 32 heads are filled up: gradients are wrong at 80.
+Shapes: q ``[Q, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, Q]``, sinks ``[H]``. Rows of
+q, k and v may lie apart, as in a merged product. The first call of a shape class compiles for some
+seconds; compiled kernels are kept on disk (``CACHE``), and later processes load them. Head width
+256 on Blackwell is left out: its backward knows neither softcap nor sinks. Between multiples of 32
+heads are filled up: gradients are wrong at 80.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ LOOKS_AGAIN = 0.02
 def _keep_compiled_kernels(device: torch.device) -> None:
     """Turn on the package's own cache on disk, which its import reads from the environment.
 
-    The package names a kernel's file by its sources and by the versions of Python, CUTLASS and TVM's FFI. Its kernels also use
-    ``quack``, and are compiled for one kind of card, so both are in the folder's name. A source checkout of quack has no
-    version to tell it by; then nothing is kept.
+    The package names a kernel's file by its sources and by the versions of Python, CUTLASS and
+    TVM's FFI. Its kernels also use ``quack``, and are compiled for one kind of card, so both are in
+    the folder's name. A source checkout of quack has no version to tell it by; then nothing is
+    kept.
     """
     major, minor = torch.cuda.get_device_capability(device)
     try:
@@ -59,8 +62,8 @@ def _keep_compiled_kernels(device: torch.device) -> None:
 
 @cache
 def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
-    """Forward and backward of the package; importing it takes seconds, so it happens at the first call. Kernels that another
-    process is compiling are waited for."""
+    """Forward and backward of the package; importing it takes seconds, so it happens at the
+    first call. Kernels that another process is compiling are waited for."""
     _keep_compiled_kernels(device)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -70,21 +73,45 @@ def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., 
 
 
 def _common(
-    cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float, window: int | None, sinks: Tensor | None
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> dict[str, Any]:
-    """Arguments of both kernels; ``cu_k`` is None where it is ``cu_q``, so that an operator is not given one tensor twice."""
+    """Arguments of both kernels; ``cu_k`` is None where it is ``cu_q``, so that an operator is
+    not given one tensor twice.
+    """
     return {
-        "softmax_scale": scale, "causal": True, "window_size_left": None if window is None else window - 1,
-        "window_size_right": None if window is None else 0, "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_q if cu_k is None else cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k, "learnable_sink": sinks,
-    }  # fmt: skip
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": None if window is None else window - 1,
+        "window_size_right": None if window is None else 0,
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_q if cu_k is None else cu_k,
+        "max_seqlen_q": max_q,
+        "max_seqlen_k": max_k,
+        "learnable_sink": sinks,
+    }
 
 
 @torch.library.custom_op("chronicals::flash_attn_4_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, padding: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    padding: int = 0,
+) -> tuple[Tensor, Tensor]:
     forward, _ = _kernels(q.device)
     out, lse = _outputs(q, padding)
     common = _common(cu_q, cu_k, max_q, max_k, scale, window, sinks)
@@ -95,40 +122,85 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, padding: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    padding: int = 0,
+) -> tuple[Tensor, Tensor]:
     return _outputs(q, padding)
 
 
 def _outputs(q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     tokens, heads, width = q.shape
-    out = q.new_empty((tokens, heads * width + padding))[:, : heads * width].unflatten(1, (heads, width))
+    out = q.new_empty((tokens, heads * width + padding))[:, : heads * width].unflatten(
+        1, (heads, width)
+    )
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @operator("chronicals::flash_attn_4_backward")
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
-    max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the sinks; the last is ``absent`` where there are none."""
     _, backward = _kernels(q.device)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with torch.cuda.device_of(q):
         found = backward(
-            q, k, v, out, dout.contiguous(), lse, softcap=softcap or 0.0, dq=dq, dk=dk, dv=dv,
+            q,
+            k,
+            v,
+            out,
+            dout.contiguous(),
+            lse,
+            softcap=softcap or 0.0,
+            dq=dq,
+            dk=dk,
+            dv=dv,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_common(cu_q, cu_k, max_q, max_k, scale, window, sinks),
-        )  # fmt: skip
+        )
     return dq, dk, dv, absent(q) if sinks is None else found[3]
 
 
 @torch.library.register_fake(_backward)
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
-    max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, absent(q) if sinks is None else sinks.new_empty(sinks.shape)
 
@@ -144,7 +216,10 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Ten
     if dout is None:
         return tuple(None for _ in ctx.needs_input_grad)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("create_graph=True: FlashAttention-4 has no second derivative; set use_flash_attention=False")
+        raise RuntimeError(
+            "create_graph=True: FlashAttention-4 has no second derivative; set "
+            "use_flash_attention=False"
+        )
     *saved, sinks = ctx.saved_tensors
     dq, dk, dv, d_sinks = _backward(dout, *saved, *ctx.options, sinks)
     of_bounds, of_options, of_padding = (None, None), [None for _ in ctx.options], None
@@ -155,9 +230,16 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, padding: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    padding: int = 0,
+) -> Tensor:
     bounds = spans.cu_q, None if spans.are_equal else spans.cu_k, spans.max_q, spans.max_k
     return _forward(q, k, v, *bounds, scale, window, softcap, sinks, padding)[0]
 

@@ -1,9 +1,9 @@
 """Compiled FlexAttention (Dong et al., 2024) with a block mask of documents, causality and window.
 
-A query sees the keys from ``lower``, the start of its document or of its window if that is later, to ``own``, the key at which
-it stands. As neither falls from one query to the next, a block of queries visits one run of key blocks, and the block mask is
-computed without a matrix of all queries and keys.
-Softcap is a function of the score; sinks take their share afterwards, by the log-sum-exp.
+A query sees the keys from ``lower``, the start of its document or of its window if that is later,
+to ``own``, the key at which it stands. As neither falls from one query to the next, a block of
+queries visits one run of key blocks, and the block mask is computed without a matrix of all queries
+and keys. Softcap is a function of the score; sinks take their share afterwards, by the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,32 +21,49 @@ from chronicals.attention.support import Spans
 
 BLOCK, KEPT = 128, 8
 
-# fullgraph: where recompilation reaches its limit it raises, instead of running with the whole score matrix.
+# fullgraph: where recompilation reaches its limit it raises, instead of running with the whole
+# score matrix.
 _compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
 
 
 def _run(*tensors: Tensor, **options: Any) -> Any:
-    """Scale and softcap stay constants of the kernel when a second value comes; it takes no numbers as inputs."""
+    """Scale and softcap stay constants of the kernel when a second value comes; it takes no
+    numbers as inputs.
+    """
     if torch.compiler.is_compiling():
         return _compiled(*tensors, **options)
     with torch._dynamo.config.patch(specialize_float=True):
         return _compiled(*tensors, **options)
 
 
-_masks: OrderedDict[tuple, tuple[tuple[weakref.ref, ...], tuple[int, ...], BlockMask]] = OrderedDict()
+_masks: OrderedDict[tuple, tuple[tuple[weakref.ref, ...], tuple[int, ...], BlockMask]] = (
+    OrderedDict()
+)
 
 
 def block_mask(spans: Spans, queries: int, keys: int, window: int | None) -> BlockMask:
-    """The mask of a batch, made once: kept as long as its bounds are the same tensors with the same contents."""
+    """The mask of a batch, made once: kept as long as its bounds are the same tensors with the
+    same contents.
+    """
     bounds = (spans.cu_q,) if spans.are_equal else (spans.cu_q, spans.cu_k)
-    if torch.compiler.is_compiling() or (spans.cu_q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (
+        spans.cu_q.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
         return make_block_mask(spans, queries, keys, window)
     if any(cu.is_inference() for cu in bounds):  # such have no version
         return make_block_mask(spans, queries, keys, window)
     key, versions = (*map(id, bounds), queries, keys, window), tuple(cu._version for cu in bounds)
     kept = _masks.pop(key, None)
-    if kept is None or any(there() is not cu for there, cu in zip(kept[0], bounds)) or kept[1] != versions:
-        kept = tuple(map(weakref.ref, bounds)), versions, make_block_mask(spans, queries, keys, window)
+    if (
+        kept is None
+        or any(there() is not cu for there, cu in zip(kept[0], bounds))
+        or kept[1] != versions
+    ):
+        kept = (
+            tuple(map(weakref.ref, bounds)),
+            versions,
+            make_block_mask(spans, queries, keys, window),
+        )
     _masks[key] = kept
     while len(_masks) > KEPT:
         _masks.popitem(last=False)
@@ -74,7 +91,8 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     row = torch.arange(rows, device=device, dtype=torch.int32)
     column = torch.arange(columns, device=device, dtype=torch.int32)
     first, last = row * BLOCK, ((row + 1) * BLOCK - 1).clamp(max=queries - 1)
-    # visited: the blocks from lowest to highest; seen whole: those from whole to end, without the latter
+    # visited: the blocks from lowest to highest; seen whole: those from whole to end, without the
+    # latter
     lowest, highest, end = lower[first] // BLOCK, own[last] // BLOCK, (own[first] + 1) // BLOCK
     whole = torch.minimum((lower[last] + BLOCK - 1) // BLOCK, end)
     before = whole - lowest
@@ -82,15 +100,27 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     parts = torch.where(column[None] < before[:, None], column[None] + lowest[:, None], after)
     wholes = (column[None] + whole[:, None]).clamp(max=columns - 1)
     return BlockMask.from_kv_blocks(
-        (before + highest - end + 1)[None, None], parts[None, None], (end - whole)[None, None], wholes[None, None],
-        BLOCK_SIZE=BLOCK, mask_mod=seen if spans.are_equal else seen_apart, seq_lengths=(queries, keys),
-    )  # fmt: skip
+        (before + highest - end + 1)[None, None],
+        parts[None, None],
+        (end - whole)[None, None],
+        wholes[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen if spans.are_equal else seen_apart,
+        seq_lengths=(queries, keys),
+    )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, _padding: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    _padding: int = 0,
+) -> Tensor:
     def capped(score: Tensor, *_place: Tensor) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)

@@ -1,4 +1,6 @@
-"""FlexAttention as a backend: what it can do, without importing it, which takes a second (``flex.py``)."""
+"""FlexAttention as a backend: what it can do, without importing it, which takes a second
+(``flex.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,16 @@ from chronicals.attention.support import HALVES, Backend, Spans, Support
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, padding: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    padding: int = 0,
+) -> Tensor:
     from chronicals.attention.backends import flex
 
     return flex.attend(q, k, v, spans, scale, window, softcap, sinks, padding)
@@ -20,7 +29,11 @@ def attend(
 BACKEND = Backend(
     attend,
     {
-        "cuda": Support(HALVES | {torch.float32}, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=16),
-        "cpu": Support(HALVES | {torch.float32}, {0: 256}, multiple=16, sinks=False, forward_only=True),
+        "cuda": Support(
+            HALVES | {torch.float32}, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=16
+        ),
+        "cpu": Support(
+            HALVES | {torch.float32}, {0: 256}, multiple=16, sinks=False, forward_only=True
+        ),
     },
 )

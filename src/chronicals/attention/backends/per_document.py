@@ -1,6 +1,7 @@
 """One document after the other: torch's SDPA, or the plain form where that lacks softcap and sinks.
 
-Runs everywhere and is the slowest: the bounds come to the host, and a plain document holds its whole score matrix.
+Runs everywhere and is the slowest: the bounds come to the host, and a plain document holds its
+whole score matrix.
 """
 
 from __future__ import annotations
@@ -14,15 +15,27 @@ from chronicals.attention.support import Backend, Spans, Support
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, _padding: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    _padding: int = 0,
+) -> Tensor:
     queries = _slices(spans.cu_q, len(q))
-    keys = queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
+    keys = (
+        queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
+    )
     for n, (of_q, of_k) in enumerate(zip(queries, keys, strict=True)):
         if of_q.stop - of_q.start > of_k.stop - of_k.start:
             few = of_k.stop - of_k.start
-            raise ValueError(f"document {n} has {of_q.stop - of_q.start} queries and {few} keys; give a key for each query")
+            raise ValueError(
+                f"document {n} has {of_q.stop - of_q.start} queries and {few} keys; give a key "
+                "for each query"
+            )
     out = [
         _one(q[of_q], k[of_k], v[of_k], scale, window, softcap, sinks)
         for of_q, of_k in zip(queries, keys)
@@ -31,7 +44,9 @@ def attend(
     return torch.cat(out) if out else q.clone()
 
 
-def _slices(cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q", more: bool = False) -> list[slice]:
+def _slices(
+    cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q", more: bool = False
+) -> list[slice]:
     """Of the documents, on the host.
 
     Args:
@@ -48,14 +63,22 @@ def _slices(cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q", 
 
 
 def _one(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     q_HQD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
     queries, keys = len(q), len(k)
     banded = window is not None and window < keys
     plain = softcap is not None or sinks is not None
     seen = None
-    if banded or plain or 1 < queries < keys:  # one query sees all its keys; torch's own causal mask is for as many of both
+    if (
+        banded or plain or 1 < queries < keys
+    ):  # one query sees all its keys; torch's own causal mask is for as many of both
         seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     if seen is not None and window is not None and banded:
         seen = seen.triu(keys - queries + 1 - window)
@@ -63,7 +86,13 @@ def _one(
         return attention_reference(q_HQD, k_KSD, v_KSD, seen, scale, softcap, sinks).transpose(0, 1)
     causal = seen is None and queries == keys
     out = F.scaled_dot_product_attention(
-        q_HQD[None], k_KSD[None], v_KSD[None], attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=True
+        q_HQD[None],
+        k_KSD[None],
+        v_KSD[None],
+        attn_mask=seen,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=True,
     )
     return out[0].transpose(0, 1)
 

@@ -1,4 +1,6 @@
-"""Distillation in the peers: transformers' student and teacher around a divergence in plain torch or Liger's; the reference."""
+"""Distillation in the peers: transformers' student and teacher around a divergence in plain
+torch or Liger's; the reference.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,22 @@ ROWS = 2048
 """Of logits that exist together in plain torch."""
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of hidden states and head of the student, those of the teacher, and targets (-100: none), the mean over the targets."""
+"""Of hidden states and head of the student, those of the teacher, and targets (-100: none), the
+mean over the targets.
+"""
 
 
 class Taught(nn.Module):
-    """A student that is called as a model with labels, and whose loss is a divergence from a teacher."""
+    """A student that is called as a model with labels, and whose loss is a divergence from a
+    teacher.
+    """
 
     def __init__(self, student: Any, teacher: Any, loss: Loss):
         super().__init__()
         self.student, self.loss = student, loss
-        self._teacher = [teacher.eval().requires_grad_(False)]  # in a list: its weights are none of this module's
+        self._teacher = [
+            teacher.eval().requires_grad_(False)
+        ]  # in a list: its weights are none of this module's
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,7 +57,9 @@ class Taught(nn.Module):
         with torch.no_grad():
             of_teacher = _hidden(teacher, given)
         heads = self.student.get_output_embeddings().weight, teacher.get_output_embeddings().weight
-        return SimpleNamespace(loss=self.loss(hidden, heads[0], of_teacher, heads[1], labels[:, 1:].flatten()))
+        return SimpleNamespace(
+            loss=self.loss(hidden, heads[0], of_teacher, heads[1], labels[:, 1:].flatten())
+        )
 
 
 def _hidden(model: Any, given: dict[str, Any]) -> Tensor:
@@ -58,12 +68,19 @@ def _hidden(model: Any, given: dict[str, Any]) -> Tensor:
     return hidden[:, :-1].flatten(0, 1)
 
 
-def plain_divergence(student: Tensor, head: Tensor, teacher: Tensor, of_teacher: Tensor, targets: Tensor) -> Tensor:
-    """``Loss`` in torch; logits of a few rows exist at a time, and are made again in the backward pass."""
+def plain_divergence(
+    student: Tensor, head: Tensor, teacher: Tensor, of_teacher: Tensor, targets: Tensor
+) -> Tensor:
+    """``Loss`` in torch; logits of a few rows exist at a time, and are made again in the
+    backward pass.
+    """
     kept = targets != -100
     student, teacher = student[kept], teacher[kept]
     parts = zip(student.split(ROWS), teacher.split(ROWS))
-    sums = [checkpoint(_sum, rows, head, others, of_teacher, use_reentrant=False) for rows, others in parts]
+    sums = [
+        checkpoint(_sum, rows, head, others, of_teacher, use_reentrant=False)
+        for rows, others in parts
+    ]
     return torch.stack(sums).sum() / len(student)
 
 
@@ -97,12 +114,18 @@ def _train(work: TaughtWork, plan: ArmPlan, loss: Loss, words: str) -> None:
     student = with_peft(student, work) if work.adapts else student
     model = Taught(student, load(work.teacher, dtype, attn_implementation="sdpa"), loss)
     flash = flash_attention(model)
-    train_padded(model, work, plan, f"{words}, fused AdamW", attentions=[*filter(None, [flash]), "sdpa"])
+    train_padded(
+        model, work, plan, f"{words}, fused AdamW", attentions=[*filter(None, [flash]), "sdpa"]
+    )
 
 
 def reference(work: TaughtWork, plan: ArmPlan) -> None:
     """Student and teacher in fp32."""
     student, settings, _ = fp32_model(work, plan)
-    model = Taught(student, load(work.teacher, torch.float32, attn_implementation="sdpa"), plain_divergence)
+    model = Taught(
+        student, load(work.teacher, torch.float32, attn_implementation="sdpa"), plain_divergence
+    )
     steps = list(work.documents_by_step(plan.in_all))
-    train_padded(model, work, ArmPlan(len(steps), 0, out=plan.out, began=plan.began), settings, steps, rows=2)
+    train_padded(
+        model, work, ArmPlan(len(steps), 0, out=plan.out, began=plan.began), settings, steps, rows=2
+    )

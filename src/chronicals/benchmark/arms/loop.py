@@ -1,4 +1,6 @@
-"""The plain loop: forward, backward, clip, update, over the work's documents as padded rows. Peers and the reference."""
+"""The plain loop: forward, backward, clip, update, over the work's documents as padded rows.
+Peers and the reference.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from torch import Tensor
 
 from chronicals.benchmark.arms.padding import PaddedStep, padded
 from chronicals.benchmark.arms.ways import fastest_way, make_states
-from chronicals.benchmark.measurement import ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
+from chronicals.benchmark.measurement import (
+    ArmPlan,
+    Clock,
+    Measurement,
+    Movement,
+    device,
+    peak_gib,
+    reset_peak,
+)
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import Document, Work
 
@@ -31,9 +41,10 @@ def train_padded(
 ) -> None:
     """Train ``model`` for the planned rounds and hand each in.
 
-    The batches lie on the device beforehand, and nothing waits for it between steps; later rounds take them once more.
-    A trial finds the fastest of several attentions first, and where rows differ in length of several ways to cut a step into
-    micro-batches; the optimizer has its states by then.
+    The batches lie on the device beforehand, and nothing waits for it between steps; later rounds
+    take them once more. A trial finds the fastest of several attentions first, and where rows
+    differ in length of several ways to cut a step into micro-batches; the optimizer has its states
+    by then.
 
     Args:
         steps: documents of each step; the work's own by default.
@@ -41,7 +52,11 @@ def train_padded(
         updates: False never makes optimizer states: for a single step where they do not fit.
         attentions: of transformers, to choose between, the safest last; by default the model's own.
     """
-    steps = list(work.documents_by_step(plan.in_all + (PROFILED_STEPS if plan.trace else 0))) if steps is None else steps
+    steps = (
+        list(work.documents_by_step(plan.in_all + (PROFILED_STEPS if plan.trace else 0)))
+        if steps is None
+        else steps
+    )
     model.train()
     loop = _Loop(model, work, updates)
     if rows:
@@ -53,7 +68,9 @@ def train_padded(
         batches = [way.cut(documents, work.rows_a_micro_batch) for documents in steps]
         settings = ", ".join(filter(None, [settings, way.words, *failed]))
     micro_batches = sum(len(batch.micro_batches) for batch in batches) / len(batches)
-    settings += f", {micro_batches:.1f} micro-batches a step, sorted by length" if micro_batches > 1 else ""
+    settings += (
+        f", {micro_batches:.1f} micro-batches a step, sorted by length" if micro_batches > 1 else ""
+    )
     if leaves_cudnn(batches):
         settings += ", no cuDNN attention"
     loaded = time.perf_counter() - plan.began
@@ -63,8 +80,9 @@ def train_padded(
 
 
 def leaves_cudnn(batches: Sequence[PaddedStep]) -> bool:
-    """Where steps differ in their shapes, torch's attention takes no kernels of cuDNN from here on: for each shape the host
-    would make a plan, which takes longer than the step. Whether that is so."""
+    """Where steps differ in their shapes, torch's attention takes no kernels of cuDNN from here
+    on: for each shape the host would make a plan, which takes longer than the step. Whether that
+    is so."""
     differ = device().type == "cuda" and len({str(batch.shapes) for batch in batches}) > 1
     if differ:
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -83,9 +101,13 @@ class _Loop:
         self.model, self.updates, self.max_norm = model, updates, config.max_grad_norm or math.inf
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
-            weight_decay=config.weight_decay, fused=device().type == "cuda",
-        )  # fmt: skip
+            self.parameters,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=device().type == "cuda",
+        )
         self.movement = Movement(model)
 
     def step(self, batch: PaddedStep, clock: Clock) -> tuple[Tensor, Tensor]:
@@ -104,7 +126,9 @@ class _Loop:
         return total, norm
 
     def round(self, batches: Sequence[PaddedStep], plan: ArmPlan) -> Measurement:
-        """The steps of a round over the batches, from the first one again where they are fewer, and the profiled ones."""
+        """The steps of a round over the batches, from the first one again where they are fewer,
+        and the profiled ones.
+        """
         clock, measured = Clock(), [batches[step % len(batches)] for step in range(plan.in_all)]
         clock.mark()
         found = [self.step(batch, clock) for batch in measured]

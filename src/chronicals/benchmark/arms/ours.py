@@ -1,4 +1,6 @@
-"""Our arm: ``ChronicalsTrainer`` with the row's configuration, ended after the last measured step."""
+"""Our arm: ``ChronicalsTrainer`` with the row's configuration, ended after the last measured
+step.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from chronicals.training.metrics import StepMetrics
 from chronicals.training.run import Run
 
 CROWDED = 4
-"""Where so many arms like it would not fit on the card together, its graphs are given back while it waits for its turn."""
+"""Where so many arms like it would not fit on the card together, its graphs are given back while
+it waits for its turn.
+"""
 
 
 class Collector(Callback):
-    """Keeps the metrics of a round's steps, hands them in, and ends the run when no other round is wanted.
+    """Keeps the metrics of a round's steps, hands them in, and ends the run when no other round is
+    wanted.
 
     After the first round a few more steps are traced, where asked.
     """
@@ -57,7 +62,9 @@ class Collector(Callback):
         assert coverage is not None
         if self.profiler is not None:
             measured = steps[self.plan.discarded :]
-            step_seconds = statistics.median(step.tokens / step.tokens_per_second for step in measured)
+            step_seconds = statistics.median(
+                step.tokens / step.tokens_per_second for step in measured
+            )
             profile, self.profiler = self.profiler.stop(PROFILED_STEPS, step_seconds), None
         peak = max(step.memory_gib for step in steps)
         if self.trainer is not None and is_crowded(peak):
@@ -88,7 +95,10 @@ class Collector(Callback):
 
 
 def is_crowded(peak: float) -> bool:
-    return torch.cuda.is_available() and CROWDED * peak * 2**30 > torch.cuda.get_device_properties(0).total_memory
+    return (
+        torch.cuda.is_available()
+        and CROWDED * peak * 2**30 > torch.cuda.get_device_properties(0).total_memory
+    )
 
 
 def ours(work: Work, plan: ArmPlan) -> None:
@@ -99,7 +109,9 @@ def ours(work: Work, plan: ArmPlan) -> None:
     if config.use_lora:
         _attach(model, work, config)
     collector = Collector(work, plan, _settings(work, config, plan), config.use_fp8)
-    trainer = ChronicalsTrainer(model, load_tokenizer(work.tokenizer), config, callbacks=[collector])
+    trainer = ChronicalsTrainer(
+        model, load_tokenizer(work.tokenizer), config, callbacks=[collector]
+    )
     collector.trainer = trainer
     try:
         trainer.train(work.documents)
@@ -110,8 +122,8 @@ def ours(work: Work, plan: ArmPlan) -> None:
 
 
 def _attach(model: Any, work: Work, config: Any) -> None:
-    """The row's adapters, or those of this arm's shape, under its own dropout, with the values that every arm starts from; the
-    trainer makes those that not every arm has."""
+    """The row's adapters, or those of this arm's shape, under its own dropout, with the values
+    that every arm starts from; the trainer makes those that not every arm has."""
     from chronicals.lora import apply_lora
     from chronicals.lora.layers import linear_adapters
 
@@ -129,6 +141,10 @@ def _attach(model: Any, work: Work, config: Any) -> None:
 def _settings(work: Work, config: Any, plan: ArmPlan) -> str:
     states = "8-bit" if config.use_8bit_optimizer else config.optimizer_state_dtype
     base = ["base in NF4"] if config.quantization else []
-    words = [*base, f"{config.mixed_precision}, optimizer states {states}", *filter(None, [work.reference_policy])]
+    words = [
+        *base,
+        f"{config.mixed_precision}, optimizer states {states}",
+        *filter(None, [work.reference_policy]),
+    ]
     words += [f"{name}={value}" for name, value in plan.changes.items()]
     return ", ".join(words)

@@ -1,4 +1,6 @@
-"""A step's documents as micro-batches of padded rows, sorted by length so that little is padding."""
+"""A step's documents as micro-batches of padded rows, sorted by length so that little is
+padding.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ OVERHEAD = 2048
 """Positions that cost as much as one more micro-batch, where no trial says otherwise."""
 
 TRIED = (512, OVERHEAD, 8192)
-"""Overheads between which a padded peer chooses by a trial: many small micro-batches, or few with more padding."""
+"""Overheads between which a padded peer chooses by a trial: many small micro-batches, or few
+with more padding.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class PaddedStep:
     """A step as micro-batches of padded rows.
 
     Attributes:
-        micro_batches: arguments of the model, each with the share of the step's targets that it holds.
+        micro_batches: arguments of the model, each with the share of the step's targets that it
+            holds.
         tokens: real tokens.
         slots: positions, padding included.
     """
@@ -39,18 +44,26 @@ class PaddedStep:
         return [tuple(given["input_ids"].shape) for given, _ in self.micro_batches]
 
 
-def padded(documents: Sequence[Document], rows: int, place: torch.device, overhead: int = OVERHEAD) -> PaddedStep:
-    """``documents`` sorted by length, in micro-batches of at most ``rows`` rows, padded on the right.
+def padded(
+    documents: Sequence[Document], rows: int, place: torch.device, overhead: int = OVERHEAD
+) -> PaddedStep:
+    """``documents`` sorted by length, in micro-batches of at most ``rows`` rows, padded on the
+    right.
 
-    The sums over the step are the same in any order. A batch without padding has no mask, so that attention may take its
-    causal path.
+    The sums over the step are the same in any order. A batch without padding has no mask, so that
+    attention may take its causal path.
 
     Args:
         overhead: how many positions of padding are better than one more micro-batch.
     """
     ordered = sorted(documents, key=len, reverse=True)
-    groups = [ordered[start:end] for start, end in grouped([len(document) for document in ordered], rows, overhead)]
-    targets = [sum(int((document.labels[1:] != -100).sum()) for document in group) for group in groups]
+    groups = [
+        ordered[start:end]
+        for start, end in grouped([len(document) for document in ordered], rows, overhead)
+    ]
+    targets = [
+        sum(int((document.labels[1:] != -100).sum()) for document in group) for group in groups
+    ]
     micro_batches, slots = [], 0
     for group, held in zip(groups, targets):
         width = len(group[0])
@@ -60,26 +73,41 @@ def padded(documents: Sequence[Document], rows: int, place: torch.device, overhe
             ids[row, : len(document)] = torch.from_numpy(np.asarray(document.ids, np.int64))
             labels[row, : len(document)] = torch.from_numpy(np.asarray(document.labels, np.int64))
             mask[row, : len(document)] = 1
-        given = {"input_ids": ids, "labels": labels} | ({} if bool(mask.all()) else {"attention_mask": mask})
-        micro_batches.append(({name: x.to(place) for name, x in given.items()}, held / sum(targets)))
+        given = {"input_ids": ids, "labels": labels} | (
+            {} if bool(mask.all()) else {"attention_mask": mask}
+        )
+        micro_batches.append(
+            ({name: x.to(place) for name, x in given.items()}, held / sum(targets))
+        )
         slots += ids.numel()
     return PaddedStep(micro_batches, sum(len(document) for document in documents), slots)
 
 
 def packed(documents: Sequence[Document], place: torch.device) -> PaddedStep:
-    """``documents`` one after the other in a single row, for an attention that keeps apart what ``position_ids`` begin anew."""
-    ids = torch.from_numpy(np.concatenate([np.asarray(document.ids, np.int64) for document in documents]))
-    labels = torch.from_numpy(np.concatenate([np.asarray(document.labels, np.int64) for document in documents]))
+    """``documents`` one after the other in a single row, for an attention that keeps apart what
+    ``position_ids`` begin anew.
+    """
+    ids = torch.from_numpy(
+        np.concatenate([np.asarray(document.ids, np.int64) for document in documents])
+    )
+    labels = torch.from_numpy(
+        np.concatenate([np.asarray(document.labels, np.int64) for document in documents])
+    )
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     labels[positions == 0] = -100
-    given = {name: x[None].to(place) for name, x in {"input_ids": ids, "labels": labels, "position_ids": positions}.items()}
+    given = {
+        name: x[None].to(place)
+        for name, x in {"input_ids": ids, "labels": labels, "position_ids": positions}.items()
+    }
     return PaddedStep([(given | flash_lengths(given["position_ids"]), 1.0)], len(ids), len(ids))
 
 
 def flash_lengths(position_ids: Tensor) -> dict[str, Any]:
-    """Where packed documents begin and how long the longest is, as transformers' flash attention takes them.
+    """Where packed documents begin and how long the longest is, as transformers' flash attention
+    takes them.
 
-    Without them it looks for them in each layer anew, and hands the longest on as a tensor, which FlashAttention-4 refuses.
+    Without them it looks for them in each layer anew, and hands the longest on as a tensor, which
+    FlashAttention-4 refuses.
 
     Args:
         position_ids: of a packed row, [1, length]; each document begins anew at 0.
@@ -88,11 +116,17 @@ def flash_lengths(position_ids: Tensor) -> dict[str, Any]:
     ends = torch.tensor([len(flat)], dtype=torch.int32, device=flat.device)
     bounds = torch.cat([(flat == 0).nonzero().flatten().to(torch.int32), ends])
     longest = int(bounds.diff().max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int, int]]:
-    """Bounds of the consecutive groups, of at most ``rows`` each, with the least positions and ``overhead`` for each group.
+    """Bounds of the consecutive groups, of at most ``rows`` each, with the least positions and
+    ``overhead`` for each group.
 
     Args:
         lengths: of sorted documents, the longest first.
@@ -100,7 +134,13 @@ def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int,
     costs, starts = [0.0], [0]
     for end in range(1, len(lengths) + 1):
         cost, start = min(
-            (costs[start] + overhead + (end - start) * lengths[start] + 1e-6 * (end - start) ** 2, -start)  # even, where equal
+            (
+                costs[start]
+                + overhead
+                + (end - start) * lengths[start]
+                + 1e-6 * (end - start) ** 2,
+                -start,
+            )  # even, where equal
             for start in range(max(0, end - rows), end)
         )
         costs.append(cost)

@@ -5,12 +5,13 @@ With log π(y|x) the sum over an answer's tokens and |y| their number, of a micr
     DPO     1/G Σ − log σ(β (log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x)))
     ORPO    − Σ log π(y_w|x) / Σ |y_w|  −  λ/G Σ log σ(log p_w/(1 − p_w) − log p_l/(1 − p_l)),   log p = log π(y|x) / |y|
 
-A step is the mean over its micro-batches: one, or those of a peer's trainer. π_ref is the model before the first step. TRL has
-the prompt's tokens in the first term of ORPO, too.
+A step is the mean over its micro-batches: one, or those of a peer's trainer. π_ref is the model
+before the first step. TRL has the prompt's tokens in the first term of ORPO, too.
 
-Where arms train weights in bf16, forward passes have weights rounded to it, as theirs do, and updates are made of fp32 ones:
-from weights that are bf16 numbers, updates of 5e-8 do not show for many steps. Each loss, and for adapters the gradients' norm,
-is computed in plain bf16, too: DPO's is a difference of sums over hundreds of tokens, in which rounding shows.
+Where arms train weights in bf16, forward passes have weights rounded to it, as theirs do, and
+updates are made of fp32 ones: from weights that are bf16 numbers, updates of 5e-8 do not show for
+many steps. Each loss, and for adapters the gradients' norm, is computed in plain bf16, too: DPO's
+is a difference of sums over hundreds of tokens, in which rounding shows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.benchmark.arms.plain import TIGHT_STEPS, fp32_model
-from chronicals.benchmark.measurement import ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
+from chronicals.benchmark.measurement import (
+    ArmPlan,
+    Clock,
+    Measurement,
+    Movement,
+    device,
+    peak_gib,
+    reset_peak,
+)
 from chronicals.benchmark.pairs import Held, Pair, PairWork
 
 AT_ONCE = 2
@@ -37,8 +46,8 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a group of G pairs, each ``[G]``: log π of both answers, their numbers of tokens, and the log-probability of what the
-    cross-entropy has of the chosen row."""
+    """Of a group of G pairs, each ``[G]``: log π of both answers, their numbers of tokens, and
+    the log-probability of what the cross-entropy has of the chosen row."""
 
     chosen: Tensor
     rejected: Tensor
@@ -54,10 +63,19 @@ def reference(work: PairWork, plan: ArmPlan) -> None:
     held = Held([[pairs] for pairs in work.pairs_by_step(count)])
     if plan.documents is not None:
         held = Held.of_json(json.loads(plan.documents.read_text()))
-    train(model, settings, work, ArmPlan(count, 0, out=plan.out, began=plan.began), held, 1 if tight else AT_ONCE)
+    train(
+        model,
+        settings,
+        work,
+        ArmPlan(count, 0, out=plan.out, began=plan.began),
+        held,
+        1 if tight else AT_ONCE,
+    )
 
 
-def train(model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, at_once: int) -> None:
+def train(
+    model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, at_once: int
+) -> None:
     """Train the steps of ``held``, at most those of the plan, and hand them in.
 
     Args:
@@ -74,11 +92,20 @@ def train(model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, 
             rounded_of = Losses(model, work, held, at_once)
     masters = Masters(parameters if rounds and not work.adapts else [])
     optimizer = torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
-        weight_decay=config.weight_decay, fused=device().type == "cuda",
-    )  # fmt: skip
+        parameters,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=device().type == "cuda",
+    )
     losses, norms, movement, clock = list[float](), list[float](), Movement(model), Clock()
-    rounded, rounded_norms, spreads, of_groups = list[float](), list[float](), list[float](), list[float]()
+    rounded, rounded_norms, spreads, of_groups = (
+        list[float](),
+        list[float](),
+        list[float](),
+        list[float](),
+    )
     loaded = time.perf_counter() - plan.began
     reset_peak()
     clock.mark()
@@ -94,7 +121,9 @@ def train(model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, 
         if rounded_of is not None:
             rounded.append(sum(of_groups))
             spreads.append(math.sqrt(sum((a - b) ** 2 for a, b in zip(of_groups, exact))))
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf)))
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf))
+        )
         if len(steps) > 1:  # states of a single step may not fit
             with masters.exact():
                 optimizer.step()
@@ -103,12 +132,22 @@ def train(model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, 
     tokens = [sum(pair.tokens for part in step for pair in part) for step in steps]
     plan.hand_in(
         Measurement(
-            settings=settings, tokens=tokens, slots=tokens, seconds=clock.seconds(), losses=[*losses],
-            grad_norms=[*norms], warm_up=0, peak_gib=peak_gib(), trained_share=movement.trained_share,
-            moved_share=movement.moved_share(), load_seconds=loaded, rounded_losses=rounded or None,
-            rounded_norms=rounded_norms or None, rounding_spreads=spreads or None,
+            settings=settings,
+            tokens=tokens,
+            slots=tokens,
+            seconds=clock.seconds(),
+            losses=[*losses],
+            grad_norms=[*norms],
+            warm_up=0,
+            peak_gib=peak_gib(),
+            trained_share=movement.trained_share,
+            moved_share=movement.moved_share(),
+            load_seconds=loaded,
+            rounded_losses=rounded or None,
+            rounded_norms=rounded_norms or None,
+            rounding_spreads=spreads or None,
         )
-    )  # fmt: skip
+    )
 
 
 def _added(loss: Tensor) -> float:
@@ -127,11 +166,15 @@ class Losses:
 
     def __init__(self, model: Any, work: PairWork, held: Held, at_once: int):
         self.model, self.work, self.held, self.at_once = model, work, held, at_once
-        self.start = [list(self._scores(step)) for step in held.steps] if work.objective == "dpo" else []
+        self.start = (
+            [list(self._scores(step)) for step in held.steps] if work.objective == "dpo" else []
+        )
 
     @torch.no_grad()
     def _scores(self, step: Sequence[Sequence[Pair]]) -> list[Scores]:
-        return [scores_of(self.model, group) for part in step for group in groups(part, self.at_once)]
+        return [
+            scores_of(self.model, group) for part in step for group in groups(part, self.at_once)
+        ]
 
     def __call__(self, number: int) -> Iterator[Tensor]:
         """Of step ``number``, one group after the other."""
@@ -146,7 +189,9 @@ class Losses:
 
 
 class Masters:
-    """Weights that are fp32 while they are updated, and rounded to bf16, in fp32, at all other times."""
+    """Weights that are fp32 while they are updated, and rounded to bf16, in fp32, at all other
+    times.
+    """
 
     def __init__(self, weights: Sequence[Tensor]):
         self.exactly = {weight: weight.detach().clone() for weight in weights}
@@ -201,7 +246,9 @@ def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False
         mask[number, : len(row)] = 1
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     log_p = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) * mask[:, 1:]
-    of_answer = (torch.arange(1, ids.shape[1], device=device()) >= prompts[:, None]) & mask[:, 1:].bool()
+    of_answer = (torch.arange(1, ids.shape[1], device=device()) >= prompts[:, None]) & mask[
+        :, 1:
+    ].bool()
     chosen, rejected = (log_p * of_answer).sum(1).chunk(2)
     trained = log_p[: len(pairs)].sum(1) if prompt_is_trained else chosen
     chosen_tokens, rejected_tokens = of_answer.sum(1).chunk(2)
@@ -218,9 +265,16 @@ def dpo_loss(work: PairWork, part: Sequence[Pair], scores: Scores, start: Scores
     return -F.logsigmoid(work.beta * margins).sum() / len(part)
 
 
-def orpo_loss(work: PairWork, part: Sequence[Pair], scores: Scores, prompt_is_trained: bool) -> Tensor:
+def orpo_loss(
+    work: PairWork, part: Sequence[Pair], scores: Scores, prompt_is_trained: bool
+) -> Tensor:
     """As ``dpo_loss``; the cross-entropy is a mean over the micro-batch's tokens."""
-    trained = sum(len(pair.chosen) + (len(pair.prompt) - 1 if prompt_is_trained else 0) for pair in part)
-    chosen, rejected = scores.chosen / scores.chosen_tokens, scores.rejected / scores.rejected_tokens
+    trained = sum(
+        len(pair.chosen) + (len(pair.prompt) - 1 if prompt_is_trained else 0) for pair in part
+    )
+    chosen, rejected = (
+        scores.chosen / scores.chosen_tokens,
+        scores.rejected / scores.rejected_tokens,
+    )
     odds = (chosen - (1 - chosen.exp()).log()) - (rejected - (1 - rejected.exp()).log())
     return -scores.trained.sum() / trained - work.beta * F.logsigmoid(odds).sum() / len(part)

@@ -1,7 +1,8 @@
-"""How a peer's trainer takes a step of pairs: attention, and pairs of a micro-batch; the fastest is found by a trial.
+"""How a peer's trainer takes a step of pairs: attention, and pairs of a micro-batch; the fastest is
+found by a trial.
 
-The trial takes steps whose lengths no way has met before, as training does: with cuDNN's attention the host makes a plan for
-each of them.
+The trial takes steps whose lengths no way has met before, as training does: with cuDNN's attention
+the host makes a plan for each of them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ MOST, USUAL = 16, 4
 """Pairs of a micro-batch: at most, and where attentions are compared."""
 
 TIMED, ENOUGH = 4, 6.0
-"""Usual steps that a way is timed in at most, of which the median counts, and seconds after which no further one begins."""
+"""Usual steps that a way is timed in at most, of which the median counts, and seconds after
+which no further one begins.
+"""
 
 CLOSE = 1.3
-"""Times the fastest attention's seconds, with the usual pairs, within which another is tried with more pairs, too."""
+"""Times the fastest attention's seconds, with the usual pairs, within which another is tried
+with more pairs, too.
+"""
 
 WARM = 3
-"""Other steps before the first way is timed: models that are compiled are compiled anew for the first few lengths."""
+"""Other steps before the first way is timed: models that are compiled are compiled anew for the
+first few lengths.
+"""
 
 OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 
@@ -67,7 +74,9 @@ class Attention:
 
 
 def attentions_of(names: Sequence[str], on_card: bool) -> list[Attention]:
-    """Those to choose between: by each name, and of torch's own also without cuDNN; the safest last."""
+    """Those to choose between: by each name, and of torch's own also without cuDNN; the safest
+    last.
+    """
     found = list[Attention]()
     given: Sequence[str | None] = names or [None]
     for name in given:
@@ -89,8 +98,8 @@ class PairWay:
 
 
 class PairTrial:
-    """Times ways of taking a step: first the one with the longest row, which must fit, then some with a usual number of tokens,
-    whose lengths no way has met before.
+    """Times ways of taking a step: first the one with the longest row, which must fit, then some
+    with a usual number of tokens, whose lengths no way has met before.
 
     Attributes:
         failed: words for each way that did not run, with the error.
@@ -99,23 +108,42 @@ class PairTrial:
     def __init__(self, build: Build, steps: Sequence[Sequence[Pair]]):
         by_tokens = sorted(steps, key=lambda step: sum(pair.tokens for pair in step))
         first = max(len(steps) - TIMED, 0) // 2
-        longest, usual = max(steps, key=lambda step: step[0].longest), by_tokens[first : first + TIMED]
-        others = [step for step in by_tokens[:first] + by_tokens[first + TIMED :] if step is not longest]
+        longest, usual = (
+            max(steps, key=lambda step: step[0].longest),
+            by_tokens[first : first + TIMED],
+        )
+        others = [
+            step for step in by_tokens[:first] + by_tokens[first + TIMED :] if step is not longest
+        ]
         chosen, size = [longest, *usual, *others[-WARM:]], len(longest)
         self.build, self.trainer = build, build(chosen, 1)
-        if getattr(self.trainer.args, "use_liger_kernel", False):  # the trainer does when training begins
+        if getattr(
+            self.trainer.args, "use_liger_kernel", False
+        ):  # the trainer does when training begins
             from transformers.integrations.liger import apply_liger_kernel
 
             apply_liger_kernel(self.trainer.model, self.trainer.args.liger_kernel_config)
         rows = [self.trainer.train_dataset[number] for number in range(sum(map(len, chosen)))]
-        self.longest, *steps_of_rows = (rows[start : start + size] for start in range(0, len(rows), size))
+        self.longest, *steps_of_rows = (
+            rows[start : start + size] for start in range(0, len(rows), size)
+        )
         self.usual, self.others = steps_of_rows[: len(usual)], steps_of_rows[len(usual) :]
         self.seconds, self.failed = dict[PairWay, float](), dict[PairWay, str]()
 
     def run(self, way: PairWay) -> None:
-        """Time it, or note why it does not run; one with more pairs than what ran out of memory is not tried."""
-        full = [other for other, why in self.failed.items() if why == OUT_OF_MEMORY and other.attention == way.attention]
-        if way in self.seconds or way in self.failed or any(other.pairs <= way.pairs for other in full):
+        """Time it, or note why it does not run; one with more pairs than what ran out of memory
+        is not tried.
+        """
+        full = [
+            other
+            for other, why in self.failed.items()
+            if why == OUT_OF_MEMORY and other.attention == way.attention
+        ]
+        if (
+            way in self.seconds
+            or way in self.failed
+            or any(other.pairs <= way.pairs for other in full)
+        ):
             return
         try:
             self.seconds[way] = self._timed(way)
@@ -127,8 +155,8 @@ class PairTrial:
             torch.cuda.empty_cache()
 
     def run_first_again(self) -> None:
-        """The shorter of both times counts: while it is the first, a way may compile more than ``WARM`` steps meet. It is not
-        cuDNN's, which is faster where lengths are met again."""
+        """The shorter of both times counts: while it is the first, a way may compile more than
+        ``WARM`` steps meet. It is not cuDNN's, which is faster where lengths are met again."""
         if len(self.seconds) > 1:
             way = next(iter(self.seconds))
             before = self.seconds.pop(way)
@@ -138,11 +166,15 @@ class PairTrial:
             self.seconds = {way: min(before, again), **self.seconds}
 
     def _timed(self, way: PairWay) -> float:
-        """Seconds of a usual step forward and backward, the median of some that differ in their lengths."""
+        """Seconds of a usual step forward and backward, the median of some that differ in their
+        lengths.
+        """
         model, args = self.build.model, self.trainer.args
         way.attention.take(model)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs
+            )
         model.train()
         for rows in [self.longest, *([] if self.seconds else self.others)]:
             self._passed(way, rows)
@@ -162,7 +194,9 @@ class PairTrial:
 
     @property
     def close(self) -> list[Attention]:
-        """Attentions, of those timed so far, that may be the fastest with more pairs; the fastest first."""
+        """Attentions, of those timed so far, that may be the fastest with more pairs; the
+        fastest first.
+        """
         ways = sorted(self.seconds, key=self.seconds.__getitem__)
         return [way.attention for way in ways if self.seconds[way] <= CLOSE * self.seconds[ways[0]]]
 
@@ -179,11 +213,15 @@ class PairTrial:
 
 
 def known_or_fastest_way(
-    build: Build, steps: Sequence[Sequence[Pair]], attentions: Sequence[Attention], work: PairWork, arm: str
+    build: Build,
+    steps: Sequence[Sequence[Pair]],
+    attentions: Sequence[Attention],
+    work: PairWork,
+    arm: str,
 ) -> tuple[PairWay, list[str]]:
-    """What a trial found for another row of the same model, mode and objective, else what one finds now: where prompts are
-    another share of built-in rows, a peer's rows are as long. Its steps must hold as many pairs: more of them may be divided
-    into micro-batches that the trial did not have.
+    """What a trial found for another row of the same model, mode and objective, else what one finds
+    now: where prompts are another share of built-in rows, a peer's rows are as long. Its steps must
+    hold as many pairs: more of them may be divided into micro-batches that the trial did not have.
 
     Args:
         arm: in words.
@@ -204,16 +242,26 @@ def known_or_fastest_way(
             return way, [f"as in the trial of {found['data']}", *found["tried"]]
     way, tried = fastest_way(build, steps, attentions)
     file.parent.mkdir(exist_ok=True)
-    about = {"alike": alike, "data": work.data, "pairs": way.pairs, "attention": asdict(way.attention), "tried": tried}
+    about = {
+        "alike": alike,
+        "data": work.data,
+        "pairs": way.pairs,
+        "attention": asdict(way.attention),
+        "tried": tried,
+    }
     file.write_text(json.dumps(about, indent=1))
     return way, tried
 
 
-def fastest_way(build: Build, steps: Sequence[Sequence[Pair]], attentions: Sequence[Attention]) -> tuple[PairWay, list[str]]:
-    """The fastest of the attentions and numbers of pairs in a micro-batch; the model is left with that attention.
+def fastest_way(
+    build: Build, steps: Sequence[Sequence[Pair]], attentions: Sequence[Attention]
+) -> tuple[PairWay, list[str]]:
+    """The fastest of the attentions and numbers of pairs in a micro-batch; the model is left with
+    that attention.
 
-    Attentions are compared with ``USUAL`` pairs, or as many as fit; the fastest is timed with all other numbers, and those that
-    come close with larger ones, for an attention may take the host longer and the card less.
+    Attentions are compared with ``USUAL`` pairs, or as many as fit; the fastest is timed with all
+    other numbers, and those that come close with larger ones, for an attention may take the host
+    longer and the card less.
 
     Returns:
         the way, and in words what was tried.

@@ -1,8 +1,9 @@
 """TRL's trainers of preferences, ``DPOTrainer`` and ``ORPOTrainer``, on the work's pairs.
 
-Their own tokenising is left out, so that all arms have the same tokens. Steps have as many pairs each as ours have in the mean,
-sorted by length. Attention and the pairs of a micro-batch are the fastest in a trial (``pair_ways``). DPO has its reference as
-the row says: log-probabilities stored before the first step, or adapters off.
+Their own tokenising is left out, so that all arms have the same tokens. Steps have as many pairs
+each as ours have in the mean, sorted by length. Attention and the pairs of a micro-batch are the
+fastest in a trial (``pair_ways``). DPO has its reference as the row says: log-probabilities stored
+before the first step, or adapters off.
 """
 
 from __future__ import annotations
@@ -47,14 +48,27 @@ def _trl(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
     words = [f"{work.objective.upper()}Trainer", *(["Liger kernels"] if liger else [])]
     words += ["gradient checkpointing"] if recompute else []
     words += [base_of_peers(work)] if work.in_4_bits else []
-    options: dict[str, Any] = {"use_liger_kernel": liger, "bf16": False, "fp16": False, "use_cpu": device().type == "cpu"}
+    options: dict[str, Any] = {
+        "use_liger_kernel": liger,
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": device().type == "cpu",
+    }
     if recompute:
-        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        options |= {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        }
     train_pairs(model, work, plan, words, attentions, **options)
 
 
 def train_pairs(
-    model: Any, work: PairWork, plan: ArmPlan, words: Sequence[str], attentions: Sequence[str] = (), **arguments: Any
+    model: Any,
+    work: PairWork,
+    plan: ArmPlan,
+    words: Sequence[str],
+    attentions: Sequence[str] = (),
+    **arguments: Any,
 ) -> None:
     """Train through TRL's trainer of the row's objective and hand in each round.
 
@@ -68,8 +82,13 @@ def train_pairs(
     given = attentions_of(attentions, device().type == "cuda")
     way, tried = known_or_fastest_way(build, steps, given, work, " ".join(words))
     trainer = build(steps, way.pairs)
-    details = [f"{way.pairs} pairs x {len(steps[0]) // way.pairs} sorted by length", *filter(None, [way.attention.words])]
-    settings = ", ".join([*words, *details, *filter(None, [work.reference_policy, _definition(work)]), *tried])
+    details = [
+        f"{way.pairs} pairs x {len(steps[0]) // way.pairs} sorted by length",
+        *filter(None, [way.attention.words]),
+    ]
+    settings = ", ".join(
+        [*words, *details, *filter(None, [work.reference_policy, _definition(work)]), *tried]
+    )
     expected = [[pairs] for pairs in work.pairs_by_step(COMPARED)]
     watch = PairWatch(trainer, plan, settings, expected)
     watch.objective = work.objective
@@ -80,7 +99,11 @@ def train_pairs(
 
 
 def _definition(work: PairWork) -> str:
-    return "cross-entropy of prompts, too, its mean in each micro-batch" if work.objective == "orpo" else ""
+    return (
+        "cross-entropy of prompts, too, its mean in each micro-batch"
+        if work.objective == "orpo"
+        else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -102,17 +125,22 @@ class Builder:
 
         trainer_class, config_class, row = _of_dpo() if self.work.objective == "dpo" else _of_orpo()
         given = self.arguments | {
-            "beta": self.work.beta, "per_device_train_batch_size": pairs,
+            "beta": self.work.beta,
+            "per_device_train_batch_size": pairs,
             "gradient_accumulation_steps": len(steps[0]) // pairs,
-        }  # fmt: skip
+        }
         if self.work.objective == "dpo":
             given["precompute_ref_log_probs"] = not self.work.adapts
         rows = Dataset.from_list([row(pair) for step in steps for pair in step])
         trainer = trainer_class(
-            model=self.model, args=config_class(**given), train_dataset=rows,
+            model=self.model,
+            args=config_class(**given),
+            train_dataset=rows,
             processing_class=load_tokenizer(self.work.tokenizer),
-        )  # fmt: skip
-        if "ref" in getattr(self.model, "peft_config", {}):  # a copy of the adapters, in the place of having them off
+        )
+        if "ref" in getattr(
+            self.model, "peft_config", {}
+        ):  # a copy of the adapters, in the place of having them off
             self.model.delete_adapter("ref")
         trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
         return trainer
@@ -152,7 +180,11 @@ def _of_orpo() -> tuple[type[Any], type[Any], Row]:
         found: dict[str, Any] = {"prompt": "", "chosen": "", "rejected": ""}
         for side, ids in zip(("chosen", "rejected"), pair.rows):
             labels = [-100] * len(pair.prompt) + ids[len(pair.prompt) :]
-            found |= {f"{side}_input_ids": ids, f"{side}_attention_mask": [1] * len(ids), f"{side}_labels": labels}
+            found |= {
+                f"{side}_input_ids": ids,
+                f"{side}_attention_mask": [1] * len(ids),
+                f"{side}_labels": labels,
+            }
         return found
 
     return Tokenised, ORPOConfig, row
@@ -171,13 +203,17 @@ class PairWatch(Watch):
         if "input_ids" in inputs:
             return super().sizes(inputs)
         sides = [inputs[f"{side}_attention_mask"] for side in ("chosen", "rejected")]
-        return sum((mask.sum() for mask in sides), torch.tensor(0)), 2 * len(sides[0]) * max(mask.shape[1] for mask in sides)
+        return sum((mask.sum() for mask in sides), torch.tensor(0)), 2 * len(sides[0]) * max(
+            mask.shape[1] for mask in sides
+        )
 
     def held(self, inputs: dict[str, Any]) -> list[Any]:
         return [pairs_in(inputs)]
 
     def own_batches(self) -> Any:
-        """The steps as the reference reads them: a mean over pairs has no micro-batches; ORPO's is over tokens."""
+        """The steps as the reference reads them: a mean over pairs has no micro-batches; ORPO's
+        is over tokens.
+        """
         if self.objective == "orpo":
             return Held(self.batches, prompt_is_trained=True).to_json()
         whole, expected = _whole(self.batches), _whole(self.expected)
@@ -193,19 +229,34 @@ def _whole(steps: Sequence[Sequence[Sequence[Pair]]]) -> list[list[list[Pair]]]:
 
 
 def _in_order(step: Sequence[Sequence[Pair]]) -> list[Pair]:
-    return sorted(itertools.chain.from_iterable(step), key=lambda pair: (-pair.longest, pair.prompt, pair.chosen))
+    return sorted(
+        itertools.chain.from_iterable(step),
+        key=lambda pair: (-pair.longest, pair.prompt, pair.chosen),
+    )
 
 
 def pairs_in(inputs: dict[str, Any]) -> list[Pair]:
-    """The pairs of a trainer's batch: of DPO all chosen rows before the rejected ones, of ORPO both apart."""
+    """The pairs of a trainer's batch: of DPO all chosen rows before the rejected ones, of ORPO
+    both apart.
+    """
     if "input_ids" in inputs:
-        ids, mask, answers = (inputs[name] for name in ("input_ids", "attention_mask", "completion_mask"))
-        rows = [(row[kept.bool()], answer[kept.bool()].bool()) for row, kept, answer in zip(ids, mask, answers)]
+        ids, mask, answers = (
+            inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")
+        )
+        rows = [
+            (row[kept.bool()], answer[kept.bool()].bool())
+            for row, kept, answer in zip(ids, mask, answers)
+        ]
     else:
         rows = []
         for side in ("chosen", "rejected"):
             named = (inputs[f"{side}_{name}"] for name in ("input_ids", "attention_mask", "labels"))
-            rows += [(row[kept.bool()], label[kept.bool()] != -100) for row, kept, label in zip(*named)]
+            rows += [
+                (row[kept.bool()], label[kept.bool()] != -100) for row, kept, label in zip(*named)
+            ]
     half = len(rows) // 2
     sides = [(row[~answer].tolist(), row[answer].tolist()) for row, answer in rows]
-    return [Pair(prompt, chosen, sides[half + number][1]) for number, (prompt, chosen) in enumerate(sides[:half])]
+    return [
+        Pair(prompt, chosen, sides[half + number][1])
+        for number, (prompt, chosen) in enumerate(sides[:half])
+    ]

@@ -1,11 +1,13 @@
-"""Products in fp32 with frozen weights that are bf16 numbers, by tensor cores: of the reference over a frozen base.
+"""Products in fp32 with frozen weights that are bf16 numbers, by tensor cores: of the reference
+over a frozen base.
 
-A significand of fp32 has 24 bits, of TF32 11, of bf16 8. ``x`` is taken as the sum of two TF32 numbers: its first 11 bits, and
-the 13 that are left, of which the tensor core reads 11. So ``x`` is there to 2⁻²², and each product with a bf16 number is exact
-before it is added (Ootomo and Yokota 2022, arXiv:2203.03341, for two operands of fp32, which take three products). As they
-found, a tensor core cuts off what its sums have beyond fp32, where fp32 units round, and such errors grow with a sum's length:
-sums of the first parts are short ones, added in fp32. Two products at the rate of TF32 take about a quarter of the time of one
-in fp32.
+A significand of fp32 has 24 bits, of TF32 11, of bf16 8. ``x`` is taken as the sum of two TF32
+numbers: its first 11 bits, and the 13 that are left, of which the tensor core reads 11. So ``x`` is
+there to 2⁻²², and each product with a bf16 number is exact before it is added (Ootomo and Yokota
+2022, arXiv:2203.03341, for two operands of fp32, which take three products). As they found, a
+tensor core cuts off what its sums have beyond fp32, where fp32 units round, and such errors grow
+with a sum's length: sums of the first parts are short ones, added in fp32. Two products at the rate
+of TF32 take about a quarter of the time of one in fp32.
 """
 
 from __future__ import annotations
@@ -23,20 +25,27 @@ FIRST_BITS = -(1 << 13)
 """Keeps of an fp32 number what TF32 has."""
 
 TERMS = (4096, 512, 128)
-"""Terms that a tensor core may sum by itself; the most that are exact enough on the card are taken."""
+"""Terms that a tensor core may sum by itself; the most that are exact enough on the card are
+taken.
+"""
 
 ROWS, WORSE = 256, 8.0
-"""Rows by which the products are tried on a card, and how many times the error of plain fp32 they may have."""
+"""Rows by which the products are tried on a card, and how many times the error of plain fp32
+they may have.
+"""
 
 
 def split_frozen(model: nn.Module) -> int | None:
     """Have the frozen linear layers of an fp32 model multiply so, where their weights allow it.
 
     Returns:
-        the terms that a tensor core sums by itself. None: layers are as they were, for the products are less exact on this
+        the terms that a tensor core sums by itself. None: layers are as they were, for the products
+            are less exact on this
         card than is promised, or no layer is such.
     """
-    layers = [module for module in model.modules() if type(module) is nn.Linear and _can(module.weight)]
+    layers = [
+        module for module in model.modules() if type(module) is nn.Linear and _can(module.weight)
+    ]
     if not layers:
         return None
     largest = max((layer.weight for layer in layers), key=lambda weight: max(weight.shape))
@@ -48,18 +57,26 @@ def split_frozen(model: nn.Module) -> int | None:
 
 
 def _can(weight: Tensor) -> bool:
-    return not weight.requires_grad and weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float())
+    return (
+        not weight.requires_grad
+        and weight.dtype == torch.float32
+        and torch.equal(weight, weight.bfloat16().float())
+    )
 
 
 def as_exact(weight: Tensor, terms: int) -> bool:
-    """Whether products of random rows with the weight, and with its transpose, are about as near to those in fp64 as fp32's."""
+    """Whether products of random rows with the weight, and with its transpose, are about as near
+    to those in fp64 as fp32's.
+    """
     return all(_as_exact(right, terms) for right in (weight, weight.t()))
 
 
 def _as_exact(right: Tensor, terms: int) -> bool:
     x = torch.randn(ROWS, right.shape[0], device=right.device)
     exact = x.double() @ right.double()
-    split, plain = ((found.double() - exact).abs().max() for found in (_times(x, right, terms), x @ right))
+    split, plain = (
+        (found.double() - exact).abs().max() for found in (_times(x, right, terms), x @ right)
+    )
     return bool(split <= WORSE * plain)
 
 

@@ -1,4 +1,6 @@
-"""Arms that train through TRL's ``SFTTrainer``, Unsloth's included: their own loop, their own packing."""
+"""Arms that train through TRL's ``SFTTrainer``, Unsloth's included: their own loop, their own
+packing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import torch
 from torch import Tensor
 
 from chronicals.benchmark.arms.padding import flash_lengths
-from chronicals.benchmark.measurement import COMPARED, ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
+from chronicals.benchmark.measurement import (
+    COMPARED,
+    ArmPlan,
+    Clock,
+    Measurement,
+    Movement,
+    device,
+    peak_gib,
+    reset_peak,
+)
 from chronicals.benchmark.work import SPARE_STEPS, Document, Work
 
 
@@ -26,35 +37,49 @@ def train_with_trainer(
     collate: Callable[[Any], Any] = lambda collator: collator,
     **arguments: Any,
 ) -> None:
-    """Train through ``SFTTrainer`` and hand in each round; losses and norms of its first steps and of the last.
+    """Train through ``SFTTrainer`` and hand in each round; losses and norms of its first steps and
+    of the last.
 
-    With packing the trainer decides which documents meet in a step: those of the first steps are reported as they came,
-    for a reference of their own. Without it they are the work's documents in the work's order, as many in each step as
-    batch size times accumulation, sorted by length within the step.
+    With packing the trainer decides which documents meet in a step: those of the first steps are
+        reported as they came,
+    for a reference of their own. Without it they are the work's documents in the work's order, as
+    many in each step as batch size times accumulation, sorted by length within the step.
 
     Args:
         collate: from the trainer's collator to the one that it is to take.
         arguments: further fields of ``SFTConfig``.
 
     Raises:
-        ValueError: the documents have tokens that are not trained, which token rows cannot tell the trainer.
+        ValueError: the documents have tokens that are not trained, which token rows cannot tell the
+            trainer.
     """
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from trl import SFTConfig, SFTTrainer
 
-    documents = [document for step in work.documents_by_step(plan.in_all + SPARE_STEPS) for document in step]
+    documents = [
+        document for step in work.documents_by_step(plan.in_all + SPARE_STEPS) for document in step
+    ]
     if any((document.labels[1:] == -100).any() for document in documents):
         raise ValueError("documents hold tokens that are not trained; this arm trains every token")
-    described = {**usual_arguments(work, plan), "packing": packing, "dataset_num_proc": 1, **arguments}
+    described = {
+        **usual_arguments(work, plan),
+        "packing": packing,
+        "dataset_num_proc": 1,
+        **arguments,
+    }
     if not packing:
         a_step = described["per_device_train_batch_size"] * described["gradient_accumulation_steps"]
         documents = sorted_in_steps(documents, a_step)
     rows = Dataset.from_list([{"input_ids": document.ids.tolist()} for document in documents])
-    trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
+    trainer: Any = SFTTrainer(
+        model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described)
+    )
     trainer.data_collator = collate(trainer.data_collator)
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
-    expected = [[document.ids.tolist() for document in step] for step in work.documents_by_step(COMPARED)]
+    expected = [
+        [document.ids.tolist() for document in step] for step in work.documents_by_step(COMPARED)
+    ]
     watch = Watch(trainer, plan, settings, expected)
     reset_peak()
     with contextlib.suppress(Enough):
@@ -63,22 +88,36 @@ def train_with_trainer(
 
 
 def usual_arguments(work: Work, plan: ArmPlan) -> dict[str, Any]:
-    """Arguments of a trainer for the row: its recipe, and neither files nor logs, but for steps that ``Watch`` asks for."""
+    """Arguments of a trainer for the row: its recipe, and neither files nor logs, but for steps
+    that ``Watch`` asks for.
+    """
     config = work.config()
     return {
-        "output_dir": str(work.folder / "trainer"), "max_length": config.max_seq_length,
+        "output_dir": str(work.folder / "trainer"),
+        "max_length": config.max_seq_length,
         "per_device_train_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps, "max_steps": plan.at_most,
-        "learning_rate": config.learning_rate, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "max_steps": plan.at_most,
+        "learning_rate": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "lr_scheduler_type": "constant",
         "max_grad_norm": config.max_grad_norm or math.inf,
         "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
-        "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
-        "disable_tqdm": True, "dataloader_drop_last": True,
-    }  # fmt: skip
+        "logging_steps": 10**6,
+        "save_strategy": "no",
+        "report_to": "none",
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "dataloader_drop_last": True,
+    }
 
 
-def with_flash_lengths(collator: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+def with_flash_lengths(
+    collator: Callable[[Any], dict[str, Any]],
+) -> Callable[[Any], dict[str, Any]]:
     """The collator, its packed rows with ``flash_lengths``."""
 
     def collated(rows: Any) -> dict[str, Any]:
@@ -102,7 +141,8 @@ class Watch:
     """Sees every micro-batch of a trainer, marks the end of every step and hands in the rounds.
 
     Args:
-        expected: token ids of the documents of the work's first steps; those that the trainer takes are kept.
+        expected: token ids of the documents of the work's first steps; those that the trainer takes
+            are kept.
     """
 
     def __init__(self, trainer: Any, plan: ArmPlan, settings: str, expected: list[list[Any]]):
@@ -200,15 +240,25 @@ class Watch:
 
     def _logged(self, name: str) -> list[float | None]:
         """What the trainer logged of each step, None where it did not log."""
-        by_step = {line["step"]: float(line[name]) for line in self.trainer.state.log_history if name in line}
+        by_step = {
+            line["step"]: float(line[name])
+            for line in self.trainer.state.log_history
+            if name in line
+        }
         return [by_step.get(self.began_at + step) for step in range(1, self.plan.in_all + 1)]
 
 
 def documents_in(inputs: dict[str, Any]) -> list[list[int]]:
-    """Token ids of the documents in a trainer's batch: by packed lengths, by positions that restart, or by row."""
-    ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    """Token ids of the documents in a trainer's batch: by packed lengths, by positions that
+    restart, or by row.
+    """
+    ids, mask, positions = (
+        inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids")
+    )
     assert ids is not None
-    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
+    kept = (
+        torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
+    )
     flat, lengths = ids[kept], inputs.get("packed_seq_lengths")
     if lengths is not None and int(lengths.sum()) == flat.numel():
         parts = lengths.tolist()

@@ -1,4 +1,6 @@
-"""TRL: packing without padding where an attention that keeps packed documents apart is there, else its padded batches."""
+"""TRL: packing without padding where an attention that keeps packed documents apart is there,
+else its padded batches.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ ROWS = 8
 
 
 def trl(work: Work, plan: ArmPlan) -> None:
-    """``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's kernels where they are installed; over
-    layers of bitsandbytes where the row is in 4 bits."""
+    """``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's kernels where
+    they are installed; over layers of bitsandbytes where the row is in 4 bits."""
     _trl(work, plan, recompute=False)
 
 
@@ -47,17 +49,38 @@ def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
         counts = [len(documents) for documents in work.documents_by_step(plan.in_all)]
         mean = round(sum(counts) / len(counts))
         accumulation = max(1, round(mean / ROWS))
-        options = {"per_device_train_batch_size": max(1, mean // accumulation), "gradient_accumulation_steps": accumulation}
+        options = {
+            "per_device_train_batch_size": max(1, mean // accumulation),
+            "gradient_accumulation_steps": accumulation,
+        }
         rows = f"{mean // accumulation} rows x {accumulation} sorted by length"
         how = f"padded, {rows}, sdpa: no attention for packed rows runs here"
-    settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "") + (", gradient checkpointing" if recompute else "")
+    settings = (
+        f"SFTTrainer, {how}"
+        + (", Liger kernels" if liger else "")
+        + (", gradient checkpointing" if recompute else "")
+    )
     settings += f", {base_of_peers(work)}" if work.in_4_bits else ""
-    if liger and work.adapts and has_experts(work):  # Liger's make gradients of frozen experts, and are tuned for minutes
+    if (
+        liger and work.adapts and has_experts(work)
+    ):  # Liger's make gradients of frozen experts, and are tuned for minutes
         options["liger_kernel_config"] = {"swiglu": False}
         settings += ", experts by grouped_mm"
     if recompute:
-        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        options |= {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        }
     train_with_trainer(
-        model, load_tokenizer(work.model), work, plan, settings, packing=attention is not None, use_liger_kernel=liger,
-        bf16=False, fp16=False, use_cpu=device().type == "cpu", **options,
-    )  # fmt: skip
+        model,
+        load_tokenizer(work.model),
+        work,
+        plan,
+        settings,
+        packing=attention is not None,
+        use_liger_kernel=liger,
+        bf16=False,
+        fp16=False,
+        use_cpu=device().type == "cpu",
+        **options,
+    )

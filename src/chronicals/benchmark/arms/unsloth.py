@@ -1,4 +1,5 @@
-"""Unsloth: its model in a plain loop where rows have no padding, its trainer with its own packing where they would.
+"""Unsloth: its model in a plain loop where rows have no padding, its trainer with its own packing
+where they would.
 
 Its process has imported it before anything else (see ``unsloth_import``).
 """
@@ -28,11 +29,18 @@ def unsloth_recompute(work: Work, plan: ArmPlan) -> None:
 
 def unsloth_padded(work: Work, plan: ArmPlan) -> None:
     """Without recomputation and without packing: padded rows."""
-    train_padded(load(work, False)[0], work, plan, f"plain loop, padded rows, no recomputation, {states(work)}")
+    train_padded(
+        load(work, False)[0],
+        work,
+        plan,
+        f"plain loop, padded rows, no recomputation, {states(work)}",
+    )
 
 
 def unsloth_compiled(work: Work, plan: ArmPlan) -> None:
-    """LoRA through ``FastModel``, which compiles transformers' modules, as its full fine-tuning does; without recomputation."""
+    """LoRA through ``FastModel``, which compiles transformers' modules, as its full fine-tuning
+    does; without recomputation.
+    """
     model, tokenizer = load(work, False, compiled=True)
     _train(model, tokenizer, work, plan, "FastModel", recompute=False)
 
@@ -44,15 +52,25 @@ def _unsloth(work: Work, plan: ArmPlan, recompute: bool) -> None:
     _train(model, tokenizer, work, plan, *attention, recompute=recompute)
 
 
-def _train(model: Any, tokenizer: Any, work: Work, plan: ArmPlan, *words: str, recompute: bool) -> None:
-    how = ", ".join(["its recomputation" if recompute else "no recomputation", states(work), *words])
+def _train(
+    model: Any, tokenizer: Any, work: Work, plan: ArmPlan, *words: str, recompute: bool
+) -> None:
+    how = ", ".join(
+        ["its recomputation" if recompute else "no recomputation", states(work), *words]
+    )
     if work.data == "fixed":
         train_padded(model, work, plan, f"plain loop, {how}")
     else:
         train_with_trainer(
-            model, tokenizer, work, plan, f"its SFTTrainer, packing, {how}", packing=True, bf16=True,
+            model,
+            tokenizer,
+            work,
+            plan,
+            f"its SFTTrainer, packing, {how}",
+            packing=True,
+            bf16=True,
             gradient_checkpointing=recompute,
-        )  # fmt: skip
+        )
 
 
 def packed_attention() -> str:
@@ -69,7 +87,8 @@ def packed_attention() -> str:
     if getattr(attention_dispatch, "_TORCH_VARLEN_ATTN", None) is not None:
         return "torch varlen"
     raise ValueError(
-        "its packed LoRA would take one call of attention a document, for it finds no kernel for packed ones; "
+        "its packed LoRA would take one call of attention a document, for it finds no kernel for "
+        "packed ones; "
         "install xformers==0.0.35 and nvidia-cuda-runtime-cu12, or FlashAttention 2"
     )
 
@@ -93,18 +112,31 @@ def load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]
     config = work.config()
     if uneven := [name for name in UNEVEN if getattr(config, name)]:
         given = f"{uneven[0]}={getattr(config, uneven[0])!r}"
-        raise ValueError(f"{given}: it is measured with plain adapters of one rank in all layers; leave it out of --against")
+        raise ValueError(
+            f"{given}: it is measured with plain adapters of one rank in all layers; leave it out "
+            "of --against"
+        )
     way: Any = "unsloth" if recompute else False
     model, tokenizer = loader.from_pretrained(
-        work.model, max_seq_length=config.max_seq_length, dtype=torch.bfloat16, load_in_4bit=work.in_4_bits,
-        full_finetuning=not work.adapts, use_gradient_checkpointing=way,
-    )  # fmt: skip
+        work.model,
+        max_seq_length=config.max_seq_length,
+        dtype=torch.bfloat16,
+        load_in_4bit=work.in_4_bits,
+        full_finetuning=not work.adapts,
+        use_gradient_checkpointing=way,
+    )
     if work.adapts:
         start = start_of(work, config)
         model = loader.get_peft_model(
-            model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0, bias="none", use_rslora=config.use_rslora,
-            target_modules=sorted({name.split(".")[-3] for name in start}), use_gradient_checkpointing=way,
-        )  # fmt: skip
+            model,
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=0,
+            bias="none",
+            use_rslora=config.use_rslora,
+            target_modules=sorted({name.split(".")[-3] for name in start}),
+            use_gradient_checkpointing=way,
+        )
         start_from(model, start)
     loader.for_training(model)
     return model, tokenizer

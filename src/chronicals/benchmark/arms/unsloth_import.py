@@ -1,8 +1,9 @@
 """Importing Unsloth, before torch, so that it finds an attention for packed documents.
 
-Under LoRA it takes FlashAttention 2, else xformers, else torch's ``varlen_attn`` from torch 2.12 on, else one call a document,
-which is five times slower. Its own extra for torch 2.11 names xformers 0.0.35, whose wheel is linked to ``libcudart.so.12``.
-torch for CUDA 13 does not bring that library, the wheel ``nvidia-cuda-runtime-cu12`` does.
+Under LoRA it takes FlashAttention 2, else xformers, else torch's ``varlen_attn`` from torch 2.12
+on, else one call a document, which is five times slower. Its own extra for torch 2.11 names
+xformers 0.0.35, whose wheel is linked to ``libcudart.so.12``. torch for CUDA 13 does not bring that
+library, the wheel ``nvidia-cuda-runtime-cu12`` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Unsloth's model under TRL's trainers of preferences as it patches them. Its process has imported it before anything else."""
+"""Unsloth's model under TRL's trainers of preferences as it patches them. Its process has
+imported it before anything else.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,15 @@ def _unsloth(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
     how = "its recomputation" if recompute else "no recomputation"
     words = [f"its {work.objective.upper()}Trainer", how, states(work)]
     in_bf16 = work.config().mixed_precision == "bf16" and not work.adapts
-    with torch.autocast(device().type, torch.bfloat16) if in_bf16 else nullcontext():  # TRL stores the reference without one
+    with (
+        torch.autocast(device().type, torch.bfloat16) if in_bf16 else nullcontext()
+    ):  # TRL stores the reference without one
         train_pairs(
-            model, work, plan, words, bf16=True, gradient_checkpointing=recompute, use_cpu=device().type == "cpu",
-        )  # fmt: skip
+            model,
+            work,
+            plan,
+            words,
+            bf16=True,
+            gradient_checkpointing=recompute,
+            use_cpu=device().type == "cpu",
+        )

@@ -1,4 +1,6 @@
-"""How a peer takes a step's documents: attention, and micro-batches; the fastest is found by a trial before the first step."""
+"""How a peer takes a step's documents: attention, and micro-batches; the fastest is found by a
+trial before the first step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.padding import OVERHEAD, TRIED, PaddedStep, flash_lengths, packed, padded
+from chronicals.benchmark.arms.padding import (
+    OVERHEAD,
+    TRIED,
+    PaddedStep,
+    flash_lengths,
+    packed,
+    padded,
+)
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.work import Document
 
@@ -19,7 +28,9 @@ FLASH_ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2"
 
 
 def flash_attention(model: Any) -> str | None:
-    """The first of them that trains two packed documents here; the model is left with it, or with sdpa."""
+    """The first of them that trains two packed documents here; the model is left with it, or
+    with sdpa.
+    """
     if device().type != "cuda" or model.dtype == torch.float32:
         return None
     ids = torch.arange(64, device=device())[None]
@@ -28,7 +39,9 @@ def flash_attention(model: Any) -> str | None:
         with contextlib.suppress(Exception):
             model.set_attn_implementation(name)
             model.train()
-            model(input_ids=ids, position_ids=positions, labels=ids, **flash_lengths(positions)).loss.backward()
+            model(
+                input_ids=ids, position_ids=positions, labels=ids, **flash_lengths(positions)
+            ).loss.backward()
             torch.cuda.synchronize()
             model.zero_grad(set_to_none=True)
             return name
@@ -38,7 +51,9 @@ def flash_attention(model: Any) -> str | None:
 
 
 def keeps_documents_apart(model: Any) -> bool:
-    """Whether other tokens in the first of two packed documents leave the second one's logits the same bits."""
+    """Whether other tokens in the first of two packed documents leave the second one's logits
+    the same bits.
+    """
     ids = torch.arange(64, device=device())[None]
     other, positions = torch.where(ids < 32, ids + 1, ids), ids % 32
     given = {"position_ids": positions, **flash_lengths(positions)}
@@ -61,7 +76,9 @@ class Way:
 
     @property
     def words(self) -> str:
-        return ", ".join(filter(None, [self.attention, "packed rows" if self.overhead is None else ""]))
+        return ", ".join(
+            filter(None, [self.attention, "packed rows" if self.overhead is None else ""])
+        )
 
     def cut(self, documents: Sequence[Document], rows: int) -> PaddedStep:
         if self.overhead is None:
@@ -85,7 +102,8 @@ class Trial:
         """Time it, or note why it does not run.
 
         Raises:
-            Exception: of a model that is left as it is or has sdpa, over padded rows; what else is there to take.
+            Exception: of a model that is left as it is or has sdpa, over padded rows; what else is
+                there to take.
         """
         try:
             if way.attention:
@@ -94,7 +112,9 @@ class Trial:
                 self.failed[way] = "its documents see each other"
                 return
             batches = [way.cut(documents, self.rows) for documents in self.steps]
-            _forward_and_backward(self.model, batches)  # compiles, and picks kernels for these shapes
+            _forward_and_backward(
+                self.model, batches
+            )  # compiles, and picks kernels for these shapes
             began = _now()
             _forward_and_backward(self.model, batches)
             self.seconds[way] = _now() - began
@@ -114,15 +134,21 @@ class Trial:
         for way in ways:
             if way not in self.seconds and way not in self.failed:
                 self.run(way)
-        return min((way for way in ways if way in self.seconds), key=self.seconds.__getitem__, default=ways[-1])
+        return min(
+            (way for way in ways if way in self.seconds),
+            key=self.seconds.__getitem__,
+            default=ways[-1],
+        )
 
 
 def fastest_way(
     model: Any, steps: Sequence[Sequence[Document]], rows: int, attentions: Sequence[str] = ()
 ) -> tuple[Way, list[str]]:
-    """The fastest attention, and with it the fastest micro-batches; the model is left with that attention.
+    """The fastest attention, and with it the fastest micro-batches; the model is left with that
+    attention.
 
-    Where rows differ in length, an attention that keeps packed documents apart is tried with packed rows, too: it may be the
+    Where rows differ in length, an attention that keeps packed documents apart is tried with packed
+        rows, too: it may be the
     slowest over padded ones.
 
     Args:
@@ -135,19 +161,31 @@ def fastest_way(
     trial = Trial(model, steps, rows)
     names: list[str | None] = [*attentions] or [None]
     cuts = [Way(names[-1], overhead).cut for overhead in TRIED]
-    ragged = len({str([cut(documents, rows).shapes for documents in trial.steps]) for cut in cuts}) > 1
-    ways = [Way(name, None) for name in names if name in FLASH_ATTENTION and ragged] + [Way(name) for name in names]
+    ragged = (
+        len({str([cut(documents, rows).shapes for documents in trial.steps]) for cut in cuts}) > 1
+    )
+    ways = [Way(name, None) for name in names if name in FLASH_ATTENTION and ragged] + [
+        Way(name) for name in names
+    ]
     way = trial.fastest(ways) if len(ways) > 1 else ways[0]
     if ragged and way.overhead is not None:
-        way = trial.fastest([Way(way.attention, overhead) for overhead in sorted(TRIED, reverse=True)])
+        way = trial.fastest(
+            [Way(way.attention, overhead) for overhead in sorted(TRIED, reverse=True)]
+        )
     if way.attention:
         model.set_attn_implementation(way.attention)
-    told = [name for name in trial.failed if name != way and (name.attention != way.attention or name.overhead is None)]
+    told = [
+        name
+        for name in trial.failed
+        if name != way and (name.attention != way.attention or name.overhead is None)
+    ]
     return way, [f"{name.words} did not run: {trial.failed[name]}" for name in told]
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the states of AdamW as they are before its first step, so that a trial has the memory of a real step."""
+    """Make the states of AdamW as they are before its first step, so that a trial has the memory
+    of a real step.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:

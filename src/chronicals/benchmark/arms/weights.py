@@ -15,8 +15,8 @@ from chronicals.benchmark.work import Work, adapter_shape, start_of
 
 
 def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
-    """A causal language model on the card, straight from the file where accelerate is there to do it; without a router loss, so
-    that all arms have the cross-entropy as their loss.
+    """A causal language model on the card, straight from the file where accelerate is there to do
+    it; without a router loss, so that all arms have the cross-entropy as their loss.
 
     Raises:
         ValueError: the checkpoint lacks weights or holds others than the class has.
@@ -26,7 +26,9 @@ def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
     from chronicals.models import load_whole
 
     place = {"device_map": {"": 0}} if device().type == "cuda" and find_spec("accelerate") else {}
-    model = load_whole(AutoModelForCausalLM, path, dtype=dtype, use_safetensors=True, **place, **options)
+    model = load_whole(
+        AutoModelForCausalLM, path, dtype=dtype, use_safetensors=True, **place, **options
+    )
     return _settled(model if place else model.to(device()))
 
 
@@ -38,8 +40,8 @@ def load_in_4_bits(path: str, dtype: torch.dtype) -> Any:
 
 
 def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
-    """The row's model as a peer on transformers has it: over layers of bitsandbytes where the row is in 4 bits. Stacked
-    experts, which that library leaves, have the values of ours in 16 bits.
+    """The row's model as a peer on transformers has it: over layers of bitsandbytes where the row
+    is in 4 bits. Stacked experts, which that library leaves, have the values of ours in 16 bits.
 
     Raises:
         ImportError, ValueError: it cannot be loaded.
@@ -50,7 +52,9 @@ def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
 
     if not work.in_4_bits:
         return load(work.model, dtype, **options)
-    model = _settled(load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options))
+    model = _settled(
+        load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options)
+    )
     if has_experts(work):
         _take_experts(model, load_in_4_bits(work.model, dtype))
     return model
@@ -69,8 +73,8 @@ def has_experts(work: Work) -> bool:
 
 
 def load_dequantised(path: str, dtype: torch.dtype, **options: Any) -> Any:
-    """A plain fp32 model of the weights that layers and experts in 4 bits stand for, which were quantised from ``dtype``;
-    options are of ``from_pretrained``."""
+    """A plain fp32 model of the weights that layers and experts in 4 bits stand for, which were
+    quantised from ``dtype``; options are of ``from_pretrained``."""
     from chronicals.quantization import Linear4bit
 
     model, packed = load(path, torch.float32, **options), load_in_4_bits(path, dtype)
@@ -95,7 +99,10 @@ def _settled(model: Any) -> Any:
     model.config.use_cache = False
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "output_router_logits"):
-            config.output_router_logits, config.router_aux_loss_coef = False, 0.0  # TRL's trainer reads the second
+            config.output_router_logits, config.router_aux_loss_coef = (
+                False,
+                0.0,
+            )  # TRL's trainer reads the second
     return model
 
 
@@ -107,35 +114,57 @@ def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False, **ch
     """PEFT's LoRA as the row describes it, started from the row's adapters.
 
     Args:
-        autocast_adapter_dtype: keep adapters in fp32 over a bf16 model (PEFT's default); False is faster.
+        autocast_adapter_dtype: keep adapters in fp32 over a bf16 model (PEFT's default); False is
+            faster.
         changes: fields of the configuration that describe other adapters.
     """
     import peft
 
     config = work.config(**changes)
     shape, start = adapter_shape(config), start_of(work, config)
-    paths = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in start if ".lora_A." in name]
+    paths = [
+        name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        for name in start
+        if ".lora_A." in name
+    ]
     each = {path: shape.at(path) for path in paths}
     described = peft.LoraConfig(
-        r=shape.rank, lora_alpha=shape.alpha, lora_dropout=0.0, use_rslora=shape.use_rslora, use_dora=shape.use_dora,
-        target_modules=paths, bias="none", task_type="CAUSAL_LM",
-        rank_pattern={re.escape(path): own.rank for path, own in each.items() if own.rank != shape.rank},
-        alpha_pattern={re.escape(path): own.alpha for path, own in each.items() if own.alpha != shape.alpha},
-    )  # fmt: skip
+        r=shape.rank,
+        lora_alpha=shape.alpha,
+        lora_dropout=0.0,
+        use_rslora=shape.use_rslora,
+        use_dora=shape.use_dora,
+        target_modules=paths,
+        bias="none",
+        task_type="CAUSAL_LM",
+        rank_pattern={
+            re.escape(path): own.rank for path, own in each.items() if own.rank != shape.rank
+        },
+        alpha_pattern={
+            re.escape(path): own.alpha for path, own in each.items() if own.alpha != shape.alpha
+        },
+    )
     model = peft.get_peft_model(model, described, autocast_adapter_dtype=autocast_adapter_dtype)
     start_from(model, start)
     return model
 
 
 def start_from(model: Any, start: Mapping[str, torch.Tensor]) -> None:
-    """Fill PEFT's adapters, or those of a library built on it, from values by their names in PEFT's files.
+    """Fill PEFT's adapters, or those of a library built on it, from values by their names in PEFT's
+    files.
 
     Raises:
         ValueError: the model's adapters are not those.
     """
-    own = {name.replace(".default", ""): p for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}
+    own = {
+        name.replace(".default", ""): p
+        for name, p in model.named_parameters()
+        if ".lora_A." in name or ".lora_B." in name
+    }
     if own.keys() != start.keys():
-        raise ValueError(f"adapters differ from those of the row: {sorted(own.keys() ^ start.keys())[:2]}")
+        raise ValueError(
+            f"adapters differ from those of the row: {sorted(own.keys() ^ start.keys())[:2]}"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(start[name])
