@@ -57,7 +57,9 @@ LENGTHS = {
 }
 ALLOWED = 2**-6
 """Relative Frobenius error against fp64; products of bf16 are at about a quarter of it."""
-WARM_UP, SLEEP_CYCLES, L2_BYTES = 3, 3_000_000, 2**28
+WARM_UP = 3
+SLEEP_CYCLES = 3_000_000
+L2_BYTES = 2**28
 PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
 
 
@@ -78,7 +80,8 @@ class Case:
         self.leaves = [x.requires_grad_() for x in qkv]
         self.bounds = torch.tensor([0, *lengths]).cumsum(0)
         self.cu = self.bounds.to("cuda", torch.int32)
-        self.longest, self.width = max(lengths), width
+        self.longest = max(lengths)
+        self.width = width
         self.flops = 2 * heads * width * sum(length**2 for length in lengths)
 
     def forward(self, backend: str) -> torch.Tensor:
@@ -97,7 +100,8 @@ class Case:
         for document in (0, len(self.bounds) - 2):
             span = slice(int(self.bounds[document]), int(self.bounds[document + 1]))
             for group in (0, groups - 1):
-                of_q, of_k = slice(group * shared, (group + 1) * shared), slice(group, group + 1)
+                of_q = slice(group * shared, (group + 1) * shared)
+                of_k = slice(group, group + 1)
                 expected = self.exact(span, of_q, of_k)
                 parts = (
                     found[0][span, of_q],

@@ -31,7 +31,9 @@ from chronicals.optimizers import learning_rate_factor
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.callbacks import read_metrics
 
-WARM_UP, COMPARED, ROWS = 20, 20, 4
+WARM_UP = 20
+COMPARED = 20
+ROWS = 4
 SHAPE = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -144,7 +146,8 @@ def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> d
         parameters = [{"params": list(model.parameters()), "lr": config.learning_rate}]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    losses, norms = [], []
+    losses = []
+    norms = []
     for number, step in enumerate(stream.steps(count=COMPARED)):
         factor = learning_rate_factor("cosine", number, steps, 20)
         for group, peak in zip(optimizer.param_groups, peaks):
@@ -195,7 +198,8 @@ def with_peft(model, config: ChronicalsConfig):
             target_modules=sorted(start),
         ),
     )
-    fast, slow = [], []
+    fast = []
+    slow = []
     for path in start:
         layer = model.base_model.model.get_submodule(path)
         layer.lora_A["default"].weight.data.copy_(start[path])
@@ -246,7 +250,8 @@ def print_table(results: dict, arms: dict) -> None:
     columns = ("tokens/s", "lowest", "highest", "GiB", "fill", "trained", "grad norm", "loss")
     print(f"{'':12}", *(f"{column:>9}" for column in columns))
     for kind in arms:
-        row, rate = results[kind], results[kind]["tokens_per_second"]
+        row = results[kind]
+        rate = results[kind]["tokens_per_second"]
         rates = (f"{rate[name]:9,.0f}" for name in ("median", "lowest", "highest"))
         shares = (
             f"{row['peak_gib']:9.1f} {row['fill']:9.1%} {row['trainable_share']:9.2%} "

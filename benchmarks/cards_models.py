@@ -94,12 +94,15 @@ def drawn(layer: Any, number: int, rank: int, count: int, dtype: Any, device: An
     from chronicals.quantization import Packed
     from chronicals.quantization.nf4 import BLOCK
 
-    outputs, width = layer.out_features, layer.in_features
+    outputs = layer.out_features
+    width = layer.in_features
     if PARTS % count:
         raise ValueError(f"codes are drawn in {PARTS} parts, which {count} processes cannot share")
     parts = range(rank * PARTS // count, (rank + 1) * PARTS // count)
     values = outputs // PARTS * width
-    codes, absmax, absmax2 = [], [], []
+    codes = []
+    absmax = []
+    absmax2 = []
     for part in parts:
         generator = torch.Generator(device).manual_seed(1000 + number * PARTS + part)
         codes.append(
@@ -150,7 +153,8 @@ def step_of(
     batches = [
         batch_of(number * together + first + n, packs, width, vocabulary) for n in range(count)
     ]
-    targets, tokens = together * packs * (width - 1), together * packs * width
+    targets = together * packs * (width - 1)
+    tokens = together * packs * width
     counts = {
         "targets": targets,
         "tokens": tokens,

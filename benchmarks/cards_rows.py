@@ -79,7 +79,8 @@ PEERS = (
 )
 """Under FSDP2, the most that a card may hold first: what does not fit fails."""
 
-COMPARED, WARM_UP = 2, 3
+COMPARED = 2
+WARM_UP = 3
 """Steps that are compared, and steps before those that are timed: a micro-batch is captured when
 it is met again.
 """

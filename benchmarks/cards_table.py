@@ -35,7 +35,8 @@ def several_cards() -> list[str]:
     lines: list[str] = []
     for path in sorted(RESULTS.glob("several-cards-*.json")):
         result = json.loads(path.read_text())
-        card, cards = result["card"].removeprefix("NVIDIA "), result["cards"]
+        card = result["card"].removeprefix("NVIDIA ")
+        cards = result["cards"]
         where = f"{cards} x {card}, torch {result['versions']['torch']}, `{result['commit']}`"
         lines += ["", f"{where}, `benchmarks/several_cards.py`:", *_table(result, cards)]
         lines += [
@@ -79,7 +80,8 @@ def _saving(shared: str, found: dict[str, Any]) -> list[str]:
     if "failed" in found:
         return []
     stalls = ", ".join(f"{stall:.2f}" for stall in found["stalls"])
-    size, beside = f"{found['checkpoint_gb']:.1f} GB", f"{max(found['steps_slower']):+.1%}"
+    size = f"{found['checkpoint_gb']:.1f} GB"
+    beside = f"{max(found['steps_slower']):+.1%}"
     told = (
         f"a checkpoint of {size} holds steps for {stalls} s, and those beside it take {beside} "
         "longer (bars 0.5 s, 3%)"
@@ -96,12 +98,13 @@ def _line(
 ) -> str:
     if "failed" in found:
         return f"| {title} | {shared} | - | failed | - | - | - |"
-    rate, peak = found["tokens_per_second"], max(found["peaks_gib"])
-    one, share, apart = "-", "-", "-"
+    rate = found["tokens_per_second"]
+    peak = max(found["peaks_gib"])
+    one = "-"
+    share = "-"
+    apart = "-"
     if alone is not None and "tokens_per_second" in alone:
-        one, share = (
-            f"{alone['tokens_per_second']:,.0f}",
-            f"{rate / (cards * alone['tokens_per_second']):.3f}",
-        )
+        one = f"{alone['tokens_per_second']:,.0f}"
+        share = f"{rate / (cards * alone['tokens_per_second']):.3f}"
         apart = f"{max(abs(a - b) / b for a, b in zip(found['losses'], alone['losses'])):.0e}"
     return f"| {title} | {shared} | {one} | {rate:,.0f} | {share} | {peak:.1f} | {apart} |"

@@ -66,7 +66,8 @@ def measure(plan: Plan) -> dict[str, Any]:
     from chronicals.training.context import sharing_packs
     from chronicals.training.session import prepared
 
-    row, ranks = ROWS[plan.row], Mesh.current()
+    row = ROWS[plan.row]
+    ranks = Mesh.current()
     device = ranks.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -76,7 +77,9 @@ def measure(plan: Plan) -> dict[str, Any]:
     began = time.perf_counter()
     model = build(row, plan.tiny, device, ranks, plan.way)
     built = time.perf_counter() - began
-    losses, norms, times = [], [], []
+    losses = []
+    norms = []
+    times = []
     turns = (
         [("compared", plan.cards), ("timed", 1)]
         if alone and plan.way == "1x" and not row.shares
@@ -183,7 +186,8 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
     from chronicals.distributed import Mesh
     from chronicals.training import Callback, TrainingError
 
-    row, ranks = ROWS[plan.row], Mesh.current()
+    row = ROWS[plan.row]
+    ranks = Mesh.current()
     packs, width = row.sizes_of_batch(plan.tiny)
     every, steps = (4, 12) if plan.tiny else (40, 120)
     ends: list[float] = []
@@ -251,7 +255,8 @@ def measure_peer(plan: Plan) -> dict[str, Any]:
 
     from chronicals.distributed import Mesh
 
-    row, ranks = ROWS[plan.row], Mesh.current()
+    row = ROWS[plan.row]
+    ranks = Mesh.current()
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     packs, width = row.sizes_of_batch(plan.tiny)

@@ -37,8 +37,11 @@ from chronicals.data.loader import Memory
 from chronicals.data.packing import STRATEGIES
 from chronicals.data.tokenizer_training import train_tokenizer
 
-SEQUENCES, PLANS = 1_000_000, 9
-DOCUMENTS, ROUNDS, SECONDS = 20_000, 5, 1.0
+SEQUENCES = 1_000_000
+PLANS = 9
+DOCUMENTS = 20_000
+ROUNDS = 5
+SECONDS = 1.0
 STEP_SECONDS = 0.002
 """What a step takes the trained consumer, less than that of any model we know."""
 
@@ -55,7 +58,8 @@ def plans(strategy: str, width: int) -> dict:
     start = time.perf_counter()
     plan_packs([1, 2], width, strategy=strategy)
     first_call = time.perf_counter() - start
-    rates, fills = [], []
+    rates = []
+    fills = []
     for _ in range(PLANS):
         lengths = lengths_of(SEQUENCES, width, random)
         start = time.perf_counter()
@@ -95,7 +99,8 @@ def assembly(store: TokenStore, batch_size: int, width: int) -> dict:
     step as in the stream.
     """
     stream = BatchStream(store, settings(batch_size, width))
-    shape, rates = stream._shape, []
+    shape = stream._shape
+    rates = []
     for step in range(400):
         packs = stream._packs_at(step * stream.packs_a_step)
         memory = Memory(shape, 1, pin=False)
@@ -126,10 +131,12 @@ def spin(seconds: float) -> None:
 
 def trained(stream: BatchStream, wait: Callable[[float], None]) -> float:
     """Batches a second of a consumer in the main thread that takes ``STEP_SECONDS`` over a step."""
-    count, start = 0, 0.0
+    count = 0
+    start = 0.0
     for number, step in enumerate(stream.steps()):
         if number == 100:
-            count, start = 0, time.perf_counter()
+            count = 0
+            start = time.perf_counter()
         count += len(step.batches)
         wait(STEP_SECONDS)
         if number > 100 and time.perf_counter() - start > SECONDS:
@@ -139,14 +146,18 @@ def trained(stream: BatchStream, wait: Callable[[float], None]) -> float:
 
 def drained(stream: BatchStream, wait: Callable[[float], None]) -> float:
     """Batches that a second thread receives in a second."""
-    begun, stop, counted = threading.Event(), threading.Event(), []
+    begun = threading.Event()
+    stop = threading.Event()
+    counted = []
 
     def consume() -> None:
-        count, start = 0, 0.0
+        count = 0
+        start = 0.0
         for number, step in enumerate(stream.steps()):
             if number == 100:
                 begun.set()
-                count, start = 0, time.perf_counter()
+                count = 0
+                start = time.perf_counter()
             count += len(step.batches)
             if stop.is_set():
                 break

@@ -82,7 +82,8 @@ def read(folder: Path, device: str) -> tuple[Any, dict[str, float]]:
     """The model in 4 bits on the card; seconds, and GiB at most."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before, began = most_of_host(anew=True), time.perf_counter()
+    before = most_of_host(anew=True)
+    began = time.perf_counter()
     model = load_model(folder, torch.bfloat16, quantization="nf4")
     seconds = time.perf_counter() - began
     host = (most_of_host() - before) / GIB
@@ -103,7 +104,8 @@ def same_codes(model: Any, folder: Path, device: str) -> int:
     """Tensors that differ from those of a model that was quantised after it was read."""
     other = load_model(folder, torch.bfloat16).to(device)
     quantise_layers(other)
-    ours, theirs = model.state_dict(), other.state_dict()
+    ours = model.state_dict()
+    theirs = other.state_dict()
     assert ours.keys() == theirs.keys()
     return sum(not torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 

@@ -18,7 +18,8 @@ from cards_table import several_cards
 from experts_table import experts
 from measured_rows import RESULTS, ROOT, Row
 
-BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
+BEGIN = "<!-- figures -->\n"
+END = "<!-- /figures -->"
 
 PICKED = [
     "rmsnorm 4096 forward",
@@ -52,7 +53,8 @@ def load(name: str) -> dict:
 def with_range(values: list[float], form: str) -> str:
     """The first of them, and the range where there are others."""
     words = format(values[0], form)
-    low, high = format(min(values), form), format(max(values), form)
+    low = format(min(values), form)
+    high = format(max(values), form)
     return words if low == high else f"{words} ({low} to {high})"
 
 
@@ -64,7 +66,8 @@ def speeds() -> list[str]:
     ]
     for row in measured_rows.with_peers():
         peer = row.peers[0]
-        ours, theirs = row.rates("ours"), row.rates(peer)
+        ours = row.rates("ours")
+        theirs = row.rates(peer)
         cells = [
             row.name,
             with_range(ours, ",.0f"),
@@ -99,7 +102,8 @@ def memories() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for row in found:
-        plain, peer = memory_and_speed(row.arms["ours"]), row.least(row.peers)
+        plain = memory_and_speed(row.arms["ours"])
+        peer = row.least(row.peers)
         theirs = f"{peer}{in_bf16_alone(row.arms[peer])}: {memory_and_speed(row.arms[peer])}"
         for unlike_peers in (False, True):
             names = row.variants(unlike_peers=unlike_peers)
@@ -272,9 +276,11 @@ def preferences_at_one_commit(rows: list[Row]) -> list[str]:
     ]
     settings = []
     for row in rows:
-        first, prompts = f"{row.title}: {row.place}", f"{row.result['row']['prompt_share']:.0%}"
+        first = f"{row.title}: {row.place}"
+        prompts = f"{row.result['row']['prompt_share']:.0%}"
         for name, arm in row.arms.items():
-            ratios, saved = row.ratios(name), arm.get("tokens_saved")
+            ratios = row.ratios(name)
+            saved = arm.get("tokens_saved")
             lines.append(
                 f"| {first} | {prompts} | {name} | {with_range(row.rates(name), ',.0f')} "
                 f"| {with_range(ratios, '.2f') if ratios else '-'} | {arm['peak_gib']:.1f} "
@@ -357,10 +363,8 @@ def proofs() -> list[str]:
     lines: list[str] = []
     for path in sorted(RESULTS.glob("fp8-proof*-h200.json")):
         result = json.loads(path.read_text())
-        steps, start = (
-            len(result["runs"]["bf16"]["losses"]),
-            "trained" if "pretraining" in result else "random",
-        )
+        steps = len(result["runs"]["bf16"]["losses"])
+        start = "trained" if "pretraining" in result else "random"
         plot = shown(path.with_suffix(".png").name)
         lines += [
             "",
@@ -453,10 +457,8 @@ def kernels() -> list[str]:
         if name.startswith("fp8 "):
             share = row["bytes"] / (times["ours"] * 1e-3) / fp8["copy_bytes_per_second"]
             if "compile" in times:
-                name, beside = (
-                    f"quantising to {name}",
-                    f"{times['compile'] / times['ours']:.2f} (torch.compile)",
-                )
+                name = f"quantising to {name}"
+                beside = f"{times['compile'] / times['ours']:.2f} (torch.compile)"
             else:
                 beside = "-"
             lines.append(f"| {name} | {share:.0%} of the copy rate | {beside} |")
@@ -478,7 +480,8 @@ def low_bits() -> list[str]:
     """Kernels of 4-bit weights and 8-bit optimizer states beside bitsandbytes', and of
     distillation beside Liger's.
     """
-    four, more = load("low-bits-h100.json"), load("objectives-h200.json")
+    four = load("low-bits-h100.json")
+    more = load("objectives-h200.json")
     cards = " and ".join(
         f"{result['card'].removeprefix('NVIDIA ')}, {_commits(result)}" for result in (four, more)
     )
@@ -528,7 +531,8 @@ def saves() -> list[str]:
     lines: list[str] = []
     for path in sorted(RESULTS.glob("save-stall-*.json")):
         result = json.loads(path.read_text())
-        staged, card = result["staged"], result["card"].removeprefix("NVIDIA ")
+        staged = result["staged"]
+        card = result["card"].removeprefix("NVIDIA ")
         commit = staged.get("commit", result.get("commit"))
         lines += [
             "",
@@ -543,7 +547,8 @@ def saves() -> list[str]:
 
 def data() -> list[str]:
     rates = load("data-rates-cpu.json")
-    plan, assembly = rates["plans"][0], rates["assembly"][0]
+    plan = rates["plans"][0]
+    assembly = rates["assembly"][0]
     lines = [
         "",
         f"The data path on {rates['machine']['cores']} CPU cores; tokenising beside the bare "
@@ -568,9 +573,11 @@ def data() -> list[str]:
 
 def token_stores(stores: dict) -> list[str]:
     """A row each rate, and each whole store."""
-    lines, cores = [], stores["machine"]["cores"]
+    lines = []
+    cores = stores["machine"]["cores"]
     for kind, arms in stores["rates"].items():
-        ours, compared = arms["ours"], stores["samples"][kind]["ours"][0]["rows"]
+        ours = arms["ours"]
+        compared = stores["samples"][kind]["ours"][0]["rows"]
         lines.append(
             f"| store of {compared:,} {kind}, {cores} cores | {ours:,.0f} rows/s: "
             f"{ours / arms['encode_batch']:.2f} of `encode_batch`, "
@@ -630,7 +637,8 @@ def startups() -> list[str]:
 def objectives() -> list[str]:
     """What each objective lifts on a small task, the range over seeds."""
     result = load("objectives-learn.json")
-    seeds, untuned = result["seeds"], result["untuned"]
+    seeds = result["seeds"]
+    untuned = result["untuned"]
     lines = [
         "",
         f"`benchmarks/objectives_learn.py`, {result['steps']} steps on one CPU core, {seeds} "
@@ -734,7 +742,8 @@ def exported_quickstart() -> list[str]:
 
 def over(values: list[float], form: str) -> str:
     """The range."""
-    low, high = format(min(values), form), format(max(values), form)
+    low = format(min(values), form)
+    high = format(max(values), form)
     return low if low == high else f"{low} to {high}"
 
 

@@ -97,7 +97,8 @@ class Step:
 
 
 def steps(full_quickstart: bool) -> list[Step]:
-    data, base = ["--data", "chats.jsonl"], ["--model", "base"]
+    data = ["--data", "chats.jsonl"]
+    base = ["--model", "base"]
     return [
         Step(["python", "-c", MADE]),
         Step(
@@ -301,7 +302,8 @@ def run(
     step: Step, folder: Path, programs: dict[str, list[str]], environment: dict[str, str]
 ) -> Outcome:
     """Run a command in ``folder``."""
-    command, began = [*programs[step.command[0]], *step.command[1:]], time.monotonic()
+    command = [*programs[step.command[0]], *step.command[1:]]
+    began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             command,
@@ -388,7 +390,8 @@ def main() -> int:
         "--only", default="", help="besides the first, only commands that contain this text"
     )
     given = parser.parse_args()
-    began, failed = time.monotonic(), []
+    began = time.monotonic()
+    failed = []
     with tempfile.TemporaryDirectory(prefix="chronicals-first-hour-") as scratch:
         folder = (given.folder or Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)

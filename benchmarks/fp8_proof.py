@@ -36,7 +36,12 @@ from chronicals.verification.path import TrainingPath
 from chronicals.verification.reference import PlainArm, exact_products
 from chronicals.verification.verify import documents_of
 
-VOCABULARY, RATE, COSINE, NORM, LOSS, TIMES = 16384, 2e-4, 0.99, 0.1, 0.005, 2.0
+VOCABULARY = 16384
+RATE = 2e-4
+COSINE = 0.99
+NORM = 0.1
+LOSS = 0.005
+TIMES = 2.0
 SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -50,7 +55,8 @@ SHAPE = {
 }
 """1.04 billion parameters."""
 
-BATCH, WIDTH = 4, 2048
+BATCH = 4
+WIDTH = 2048
 RUNS = {
     "bf16": {},
     "bf16, other kernels": {"use_fused_kernels": False},
@@ -97,7 +103,8 @@ def beside_fp32(
     """Cosine of each layer's gradient, and its norm over that in fp32."""
     sums: dict[str, list[torch.Tensor]] = {}
     for name, gradient in exact.items():
-        a, b = ours[name].float(), gradient.float()
+        a = ours[name].float()
+        b = gradient.float()
         here = torch.stack([(a * b).sum(), a.square().sum(), b.square().sum()]).double()
         sums.setdefault(layer_of(name), []).append(here)
     found = {}
@@ -113,7 +120,9 @@ def run(
     device = next(model.parameters()).device
     stream = BatchStream(store, config, padding, pin=device.type == "cuda")
     plain = PlainArm(model, device, config, usual_attention=True) if looked_at else None
-    path, losses, gradients = TrainingPath(model, config, config.max_steps, device), [], {}
+    path = TrainingPath(model, config, config.max_steps, device)
+    losses = []
+    gradients = {}
     with path.stepping():
         for number, step in enumerate(stream.steps(count=config.max_steps)):
             exact = None
@@ -143,7 +152,8 @@ def judge(runs: dict[str, dict]) -> dict[str, dict]:
     for name in ("fp8", "fp8, a scale 1.1 times too large"):
         difference = paired(runs[name]["losses"], base)
         layers = [layer for step in runs[name]["gradients"].values() for layer in step.values()]
-        cosine, away = min(x["cosine"] for x in layers), max(abs(x["norm"] - 1) for x in layers)
+        cosine = min(x["cosine"] for x in layers)
+        away = max(abs(x["norm"] - 1) for x in layers)
         verdicts[name] = {
             "paired_loss_difference": difference,
             "between_bf16_runs": measure,

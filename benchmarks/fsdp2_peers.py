@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from chronicals.benchmark.arms.ways import FLASH_ATTENTION
 
-WAY, PARTS = "fsdp2", {"compile", "liger", "recompute"}
+WAY = "fsdp2"
+PARTS = {"compile", "liger", "recompute"}
 
 
 def is_peer(way: str) -> bool:
@@ -91,7 +92,9 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=fields["learning_rate"], fused=True, weight_decay=0.0
     )
-    losses, norms, marks = [], [], []
+    losses = []
+    norms = []
+    marks = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for number, batch in enumerate(batches):

@@ -187,7 +187,8 @@ def layer_of(shape: tuple[int, ...]) -> Qwen3MoeExperts:
 
 def ways(layer: Qwen3MoeExperts) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """The layer as ours, also in FP8, as transformers' grouped_mm and as its loop over experts."""
-    first, second = ExpertWeights(layer.gate_up_proj), ExpertWeights(layer.down_proj)
+    first = ExpertWeights(layer.gate_up_proj)
+    second = ExpertWeights(layer.down_proj)
     in_fp8 = [of._replace(in_fp8=FP8Experts(of.weight, False, DEVICE)) for of in (first, second)]
     eight = (
         {}
@@ -213,7 +214,8 @@ def both_ways(
 def errors(shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
     """Relative to fp64 on the card, by way and tensor."""
     tokens = min(FEW, shape[0])
-    layer, x = layer_of(shape), random(tokens, shape[3])
+    layer = layer_of(shape)
+    x = random(tokens, shape[3])
     chosen, shares = routed(tokens, shape[1], shape[2])
     shares.requires_grad_()
     dy = torch.randn_like(x)
@@ -232,7 +234,9 @@ def exactly(
     """In fp64, an expert's weights at a time."""
     wide = torch.float64
     x, shares, dy = (tensor.detach().to(wide) for tensor in (x, shares, dy))
-    y, d_x, d_shares = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(shares)
+    y = torch.zeros_like(x)
+    d_x = torch.zeros_like(x)
+    d_shares = torch.zeros_like(shares)
     grads: list[list[Tensor]] = [[], []]
     for expert in range(layer.num_experts):
         leaves = [
@@ -240,7 +244,8 @@ def exactly(
             for weight in (layer.gate_up_proj, layer.down_proj)
         ]
         token, rank = torch.where(chosen == expert)
-        rows, share = x[token].requires_grad_(), shares[token, rank].requires_grad_()
+        rows = x[token].requires_grad_()
+        share = shares[token, rank].requires_grad_()
         gate, up = (rows @ leaves[0].t()).chunk(2, 1)
         out = (F.silu(gate) * up) @ leaves[1].t() * share[:, None]
         of_rows, of_share, *of_weights = torch.autograd.grad(out, [rows, share, *leaves], dy[token])
@@ -261,8 +266,10 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
     to = dispatch_to_experts(chosen, experts)
     pairs = tokens * each
     with torch.no_grad():
-        x, dy = random(tokens, width).detach(), random(tokens, width).detach()
-        h, unit = random(pairs, 2 * inner).detach(), random(pairs, inner).detach()
+        x = random(tokens, width).detach()
+        dy = random(tokens, width).detach()
+        h = random(pairs, 2 * inner).detach()
+        unit = random(pairs, inner).detach()
         w1, w2 = (
             random(experts, *s, scale=0.02).detach() for s in ((2 * inner, width), (width, inner))
         )
@@ -303,7 +310,8 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
         found["as trained"] = lambda: grouped_weight_gradient(a, b, to, gathers)
         return found | {"torch": lambda: F.grouped_mm(peers[0].t(), peers[1], offs=ends)}
 
-    first, second = 4.0 * pairs * width * inner, 2.0 * pairs * width * inner
+    first = 4.0 * pairs * width * inner
+    second = 2.0 * pairs * width * inner
     return {
         "gate and up": (first, of_rows(x, w1, True, sorted_x)),
         "down": (second, of_rows(unit, w2, False, unit)),
@@ -322,7 +330,8 @@ def calls_in_fp8(
     """
     tokens, experts, each, width, inner = shape
     chosen, _ = routed(tokens, experts, each)
-    to, pairs = dispatch_to_experts(chosen, experts), tokens * each
+    to = dispatch_to_experts(chosen, experts)
+    pairs = tokens * each
     ends = to.bounds[1:].contiguous()
     token_of = to.order_S.long() // each
 
@@ -365,13 +374,16 @@ def calls_in_fp8(
         return grouped_product(x, w, to, gathers), found
 
     with torch.no_grad():
-        x, dy = random(tokens, width).detach(), random(tokens, width).detach()
-        h, unit = random(pairs, 2 * inner).detach(), random(pairs, inner).detach()
+        x = random(tokens, width).detach()
+        dy = random(tokens, width).detach()
+        h = random(pairs, 2 * inner).detach()
+        unit = random(pairs, inner).detach()
         w1, w2 = (
             random(experts, *s, scale=0.02).detach() for s in ((2 * inner, width), (width, inner))
         )
         w1t, w2t = (w.mT.contiguous() for w in (w1, w2))
-    first, second = 4.0 * pairs * width * inner, 2.0 * pairs * width * inner
+    first = 4.0 * pairs * width * inner
+    second = 2.0 * pairs * width * inner
     return {
         "gate and up": (first, *of(x, w1, True, True)),
         "down": (second, *of(unit, w2, False, True)),
@@ -404,10 +416,8 @@ def between(shape: tuple[int, ...], rate: float, samples: int) -> dict[str, dict
         w = random(experts, 2 * inner, width).detach()
         rows, _ = fp8_quantize_experts(w)
         assert rows is not None
-        x, gradient = (
-            random(tokens, width).detach(),
-            partial(expert_glu_fp8_gradient, g, h, flat, to.order_S, Gate()),
-        )
+        x = random(tokens, width).detach()
+        gradient = partial(expert_glu_fp8_gradient, g, h, flat, to.order_S, Gate())
         timed |= {
             "fp8 of x by rows": (3 * width * tokens, lambda: fp8_quantize(x, "row")),
             "fp8 of gate and up's weights": (5 * w.numel(), lambda: fp8_quantize_experts(w)),
@@ -438,7 +448,8 @@ def layers(shape: tuple[int, ...], samples: int) -> dict[str, dict[str, list[flo
     """Milliseconds of the whole layer by way: forward, forward and backward, and that with
     frozen weights.
     """
-    layer, x = layer_of(shape), random(shape[0], shape[3])
+    layer = layer_of(shape)
+    x = random(shape[0], shape[3])
     chosen, shares = routed(*shape[:3])
     shares.requires_grad_()
     dy = torch.randn_like(x)
@@ -511,7 +522,8 @@ def measured(shape: tuple[int, ...], rate: float, samples: int) -> dict:
 
 
 def measured_in_fp8(shape: tuple[int, ...], samples: int) -> dict[str, dict]:
-    timed, found = calls_in_fp8(shape), {}
+    timed = calls_in_fp8(shape)
+    found = {}
     attempted(
         partial(
             compile_all,
@@ -630,7 +642,8 @@ def main() -> None:
     for shape, found in (
         results["shapes"].items() if ON_CARD else ()
     ):  # the interpreter cuts bf16 off
-        ours, peer = found["errors"]["ours"], found["errors"]["grouped_mm"]
+        ours = found["errors"]["ours"]
+        peer = found["errors"]["grouped_mm"]
         for what, error in ours.items():
             if not error <= max(1.5 * peer[what], 1e-2):
                 raise SystemExit(

@@ -78,7 +78,9 @@ from chronicals.patching import decoder_layer, fuse_weights, patch_parts
 
 donated.donated_buffer = False  # a compiled backward is called again and again here
 
-SAMPLES, WARM_UP, ELEMENTS = 15, 3, 2**27
+SAMPLES = 15
+WARM_UP = 3
+ELEMENTS = 2**27
 """Samples of an arm, calls before them, and elements of the main tensor of a row (256 MB in
 bf16).
 """
@@ -184,9 +186,12 @@ def pair(
 def norms():
     for width in (896, 2048, 4096, 8192):
         rows = ELEMENTS // width
-        x, residual, weight = random(rows, width), random(rows, width), random(width)
+        x = random(rows, width)
+        residual = random(rows, width)
+        weight = random(width)
         size = 2 * rows * width
-        peers, with_residual = {}, {}
+        peers = {}
+        with_residual = {}
         if LIGER:
             from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
             from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -218,8 +223,12 @@ def norms():
 def others():
     for width in (896, 4096):
         rows = ELEMENTS // width
-        x, weight, bias = random(rows, width), random(width), random(width)
-        size, of_norm, of_softmax = 2 * rows * width, {}, {}
+        x = random(rows, width)
+        weight = random(width)
+        bias = random(width)
+        size = 2 * rows * width
+        of_norm = {}
+        of_softmax = {}
         if LIGER:
             from liger_kernel.ops.layer_norm import LigerLayerNormFunction
             from liger_kernel.ops.softmax import LigerSoftmaxFunction
@@ -270,8 +279,10 @@ def others():
 def gated():
     for width in (4864, 14336):
         rows = ELEMENTS // width
-        gate, up = random(rows, width), random(rows, width)
-        size, peers = 2 * rows * width, {}
+        gate = random(rows, width)
+        up = random(rows, width)
+        size = 2 * rows * width
+        peers = {}
         if LIGER:
             from liger_kernel.ops.geglu import LigerGELUMulFunction
             from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -302,8 +313,10 @@ def rotations():
         tokens = ELEMENTS // ((heads + groups) * width)
         q, k = (random(1, tokens, h, width).transpose(1, 2) for h in (heads, groups))
         angles = torch.rand(1, tokens, width // 2, device="cuda").repeat(1, 1, 2) * 6
-        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-        size, peers = 2 * (q.numel() + k.numel()), {}
+        cos = angles.cos().bfloat16()
+        sin = angles.sin().bfloat16()
+        size = 2 * (q.numel() + k.numel())
+        peers = {}
         if LIGER:
             from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -331,7 +344,8 @@ def rotations():
 
 def heads():
     for tokens, width, vocabulary in ((16384, 896, 151936), (8192, 4096, 128256)):
-        hidden, weight = random(tokens, width), random(vocabulary, width, scale=0.02)
+        hidden = random(tokens, width)
+        weight = random(vocabulary, width, scale=0.02)
         targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
         logits = random(tokens, vocabulary, scale=0.1)
 
@@ -406,18 +420,16 @@ def distillation():
         (16384, 896, 1792, 151936),
         (8192, 2048, 4096, 128256),
     ):
-        hidden, weight = random(tokens, width), random(vocabulary, width, scale=0.02)
-        taught, theirs = (
-            random(tokens, teachers_width),
-            random(vocabulary, teachers_width, scale=0.02),
-        )
-        targets, logits = (
-            torch.randint(0, vocabulary, (tokens,), device="cuda"),
-            random(tokens, vocabulary, scale=0.1),
-        )
+        hidden = random(tokens, width)
+        weight = random(vocabulary, width, scale=0.02)
+        taught = random(tokens, teachers_width)
+        theirs = random(vocabulary, teachers_width, scale=0.02)
+        targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
+        logits = random(tokens, vocabulary, scale=0.1)
 
         def call(hidden, weight, of, taught=taught, theirs=theirs, targets=targets, **options):
-            student, teacher = LinearHead(hidden, weight), LinearHead(taught, theirs)
+            student = LinearHead(hidden, weight)
+            teacher = LinearHead(taught, theirs)
             return kernels.linear_distillation(student, teacher, targets, of, **options).loss
 
         def plain(hidden, weight, of, taught=taught[:512], theirs=theirs, targets=targets[:512]):
@@ -463,7 +475,8 @@ def optimizers():
         *[(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864)]
         * 24,
     ]
-    factor, applies = torch.ones((), device="cuda"), torch.tensor(True, device="cuda")
+    factor = torch.ones((), device="cuda")
+    applies = torch.tensor(True, device="cuda")
     for kind, states in (
         (torch.bfloat16,) * 2,
         (torch.bfloat16, torch.float32),
@@ -552,7 +565,8 @@ def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
 def adapters():
     """Layers of the 8B shape at 8192 tokens with adapters of rank 16, forward and backward,
     beside the frozen products; and the products under dropout by themselves."""
-    tokens, rank = 8192, 16
+    tokens = 8192
+    rank = 16
     layers = {
         "qkv": (4096, (4096, 1024, 1024)),
         "out": (4096, (4096,)),
@@ -588,13 +602,15 @@ def adapters():
                 {"ours": Captured(partial(adapted, dropout))},
                 products=Captured(plain),
             )
-        to, (downs, ups) = merged.padding, zip(*matrices)
+        to = merged.padding
+        (downs, ups) = zip(*matrices)
         write = partial(
             write_adapters, to.down, to.up, to.sizes, to.ranks, downs, ups, [0.5] * len(sizes)
         )
         moved = 6 * sum(matrix.numel() for pair in matrices for matrix in pair)
         yield Row(f"adapter_padding {name}", {"ours": Captured(write)}, bytes=moved)
-    y, factor = random(tokens, 2 * 14336), random(2 * 14336).float()
+    y = random(tokens, 2 * 14336)
+    factor = random(2 * 14336).float()
     yield Row(
         "column_scaling forward",
         {"ours": lambda: scale_columns(y, factor, out=y)},
@@ -612,8 +628,11 @@ def adapters():
         (2**14, (4864,) * 2, 32),
     ):
         yield from gradients_of_adapters(tokens, sizes, rank)
-    x, g, a = random(2**14, 4864), random(2**14, 32), random(32, 4864)
-    seed, size = dropped_products.draw_seed(x), x.numel() * 2
+    x = random(2**14, 4864)
+    g = random(2**14, 32)
+    a = random(32, 4864)
+    seed = dropped_products.draw_seed(x)
+    size = x.numel() * 2
     calls = {
         "down": (lambda: dropped_products.dropped_down(x, a, seed, 0.05, g), size),
         "of A": (lambda: dropped_products.dropped_gradient_of_down(g, x, seed, 0.05), size),
@@ -628,7 +647,8 @@ def gradients_of_adapters(tokens: int, sizes: tuple[int, ...], rank: int):
     ranks = [rank] * len(sizes)
     padding = columns_for(ranks)
     dy, g = random(tokens, sum(sizes) + padding).split([sum(sizes), padding], 1)
-    up, u = torch.zeros_like(random(sum(sizes), padding)), random(tokens, padding)
+    up = torch.zeros_like(random(sum(sizes), padding))
+    u = random(tokens, padding)
     for n, rows in enumerate(up.split(sizes)):
         rows[:, n * rank :][:, :rank].normal_()
     call = partial(adapter_gradients, dy, up, u, g, sizes, ranks, [1.0] * len(sizes), torch.float32)
@@ -649,7 +669,8 @@ def layers():
     adapters of rank 16 on every linear layer, beside the same layers frozen, which give the
     gradient of their input alone. A sample is 0.3 s of one arm: within it the card comes to the
     clock at which it would train with this arm alone."""
-    count, tokens = 4, 8192
+    count = 4
+    tokens = 8192
     shape = LlamaConfig(
         num_hidden_layers=count,
         hidden_size=4096,
@@ -714,7 +735,8 @@ class Captured:
     """
 
     def __init__(self, call: Callable[[], object]):
-        self.launched, self.graph = call, torch.cuda.CUDAGraph()
+        self.launched = call
+        self.graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(priority=FIRST)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -731,7 +753,8 @@ class Captured:
 def fp8():
     """Quantisation of 2^27 values, whose scales over a tensor and over columns take a read more;
     and a layer of the 8B shape at 8192 tokens, its products in FP8 beside those in bf16."""
-    rows, width = ELEMENTS // 4096, 4096
+    rows = ELEMENTS // 4096
+    width = 4096
     x = random(rows, width)
     for scaling in SCALINGS:
         for layout, written in (("rows", 1), ("both", 2)):
@@ -764,11 +787,9 @@ def fp8():
         (2048, 2048),
         (1536, 8960),
     ):
-        x, weight, dy = (
-            random(8192, inner),
-            random(outer, inner, scale=inner**-0.5),
-            random(8192, outer),
-        )
+        x = random(8192, inner)
+        weight = random(outer, inner, scale=inner**-0.5)
+        dy = random(8192, outer)
 
         def three(x=x, weight=weight, dy=dy):
             return torch.mm(x, weight.t()), torch.mm(dy, weight), torch.mm(dy.t(), x)
@@ -807,8 +828,11 @@ def fp8():
 def gradients_of_qkv(tokens: int):
     """QKV's gradient in both FP8 layouts at the widths of the 8B shape, from before the
     rotation: with its amax found by the rotation's backward kernel, and read once more for it."""
-    ones, heads, written = random(128) * 0 + 1, (32, 8), tokens * 5120
-    qkv, upstream = random(tokens, 6144), [random(tokens, count, 128) for count in (32, 8, 8)]
+    ones = random(128) * 0 + 1
+    heads = (32, 8)
+    written = tokens * 5120
+    qkv = random(tokens, 6144)
+    upstream = [random(tokens, count, 128) for count in (32, 8, 8)]
     angles = torch.rand(tokens, 64, device="cuda").repeat(1, 2) * 6
     tables = angles.cos().bfloat16(), angles.sin().bfloat16()
 
@@ -905,7 +929,8 @@ def dequantising(weight: Tensor, packed: Tensor, scales: Scales) -> dict[str, Ca
 def nf4_of_weights(name: str, shapes: list[tuple[int, int]]) -> Row:
     """Several weights with quantised scales, one after the other: what a layer asks for, where
     each launch counts. Together they are more than the L2 cache holds."""
-    each, moved = list[dict[str, Callable[[], object]]](), 0
+    each = list[dict[str, Callable[[], object]]]()
+    moved = 0
     for shape in shapes:
         weight = random(*shape)
         packed, absmax = quantize_nf4(weight)
@@ -936,15 +961,22 @@ def experts():
     """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``,
     ``grouped_product`` and its gradient of the weights beside torch's, ``expert_glu``,
     ``expert_combine``, and ``fused_experts`` beside transformers' grouped_mm."""
-    tokens, count, each, width, inner = 32768, 128, 8, 2048, 768
+    tokens = 32768
+    count = 128
+    each = 8
+    width = 2048
+    inner = 768
     shares, chosen = torch.randn(tokens, count, device="cuda").softmax(1).topk(each, 1)
-    to, pairs = dispatch_to_experts(chosen, count), tokens * each
-    x, unit, both = random(tokens, width), random(pairs, inner), random(pairs, 2 * inner)
-    rows, ends, flat = x[to.order_S.long() // each], to.bounds[1:].contiguous(), shares.reshape(-1)
-    first, second = (
-        random(count, 2 * inner, width, scale=0.02),
-        random(count, width, inner, scale=0.02),
-    )
+    to = dispatch_to_experts(chosen, count)
+    pairs = tokens * each
+    x = random(tokens, width)
+    unit = random(pairs, inner)
+    both = random(pairs, 2 * inner)
+    rows = x[to.order_S.long() // each]
+    ends = to.bounds[1:].contiguous()
+    flat = shares.reshape(-1)
+    first = random(count, 2 * inner, width, scale=0.02)
+    second = random(count, width, inner, scale=0.02)
     yield Row(
         "expert_dispatch", {"ours": lambda: dispatch_to_experts(chosen, count)}, bytes=24 * pairs
     )
@@ -984,11 +1016,9 @@ def experts():
     peer = Qwen3MoeExperts(
         Qwen3MoeConfig(hidden_size=width, moe_intermediate_size=inner, num_experts=1)
     )
-    peer.num_experts, peer.gate_up_proj, peer.down_proj = (
-        count,
-        nn.Parameter(first),
-        nn.Parameter(second),
-    )
+    peer.num_experts = count
+    peer.gate_up_proj = nn.Parameter(first)
+    peer.down_proj = nn.Parameter(second)
     theirs = partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], peer, leaves[0], chosen, leaves[1])
     leaves_of_peer = [*leaves[:2], peer.gate_up_proj, peer.down_proj]
     arms = {
@@ -1002,15 +1032,20 @@ def experts_in_fp8():
     """The same layer's parts in FP8: ``fp8_experts`` (weights trained: rows, then columns with
     known scales), ``fp8_grouped_product`` beside torch's with scales of rows and columns,
     ``expert_glu_fp8`` where adapters alone, or nothing, learns."""
-    tokens, count, each, width, inner = 32768, 128, 8, 2048, 768
+    tokens = 32768
+    count = 128
+    each = 8
+    width = 2048
+    inner = 768
     shares, chosen = torch.randn(tokens, count, device="cuda").softmax(1).topk(each, 1)
-    to, pairs = dispatch_to_experts(chosen, count), tokens * each
-    x, unit, both = random(tokens, width), random(pairs, inner), random(pairs, 2 * inner)
-    weight, flat, ends = (
-        random(count, 2 * inner, width, scale=0.02),
-        shares.reshape(-1),
-        to.bounds[1:].contiguous(),
-    )
+    to = dispatch_to_experts(chosen, count)
+    pairs = tokens * each
+    x = random(tokens, width)
+    unit = random(pairs, inner)
+    both = random(pairs, 2 * inner)
+    weight = random(count, 2 * inner, width, scale=0.02)
+    flat = shares.reshape(-1)
+    ends = to.bounds[1:].contiguous()
     (x8, _), (both8, _) = fp8_quantize(x, "row"), fp8_quantize(both, "row")
     rows, columns = fp8_quantize_experts(weight, "both")
     sizes = weight.numel()

@@ -128,7 +128,10 @@ def live_at_peak(snapshot: dict[str, Any], before: int) -> list[dict[str, Any]]:
         snapshot: of ``torch.cuda.memory._snapshot``.
         before: bytes that were held before the history began.
     """
-    held, most, live, at_peak = before, 0, {}, {}
+    held = before
+    most = 0
+    live = {}
+    at_peak = {}
     for event in snapshot["device_traces"][0]:
         if event["action"] == "alloc":
             live[event["addr"]] = event
@@ -138,7 +141,8 @@ def live_at_peak(snapshot: dict[str, Any], before: int) -> list[dict[str, Any]]:
         elif event["action"] == "free_completed":
             held -= event["size"]
         if held > most:
-            most, at_peak = held, dict(live)
+            most = held
+            at_peak = dict(live)
     groups: Counter[tuple[str, int]] = Counter()
     for event in at_peak.values():
         if event["size"] >= LEAST_SHOWN:
@@ -243,7 +247,8 @@ def main() -> None:
                 row = measure(model, tokenizer, length, POLICIES[name], Path(folder), given.where)
             done["rows"].append({"policies": name, **row})
             given.output.write_text(json.dumps(done, indent=1))
-            held, expected = row["held_gib"], row.get("expected_gib")
+            held = row["held_gib"]
+            expected = row.get("expected_gib")
             off = f", off by {expected / held - 1:+.1%}" if expected and held else ""
             print(
                 f"{length:>7} {name:<12} held {held:6.2f} GiB, expected {expected}{off} "

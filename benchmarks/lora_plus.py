@@ -45,14 +45,17 @@ RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 HELD_OUT = 10
 """One row in so many is held out."""
 
-RANK, WIDTH = 16, 512
+RANK = 16
+WIDTH = 512
 
 
 def halves() -> tuple[list[dict], list[dict], list[dict]]:
     """Rows for the base, for the adapters, and those held out; a module's questions are in one
     half.
     """
-    base, adapted, held = [], [], []
+    base = []
+    adapted = []
+    held = []
     for number, row in enumerate(questions_and_answers()):
         module = row["messages"][0]["content"].partition(".")[0]
         if zlib.crc32(module.encode()) % 2:
@@ -86,10 +89,8 @@ def configuration(folder: Path, steps: int, **changes: Any) -> ChronicalsConfig:
 def make_base(folder: Path, rows: list[dict], every: list[dict], steps: int, size: Any) -> Path:
     """A trained model and its tokenizer, which has seen all texts."""
     _write_model(folder / "untrained", every, size, seed=0)
-    model, tokenizer = (
-        load_model(folder / "untrained", torch.float32),
-        load_tokenizer(folder / "untrained"),
-    )
+    model = load_model(folder / "untrained", torch.float32)
+    tokenizer = load_tokenizer(folder / "untrained")
     config = configuration(
         folder / "base", steps, learning_rate=size.learning_rate, weight_decay=0.1
     )
@@ -115,7 +116,8 @@ def adapt(
             lora_dropout=0.0,
             **changes,
         )
-        model, tokenizer = load_model(base, torch.float32), load_tokenizer(base)
+        model = load_model(base, torch.float32)
+        tokenizer = load_tokenizer(base)
         began = time.perf_counter()
         result = ChronicalsTrainer(model, tokenizer, config).train(rows, held)
         lines = [

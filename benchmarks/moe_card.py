@@ -72,7 +72,8 @@ def checked(model: Any) -> dict[str, float]:
     model.eval()
     wide.set_attn_implementation("eager")
     wide.set_experts_implementation("eager")
-    exact, found = wide(ids).logits, {}
+    exact = wide(ids).logits
+    found = {}
     for attention in ("eager", "sdpa"):
         for experts in ("eager", "grouped_mm"):
             model.set_attn_implementation(attention)
@@ -136,7 +137,8 @@ def decoding(model: Any, length: int, absorbed: bool, tokens: int = 32) -> float
         LatentAttention._absorbs = lambda *_: False  # type: ignore[method-assign]
     try:
         ids = torch.randint(3, model.config.vocab_size, (1, length), device=model.device)
-        cache, times = model(ids, use_cache=True, logits_to_keep=1).past_key_values, []
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        times = []
         for _ in range(tokens):
             wait(model)
             began = time.perf_counter()

@@ -36,7 +36,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import families
 
-WINDOW, LENGTH, PAD = 8, 33, 5
+WINDOW = 8
+LENGTH = 33
+PAD = 5
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -103,7 +105,8 @@ def measured_families(seed: int) -> dict[str, dict[str, float]]:
 
 
 EXPERTS = ("grouped_mm", "batched_mm")
-PATCHED, PATCHED_EXPERTS = "patched", "patched experts"
+PATCHED = "patched"
+PATCHED_EXPERTS = "patched experts"
 ERROR = "bf16 patched: its error over its class's"
 
 
@@ -129,7 +132,8 @@ def compared(model: Any, ids: torch.Tensor, attention: str) -> dict[str, float]:
     ).items():
         with routed(of, chosen):
             found[f"bf16 {way}"] = _apart(_by(way, of, ids, "eager"), plain)
-    wide, all_of_it = copy.deepcopy(low).float(), patched(low)
+    wide = copy.deepcopy(low).float()
+    all_of_it = patched(low)
     with routed(wide, chosen):
         exact = logits(wide, ids, "eager", "eager")
     with routed(all_of_it, chosen):
@@ -225,7 +229,8 @@ def _leak(model: Any, ids: torch.Tensor) -> float:
 
 
 def _stepwise(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    cache, found = None, []
+    cache = None
+    found = []
     for part in ids.split(1, 1):
         out = model(part, cache=cache, use_cache=True)
         cache = out.cache
@@ -241,7 +246,8 @@ def _drift(model: Any, ids: torch.Tensor) -> float:
 
 
 def bar(name: str) -> float:
-    exactly, name = ("greedy", "change", "saved"), name.removeprefix(OF_FAMILIES)
+    exactly = ("greedy", "change", "saved")
+    name = name.removeprefix(OF_FAMILIES)
     if name == ERROR:
         return 1.5
     return 0.0 if name.startswith(exactly) else 2e-2 if name.startswith("bf16") else 1e-5

@@ -80,11 +80,13 @@ def heads(family: str, sizes: dict, device: str, tokens: int, passes: int, folde
     tokenizer = small.tokenizer_of(rows)
     mixture = model(family, sizes, device)
     config = small.configuration(folder, objective="pretraining")
-    before, began = checksum(mixture), time.perf_counter()
+    before = checksum(mixture)
+    began = time.perf_counter()
     for name, source, most in (("trace", rows, tokens), ("held-out", held, tokens // 10)):
         record_trace(mixture, tokenizer, small.as_texts(source), config, folder / name, True, most)
     recorded = time.perf_counter() - began
-    card, trace = mixture.device.type == "cuda", Trace(folder / "trace")
+    card = mixture.device.type == "cuda"
+    trace = Trace(folder / "trace")
     how = Distillation(learning_rate=5e-3, rows=512, temperature=0.5, passes=passes)
     held_before = torch.cuda.memory_allocated() if card else 0
     if card:
@@ -93,7 +95,8 @@ def heads(family: str, sizes: dict, device: str, tokens: int, passes: int, folde
     found = train_from_trace(
         mixture, folder / "trace", folder / "held-out", SIZES, how, tokens, tokens
     )
-    seconds, recalls = time.perf_counter() - began, found.recalls
+    seconds = time.perf_counter() - began
+    recalls = found.recalls
     held_most = (torch.cuda.max_memory_allocated() - held_before) / 2**30 if card else 0.0
     part = (
         max((folder / "trace" / file["name"]).stat().st_size for file in trace.info.files) / 2**30
@@ -150,7 +153,9 @@ def main() -> None:
         "--small", action="store_true", help="tiny widths, to try the script without a card"
     )
     given = parser.parse_args()
-    began, sizes, runs = time.perf_counter(), SMALL if given.small else LARGE, []
+    began = time.perf_counter()
+    sizes = SMALL if given.small else LARGE
+    runs = []
     for family in EXPECTED:
         with tempfile.TemporaryDirectory() as name:
             runs.append(heads(family, sizes, given.device, given.tokens, given.passes, Path(name)))

@@ -51,7 +51,8 @@ def own(folder: Path, seed: int, steps: int, head_steps: int) -> dict:
     config = small.configuration(
         together, objective="pretraining", router=ROUTER, max_steps=steps, seed=seed
     )
-    texts, unseen = small.as_texts(rows), small.as_texts(held)
+    texts = small.as_texts(rows)
+    unseen = small.as_texts(held)
     before = measure(
         ExpertPredictor.within(model), record_data(model, tokenizer, unseen, config, True), small.K
     )
@@ -117,16 +118,20 @@ def frozen(folder: Path, seed: int, base_steps: int, passes: int) -> dict:
     config = small.configuration(
         folder, objective="pretraining", router={"balance": 0.01}, max_steps=base_steps, seed=seed
     )
-    texts, unseen = small.as_texts(rows), small.as_texts(held)
+    texts = small.as_texts(rows)
+    unseen = small.as_texts(held)
     ChronicalsTrainer(model, tokenizer, config).train(texts)
-    before, began = checksum(model), time.perf_counter()
+    before = checksum(model)
+    began = time.perf_counter()
     for name, source in (("trace", texts), ("held-out", unseen)):
         record_trace(model, tokenizer, source, config, folder / name, features=True)
     recorded = time.perf_counter() - began
     how = replace(HOW, passes=passes, seed=seed)
     found = train_from_trace(model, folder / "trace", folder / "held-out", HEADS, how, 10**9, 10**9)
     recalls = found.recalls
-    d0, d1, d1_2k = recalls.mean(0), recalls.mean(1), recalls.mean(1, "layer_ahead_2k")
+    d0 = recalls.mean(0)
+    d1 = recalls.mean(1)
+    d1_2k = recalls.mean(1, "layer_ahead_2k")
     return {
         "seed": seed,
         "recalls": recalls.to_dict(),

@@ -11,7 +11,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "moe.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- moe -->", "<!-- /moe -->"
+BEGIN = "<!-- moe -->"
+END = "<!-- /moe -->"
 
 
 def table(columns: list[str], rows: list[list[Any]]) -> str:
@@ -35,7 +36,8 @@ def exactness(found: dict) -> str:
 
 
 def lookahead(found: dict) -> str:
-    native, frozen = found["native"], found["frozen"]
+    native = found["native"]
+    frozen = found["frozen"]
     sides = [run["after"] for run in native], [run["recalls"] for run in frozen]
 
     def words(values: list[float]) -> str:
@@ -85,7 +87,8 @@ RENAMED = {"log_odds_ratio": "log_odds_chosen"}
 
 
 def stages(found: dict) -> str:
-    rows, runs = [], found["stages"]
+    rows = []
+    runs = found["stages"]
     for key in dict.fromkeys((run["stage"], run["measure"]) for run in runs):
         cells = []
         for family in ("chronicals_moe", "qwen3_moe"):
@@ -137,11 +140,9 @@ def anchor(runs: list[dict]) -> str:
 
 
 def on_card(found: dict) -> str:
-    training, decoding, arguments = (
-        found["training"],
-        found["decoding"],
-        found["about"]["arguments"],
-    )
+    training = found["training"]
+    decoding = found["decoding"]
+    arguments = found["about"]["arguments"]
     free = next(iter(training.values()))["tokens_per_second"]
     rows = [
         [

@@ -21,7 +21,8 @@ from chronicals.data.standard_library import questions_and_answers
 from chronicals.data.tokenizer_training import train_tokenizer
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
-VOCABULARY, K = 1024, 2
+VOCABULARY = 1024
+K = 2
 CACHE = Path(tempfile.gettempdir()) / "chronicals-moe-small"
 """Where runs share what was tokenised."""
 

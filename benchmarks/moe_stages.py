@@ -55,7 +55,8 @@ MEASURED = {
     "distill": ("loss", -1),
 }
 """What is measured of a stage on held-out rows, and which way is better."""
-TRAINED, HELD = 300, 60
+TRAINED = 300
+HELD = 60
 
 
 def pairs(rows: list[dict]) -> list[dict]:
@@ -114,7 +115,8 @@ def stage(
     judge = config.replace(
         sections={key: value for key, value in config.sections.items() if key != "router"}
     )
-    model, tokenizer = load_model(base, torch.float32), load_tokenizer(base)
+    model = load_model(base, torch.float32)
+    tokenizer = load_tokenizer(base)
     measure, better = MEASURED[name]
     before = (
         0.0 if name == "dpo" else _measured(evaluate_data(model, tokenizer, held, judge), measure)
@@ -155,7 +157,8 @@ def anchored(base: Path, folder: Path, seed: int, steps: int, weight: float) -> 
         batch_size=2,
         learning_rate=RATES["sft"][0],
     )
-    model, tokenizer = load_model(base, torch.float32), load_tokenizer(base)
+    model = load_model(base, torch.float32)
+    tokenizer = load_tokenizer(base)
     began = list(record_data(model, tokenizer, held, config))
     ChronicalsTrainer(model, tokenizer, config).train(rows)
     drift = drifted(began, list(record_data(model, tokenizer, held, config)))
@@ -171,7 +174,8 @@ def anchored(base: Path, folder: Path, seed: int, steps: int, weight: float) -> 
 
 
 def drifted(before: list[Recorded], after: list[Recorded]) -> float:
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old.token_ids, new.token_ids)
         total += float(losses.anchor_losses(new.logits, old.logits).sum())
@@ -189,7 +193,9 @@ def main() -> None:
         "--family", choices=FAMILIES, help="this one alone; others stay as OUTPUT.json has them"
     )
     given = parser.parse_args()
-    began, stages, anchors = time.perf_counter(), list[dict](), list[dict]()
+    began = time.perf_counter()
+    stages = list[dict]()
+    anchors = list[dict]()
     if given.family:
         kept = (
             json.loads(given.output.read_text())
@@ -265,10 +271,8 @@ def _show(stages: list[dict], anchors: list[dict]) -> None:
         for free, held in zip(
             *([run for run in of_family if bool(run["weight"]) == on] for on in (False, True))
         ):
-            ratio, loss = (
-                held["drift"] / free["drift"],
-                held["cross_entropy"] / free["cross_entropy"],
-            )
+            ratio = held["drift"] / free["drift"]
+            loss = held["cross_entropy"] / free["cross_entropy"]
             lines.append(
                 [
                     family,

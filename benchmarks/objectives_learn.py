@@ -57,7 +57,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 """What is trained on pairs, with its settings."""
 
 CONTROL = "dpo, sides exchanged"
-PROMPTS, HELD_OUT, BATCH, LONGEST, TEMPERATURE = 700, 200, 50, 40, 1.0
+PROMPTS = 700
+HELD_OUT = 200
+BATCH = 50
+LONGEST = 40
+TEMPERATURE = 1.0
 """Questions that are answered, and how many of them are held out; answers sampled at once, their
 most tokens, and how.
 """
@@ -117,10 +121,8 @@ def answers(model: Any, tokenizer: Any, prompts: list[str], seed: int) -> list[s
                 pad_token_id=tokenizer.pad_token_id,
             )
         for row in out[:, given["input_ids"].shape[1] :]:
-            text, ended = (
-                tokenizer.decode(row, skip_special_tokens=True).strip(),
-                bool((row == tokenizer.eos_token_id).any()),
-            )
+            text = tokenizer.decode(row, skip_special_tokens=True).strip()
+            ended = bool((row == tokenizer.eos_token_id).any())
             found.append(text if text and ended and "\ufffd" not in text else None)
     return found
 
@@ -172,18 +174,21 @@ def prefer(
 ) -> dict:
     """One run of an objective: accuracy and win rate on held-out questions."""
     order = np.random.default_rng(seed).permutation(len(asked["prompts"]))
-    held, used = order[:HELD_OUT], order[HELD_OUT:]
+    held = order[:HELD_OUT]
+    used = order[HELD_OUT:]
 
     def some(numbers: np.ndarray) -> list[dict]:
         return pairs_of(
             *([asked[key][n] for n in numbers] for key in ("prompts", "first", "second"))
         )
 
-    trained, kept = some(used), some(held)
+    trained = some(used)
+    kept = some(held)
     rows = judged(trained) if name == "kto" else exchanged(trained) if name == CONTROL else trained
     settings = {"objective": name, **OBJECTIVES[name]}
     config = configuration(folder, max_steps=steps, seed=seed, **settings)
-    model, tokenizer = load_model(base, torch.float32), load_tokenizer(base)
+    model = load_model(base, torch.float32)
+    tokenizer = load_tokenizer(base)
     began = time.perf_counter()
     result = ChronicalsTrainer(model, tokenizer, config).train(rows)
     found = {
@@ -197,7 +202,8 @@ def prefer(
         return {**found, "accuracy": score.others["rewards/accuracies"]}
     judge = configuration(folder, objective="dpo", dpo={"reference_model": str(base)})
     score = evaluate_data(model, tokenizer, kept, judge)
-    questions, old = [asked["prompts"][n] for n in held], [asked["first"][n] for n in held]
+    questions = [asked["prompts"][n] for n in held]
+    old = [asked["first"][n] for n in held]
     new = answers(model, tokenizer, questions, seed)
     ended = [length(text) for text in new if text is not None]
     return {
@@ -215,7 +221,8 @@ def distil(
 ) -> dict:
     """A student of half the width, from the teacher or from the tokens alone."""
     size = replace(CPU, width=64, layers=2)
-    teacher, tokenizer = str(base), load_tokenizer(base)
+    teacher = str(base)
+    tokenizer = load_tokenizer(base)
     student = _student(base, folder, size, seed)
     beside = {"objective": "distill", "distill": {"teacher": teacher, "teacher_precision": "fp32"}}
     settings = {"objective": "sft"} if how == "tokens alone" else beside
@@ -255,10 +262,8 @@ def _student(base: Path, folder: Path, size: Any, seed: int) -> Any:
 def make_base(folder: Path, rows: list[dict], steps: int) -> Path:
     size = replace(CPU, width=128, layers=3, vocab_size=1024)
     _write_model(folder / "untrained", rows, size, seed=0)
-    model, tokenizer = (
-        load_model(folder / "untrained", torch.float32),
-        load_tokenizer(folder / "untrained"),
-    )
+    model = load_model(folder / "untrained", torch.float32)
+    tokenizer = load_tokenizer(folder / "untrained")
     config = configuration(
         folder / "base",
         max_steps=steps,
@@ -271,7 +276,8 @@ def make_base(folder: Path, rows: list[dict], steps: int) -> Path:
 
 def asked_twice(base: Path, rows: list[dict]) -> dict[str, Any]:
     """Questions with two sampled answers each."""
-    model, tokenizer = load_model(base, torch.float32), load_tokenizer(base)
+    model = load_model(base, torch.float32)
+    tokenizer = load_tokenizer(base)
     prompts = [row["messages"][0]["content"] for row in rows]
     return {
         "prompts": prompts,

@@ -47,7 +47,8 @@ def row(line: Line) -> str:
 
 def page(lines: list[Line]) -> str:
     built = [line for line in lines if not line.reason]
-    whole, failed = sum(line.whole for line in built), sum(not line.equal for line in built)
+    whole = sum(line.whole for line in built)
+    failed = sum(not line.equal for line in built)
     fused = [line.roles["experts"] for line in built if line.roles["experts"] is not None]
     untouched = sum(not any(line.roles.values()) for line in built)
     packed = sum(line.packs is not None and line.packs.packed for line in built)

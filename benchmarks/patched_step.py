@@ -23,7 +23,9 @@ from baseline import SHAPE
 
 from chronicals import patch_model
 
-STEPS, WARM_UP, TOKENS = 12, 4, 16384
+STEPS = 12
+WARM_UP = 4
+TOKENS = 16384
 
 
 def rows() -> dict[str, dict[str, torch.Tensor]]:

@@ -11,8 +11,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from measured_rows import Row
 
-OURS, PEERS = "tab:blue", "0.7"
-SPEED, MEMORY, ROWS = "speed.png", "memory.png", "rows.png"
+OURS = "tab:blue"
+PEERS = "0.7"
+SPEED = "speed.png"
+MEMORY = "memory.png"
+ROWS = "rows.png"
 
 
 def draw_all() -> None:
@@ -56,7 +59,8 @@ def draw_speed(path: Path, found: list[Row]) -> None:
     """
     figure = new_figure(8, 4.4)
     axis = figure.subplots()
-    place, labels = 0.0, []
+    place = 0.0
+    labels = []
     for row in found:
         fastest = median(row.arms[row.peers[0]])
         for name in ["ours", *(peer for peer in row.peers if not peer.endswith("-recompute"))]:
@@ -119,7 +123,8 @@ def draw_rows(path: Path, found: list[Row]) -> None:
         :, 0
     ]
     for axis, row in zip(panels, found):
-        arms, reference_step = row.compared, row.result["floor"]
+        arms = row.compared
+        reference_step = row.result["floor"]
         for place, (name, arm) in enumerate(reversed(arms.items())):
             rate = median(arm)
             low, high = (abs(rate - quartile) for quartile in arm["tokens_per_second"]["quartiles"])
@@ -159,7 +164,8 @@ def draw_frontier(path: Path, row: Row) -> None:
     figure = new_figure(8, 4)
     axis = figure.subplots()
     for number, (name, arm) in enumerate(row.arms.items(), start=1):
-        ours, point = name.startswith("ours"), (arm["peak_gib"], median(arm))
+        ours = name.startswith("ours")
+        point = (arm["peak_gib"], median(arm))
         axis.plot(*point, "o" if ours else "s", color=OURS if ours else "0.45")
         axis.annotate(
             f"{number}" if ours else f"{number} {name}",

@@ -83,7 +83,8 @@ def recomputed_arm(name: str, arm: dict[str, Any], fields: dict[str, Any]) -> di
 
 def recomputed_profile(profile: dict[str, Any]) -> dict[str, Any]:
     """The longest kernels, which alone are kept by name, move to their present kinds."""
-    times, kernels = dict(profile["milliseconds_a_step"]), []
+    times = dict(profile["milliseconds_a_step"])
+    kernels = []
     for kernel in profile["kernels"]:
         kind = category_of(kernel["name"]) if len(kernel["name"]) < CUT else kernel["kind"]
         if kind != kernel["kind"]:

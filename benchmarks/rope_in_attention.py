@@ -24,24 +24,23 @@ from torch import Tensor
 from chronicals.kernels import fused_qk_rope
 from chronicals.kernels.qk_rope import qk_rope_reference
 
-SAMPLES, WARM_UP = 15, 3
+SAMPLES = 15
+WARM_UP = 3
 
 
 @triton.jit
 def _load(at, table, cos_ptr, sin_ptr, HALF: tl.constexpr, ROTATED: tl.constexpr):
     """Both halves of the channels ``[rows, HALF]``, rotated where that is asked for."""
     i = tl.arange(0, HALF)[None, :]
-    a, b = tl.load(at + i), tl.load(at + HALF + i)
+    a = tl.load(at + i)
+    b = tl.load(at + HALF + i)
     if ROTATED:
-        cos, sin = (
-            tl.load(cos_ptr + table + i).to(tl.float32),
-            tl.load(sin_ptr + table + i).to(tl.float32),
-        )
-        x, y = a.to(tl.float32), b.to(tl.float32)
-        a, b = (
-            (x * cos - y * sin).to(at.dtype.element_ty),
-            (y * cos + x * sin).to(at.dtype.element_ty),
-        )
+        cos = tl.load(cos_ptr + table + i).to(tl.float32)
+        sin = tl.load(sin_ptr + table + i).to(tl.float32)
+        x = a.to(tl.float32)
+        y = b.to(tl.float32)
+        a = (x * cos - y * sin).to(at.dtype.element_ty)
+        b = (y * cos + x * sin).to(at.dtype.element_ty)
     return a, b
 
 
@@ -68,7 +67,8 @@ def _attention_kernel(
     WIDTH: tl.constexpr = 2 * HALF
     head = tl.program_id(1)
     group = head // (HEADS // GROUPS)
-    first, block = tl.program_id(2) * length, tl.num_programs(0) - 1 - tl.program_id(0)
+    first = tl.program_id(2) * length
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
     rows = block * M + tl.arange(0, M)
     token = (first + rows).to(tl.int64)[:, None]
     q_a, q_b = _load(
@@ -87,7 +87,8 @@ def _attention_kernel(
         if start + N > block * M:
             z = tl.where(columns[None, :] <= rows[:, None], z, -float("inf"))
         new = tl.maximum(largest, tl.max(z, axis=1))
-        shrink, share = tl.exp2(largest - new), tl.exp2(z - new[:, None])
+        shrink = tl.exp2(largest - new)
+        share = tl.exp2(z - new[:, None])
         total = total * shrink + tl.sum(share, axis=1)
         v = tl.load(v_ptr + (key * GROUPS + group) * WIDTH + tl.arange(0, WIDTH)[None, :])
         out = tl.dot(share.to(v.dtype), v, out * shrink[:, None])
@@ -99,7 +100,8 @@ def _attention_kernel(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, length: int, rotated: bool
 ) -> Tensor:
-    out, (tokens, heads, width) = torch.empty_like(q), q.shape
+    out = torch.empty_like(q)
+    (tokens, heads, width) = q.shape
     _attention_kernel[(length // 128, heads, tokens // length)](
         q,
         k,
@@ -132,7 +134,8 @@ def measure(heads: int, groups: int, width: int, tokens: int = 16384, length: in
         torch.randn(tokens, n, width, device="cuda").bfloat16() for n in (heads, groups, groups)
     )
     angles = torch.rand(tokens, width // 2, device="cuda").repeat(1, 2) * 6
-    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    cos = angles.cos().bfloat16()
+    sin = angles.sin().bfloat16()
     expected = reference(*qk_rope_reference(q, k, cos, sin), v, length).float()
     got = attention(q, k, v, cos, sin, length, True).float()
     error = ((got - expected).norm() / expected.norm()).item()

@@ -25,9 +25,12 @@ from pathlib import Path
 from chronicals.benchmark import record
 from chronicals.lifeline import BoundProcess
 
-SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
+SMALL = ["--model", "qwen2.5-0.5b"]
+LARGE = ["--model", "llama-3.1-8b"]
 MIXTURE = ["--model", "qwen3-30b-a3b"]
-LORA, QLORA, RAGGED = ["--mode", "lora"], ["--mode", "qlora"], ["--data", "ragged"]
+LORA = ["--mode", "lora"]
+QLORA = ["--mode", "qlora"]
+RAGGED = ["--data", "ragged"]
 BF16_STATES = ["--optimizer-state-dtype", "bf16"]
 
 
@@ -297,10 +300,8 @@ def main() -> None:
         *(["--commit", given.commit] if given.commit else []),
     ]
     options += ["--model", given.model, "--mixed-precision", "fp32"] if given.model else []
-    ends, place = (
-        time.monotonic() + given.time_limit,
-        "-".join([card(), *([str(given.run)] if given.run else [])]),
-    )
+    ends = time.monotonic() + given.time_limit
+    place = "-".join([card(), *([str(given.run)] if given.run else [])])
     files = [given.folder / f"{name}-{place}.json" for name in names]
     with tempfile.TemporaryDirectory(prefix="chronicals-rows-") as folder:
         for number, (name, output) in enumerate(zip(names, files)):

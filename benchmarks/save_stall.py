@@ -107,7 +107,8 @@ def main() -> None:
         "--folder", type=Path, help="on the disk to be measured; a temporary one by default"
     )
     args = parser.parse_args()
-    shape, device = SHAPES[args.shape], "cuda" if torch.cuda.is_available() else "cpu"
+    shape = SHAPES[args.shape]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {**shape.sizes, "num_hidden_layers": args.layers}
     result: dict[str, Any] = {
         "shape": args.shape,

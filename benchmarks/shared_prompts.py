@@ -35,7 +35,8 @@ from chronicals.benchmark.shapes import MEDIAN, SHORTEST, SPREAD
 from chronicals.data.prompt_keys import shared_keys
 from chronicals.data.shared_prompts import IS_SHARED
 
-SAMPLES, WARM_UP = 15, 3
+SAMPLES = 15
+WARM_UP = 3
 LIKE = 2e-2
 """Of outputs and gradients, relative, in bf16."""
 
@@ -106,7 +107,8 @@ def gathered(pack: Pack, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def tree_mask(pack: Pack) -> BlockMask:
-    item, side = pack.item, pack.side
+    item = pack.item
+    side = pack.side
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (
@@ -154,7 +156,8 @@ def measure(
     ours = [x.requires_grad_() for x in inputs]
     trees = [x.detach()[pack.order].requires_grad_() for x in inputs]
     first: dict[str, float] = {}
-    mask, dy_tree = timed("the mask of a pack", partial(tree_mask, pack), first), dy[pack.order]
+    mask = timed("the mask of a pack", partial(tree_mask, pack), first)
+    dy_tree = dy[pack.order]
     arms = {
         "gathered keys": lambda: both_ways(lambda *x: gathered(pack, *x), ours, dy),
         "tree mask": lambda: both_ways(lambda *x: by_tree(mask, *x), trees, dy_tree),

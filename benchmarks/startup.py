@@ -27,7 +27,10 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-STEPS, ROWS, BATCH, WIDTH = 10, 2000, 4, 512
+STEPS = 10
+ROWS = 2000
+BATCH = 4
+WIDTH = 512
 ARMS = {"chronicals": (), "trl": ("trl", "datasets"), "unsloth": ("unsloth",)}
 """What is compared, and the packages it needs."""
 
@@ -237,9 +240,11 @@ def phases_of(marks: list[tuple[str, float]], began: float, ended: float) -> dic
         "saving": next(at for name, at in marks if name == "end"),
     }
     ends["exit"] = ended
-    found, before = {}, began
+    found = {}
+    before = began
     for phase in sorted(ends, key=ends.__getitem__):
-        found[phase], before = ends[phase] - before, ends[phase]
+        found[phase] = ends[phase] - before
+        before = ends[phase]
     return found | {
         "to first step": steps[0] - began,
         "after last step": ended - steps[-1],
@@ -275,9 +280,11 @@ def run_arm(arm: str, cache: str, home: Path, work: Path, mode: str, timeout: fl
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
-            code, said = done.returncode, done.stdout
+            code = done.returncode
+            said = done.stdout
         except subprocess.TimeoutExpired as expired:
-            code, said = 124, str(expired.stdout)
+            code = 124
+            said = str(expired.stdout)
         ended = time.time()
     lines = [json.loads(line) for line in marks.read_text().splitlines()] if marks.exists() else []
     found = {
@@ -383,7 +390,8 @@ def machine() -> dict:
 def measure(given: argparse.Namespace, work: Path) -> list[dict]:
     from chronicals.benchmark.record import current_commit
 
-    ends, runs = time.monotonic() + given.time_limit, list[dict]()
+    ends = time.monotonic() + given.time_limit
+    runs = list[dict]()
     subprocess.run(
         [
             sys.executable,

@@ -155,7 +155,9 @@ def short(reason: str) -> str:
 
 
 def line(name: str) -> str:
-    cells, reasons, found = [], {}, set()
+    cells = []
+    reasons = {}
+    found = set()
     for kind in KINDS:
         row = record(kind)
         reason = refusal(name, row)

@@ -102,7 +102,8 @@ def rendered(folder: Path, data: Path, tokenizer, count: int) -> list[str]:
 def bare(folder: Path, data: Path, tokenizer, count: int) -> dict:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     texts = rendered(folder, data, tokenizer, count)
-    begun, tokens = time.perf_counter(), 0
+    begun = time.perf_counter()
+    tokens = 0
     for start in range(0, count, CHUNK):
         tokens += sum(
             map(len, tokenizer.backend_tokenizer.encode_batch(texts[start : start + CHUNK]))
@@ -140,7 +141,8 @@ def run_arm(arm: str, folder: Path, data: Path, count: int) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     Tokenizer(tokenizer).fingerprint()
-    peak, ended = [0], threading.Event()
+    peak = [0]
+    ended = threading.Event()
 
     def sample() -> None:
         while not ended.wait(0.5):
@@ -220,7 +222,8 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts, chats = folder / "texts.jsonl", folder / "chats.jsonl"
+        texts = folder / "texts.jsonl"
+        chats = folder / "chats.jsonl"
         write_rows(texts, chats, options.rows)
         train_tokenizer((row["text"] for row in load(texts, 20_000)), 32_000).save_pretrained(
             folder / "tokenizer"

@@ -10,7 +10,8 @@ from chronicals.batch import Batch
 from chronicals.moe.choosing import Choice
 from chronicals.moe.mixture_parts import mixture_layers
 
-K, E = 2, 16
+K = 2
+E = 16
 LATENT = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FROBENIUS, LARGEST = 1.5, 2.0
+FROBENIUS = 1.5
+LARGEST = 2.0
 """Ours may be so many times as wrong as the plain operation, in relative Frobenius norm and in
 the largest element (in the mean of the largest, where several pools are compared)."""
 
@@ -17,11 +18,14 @@ ROUNDINGS = 2
 rounding is off by half a spacing at most, which is what counts in the norm; in the largest
 element the halves of several may meet."""
 
-SAMPLES, DRAWS = 256, 16
+SAMPLES = 256
+DRAWS = 16
 """Tensors with fewer elements say little in one draw: draws of the inputs that hold so many, or
 so many draws, are compared as one tensor."""
 
-ATTEMPTS, LARGER, CHANCE = 3, 4, 3.0
+ATTEMPTS = 3
+LARGER = 4
+CHANCE = 3.0
 """An excess by chance does not come three times one after the other, with so many times more
 pools each time, nearer to what is true of all inputs; nor is it so many times the limit."""
 
@@ -137,11 +141,13 @@ def _excesses(draws: Sequence[Result], pools: int) -> list[tuple[float, str]]:
     def largest(x: Tensor) -> Tensor:
         return torch.stack([pool.abs().max() for pool in x.tensor_split(pools)]).mean()
 
-    what, spacing = draws[0].what, torch.finfo(draws[0].dtype).eps
+    what = draws[0].what
+    spacing = torch.finfo(draws[0].dtype).eps
     exact, ours, plain = (
         torch.cat(column) for column in zip(*((d.exact, d.ours, d.plain) for d in draws))
     )
-    own_error, plain_error = ours - exact, plain - exact
+    own_error = ours - exact
+    plain_error = plain - exact
     found = []
     for name, norm, factor, rounding, samples in (
         ("Frobenius", torch.linalg.vector_norm, FROBENIUS, spacing / 2, 1),

@@ -88,7 +88,8 @@ def skip(items, marker, reason):
 def pytest_collection_finish(session):
     """Reports have no curves, which take longer to draw than most tests' runs to train."""
     if (report := sys.modules.get(REPORT)) is not None:
-        session.config.draws, report._figure = report._figure, lambda metrics: b"<svg/>"
+        session.config.draws = report._figure
+        report._figure = lambda metrics: b"<svg/>"
 
 
 REPORT = "chronicals.training.report"
@@ -104,7 +105,8 @@ def curves(request):
         yield
 
 
-FEW, SHARE = 1, 0.06
+FEW = 1
+SHARE = 0.06
 """Of a test with more cases than FEW a sample is this share of them, and at least FEW."""
 
 WHOLE = ("", "config")

@@ -37,7 +37,9 @@ def by_ggml(weight, kind):
     import gguf
     import llama_cpp
 
-    (block, size), (rows, columns), given = KINDS[kind], weight.shape, weight.float().contiguous()
+    (block, size) = KINDS[kind]
+    (rows, columns) = weight.shape
+    given = weight.float().contiguous()
     packed = torch.empty(rows, columns // block * size, dtype=torch.uint8)
     quantise = llama_cpp.llama_cpp._lib.ggml_quantize_chunk
     quantise.restype = ctypes.c_size_t

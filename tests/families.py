@@ -356,7 +356,8 @@ def replaced(model: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
 
 def four_bit_pair(family: str, adapted: bool, **config: Any) -> tuple[Any, Any]:
     """A model in 4 bits and the plain one that it stands for, in fp64, with the same adapters."""
-    model, plain = build(family), build(family)
+    model = build(family)
+    plain = build(family)
     plain.load_state_dict(model.state_dict())
     (
         replaced(model, Linear4bit.of),

@@ -13,7 +13,8 @@ def write(folder, model, kind="q8_0", tokenizer=None):
     folder.
     """
     pytest.importorskip("gguf")
-    source, place = folder / "source", folder / "base"
+    source = folder / "source"
+    place = folder / "base"
     model.save_pretrained(source)
     (tokenizer or tiny.tokenizer()).save_pretrained(source)
     place.mkdir(exist_ok=True)

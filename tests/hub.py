@@ -18,7 +18,10 @@ class Hub:
     """
 
     def __init__(self, there=(), refusal=None):
-        self.made, self.there, self.files, self.refusal = {}, dict(there), {}, refusal
+        self.made = {}
+        self.there = dict(there)
+        self.files = {}
+        self.refusal = refusal
 
     def whoami(self):
         return {"name": "someone", "orgs": [{"name": "lab"}]}

@@ -36,7 +36,8 @@ def round_as_a_card_does(patch):
     def convert(data, given, wanted, rounding):
         if str(given) != "fp32" or str(wanted) not in ROUNDED:
             return usual(data, given, wanted, rounding)
-        given, kind = torch.from_numpy(np.ascontiguousarray(data)), ROUNDED[str(wanted)]
+        given = torch.from_numpy(np.ascontiguousarray(data))
+        kind = ROUNDED[str(wanted)]
         rounded = (
             given.clamp(-torch.finfo(kind).max, torch.finfo(kind).max).to(kind)
             if kind in LIMITS

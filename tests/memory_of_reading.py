@@ -28,7 +28,8 @@ class _Live(TorchDispatchMode):
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage.data_ptr(), storage.nbytes()
+        place = storage.data_ptr()
+        size = storage.nbytes()
         if not place or place in self.known:
             return
         self.known.add(place)

@@ -16,7 +16,8 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """
     d = x.shape[-1]
     angle = positions[:, None].double() * theta ** (-torch.arange(0, d, 2).double() / d)
-    a, b = x[:, : d // 2], x[:, d // 2 :]
+    a = x[:, : d // 2]
+    b = x[:, d // 2 :]
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
 
@@ -31,8 +32,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None)
 
 
 def latent(w: dict[str, Tensor], x: Tensor, c, positions: Tensor) -> Tensor:
-    n, p, width = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-    theta, heads = c.rope_parameters["rope_theta"], []
+    n = c.qk_nope_head_dim
+    p = c.qk_rope_head_dim
+    width = c.v_head_dim
+    theta = c.rope_parameters["rope_theta"]
+    heads = []
     queries = (x @ w["q_proj.weight"].T).unflatten(-1, (c.num_attention_heads, -1))
     found = x @ w["kv_a_proj_with_mqa.weight"].T
     compressed = norm(found[:, : c.kv_lora_rank], w["kv_a_layernorm.weight"], c.rms_norm_eps)
@@ -46,7 +50,8 @@ def latent(w: dict[str, Tensor], x: Tensor, c, positions: Tensor) -> Tensor:
 
 
 def sliding(w: dict[str, Tensor], x: Tensor, c, positions: Tensor) -> Tensor:
-    theta, heads = c.rope_parameters["rope_theta"], []
+    theta = c.rope_parameters["rope_theta"]
+    heads = []
     q, k, v = ((x @ w[f"{name}_proj.weight"].T).unflatten(-1, (-1, c.head_dim)) for name in "qkv")
     group = c.num_attention_heads // c.num_key_value_heads
     for h in range(c.num_attention_heads):
@@ -78,8 +83,10 @@ def experts(w: dict[str, Tensor], x: Tensor, c) -> Tensor:
 
 def logits(model, ids: Tensor) -> Tensor:
     """``[T, V]`` in fp64, of one document ``[T]``."""
-    c, state = model.config, {name: value.double() for name, value in model.state_dict().items()}
-    x, positions = state["model.embed_tokens.weight"][ids], torch.arange(len(ids))
+    c = model.config
+    state = {name: value.double() for name, value in model.state_dict().items()}
+    x = state["model.embed_tokens.weight"][ids]
+    positions = torch.arange(len(ids))
     for n, kind in enumerate(c.layer_types):
         at = f"model.layers.{n}."
         w = {name.removeprefix(at): value for name, value in state.items() if name.startswith(at)}

@@ -58,7 +58,8 @@ def in_fp64(model: ChronicalsMoeForCausalLM) -> ChronicalsMoeForCausalLM:
     model.double().set_experts_implementation("eager")
     for norm in model.modules():
         if isinstance(norm, Qwen3MoeRMSNorm):
-            shape, epsilon = norm.weight.shape, norm.variance_epsilon
+            shape = norm.weight.shape
+            epsilon = norm.variance_epsilon
             norm.forward = partial(
                 F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=epsilon
             )

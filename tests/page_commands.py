@@ -83,7 +83,9 @@ def all_commands():
 
 def command_of(words):
     """The command that words name, with its full name, and the words after it."""
-    command, names, words = all_commands(), [], list(words)
+    command = all_commands()
+    names = []
+    words = list(words)
     while hasattr(command, "commands"):
         names.append(words.pop(0))
         command = command.commands[names[-1]]

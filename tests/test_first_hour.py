@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("first_hour", ROOT / "benchmarks" / "first_hour.py")
 first_hour = sys.modules["first_hour"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(first_hour)
-Step, Outcome = first_hour.Step, first_hour.Outcome
+Step = first_hour.Step
+Outcome = first_hour.Outcome
 
 RIGHT = Outcome(0, 1.0, "the answer\n", "step 1\npassed 3\n")
 

@@ -52,13 +52,15 @@ def _register_what_is_there() -> None:
         return  # ours may need it, and the next to be whole asks again
     if "configuration" in _waiting and CONFIGURATIONS in sys.modules:
         _waiting.discard("configuration")
-        auto, ours = sys.modules[CONFIGURATIONS], importlib.import_module(f"{OURS}.configuration")
+        auto = sys.modules[CONFIGURATIONS]
+        ours = importlib.import_module(f"{OURS}.configuration")
         auto.AutoConfig.register(
             ours.ChronicalsMoeConfig.model_type, ours.ChronicalsMoeConfig, exist_ok=True
         )
     if "models" in _waiting and MODELS in sys.modules:
         _waiting.discard("models")
-        auto, ours = sys.modules[MODELS], importlib.import_module(f"{OURS}.model")
+        auto = sys.modules[MODELS]
+        ours = importlib.import_module(f"{OURS}.model")
         auto.AutoModel.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeModel, exist_ok=True)
         auto.AutoModelForCausalLM.register(
             ours.ChronicalsMoeConfig, ours.ChronicalsMoeForCausalLM, exist_ok=True
@@ -95,7 +97,8 @@ class _After(Loader):
     """A loader that calls ``then`` when its module has run."""
 
     def __init__(self, loader: Any, then: Callable[[], None]):
-        self.loader, self.then = loader, then
+        self.loader = loader
+        self.then = then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)

@@ -50,7 +50,8 @@ class BoundProcess(subprocess.Popen):
             os.close(waits)
 
     def _let_go(self) -> None:
-        holds, self._holds = self._holds, -1
+        holds = self._holds
+        self._holds = -1
         if holds >= 0:
             os.close(holds)
 

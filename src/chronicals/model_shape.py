@@ -45,7 +45,8 @@ class ModelShape:
             if isinstance(config, Mapping)
             else config.get_text_config()
         )
-        width, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+        width = _number(config, "hidden_size")
+        heads = _number(config, "num_attention_heads")
         return cls(
             layers=_number(config, "num_hidden_layers"),
             width=width,

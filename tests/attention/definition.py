@@ -28,7 +28,8 @@ def dense_mask(cu, window=None, cu_k=None) -> Tensor:
 
 def dense(q, k, v, cu, scale=None, window=None, softcap=None, sinks=None, cu_k=None) -> Tensor:
     """``[Q, H, D]`` from all Q × T scores, by the definition."""
-    heads, seen = q.shape[1], dense_mask(cu, window, cu_k)
+    heads = q.shape[1]
+    seen = dense_mask(cu, window, cu_k)
     of_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
     scores = torch.einsum("ihd,jhd->hij", q, k[:, of_head]).to(
         torch.promote_types(q.dtype, torch.float32)
@@ -104,7 +105,8 @@ def compare(lengths, draw, backend="per-document", keys=None, **options):
         lengths: queries of each document.
         keys: keys of each document; by default they are the same tokens.
     """
-    cu, cu_k = bounds(lengths), None if keys is None else bounds(keys)
+    cu = bounds(lengths)
+    cu_k = None if keys is None else bounds(keys)
 
     def there(q):
         return cu.to(q.device), None if cu_k is None else cu_k.to(q.device)

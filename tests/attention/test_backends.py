@@ -168,13 +168,12 @@ def close(found, expected, rounding=2**-6):
 @pytest.mark.parametrize("backend", FUSED)
 def test_permuting_documents_and_a_wider_bound_change_nothing(backend):
     able(backend)
-    lengths, order = [9, 170, 1, 33, 300], [4, 2, 0, 3, 1]
+    lengths = [9, 170, 1, 33, 300]
+    order = [4, 2, 0, 3, 1]
     places = torch.arange(sum(lengths)).split(lengths)
     moved = torch.cat([places[n] for n in order]).cuda()
-    draw, upstream = (
-        on_card_draw(sum(lengths))(),
-        torch.randn(sum(lengths), 4, 64, device="cuda", dtype=HALF),
-    )
+    draw = on_card_draw(sum(lengths))()
+    upstream = torch.randn(sum(lengths), 4, 64, device="cuda", dtype=HALF)
     here = [x.clone().requires_grad_() for x in draw]
     there = [x[moved].requires_grad_() for x in draw]
     first = document_attention(*here, bounds(lengths, "cuda"), 300, backend=backend)
@@ -190,7 +189,8 @@ def test_permuting_documents_and_a_wider_bound_change_nothing(backend):
 @pytest.mark.parametrize("backend", ALWAYS)
 def test_a_dropped_bound_is_noticed(backend, monkeypatch):
     able(backend)
-    right, lengths = BACKENDS[backend], [40, 70, 90]
+    right = BACKENDS[backend]
+    lengths = [40, 70, 90]
 
     def wrong(q, k, v, spans, *rest):
         cu = spans.cu_q[[0, 2, 3]]
@@ -220,7 +220,8 @@ def test_torch_compile_sees_through(backend, mask):
 @pytest.mark.gpu
 def test_what_is_chosen_here_compiles_whole():
     lengths = [70, 30, 0]
-    cu, leaves = bounds(lengths, "cuda"), [x.requires_grad_() for x in on_card_draw(100)()]
+    cu = bounds(lengths, "cuda")
+    leaves = [x.requires_grad_() for x in on_card_draw(100)()]
     upstream = torch.randn(100, 4, 64, device="cuda", dtype=HALF)
     layer = lambda *x: document_attention(*x, cu, 70)  # noqa: E731
     found = gradients(torch.compile(layer, fullgraph=True)(*leaves), leaves, upstream)

@@ -9,8 +9,11 @@ from definition import bounds, qkv
 
 from chronicals.attention import BACKENDS, choice, choose_backend, document_attention
 
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CUDA = torch.device("cuda")
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 @pytest.fixture
@@ -121,7 +124,8 @@ def test_the_chosen_backend_is_what_runs(monkeypatch):
 
 def test_head_widths_between_multiples_are_filled_up(monkeypatch):
     """With zeros, which change no score, and the width that was asked for decides the scale."""
-    right, seen = BACKENDS["per-document"], []
+    right = BACKENDS["per-document"]
+    seen = []
 
     def attend(q, k, v, *rest):
         seen.append(q.shape[-1])

@@ -134,12 +134,11 @@ def test_a_document_by_chunks_is_the_document(options):
     """Each chunk attends to itself and what is before it, as with a cache or with other ranks'
     keys.
     """
-    lengths, chunk = [17, 30], 5
+    lengths = [17, 30]
+    chunk = 5
     q, k, v = qkv(47)()
-    whole, rows = (
-        document_attention(q, k, v, bounds(lengths), 30, **options),
-        torch.arange(47).split(lengths),
-    )
+    whole = document_attention(q, k, v, bounds(lengths), 30, **options)
+    rows = torch.arange(47).split(lengths)
     for start in range(0, 30, chunk):
         asked = [row[start : start + chunk] for row in rows]
         there = [
@@ -147,7 +146,8 @@ def test_a_document_by_chunks_is_the_document(options):
             for row, part in zip(rows, asked, strict=True)
         ]
         cu_q, cu_k = (bounds([len(part) for part in parts]) for parts in (asked, there))
-        of_q, of_k = torch.cat(asked), torch.cat(there)
+        of_q = torch.cat(asked)
+        of_k = torch.cat(there)
         out = document_attention(q[of_q], k[of_k], v[of_k], cu_q, chunk, cu_k, 30, **options)
         torch.testing.assert_close(out, whole[of_q], rtol=1e-5, atol=1e-5)
 
@@ -169,7 +169,8 @@ OPTIONS = [{}, {"window": 4}, {"softcap": 1.5}]
 def test_permuting_documents_permutes_the_result_and_nothing_else(options):
     lengths = random_lengths()
     tokens = torch.arange(sum(lengths)).split(lengths)
-    moved, order = torch.arange(sum(lengths)), []
+    moved = torch.arange(sum(lengths))
+    order = []
     while torch.equal(moved, torch.arange(sum(lengths))):  # only empty documents moved, or none
         order = torch.randperm(len(lengths)).tolist()
         moved = torch.cat([tokens[n] for n in order])
@@ -208,7 +209,8 @@ def test_the_future_is_not_seen():
     changed = [x.clone() for x in draw]
     for x in changed:
         x[12:] += 1
-    here, there = run(draw, [20], {})[0], run(changed, [20], {})[0]
+    here = run(draw, [20], {})[0]
+    there = run(changed, [20], {})[0]
     assert torch.equal(here[:12], there[:12]) and not torch.equal(here[12], there[12])
 
 
@@ -243,7 +245,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_mask_is_noticed(fault, monkeypatch):
-    right, lengths = BACKENDS["per-document"], [9, 17, 4]
+    right = BACKENDS["per-document"]
+    lengths = [9, 17, 4]
     draw = qkv(sum(lengths), sinks=True)
     compare(lengths, draw, window=6, softcap=1.5)
 

@@ -57,9 +57,12 @@ def test_the_block_mask_is_the_dense_one(lengths, keys, window):
     lengths, keys = (
         random_spans(6, 500) if keys is ... else (lengths or random_lengths(6, 500), keys)
     )
-    spans, queries, tokens = spans_of(lengths, keys), sum(lengths), sum(keys or lengths)
+    spans = spans_of(lengths, keys)
+    queries = sum(lengths)
+    tokens = sum(keys or lengths)
     mask = make_block_mask(spans, queries, tokens, window)
-    expected, kinds = dense_mask(spans.cu_q, window, spans.cu_k), blocks(mask, queries, tokens)
+    expected = dense_mask(spans.cu_q, window, spans.cu_k)
+    kinds = blocks(mask, queries, tokens)
     seen = mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(tokens)[None])
     assert torch.equal((kinds == 2) | ((kinds == 1) & seen), expected)
     rows, columns = ((count + 127) // 128 for count in (queries, tokens))
@@ -101,7 +104,8 @@ def test_the_mask_is_made_once_a_batch():
 
 
 def test_compiled_for_the_cpu():
-    lengths, options = [130, 0, 1, 69, 0], {"window": 40, "softcap": 1.5}
+    lengths = [130, 0, 1, 69, 0]
+    options = {"window": 40, "softcap": 1.5}
     q, k, v = qkv(200)()
     out = document_attention(q, k, v, bounds(lengths), 130, backend="flex", **options)
     torch.testing.assert_close(
@@ -111,7 +115,8 @@ def test_compiled_for_the_cpu():
 
 @pytest.mark.parametrize("options", [{}, {"window": 40, "softcap": 1.5}], ids=str)
 def test_queries_fewer_than_keys_compiled_for_the_cpu(options):
-    lengths, keys = [130, 0, 1, 69], [150, 4, 90, 69]
+    lengths = [130, 0, 1, 69]
+    keys = [150, 4, 90, 69]
     q, k, v = qkv(sum(keys), queries=sum(lengths))()
     out = document_attention(
         q, k, v, bounds(lengths), 130, bounds(keys), 150, backend="flex", **options

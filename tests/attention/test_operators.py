@@ -122,7 +122,8 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earl
     )
     q = q[:30]
     sink = qkv(30, sinks=True)()[3].requires_grad_() if sinks else None
-    cu, upstream = bounds(LENGTHS), torch.randn(4, 30, 16).transpose(0, 1)
+    cu = bounds(LENGTHS)
+    upstream = torch.randn(4, 30, 16).transpose(0, 1)
     leaves = [merged] if sink is None else [merged, sink]
     cu_k = bounds([a + b for a, b in zip(LENGTHS, earlier, strict=True)]) if earlier else cu
     expected = dense(q, k, v, cu, 0.3, window, softcap, sink, cu_k)
@@ -155,7 +156,8 @@ def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
 
 def test_shapes_for_tracing(flash_attn_4_stand_in):
     """torch's own check of a registered operator, its backward included."""
-    inputs, sink = qkv(30)(), torch.randn(4)
+    inputs = qkv(30)()
+    sink = torch.randn(4)
     cu = bounds(LENGTHS)
     for sinks, cu_k, longest in ((None, None, 17), (sink, None, 17), (sink, bounds(LENGTHS), 20)):
         leaves = [x.clone().requires_grad_() for x in inputs]

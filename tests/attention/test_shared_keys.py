@@ -9,7 +9,9 @@ from chronicals.attention import shared_keys as module
 from chronicals.data.prompt_keys import shared_keys
 from mutants import mutant
 
-LENGTHS, SHARED, SIDES = [2, 3, 7, 6, 5, 4, 9], [7, 7, -1, 0, 9, 9, -1], [0, 1, 2, 0, 0, 1, 2]
+LENGTHS = [2, 3, 7, 6, 5, 4, 9]
+SHARED = [7, 7, -1, 0, 9, 9, -1]
+SIDES = [0, 1, 2, 0, 0, 1, 2]
 
 
 def made(device):
@@ -72,7 +74,8 @@ def test_what_no_document_attends_to_has_no_part_in_gradients(device):
 
 def alone(q, k, v, bounds):
     """Each document behind its prompt, all scores at once."""
-    starts, found = bounds.tolist(), []
+    starts = bounds.tolist()
+    found = []
     for n, length in enumerate(LENGTHS):
         own = list(range(starts[n], starts[n + 1]))
         prompt = []
@@ -111,7 +114,8 @@ def compared(device, gather=gather_keys):
         scale=0.3,
         backend="per-document",
     )
-    dy, expected = torch.randn_like(out), alone(q, k, v, bounds)
+    dy = torch.randn_like(out)
+    expected = alone(q, k, v, bounds)
     return [
         (out, expected),
         *zip(*(torch.autograd.grad(y, (q, k, v), dy) for y in (out, expected))),

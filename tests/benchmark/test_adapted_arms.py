@@ -78,7 +78,8 @@ def test_ours_and_pefts_adapters_are_the_same(tmp_path, mode, changes, of):
     mine = (load_in_4_bits if mode == "qlora" else load_model)(work.model, torch.float32)
     ours._attach(mine, work, work.config(**given))
     theirs = with_peft(load_for_peers(work, torch.float32), work, **given)
-    one, two = values(mine), values(theirs)
+    one = values(mine)
+    two = values(theirs)
     assert one.keys() == two.keys() and len(one) == (7 if "lora_layers" in changes else 14)
     for path, (scale, a, b, lengths) in one.items():
         assert (
@@ -121,11 +122,14 @@ def test_of_a_mixture_attention_is_adapted(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype):
     work = planned(tmp_path, "qlora")
-    plain, packed = load_dequantised(work.model, dtype), load_in_4_bits(work.model, dtype)
-    sixteen, layers = load_model(work.model, torch.float32), 0
+    plain = load_dequantised(work.model, dtype)
+    packed = load_in_4_bits(work.model, dtype)
+    sixteen = load_model(work.model, torch.float32)
+    layers = 0
     for path, layer in packed.named_modules():
         if isinstance(layer, Linear4bit):
-            weight, layers = plain.get_submodule(path).weight, layers + 1
+            weight = plain.get_submodule(path).weight
+            layers = layers + 1
             assert weight.dtype == torch.float32 and equal(weight, layer.packed.dense().float())
             assert not equal(weight, sixteen.get_submodule(path).weight)
     assert layers == 14 and equal(plain.lm_head.weight, sixteen.lm_head.weight)
@@ -162,7 +166,8 @@ def test_experts_have_the_same_values_in_every_arm(tmp_path):
 def test_peers_have_bitsandbytes_layers(tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     work = planned(tmp_path, "qlora")
-    model, ours_ = load_for_peers(work, torch.float32), load_in_4_bits(work.model, torch.float32)
+    model = load_for_peers(work, torch.float32)
+    ours_ = load_in_4_bits(work.model, torch.float32)
     theirs = {
         path
         for path, layer in model.named_modules()

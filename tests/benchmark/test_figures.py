@@ -199,10 +199,12 @@ def test_rows_over_pairs_have_a_table_of_their_own(figures):
 )
 def test_a_row_apart_from_the_tables_is_shown_at_its_own_newest_commit(figures, row):
     """Of two such rows at two commits both are; the row measured again is, once."""
-    before, measured = (
-        figures.speeds(),
-        {"a-qlora-fixed-h100": "old", "b-qlora-fixed-h200": "mid", "a-qlora-fixed-h200": "new"},
-    )
+    before = figures.speeds()
+    measured = {
+        "a-qlora-fixed-h100": "old",
+        "b-qlora-fixed-h200": "mid",
+        "a-qlora-fixed-h200": "new",
+    }
     for day, (name, commit) in enumerate(measured.items(), start=1):
         made = result(f"2026-04-0{day}", commit, 3000.0, 1500.0, 2.0) | {"row": row}
         (figures.RESULTS / f"row-{name}.json").write_text(json.dumps(made))

@@ -25,7 +25,8 @@ from chronicals.benchmark.floor import (
 from chronicals.benchmark.shapes import SHAPES
 
 COPY = 4.27e12
-SMALL, LARGE = "qwen2.5-0.5b", "llama-3.1-8b"
+SMALL = "qwen2.5-0.5b"
+LARGE = "llama-3.1-8b"
 
 
 def shape(name: str) -> DecoderShape:
@@ -36,7 +37,8 @@ def test_flops_of_a_shape_small_enough_for_pencil_and_paper():
     tiny = DecoderShape(
         layers=1, width=4, heads=2, kv_heads=1, head_dim=2, inner=8, vocabulary=10, experts=0
     )
-    body, head = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8, 4 * 10
+    body = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8
+    head = 4 * 10
     assert (tiny.body, tiny.head) == (body, head) == (144, 40)
     full = Job(tiny, tokens=6, mean_length=5.0, labelled=0.5)
     assert attention_flops(full) == 2 * 1 * 4 * 6
@@ -248,7 +250,8 @@ def test_only_the_adapted_projections_are_counted():
     assert found["qkv", "forward"] == (8 + 4, 16, 3) and found["qkv", "dX"] == (8, 16 + 4, 2)
     assert found["out", "forward"] == (8, 8, 3)
     thin = {key: sizes for key, sizes in found.items() if key[0].endswith((" A", " B"))}
-    a, b = (8, 4, 3), (4, 16, 3)
+    a = (8, 4, 3)
+    b = (4, 16, 3)
     assert thin == {("qkv A", "forward"): a, ("qkv A", "dW"): a, ("qkv B", "dW"): b}
 
 

@@ -21,7 +21,8 @@ from chronicals.benchmark.pairs import Held, Pair, PairWork
 from chronicals.benchmark.parity import Tolerance, comparison, refusal
 from chronicals.objectives.pairs import Pairs
 
-TIGHT, MOVING = Tolerance(1e-4, 1e-4), {"learning_rate": 1e-3}
+TIGHT = Tolerance(1e-4, 1e-4)
+MOVING = {"learning_rate": 1e-3}
 
 
 def measured(arm, work, folder, steps=4, documents=None):
@@ -79,7 +80,8 @@ def test_in_bf16_the_reference_has_the_weights_that_arms_have(mode, tmp_path):
     exact = measured(pair_reference.reference, exact, tmp_path)
     assert 0 < max(noise) < 0.01 and exact.rounded_losses is None and exact.rounded_norms is None
     assert (reference.rounded_norms is None) == (mode == "full")
-    spreads, most = reference.rounding_spreads, max(map(len, work.pairs_by_step(len(noise)))) ** 0.5
+    spreads = reference.rounding_spreads
+    most = max(map(len, work.pairs_by_step(len(noise)))) ** 0.5
     assert spreads[0] == 0 < min(spreads[1:]) and all(
         a <= most * b + 1e-6 for a, b in zip(noise, spreads)
     )
@@ -129,7 +131,8 @@ def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatc
     from chronicals.benchmark.arms import unsloth_preference
     from chronicals.benchmark.arms.weights import load, with_peft
 
-    work, patched = planned(tmp_path, "lora", objective="dpo", **MOVING), []
+    work = planned(tmp_path, "lora", objective="dpo", **MOVING)
+    patched = []
     monkeypatch.setitem(
         sys.modules, "unsloth", SimpleNamespace(PatchDPOTrainer=lambda: patched.append(True))
     )
@@ -319,10 +322,8 @@ def test_what_a_trial_found_holds_for_other_shares_of_prompts(monkeypatch, tmp_p
     way, words = trial(monkeypatch, passed, [step_of(3)], more)
     assert way == (4, "flash") and not tried
     assert words[0] == "as in the trial of pairs-50" and "flash 4 pairs 1.00 s" in words[1]
-    orpo, wider = (
-        planned(tmp_path, "lora", objective="orpo", data="pairs-70"),
-        {**more.fields, "max_seq_length": 512},
-    )
+    orpo = planned(tmp_path, "lora", objective="orpo", data="pairs-70")
+    wider = {**more.fields, "max_seq_length": 512}
     longer = [step_of(3) + step_of(3)[:4]]
     for other, given in (
         (more, longer),

@@ -50,7 +50,8 @@ def _rows(data):
 
 
 def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
-    tokenizer, rows = word_tokenizer(1000), random_pairs(0.5, 20000, 256, 1000)
+    tokenizer = word_tokenizer(1000)
+    rows = random_pairs(0.5, 20000, 256, 1000)
     ids = {
         side: [number for row in rows for number in tokenizer(row[side])["input_ids"]]
         for side in rows[0]
@@ -65,7 +66,11 @@ def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
 
 def test_a_step_holds_whole_pairs_with_one_end_each(work):
     known = {tuple(row.items()) for row in map(json.loads, work.documents.read_text().splitlines())}
-    end, words = BYTES, lambda ids: " ".join(f"t{number}" for number in ids)
+    end = BYTES
+
+    def words(ids):
+        return " ".join(f"t{number}" for number in ids)
+
     for pair in [pair for step in work.pairs_by_step(3) for pair in step]:
         assert pair.chosen[-1] == pair.rejected[-1] == end
         texts = words(pair.prompt), " " + words(pair.chosen[:-1]), " " + words(pair.rejected[:-1])

@@ -83,7 +83,8 @@ def test_only_what_comes_back_to_the_head_is_of_one_sign(name):
 class Ticking:
     """A clock whose time passes as it is told, with marks that take some of it."""
 
-    now, of_a_mark = 0.0, 0.0
+    now = 0.0
+    of_a_mark = 0.0
 
     def __init__(self):
         self.marks = []
@@ -103,7 +104,8 @@ class Ticking:
         return run
 
 
-PARTS, ORDER = {"a": Ticking.takes(1.0), "b": Ticking.takes(4.0)}, ["a", "b", "b", "a"]
+PARTS = {"a": Ticking.takes(1.0), "b": Ticking.takes(4.0)}
+ORDER = ["a", "b", "b", "a"]
 
 
 def test_each_part_is_timed_where_it_stands(monkeypatch):
@@ -143,7 +145,8 @@ def test_of_a_whole_row(mode, tmp_path):
     work = made.work(tmp_path, mode=mode)
     prepare(work)
     found = rates.measure_rates(work)
-    parts, job = found["floor"], work.job()
+    parts = found["floor"]
+    job = work.job()
     assert found["products"].keys() == {product.key for product in products(job)}
     assert (
         all(rate["flops_per_second"] > 0 for rate in found["products"].values())

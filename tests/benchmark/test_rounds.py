@@ -43,16 +43,16 @@ def bench(tmp_path, monkeypatch):
 
     class Bench:
         def __init__(self):
-            self.ran, self.started, self.ended, self.crash, self.changes, self.absent = (
-                [],
-                [],
-                [],
-                set(),
-                {},
-                set(),
-            )
+            self.ran = []
+            self.started = []
+            self.ended = []
+            self.crash = set()
+            self.changes = {}
+            self.absent = set()
             self.processes, self.too_many = [], 99  # so many that wait make another one crash
-            self.crash_in_round, self.too_many_for, self.slow = {}, {}, set()
+            self.crash_in_round = {}
+            self.too_many_for = {}
+            self.slow = set()
 
         def measure(self, began=None, **options):
             work = made.work(tmp_path)
@@ -67,7 +67,10 @@ def bench(tmp_path, monkeypatch):
             self, work, arm, steps, trace=None, documents=None, label="", warm_up=None, further=0
         ):
             self.name = arm if isinstance(arm, str) else arm.name
-            self.trace, self.further, self.rounds, self.steps = trace, further, 0, steps
+            self.trace = trace
+            self.further = further
+            self.rounds = 0
+            self.steps = steps
             bench.started.append(self.name)
             bench.processes.append(self)
 
@@ -99,10 +102,8 @@ def bench(tmp_path, monkeypatch):
                 speed, **{"first": self.rounds == 1, "profile": profile, **changes}
             )
             if self.name == "reference":
-                measured.losses, measured.grad_norms = (
-                    measured.losses[: self.steps],
-                    measured.grad_norms[: self.steps],
-                )
+                measured.losses = measured.losses[: self.steps]
+                measured.grad_norms = measured.grad_norms[: self.steps]
             return measured
 
         def end(self):
@@ -467,7 +468,8 @@ def test_the_time_limit_bounds_preparation_from_the_start(bench, monkeypatch):
 
 def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
     """The last one runs into it: it has no figures, and no other is begun."""
-    given, measured = [], rounds.RunningArm.measure
+    given = []
+    measured = rounds.RunningArm.measure
 
     def measure(running, timeout):
         given.append(timeout)

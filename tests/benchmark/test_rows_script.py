@@ -29,7 +29,8 @@ def test_a_card_by_its_model(name, short, monkeypatch):
 
 def run(monkeypatch, *arguments, took=100.0):
     """The seconds each row was given, where each takes ``took``."""
-    now, given = [0.0], []
+    now = [0.0]
+    given = []
 
     def measure(name, output, work, seconds, options):
         given.append((name, output.name, round(seconds)))

@@ -47,7 +47,8 @@ def test_a_peer_of_unknown_parts_is_refused():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_codes_are_the_same_whoever_has_them(count):
-    layer, device = nn.Linear(64, 1024, bias=False, device="meta"), torch.device("cpu")
+    layer = nn.Linear(64, 1024, bias=False, device="meta")
+    device = torch.device("cpu")
     parts = [
         models.drawn(layer, 3, rank, count, torch.float32, device).dense() for rank in range(count)
     ]
@@ -71,7 +72,8 @@ def test_lines_of_the_table():
 
 
 def test_a_save_holds_up_what_steps_take_longer_but_for_the_one_that_ends_off_the_clock():
-    every, usual = 10, 0.2
+    every = 10
+    usual = 0.2
     durations = [usual] * 29
     durations[9] += 0.3
     durations[10] += 0.02
@@ -161,7 +163,8 @@ def test_two_processes_run_a_row(tmp_path):
     ]
     subprocess.run([*command, "--steps", "2", "--output", str(output)], check=True, timeout=400)
     found = json.loads(output.read_text())["rows"]
-    ours, theirs = found["8b-full"]["weights"], found["8b-full"]["fsdp2-recompute"]
+    ours = found["8b-full"]["weights"]
+    theirs = found["8b-full"]["fsdp2-recompute"]
     for got, expected, within in (
         (found["8b-qlora"]["weights"], found["8b-qlora"]["1x"], 1e-3),
         (theirs, ours, 1e-2),

@@ -31,7 +31,8 @@ def cut(x):
 
 def summed_by_tensor_core(left, right):
     """As it reads operands and cuts off what its sums have beyond fp32."""
-    left, right = as_tf32(left).double(), as_tf32(right).double()
+    left = as_tf32(left).double()
+    right = as_tf32(right).double()
     total = torch.zeros(len(left), right.shape[1])
     for begin in range(0, len(right), AT_A_TIME):
         part = slice(begin, begin + AT_A_TIME)
@@ -90,7 +91,8 @@ def errors(module, x, gradient):
 def test_output_and_gradient_are_as_exact_as_in_fp32(bias, tensor_core):
     module = layer(bias=bias)
     assert split_products.split_frozen(nn.Sequential(module))
-    x, gradient = torch.randn(3, 7, 333) * 5, torch.randn(3, 7, 48)
+    x = torch.randn(3, 7, 333) * 5
+    gradient = torch.randn(3, 7, 48)
     split, plain = errors(module, x, gradient)
     assert all(mine <= 2 * theirs for mine, theirs in zip(split, plain)), (split, plain)
 
@@ -128,7 +130,9 @@ def test_the_first_part_and_the_rest_are_the_number():
 
 
 def test_trained_weights_and_those_of_more_bits_stay_as_they_are():
-    frozen, trained, finer = layer(), layer().requires_grad_(True), layer()
+    frozen = layer()
+    trained = layer().requires_grad_(True)
+    finer = layer()
     finer.weight.data += 1e-4
     assert split_products.split_frozen(nn.ModuleList([finer, trained, frozen]))
     assert "forward" in vars(frozen) and not any(

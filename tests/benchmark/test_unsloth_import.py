@@ -14,7 +14,8 @@ from chronicals.benchmark.arms import unsloth, unsloth_import
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_runtime_of_cuda_12_is_loaded_from_its_wheel(tmp_path, monkeypatch, installed):
-    runtime, loaded = tmp_path / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12", []
+    runtime = tmp_path / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12"
+    loaded = []
     runtime.parent.mkdir(parents=True)
     if installed:
         runtime.touch()
@@ -56,7 +57,8 @@ def test_only_packed_lora_needs_it(tmp_path, monkeypatch, mode, data, name, prep
 )
 def test_one_call_a_document_has_no_speed(monkeypatch, backend, varlen, expected):
     dispatch = ModuleType("unsloth.utils.attention_dispatch")
-    dispatch.SDPA, dispatch._TORCH_VARLEN_ATTN = "sdpa", varlen
+    dispatch.SDPA = "sdpa"
+    dispatch._TORCH_VARLEN_ATTN = varlen
     dispatch.select_attention_backend = lambda use_varlen: backend
     utils = ModuleType("unsloth.utils")
     utils.attention_dispatch = dispatch

@@ -214,7 +214,10 @@ class Measured:
     """
 
     def __init__(self, call, position, most=10**9):
-        self.call, self.position, self.most, self.now = call, position, most, 0.0
+        self.call = call
+        self.position = position
+        self.most = most
+        self.now = 0.0
 
     def __call__(self, input_ids, **_):
         if input_ids.numel() > self.most:
@@ -270,8 +273,10 @@ class Attending(Measured):
 
     def __init__(self, apart=True, packed=1.0, **costs):
         super().__init__(2000, 0)
-        self.apart, self.packed = apart, packed
-        self.costs, self.attention = costs, "sdpa"
+        self.apart = apart
+        self.packed = packed
+        self.costs = costs
+        self.attention = "sdpa"
 
     def set_attn_implementation(self, name):
         self.attention = name
@@ -422,7 +427,8 @@ def test_documents_are_found_in_a_trainers_batch(inputs):
 def test_a_trainers_step_is_as_large_as_ours(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
-    work, given = planned(tmp_path, batch_size=2, gradient_accumulation_steps=3), {}
+    work = planned(tmp_path, batch_size=2, gradient_accumulation_steps=3)
+    given = {}
 
     class Described(Exception):
         pass

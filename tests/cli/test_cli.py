@@ -225,7 +225,8 @@ def test_evaluate_scores_what_the_run_trained(place, within):
             within("evaluate", "all-tokens", "--data", "data.jsonl", *options).stdout
         )["targets"]
 
-    as_taught, answers = targets(), targets("--objective", "sft")
+    as_taught = targets()
+    answers = targets("--objective", "sft")
     assert as_taught == targets("--objective", "pretraining", "--max-seq-length", 48) > 2 * answers
     assert targets("--objective", "sft", "--max-seq-length", 128) > answers
 
@@ -405,11 +406,9 @@ def test_draws_are_shaped_and_repeated(trained, within):
         "--temperature",
         2,
     ]
-    first, again, narrow = (
-        within(*asked, "--seed", 4),
-        within(*asked, "--seed", 4),
-        within(*asked, "--top-k", 1, "--seed", 4),
-    )
+    first = within(*asked, "--seed", 4)
+    again = within(*asked, "--seed", 4)
+    narrow = within(*asked, "--top-k", 1, "--seed", 4)
     likely = within("generate", "base", "--prompt", "what is 3?", "--max-new-tokens", 8)
     assert first == again and first.stdout != narrow.stdout == likely.stdout
     refused = within("generate", "base", "--prompt", "hi", "--top-p", 0.9)
@@ -899,7 +898,8 @@ def test_quickstart_of_preferences_small(within, monkeypatch, tmp_path):
     monkeypatch.setattr(quickstart, "default_size", lambda: size)
     monkeypatch.setattr(quickstart, "PREFERENCE_EPOCHS", 4)
     monkeypatch.setattr(quickstart, "PREFERENCE_RATE", 0.5)
-    made, run = [], quickstart.run_preferences
+    made = []
+    run = quickstart.run_preferences
     monkeypatch.setattr(
         quickstart, "run_preferences", lambda *given: made.append(run(*given)) or made[0]
     )

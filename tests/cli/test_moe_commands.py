@@ -146,7 +146,8 @@ def test_heads_from_a_trace(run, tmp_path):
         "predict-train", "model", "--trace", "trace", "--output", "heads", "--passes", 2, *HEADS
     )
     assert code == 0 and "layers ahead" in error, error
-    found, said = json.loads(out), json.loads((tmp_path / "trace" / "trace.json").read_text())
+    found = json.loads(out)
+    said = json.loads((tmp_path / "trace" / "trace.json").read_text())
     assert (
         found["model_sha256"] == said["model_sha256"]
         and 4000 <= found["trained_on_tokens"] / 2 <= 4000 + 256

@@ -129,7 +129,8 @@ def test_help_shows_every_choice_and_only_what_works():
 
 def headings_of_help(command, columns):
     """Headings in order, each with the flags under it."""
-    found, heading = {}, ""
+    found = {}
+    heading = ""
     for line in ran(command, "--help", columns=columns).output.splitlines():
         if title := re.match(r"(?:╭─ )?([A-Z][\w, -]*?)(?:\:$| ─+╮$)", line):
             heading = title[1]

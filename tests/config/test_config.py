@@ -387,7 +387,8 @@ def test_auto_leaves_the_decision_to_the_run(tmp_path):
 
 
 def test_explicit_is_each_ones_own():
-    first, second = ChronicalsConfig(seed=1), ChronicalsConfig(batch_size=2)
+    first = ChronicalsConfig(seed=1)
+    second = ChronicalsConfig(batch_size=2)
     assert (first.explicit, second.explicit) == ({"seed"}, {"batch_size"})
     assert ChronicalsConfig().explicit == frozenset() == ChronicalsConfig.explicit
 

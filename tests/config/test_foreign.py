@@ -588,7 +588,8 @@ def test_the_fields_of_trainers_that_are_installed_have_answers():
     """
     from transformers import TrainingArguments
 
-    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    trl = pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
     kinds = [
         TrainingArguments,
         peft.LoraConfig,

@@ -163,7 +163,8 @@ def differences(name, row, **options):
     )
     if list(theirs["input_ids"]) != ids:
         return {"renders otherwise"}
-    ours, marked = spans(trained), spans(theirs["assistant_masks"])
+    ours = spans(trained)
+    marked = spans(theirs["assistant_masks"])
     if len(ours) != len(marked):
         return {f"{len(marked)} spans, not {len(ours)}"}
     found = set()

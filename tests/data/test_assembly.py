@@ -23,7 +23,10 @@ def reference(store, packs, width, most_documents):
     bucket = min(
         bound for bound in (-(-width // share) for share in (8, 4, 2, 1)) if bound >= longest
     )
-    ids, targets, positions, bounds = [], [], [], [0]
+    ids = []
+    targets = []
+    positions = []
+    bounds = [0]
     for number, pack in enumerate(packs):
         for document in pack:
             tokens, trained = (column.tolist() for column in store.document(document))

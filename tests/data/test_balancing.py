@@ -63,7 +63,9 @@ def test_balance_is_four_times_better_than_in_order_and_the_check_sees_the_diffe
     of_packs = np.random.permutation(
         [(lengths[pack] ** 2).sum() for pack in plan_packs(lengths, 2048)]
     )
-    placed, plain, balanced_by_chance = [], [], 0
+    placed = []
+    plain = []
+    balanced_by_chance = 0
     for costs in of_packs[: 50 * np.prod(shape)].reshape(50, -1):
         in_order = np.arange(costs.size).reshape(shape)
         for found, places in ((placed, balance(costs, *shape)), (plain, in_order)):

@@ -106,7 +106,8 @@ def test_settled_characters_have_a_class_that_stays():
     two long ago (4.0, 5.0).
     """
     for letter in set(settled()) - {"\u200b", "\u2132"}:
-        old, new = unicodedata.ucd_3_2_0.category(letter), unicodedata.category(letter)
+        old = unicodedata.ucd_3_2_0.category(letter)
+        new = unicodedata.category(letter)
         assert new != "Cn", hex(ord(letter))
         assert old == "Cn" or old[0] == new[0] or not {old[0], new[0]} & set("LMNZ"), hex(
             ord(letter)
@@ -122,7 +123,8 @@ def random_model(letters="abc"):
     nearly.
     """
     vocabulary = {letter: number for number, letter in enumerate(ALPHABET)}
-    words, merges = list(letters), []
+    words = list(letters)
+    merges = []
     while len(words) < 12:
         union = random.choice(words) + random.choice(words)
         halves = [
@@ -161,7 +163,8 @@ def differing(tokenizer, pairs, texts, special=False):
 
 def merged_otherwise(of=BytePairs, models=200):
     """How many random models it takes, and for how many it gives other ids."""
-    taken, wrong = 0, 0
+    taken = 0
+    wrong = 0
     for _ in range(models):
         tokenizer = random_model()
         pairs = made(tokenizer, of)
@@ -222,10 +225,8 @@ def test_texts_have_the_ids_of_the_rust_part(pattern, normalizer):
         single="<|im_start|> $A <|endoftext|>",
         special_tokens=[("<|im_start|>", begin), ("<|endoftext|>", end)],
     )
-    pairs, added = (
-        made(tokenizer),
-        [token.content for token in tokenizer.get_added_tokens_decoder().values()],
-    )
+    pairs = made(tokenizer)
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     exotic = ["e\u0301", "\u212b", "\U0001e900", "ࡰ", "ก", "\u0378"]
     texts = ["", *(wild([*LETTERS, *added, *random.choice([exotic, [""]])]) for _ in range(400))]
     for special in (False, True):
@@ -234,7 +235,8 @@ def test_texts_have_the_ids_of_the_rust_part(pattern, normalizer):
 
 
 def test_what_is_not_known_to_agree_is_left_to_the_rust_part():
-    tokenizer, left = trained(normalizer=normalizers.NFC()), []
+    tokenizer = trained(normalizer=normalizers.NFC())
+    left = []
     pairs = BytePairs.of(
         tokenizer, lambda texts, _: left.extend(texts) or tokenizer.encode_batch_fast(texts)
     )

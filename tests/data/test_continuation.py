@@ -59,10 +59,8 @@ def metaspace(scheme):
 
 def byte_level(prefix):
     inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=prefix),
-        decoders.ByteLevel(),
-    )
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(
         TEXTS,
@@ -118,7 +116,8 @@ def test_what_is_trained_is_what_the_row_says(name):
     for row, (ids, trained) in zip(rows, found, strict=True):
         expected, mask = encoder.encode(row, "row")
         assert ids.tolist() == expected and trained.tolist() == mask, row
-        prompt, completion = row["prompt"], row["completion"]
+        prompt = row["prompt"]
+        completion = row["completion"]
         assert ids[trained == 0].tolist() == encoder.prompt(prompt), row
         alone, said = (encoder.template.decode(some) for some in (encoder.prompt(prompt), ids[:-1]))
         if prompt:

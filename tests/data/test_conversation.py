@@ -127,10 +127,8 @@ def test_choices_are_part_of_the_fingerprint_and_of_the_configuration():
 
 
 def test_the_last_turn_of_a_template_that_renders_earlier_ones_otherwise_can_be_trained():
-    tokenizer, row = (
-        with_template(shipped("qwen3_5_think")),
-        stock_templates.record("thinking turns"),
-    )
+    tokenizer = with_template(shipped("qwen3_5_think"))
+    row = stock_templates.record("thinking turns")
     with pytest.raises(TemplateError, match="set train_on_turns='last'"):
         texts(tokenizer, row["messages"])
     thought, answer = (row["messages"][-1][name] for name in ("reasoning_content", "content"))
@@ -156,7 +154,8 @@ CLOSED = {
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_questions_are_trained_with_what_closes_them(name):
-    tokenizer, row = with_template(shipped(name)), stock_templates.record("turns")
+    tokenizer = with_template(shipped(name))
+    row = stock_templates.record("turns")
     questions = [message["content"] for message in row["messages"] if message["role"] == "user"]
     expected = [f"{question}{CLOSED[name]}" for question in questions]
     assert [
@@ -201,14 +200,16 @@ def test_a_role_that_cannot_be_delimited_is_refused_by_name(template, reason):
 
 
 def test_a_system_message_that_becomes_part_of_a_question_is_refused():
-    tokenizer, row = with_template(shipped("gemma3")), stock_templates.record("system")
+    tokenizer = with_template(shipped("gemma3"))
+    row = stock_templates.record("system")
     with pytest.raises(TemplateError, match=r"message 1 \(system\)"):
         texts(tokenizer, row["messages"], train_on_roles=["system"])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "qwen3_5_think", "gemma4_v5"])
 def test_arguments_as_json_text_are_the_same_as_an_object(name):
-    tokenizer, row = with_template(shipped(name)), stock_templates.record("tools")
+    tokenizer = with_template(shipped(name))
+    row = stock_templates.record("tools")
     call = row["messages"][1]["tool_calls"][0]
     content = call["function"]["arguments"]["thing"]
     as_text = called()
@@ -226,7 +227,8 @@ def test_arguments_that_are_no_object_are_named():
 
 @pytest.mark.parametrize("answer", ["completion", "response"])
 def test_messages_as_json_text_are_those_of_a_conversation(answer):
-    asked, said = MESSAGES[:2], MESSAGES[2:3]
+    asked = MESSAGES[:2]
+    said = MESSAGES[2:3]
     for as_chat in (False, True):
         encoder = Tokenizer(tiny.tokenizer(), completions_as_chat=as_chat)
         expected = encoder.encode({"prompt": asked, answer: said}, "row 1")

@@ -83,7 +83,8 @@ def split_documents(batches):
     if split is None:
         assert all(batch.split is None for batch in batches)
         return {}
-    inner, found = split.context.inner, {}
+    inner = split.context.inner
+    found = {}
     sent = [
         torch.stack([batch.input_ids, batch.targets, batch.position_ids], 1)[: batch.split.tokens]
         for batch in batches
@@ -93,10 +94,8 @@ def split_documents(batches):
         neighbours = [tokens[split.order] for tokens in neighbours]
         assert torch.equal(split.order[split.back], torch.arange(len(split.back)))
     for batch in batches:
-        own, queries = (
-            neighbours[batch.split.context.rank // inner],
-            batch.split.cu_seqlens.tolist(),
-        )
+        own = neighbours[batch.split.context.rank // inner]
+        queries = batch.split.cu_seqlens.tolist()
         keys = batch.split.keys
         ends = queries if keys is None else keys.cu_seqlens.tolist()
         gathered = own if keys is None else torch.cat(neighbours)[keys.index]
@@ -192,7 +191,8 @@ def test_columns_of_documents_and_of_targets_are_dealt(store):
     for alone, *shares in dealt(given.with_values("top", values), 2, 1):
         assert rows(batch for step in shares for batch in step.batches) == rows(alone.batches)
         for batch in (batch for step in shares for batch in step.batches):
-            names, bounds = batch.segments["number"].tolist(), batch.cu_seqlens.tolist()
+            names = batch.segments["number"].tolist()
+            bounds = batch.cu_seqlens.tolist()
             assert len(names) == len(bounds) - 1
             firsts = [
                 int(batch.input_ids[a]) if a < b else FILLER for a, b in zip(bounds, bounds[1:])
@@ -203,11 +203,9 @@ def test_columns_of_documents_and_of_targets_are_dealt(store):
 
 def test_a_batch_is_dealt_as_a_stream_deals(store):
     """By hand: the same share of documents with weights and columns."""
-    lengths, ranks, context = (
-        (5, 20, 9, 3, 11),
-        np.array([0, SPLIT, 1, 0, NOBODY]),
-        Context(1, 2, 2),
-    )
+    lengths = (5, 20, 9, 3, 11)
+    ranks = np.array([0, SPLIT, 1, 0, NOBODY])
+    context = Context(1, 2, 2)
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     tokens = torch.arange(48)
     columns = {"weights": tokens / 2, "segments": {"n": torch.arange(5)}, "tokens": {"t": tokens}}
@@ -245,9 +243,11 @@ def test_the_order_of_documents_does_not_depend_on_who_shares_packs(store):
 
 def test_packs_are_balanced_by_their_slowest_rank(store):
     stream = BatchStream(store, config(), FILLER, context=Context(0, 2, 2))
-    plan, lengths = stream.plan, store.lengths.astype(np.int64)
+    plan = stream.plan
+    lengths = store.lengths.astype(np.int64)
     for pack, (first, end) in enumerate(zip(plan.offsets, plan.offsets[1:])):
-        squares, part_of = lengths[plan.documents[first:end]] ** 2, plan.part_of[first:end]
+        squares = lengths[plan.documents[first:end]] ** 2
+        part_of = plan.part_of[first:end]
         whole = [squares[(part_of >= 0) & (part_of // 2 == rank)].sum() for rank in range(2)]
         assert stream._sums[pack, COST] == squares[part_of == SPLIT].sum() + 2 * max(whole)
 

@@ -54,7 +54,8 @@ def test_a_file_is_read_once(tmp_path, file, read):
     "change", ["bytes", "same size", "same size and time", "another file of that name"]
 )
 def test_a_change_is_seen(tmp_path, file, read, change):
-    before, status = digest(tmp_path, file), file.stat()
+    before = digest(tmp_path, file)
+    status = file.stat()
     content = random.randbytes(1001 if change == "bytes" else 1000)
     if change == "another file of that name":
         (tmp_path / "new").write_bytes(content)

@@ -55,7 +55,8 @@ def json_lines(path, rows):
 
 
 def json_array(path, rows):
-    indent, ascii_only = random.choice([None, 0, 1, 7]), random.random() < 0.5
+    indent = random.choice([None, 0, 1, 7])
+    ascii_only = random.random() < 0.5
     packed(path, json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode())
 
 
@@ -318,12 +319,10 @@ def test_a_damaged_file_is_named(tmp_path, name, damage):
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_stream_that_was_cut_between_two_batches_is_named(tmp_path, legacy):
-    path, table, file, ends = (
-        tmp_path / "s.arrow",
-        pa.table({"text": list("abc")}),
-        io.BytesIO(),
-        [],
-    )
+    path = tmp_path / "s.arrow"
+    table = pa.table({"text": list("abc")})
+    file = io.BytesIO()
+    ends = []
     with pa.ipc.new_stream(
         file, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=legacy)
     ) as writer:
@@ -519,7 +518,8 @@ def test_arrow_memory_does_not_grow_with_the_file(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet", compression="none", row_group_size=30_000)
     del table
     gc.collect()
-    before, largest = pa.total_allocated_bytes(), 0
+    before = pa.total_allocated_bytes()
+    largest = 0
     for number, _ in enumerate(read_file(tmp_path / "a.parquet"), 1):
         if number % 1000 == 0:
             largest = max(largest, pa.total_allocated_bytes() - before)

@@ -50,10 +50,8 @@ def test_every_rule_has_a_planted_fault():
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_nothing_else(name, tmp_path):
     path, tokenizer, number = planted(name, tmp_path)
-    report, rule = (
-        build_store(path, encoder(name, tokenizer), WIDTH, tmp_path).report,
-        rule_of(name),
-    )
+    report = build_store(path, encoder(name, tokenizer), WIDTH, tmp_path).report
+    rule = rule_of(name)
     assert set(report.findings) == {rule} | ALONG.get(name, set())
     assert (report.count(rule), report.findings[rule].rows) == (1, [number])
     if RULES[rule].share != 0:
@@ -80,7 +78,8 @@ def test_whole_answers_are_not_told_to_split(name, may_split, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in PLANTED if RULES[rule_of(name)].share == 0])
 def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0(name, tmp_path):
-    rule, (path, tokenizer, number) = rule_of(name), planted(name, tmp_path)
+    rule = rule_of(name)
+    (path, tokenizer, number) = planted(name, tmp_path)
     model = tiny.llama(vocab_size=310)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(DataError, match=rule) as stopped:
@@ -392,8 +391,10 @@ def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
 def test_a_beginning_that_pads_as_well_is_no_trained_padding(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>", "pad_token": "<s>"})
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    sound, padded = {"input_ids": [begin, 5, 6, end]}, {"input_ids": [begin, 5, end, begin]}
+    begin = tokenizer.bos_token_id
+    end = tokenizer.eos_token_id
+    sound = {"input_ids": [begin, 5, 6, end]}
+    padded = {"input_ids": [begin, 5, end, begin]}
     report = build_store([sound, padded, sound], Tokenizer(tokenizer), WIDTH, tmp_path).report
     assert report.findings["trained_padding"].rows == [2]
 
@@ -416,7 +417,8 @@ def test_answers_that_are_all_good_or_all_bad_are_told(label, tmp_path):
     """A warning: the loss is defined for them, unlearning takes bad answers alone, and few
     held-out rows may be of one kind.
     """
-    rows, encoding = clean_rows("unusable_label"), encoder("unusable_label", tiny.tokenizer())
+    rows = clean_rows("unusable_label")
+    encoding = encoder("unusable_label", tiny.tokenizer())
     (entry,) = build_store(
         [{**row, "label": label} for row in rows], encoding, WIDTH, tmp_path
     ).report.entries()

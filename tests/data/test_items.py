@@ -66,7 +66,8 @@ def test_an_item_never_splits_over_packs(tmp_path, strategy, items, limit):
 
 
 def test_items_that_no_pack_holds_are_refused():
-    lengths, items = [5, 6, 5, 5], np.array([0, 2, 4])
+    lengths = [5, 6, 5, 5]
+    items = np.array([0, 2, 4])
     with pytest.raises(ValueError, match="item 0 has 11 tokens: must be at most max_seq_length=10"):
         plan_packs(lengths, 10, items=items)
     with pytest.raises(ValueError, match="max_documents=1: an item has 2 documents"):
@@ -83,10 +84,8 @@ def test_without_packing_a_pack_holds_one_item(tmp_path):
 
 def test_items_of_one_document_are_planned_as_documents_are(tmp_path):
     store, _ = make_store(tmp_path, (1,))
-    plain, items = (
-        plan_packs(store.lengths, 64, 3),
-        plan_packs(store.lengths, 64, 3, items=store.items),
-    )
+    plain = plan_packs(store.lengths, 64, 3)
+    items = plan_packs(store.lengths, 64, 3, items=store.items)
     assert (
         plain.documents.tolist() == items.documents.tolist()
         and plain.offsets.tolist() == items.offsets.tolist()
@@ -101,7 +100,8 @@ def test_batches_carry_columns_of_their_documents(tmp_path, items):
     for step in BatchStream(store, config(), FILLER, epochs=1).steps(count=6):
         for batch in step.batches:
             assert batch.weights is None and batch.segments.keys() == {"side", "group", "reference"}
-            starts, lengths = batch.cu_seqlens[:-1], batch.cu_seqlens.diff()
+            starts = batch.cu_seqlens[:-1]
+            lengths = batch.cu_seqlens.diff()
             assert {tensor.shape for tensor in batch.segments.values()} == {starts.shape}
             assert batch.segments["reference"].dtype == torch.float32
             first = torch.where(
@@ -140,7 +140,8 @@ def test_weights_of_documents_are_those_of_their_targets_and_are_counted(tmp_pat
         total = sum(float(b.weights[b.targets != IGNORED].double().sum()) for b in batches)
         assert one.counts["weight"] == pytest.approx(total)
         for batch in batches:
-            starts, lengths = batch.cu_seqlens[:-1], batch.cu_seqlens.diff()
+            starts = batch.cu_seqlens[:-1]
+            lengths = batch.cu_seqlens.diff()
             first = batch.input_ids[starts[lengths > 0]]
             of_documents = torch.from_numpy(np.append(weight, -1.0)).float()[
                 torch.where(first == FILLER, len(weight), first)

@@ -190,7 +190,8 @@ def test_a_judged_answer_is_found_where_people_write_it(row, tmp_path):
         {"prompt": [user("what is 2?")], "completion": [assistant("two")], "label": True},
         rows[1],
     ]
-    store, expected = stored(rows, tmp_path), stored(usual, tmp_path)
+    store = stored(rows, tmp_path)
+    expected = stored(usual, tmp_path)
     assert texts(store) == texts(expected) and len(texts(store)) == 2
     assert store.columns["label"].tolist() == expected.columns["label"].tolist()
     for number in range(len(store)):
@@ -273,7 +274,8 @@ def rows_of(prompts):
 )
 def test_it_is_of_the_nearest_row_before_that_asks_something_else(prompts, earlier, others):
     """A number in quotes is of the earlier rows."""
-    rows, before = rows_of(prompts), rows_of(earlier)
+    rows = rows_of(prompts)
+    before = rows_of(earlier)
     found = of_other_prompts(rows, before)
     expected = [
         None if at is None else before[int(at)] if isinstance(at, str) else rows[at]
@@ -370,7 +372,8 @@ def test_an_answer_that_fits_by_itself_is_whole_whatever_is_left(overlong, share
     """Where no target of the other one has room, be its prompt shared or not, it stands alone,
     behind a prompt of its own.
     """
-    prompt, encoder = ("2 " * 30 if shared else "2?"), Tokenizer(tiny.tokenizer())
+    prompt = "2 " * 30 if shared else "2?"
+    encoder = Tokenizer(tiny.tokenizer())
     rows = [
         {"prompt": p, "completion": said, "label": True}
         for p, said in ((prompt, " two" * 30), ("3?", " three"))
@@ -418,5 +421,6 @@ def test_a_row_is_the_same_whatever_stands_before_it(tmp_path):
     rows = numbered(4, 1)
     report = stored([*rows, rows[1]], tmp_path).report
     assert report.findings["duplicate_row"].rows == [5]
-    one, other = stored(rows, tmp_path), stored(rows[::-1], tmp_path)
+    one = stored(rows, tmp_path)
+    other = stored(rows[::-1], tmp_path)
     assert np.unique(one.hashes).tolist() == np.unique(other.hashes).tolist()

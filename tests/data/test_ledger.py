@@ -97,7 +97,8 @@ def written(rows, path):
 
 def opened(source, config, folder=None):
     """Both stores, as training opens them."""
-    kinds, file = OBJECTIVES[config.objective].row_kinds, folder and folder / "train_dataset.json"
+    kinds = OBJECTIVES[config.objective].row_kinds
+    file = folder and folder / "train_dataset.json"
     if not config.validation_split:
         return open_store(
             source, tiny.tokenizer(), config, "rows", kinds=kinds, report_file=file

@@ -224,7 +224,8 @@ def test_pinned_batches_are_pinned_and_the_same(make_store):
 
 def test_batches_in_memory_of_torch_are_the_same(make_store, monkeypatch):
     """What pinned memory is: without a card there is none, so it is asked for without the pin."""
-    allocate, asked = torch.empty, []
+    allocate = torch.empty
+    asked = []
 
     def pageable(*sizes, pin_memory=False, **options):
         asked.append(pin_memory)
@@ -366,7 +367,8 @@ def test_epochs_are_whole_one_after_another_and_differ_in_order(make_store):
 def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
     store = make_store(30, 30)
     (stream,) = streams(store, config(40, 2, 3), epochs=2)
-    packs, last = 2 * len(stream.plan), stream.steps_in_all
+    packs = 2 * len(stream.plan)
+    last = stream.steps_in_all
     steps = list(stream.steps(count=last + 3))
     assert (last - 1) * 6 < packs <= last * 6
     assert sum(step.counts["documents"] for step in steps[:last]) == 60
@@ -409,7 +411,8 @@ def test_steps_from_a_position_are_the_tail_of_all_steps(make_store):
 
 def test_a_stream_may_be_read_again_and_twice_at_once(make_store):
     (stream,) = streams(make_store(40, 30), config(40), epochs=2)
-    first, second = list(stream), list(stream)
+    first = list(stream)
+    second = list(stream)
     together = list(zip(stream, stream, strict=True))
     assert all(
         same(a, b) and same(a, x) and same(a, y)
@@ -448,7 +451,8 @@ def test_the_order_is_a_function_of_the_seed(make_store):
     ],
 )
 def test_the_fingerprint_is_of_the_order(make_store, changes, same):
-    store, settings = make_store(60, 30), config(90)
+    store = make_store(60, 30)
+    settings = config(90)
     (stream,) = streams(store, settings)
     changed = streams(store, settings.replace(**changes), ranks=2)[1]
     assert (changed.fingerprint == stream.fingerprint) is same
@@ -601,7 +605,8 @@ def test_a_consumer_that_stops_early_leaves_no_thread(make_store):
 
 @pytest.mark.parametrize("epochs", [None, 3])
 def test_a_dataloader_yields_batches_and_has_a_length(tmp_path, epochs):
-    rows, tokenizer = tiny.chat_rows(60), tiny.tokenizer()
+    rows = tiny.chat_rows(60)
+    tokenizer = tiny.tokenizer()
     loader = create_dataloader(rows, tokenizer, config(96, cache_dir=tmp_path, num_epochs=epochs))
     batches = list(loader)
     assert len(batches) == len(loader) == -(-len(loader.plan) * (epochs or 1) // 4) * 2

@@ -19,7 +19,8 @@ from chronicals.data.plain_values import is_missing, items_of
 from chronicals.data.records import parsed
 from chronicals.data.rows import MEDIA, READ, TRAINED
 
-ASKED, ANSWERED = {"role": "user", "content": "what is 2?"}, {"role": "assistant", "content": "two"}
+ASKED = {"role": "user", "content": "what is 2?"}
+ANSWERED = {"role": "assistant", "content": "two"}
 CHAT = [ASKED, ANSWERED]
 CALL = {
     "role": "assistant",

@@ -115,7 +115,9 @@ def test_a_plan_is_a_partition_within_its_bounds(count, width, distribution, lim
 def test_a_wrong_plan_is_found_by_what_is_checked():
     lengths = np.array([40, 24] * 10)
     plan = plan_packs(lengths, 64, 5)
-    twice, swapped, moved = plan.documents.copy(), plan.documents.copy(), plan.offsets.copy()
+    twice = plan.documents.copy()
+    swapped = plan.documents.copy()
+    moved = plan.offsets.copy()
     twice[7] = twice[8]
     swapped[[1, 2]] = swapped[[2, 1]]  # 40 beside 40
     moved[4] = moved[3]
@@ -159,9 +161,11 @@ def test_every_document_goes_where_best_fit_decreasing_puts_it(count, width, dis
     lengths = draw(count, width, distribution)
     plan = plan_packs(lengths, width, limit)
     pack_of = {document: number for number, pack in enumerate(plan) for document in pack}
-    room, held = {}, collections.Counter()
+    room = {}
+    held = collections.Counter()
     for document in sorted(range(count), key=lambda d: (-lengths[d], d)):
-        size, pack = lengths[document], pack_of[document]
+        size = lengths[document]
+        pack = pack_of[document]
         fits = [room[p] for p in room if room[p] >= size and held[p] < (limit or count)]
         if fits:
             assert room.get(pack) == min(fits), (
@@ -184,7 +188,8 @@ def test_packs_are_filled_as_by_the_plain_algorithm(count, width, distribution):
 
 def test_a_plan_is_a_function_of_the_lengths():
     lengths = draw(500, 256, "uniform")
-    first, second = plan_packs(lengths, 256), plan_packs(lengths.tolist(), 256)
+    first = plan_packs(lengths, 256)
+    second = plan_packs(lengths.tolist(), 256)
     assert np.array_equal(first.documents, second.documents)
     assert np.array_equal(first.offsets, second.offsets)
 
@@ -241,7 +246,8 @@ def test_the_configuration_takes_the_strategies_there_are():
 def test_other_threads_run_while_a_plan_is_made():
     lengths = np.random.randint(1, 2048, 4_000_000)
     plan_packs(lengths[:10], 2048)  # compiled
-    ticks, done = [], threading.Event()
+    ticks = []
+    done = threading.Event()
 
     def tick():
         while not done.is_set():
@@ -270,7 +276,8 @@ def test_other_threads_run_while_a_plan_is_made():
 
 def token_rows(count, longest):
     """Documents that no token is shared between, with a random part masked."""
-    rows, start = [], 1000
+    rows = []
+    start = 1000
     for _ in range(count):
         ids = list(range(start, start + random.randint(1, longest)))
         start = ids[-1] + 1
@@ -287,7 +294,9 @@ def test_packed_rows_hold_every_document_once_and_apart(width):
     for row in packed:
         assert set(row) == {"input_ids", "labels", "position_ids", "sequence_ids"}
         assert {len(column) for column in row.values()} == {width}
-        ids, at, number = row["sequence_ids"], 0, 0
+        ids = row["sequence_ids"]
+        at = 0
+        number = 0
         while at < width and ids[at] != SequencePacker.PADDING:
             document = by_first.pop(row["input_ids"][at])
             span = slice(at, at + len(document["input_ids"]))
@@ -295,7 +304,8 @@ def test_packed_rows_hold_every_document_once_and_apart(width):
             assert row["labels"][span] == [-100, *document["labels"][1:]]
             assert row["position_ids"][span] == list(range(len(document["input_ids"])))
             assert ids[span] == [number] * len(document["input_ids"])
-            at, number = span.stop, number + 1
+            at = span.stop
+            number = number + 1
         tail = width - at
         assert row["input_ids"][at:] == [7] * tail
         assert row["labels"][at:] == [-100] * tail

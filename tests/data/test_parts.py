@@ -21,11 +21,14 @@ MIXES = {
 
 def faults(plan, lengths, width, parts, limit):
     """What is wrong with a plan in parts."""
-    found, part_width = [], width // parts
+    found = []
+    part_width = width // parts
     if sorted(plan.documents) != list(range(len(lengths))) or len(plan.part_of) != len(lengths):
         found.append("not a partition")
     for pack, first, end in zip(plan, plan.offsets, plan.offsets[1:]):
-        used, held, part_of = np.zeros(parts, int), np.zeros(parts, int), plan.part_of[first:end]
+        used = np.zeros(parts, int)
+        held = np.zeros(parts, int)
+        part_of = plan.part_of[first:end]
         for length, part in zip(lengths[pack], part_of):
             if (part == SPLIT) != (length > part_width):
                 found.append("split and fits, or whole and does not")
@@ -70,7 +73,8 @@ def test_a_wrong_plan_is_found_by_what_is_checked():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_packs_of_one_part_are_those_of_plan_packs(strategy):
     lengths = MIXES["any"]()
-    one, plain = plan_parts(lengths, 96, 5, strategy, None, 1), plan_packs(lengths, 96, 5, strategy)
+    one = plan_parts(lengths, 96, 5, strategy, None, 1)
+    plain = plan_packs(lengths, 96, 5, strategy)
     assert (
         one.documents.tolist() == plain.documents.tolist()
         and one.offsets.tolist() == plain.offsets.tolist()
@@ -118,7 +122,8 @@ def test_in_order_a_split_document_counts_beside_those_before_it():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_items_are_whole_and_lie_in_one_part(strategy):
-    lengths, items = np.random.randint(1, 17, 120), np.arange(0, 121, 3)
+    lengths = np.random.randint(1, 17, 120)
+    items = np.arange(0, 121, 3)
     plan = plan_parts(lengths, 96, None, strategy, items, 2)
     assert not faults(plan, lengths, 96, 2, None)
     place = np.empty(120, int)

@@ -259,16 +259,15 @@ def test_an_instruction_is_rendered_as_it_is_in_fine_tuning(tmp_path):
             "input": "quickly",
             "output": answer,
         }
-        found, expected = (
-            store.whole_document(number),
-            Tokenizer(tiny.tokenizer()).encode(trained, "row"),
-        )
+        found = store.whole_document(number)
+        expected = Tokenizer(tiny.tokenizer()).encode(trained, "row")
         assert (found[0].tolist(), found[1].tolist()) == tuple(map(list, expected))
         assert "what is 2?\n\nquickly" in tiny.tokenizer().decode(found[0])
 
 
 SYSTEM = {"role": "system", "content": "be kind"}
-TWO, NUMBER = assistant("two"), assistant("a number")
+TWO = assistant("two")
+NUMBER = assistant("a number")
 PARTS = {"role": "user", "content": [{"type": "text", "text": "what is 2?"}]}
 
 
@@ -593,7 +592,8 @@ def test_several_turns_with_tools_are_those_of_two_chats(tmp_path):
     name = "qwen3" if "qwen3" in names() else "qwen2_5"
     tokenizer = with_template(shipped(name))
     whole = record("tools")
-    asked, answer = whole["messages"][:-1], whole["messages"][-1]
+    asked = whole["messages"][:-1]
+    answer = whole["messages"][-1]
     other = {**answer, "content": "another answer"}
     row = {"tools": whole["tools"], "chosen": [*asked, answer], "rejected": [*asked, other]}
     store = build_store([row], Tokenizer(tokenizer, kinds=KINDS), 4096, tmp_path)
@@ -713,10 +713,8 @@ def test_a_prompt_that_is_named_leaves_the_answers_their_names(columns, row, tmp
     assert len(store) >= 2 and not {"unusable_kind", "missing_field"} & store.report.findings.keys()
 
 
-JUDGES, TAKES = (
-    ("unpaired preference",),
-    "the objective takes preference: chosen and rejected, or responses and scores",
-)
+JUDGES = ("unpaired preference",)
+TAKES = "the objective takes preference: chosen and rejected, or responses and scores"
 
 
 @pytest.mark.parametrize(

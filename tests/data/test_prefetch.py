@@ -38,7 +38,9 @@ def test_an_error_comes_in_the_place_of_its_result():
 
 
 def test_closing_waits_for_the_task_that_runs_and_drops_the_others():
-    began, go_on, done = threading.Event(), threading.Event(), []
+    began = threading.Event()
+    go_on = threading.Event()
+    done = []
 
     def slow():
         began.set()

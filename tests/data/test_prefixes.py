@@ -35,7 +35,8 @@ TOLD = [
 """Stock templates that are linear in the turns of plain conversations."""
 
 SAID = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-LOOP, END = "{% for m in messages %}", "{% endfor %}"
+LOOP = "{% for m in messages %}"
+END = "{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 LINEAR = {
@@ -185,10 +186,8 @@ def test_what_is_told_of_stock_templates_is_right_and_of_the_popular_all_is(name
     template = Tokenizer(stock.with_template(stock.shipped(name))).template
     for kind in ("turns", "tools", "thinking turns"):
         rows = [stock.record(kind) for _ in range(4)]
-        messages, tools = (
-            [message for row in rows for message in row["messages"]],
-            rows[0].get("tools"),
-        )
+        messages = [message for row in rows for message in row["messages"]]
+        tools = rows[0].get("tools")
         try:
             told = parts_of(template, messages, tools)
         except DataError:
@@ -222,7 +221,8 @@ def test_masks_of_long_conversations_are_those_of_the_definition(name):
 def test_a_long_conversation_is_rendered_a_few_times(monkeypatch):
     encoder = Tokenizer(stock.with_template(LINEAR["ChatML"]))
     assert encoder.template.stop
-    calls, render = [], encoder.tokenizer.apply_chat_template
+    calls = []
+    render = encoder.tokenizer.apply_chat_template
     counted = lambda *given, **how: calls.append(1) or render(*given, **how)  # noqa: E731
     monkeypatch.setattr(encoder.tokenizer, "apply_chat_template", counted)
     row = {"messages": plain(random.choice([40, 80, 160]))}

@@ -66,7 +66,8 @@ def facts(encoded):
 
 
 def assert_same_by_processes(rows, of=None, taken_here=0, earlier=0):
-    of, taken = of or encoder(), []
+    of = of or encoder()
+    taken = []
     whole = list(chunks_of(rows, earlier))
     with TokenizingProcesses(of, 2) as several:
         ask = several._ask
@@ -180,7 +181,8 @@ def forked(program):
 @pytest.mark.parametrize("killed", ["a process", "the program"])
 def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, monkeypatch):
     rows = [{"text": f"number {n}"} for n in range(200)]
-    chunked, encoded = building.chunks_of, TokenizingProcesses.encoded
+    chunked = building.chunks_of
+    encoded = TokenizingProcesses.encoded
     several = []
 
     def killing(self, some):
@@ -305,7 +307,8 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
     elif fault == "method":
         inner.apply_chat_template = inner.apply_chat_template
     elif fault == "vocabulary":
-        other, save = tiny.tokenizer(), type(inner).save_pretrained
+        other = tiny.tokenizer()
+        save = type(inner).save_pretrained
         other.add_tokens(["<another>"])
         monkeypatch.setattr(
             type(inner), "save_pretrained", lambda self, folder: save(other, folder)
@@ -379,7 +382,8 @@ def test_the_configuration_sets_how_many(tmp_path, monkeypatch):
 
 
 def test_frames_come_as_they_went():
-    line, bad = Line(b'\xef\xbb\xbf{"text": "b"}\r\n'), BadRow("why", "wrong_type")
+    line = Line(b'\xef\xbb\xbf{"text": "b"}\r\n')
+    bad = BadRow("why", "wrong_type")
     chunk = Chunk(
         12,
         ["a", "b", "c", "d"],

@@ -106,7 +106,8 @@ def test_one_writes_what_its_public_text_writes(name):
     else:
         ours = with_chat_template(tiny.tokenizer(), name).chat_template
     for kind in CONVERSATIONS:
-        written, public = rendered(ours, kind), PUBLIC[name]["written"][kind]
+        written = rendered(ours, kind)
+        public = PUBLIC[name]["written"][kind]
         for part in ("answered", "asked"):
             if refused(public[part]):
                 assert refused(written[part]), (kind, part)

@@ -26,7 +26,8 @@ from chronicals.data.rows import (
     with_conversations,
 )
 
-ASKED, SAID = "what is the answer?", "forty two"
+ASKED = "what is the answer?"
+SAID = "forty two"
 MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
 CALL = {
     "type": "function",

@@ -71,7 +71,8 @@ def test_tokens_that_answers_begin_with_are_not_shared():
 
 def test_answers_are_cut_and_prompts_are_not():
     item = share_prompt([piece(0, PROMPT, range(9)), piece(1, PROMPT, range(4))])
-    report, width = DataReport(), len(item[2].ids) + 10
+    report = DataReport()
+    width = len(item[2].ids) + 10
     first, second, prompt = fit(item, width, "cut", report)
     assert [len(one.ids) for one in (first, second)] == [5, 5] and prompt is item[2]
     assert report.count("cut_row") == 1
@@ -104,7 +105,9 @@ def test_keys_of_a_batch_are_the_whole_documents(tmp_path):
     others attend to themselves.
     """
     store, stream, batch = batch_of(tmp_path, rows(6))
-    keys, bounds, ends = batch.keys, batch.cu_seqlens.tolist(), batch.keys.cu_seqlens.tolist()
+    keys = batch.keys
+    bounds = batch.cu_seqlens.tolist()
+    ends = batch.keys.cu_seqlens.tolist()
     numbers = [number for pack in stream.packs_of(0) for number in pack]
     found = 0
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
@@ -182,7 +185,8 @@ def test_planted_faults_of_sharing_are_found(fault):
 
 def test_a_prompt_is_looked_for_in_the_documents_own_item():
     """Two items side by side, and filler behind them."""
-    shared, sides = np.array([4, 4, -1, 0, 5, 5, -1, 0]), np.array([0, 1, 2, 0, 0, 1, 2, -1])
+    shared = np.array([4, 4, -1, 0, 5, 5, -1, 0])
+    sides = np.array([0, 1, 2, 0, 0, 1, 2, -1])
     lengths = np.array([2, 3, 4, 6, 2, 2, 5, 8])
     bounds = np.append(0, np.cumsum(lengths)).astype(np.int32)
     keys = shared_keys(shared, sides, bounds, 32)

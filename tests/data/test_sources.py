@@ -370,10 +370,8 @@ def test_without_datasets_the_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_several_sources_follow_each_other(tmp_path):
-    one, two = (
-        json_lines(tmp_path / "1.jsonl", numbered(0)),
-        json_lines(tmp_path / "2.jsonl", numbered(3)),
-    )
+    one = json_lines(tmp_path / "1.jsonl", numbered(0))
+    two = json_lines(tmp_path / "2.jsonl", numbered(3))
     assert records([one, str(two)]) == records((DataSource(one), two)) == numbered(0, 6)
 
 
@@ -535,7 +533,8 @@ def rewritten(path, rows):
 
 
 def test_a_fingerprint_is_of_the_content_and_of_all_that_changes_the_rows(tmp_path):
-    path, cache = json_lines(tmp_path / "a.jsonl", numbered(0)), tmp_path / "tokens"
+    path = json_lines(tmp_path / "a.jsonl", numbered(0))
+    cache = tmp_path / "tokens"
 
     def fingerprint(source=path, **fields):
         return source_fingerprint(DataSource(source, **fields) if fields else source, cache)

@@ -33,7 +33,8 @@ def test_the_examples_run(tmp_path, monkeypatch):
 
 
 def test_recipe_and_command_say_the_same():
-    (recipe,), (command,) = blocks("yaml"), blocks("sh")
+    (recipe,) = blocks("yaml")
+    (command,) = blocks("sh")
     data = Recipe(**yaml.safe_load(recipe)).data
     assert data[:2] == [DataSource("chats.jsonl"), DataSource("table.csv", weight=2.5)]
     assert data[2].columns == {"prompt": "question", "completion": "answer"}

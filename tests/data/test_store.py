@@ -290,7 +290,8 @@ def test_a_file_that_changed_is_tokenised_again(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, monkeypatch):
-    path, encode = tmp_path / "a.jsonl", BatchEncoder.encode
+    path = tmp_path / "a.jsonl"
+    encode = BatchEncoder.encode
     path.write_text('{"text": "hello world"}\n')
 
     def write_and_encode(self, batches):
@@ -313,10 +314,8 @@ def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, monkeypa
 def test_a_slow_tokenizer_is_known_by_what_it_does(tmp_path):
     class Slow(transformers.PreTrainedTokenizer):
         def __init__(self, splitting, **tokens):
-            self.splitting, self.vocabulary = (
-                splitting,
-                {chr(letter): letter for letter in range(1, 0x3000)},
-            )
+            self.splitting = splitting
+            self.vocabulary = {chr(letter): letter for letter in range(1, 0x3000)}
             super().__init__(**tokens)
 
         vocab_size = 0x3000
@@ -549,9 +548,11 @@ def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monke
     """Whatever file is about to get its name: another process gives its own that name just
     before.
     """
-    rows, replace = token_rows(5), building.os.replace
+    rows = token_rows(5)
+    replace = building.os.replace
     for moment in range(2):
-        cache, renamed = tmp_path / str(moment), []
+        cache = tmp_path / str(moment)
+        renamed = []
 
         def replace_late(source, target, cache=cache, renamed=renamed, moment=moment):
             renamed.append(target)
@@ -591,7 +592,8 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
 
 
 def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch):
-    rows, waited = token_rows(3), 0.0
+    rows = token_rows(3)
+    waited = 0.0
     path = build_store(rows, tokenizer(), WIDTH, tmp_path).path
     path.unlink()
     aside = path.with_name(f".{path.stem}.1.a")
@@ -682,7 +684,8 @@ def test_a_subset_holds_the_documents_asked_for(tmp_path):
 def test_a_subset_of_a_subset_counts_within_it(tmp_path):
     rows = token_rows(30)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
-    outer, inner = np.array(random.sample(range(30), 12)), np.array(random.sample(range(12), 5))
+    outer = np.array(random.sample(range(30), 12))
+    inner = np.array(random.sample(range(12), 5))
     part = store.subset(outer).subset(inner)
     assert documents(part) == [expected(rows)[n] for n in outer[inner]]
     train, validation = store.subset(outer).split(0.25, seed=0)

@@ -168,10 +168,8 @@ def test_templates_of_trl_train_answers_and_their_stop(name, kind):
 @pytest.mark.parametrize("name", stock_templates.names())
 def test_every_template_of_trl_is_taken_or_refused_as_listed(name, kind):
     for _ in range(2):
-        reason, expected = (
-            stock_templates.refusal(name, stock_templates.record(kind)),
-            expected_refusal(name, kind),
-        )
+        reason = stock_templates.refusal(name, stock_templates.record(kind))
+        expected = expected_refusal(name, kind)
         assert (reason is None) == (expected is None), reason
         assert expected is None or re.search(expected, reason), reason
 
@@ -191,7 +189,8 @@ def test_masks_equal_those_of_the_marked_twin_or_differ_as_listed(name, kind):
 def test_calls_and_thoughts_are_trained_and_what_others_say_is_not(name, kind):
     if expected_refusal(name, kind):
         return
-    tokenizer, row = with_template(shipped(name)), stock_templates.record(kind)
+    tokenizer = with_template(shipped(name))
+    row = stock_templates.record(kind)
     texts = trained_texts(tokenizer, row)
     said = [message for message in row["messages"] if message["role"] == "assistant"]
     assert len(texts) == len(said)
@@ -417,7 +416,8 @@ MARKS = [("", ""), ("<bos>", ""), ("<bos>", "<|endoftext|>"), ("", "<|endoftext|
 @pytest.mark.parametrize("marks", MARKS)
 def test_a_completion_and_its_end_are_trained_and_its_prompt_is_not(marks):
     tokenizer = marking(*marks)
-    prompt, completion = saying(), saying()
+    prompt = saying()
+    completion = saying()
     ids, trained = Tokenizer(tokenizer).encode(
         {"prompt": prompt, "completion": completion}, "row 1"
     )
@@ -454,7 +454,8 @@ def test_a_conversation_as_prompt_and_completion_trains_the_completion_alone():
 @pytest.mark.parametrize("end", ["", "<|endoftext|>"])
 @pytest.mark.parametrize("marks", MARKS)
 def test_a_text_is_trained_whole_and_ends_once(marks, end):
-    tokenizer, text = marking(*marks), saying()
+    tokenizer = marking(*marks)
+    text = saying()
     ids, trained = Tokenizer(tokenizer).encode({"text": text + end}, "row 1")
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"{marks[0]}{text}<|endoftext|>"
     assert trained == [True] * len(ids)
@@ -549,7 +550,8 @@ def test_labels_that_are_not_aligned_are_refused(labels, reason):
 def test_padding_under_an_attention_mask_is_left_out(train_on, left, right, kind):
     """Also where labels would train it: padding is often the token that ends a text."""
     tokenizer = Tokenizer(tiny.tokenizer(), train_on)
-    pad, ids = tokenizer.tokenizer.eos_token_id, [5, 6, 7]
+    pad = tokenizer.tokenizer.eos_token_id
+    ids = [5, 6, 7]
     row = {"input_ids": [pad] * left + ids + [pad] * right}
     row["attention_mask"] = [kind(0)] * left + [kind(1)] * 3 + [kind(0)] * right
     assert tokenizer.encode(row, "row 1") == (ids, [True] * 3)

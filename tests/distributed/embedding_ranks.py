@@ -14,7 +14,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from chronicals.distributed import EmbeddingInShards, Mesh, looking_up_as_many
 
-ROWS, WIDTH = 37, 24
+ROWS = 37
+WIDTH = 24
 KINDS = {
     "fp32": lambda: nn.Embedding(ROWS, WIDTH),
     "bf16": lambda: nn.Embedding(ROWS, WIDTH, dtype=torch.bfloat16),
@@ -24,12 +25,14 @@ KINDS = {
     ).bfloat16(),
     "strided": lambda: nn.Embedding(ROWS, WIDTH, _weight=torch.randn(WIDTH, ROWS).t()),
 }
-EVEN, UNEVEN = ((5,), (1, 7), (3, 4), (2, 3, 2)), ((4, 1), (6, 0, 1, 2), (1, 5, 3, 3))
+EVEN = ((5,), (1, 7), (3, 4), (2, 3, 2))
+UNEVEN = ((4, 1), (6, 0, 1, 2), (1, 5, 3, 3))
 """Shapes of ids on all ranks; of the others numbers of ids, one for each rank."""
 
 
 def main() -> None:
-    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    seed = int(sys.argv[2])
     torch.set_num_threads(1)
     ranks = Mesh.current()
     drawing = torch.Generator().manual_seed(seed + ranks.rank)

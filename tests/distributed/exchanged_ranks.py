@@ -44,7 +44,8 @@ def gradients(
 
 
 def main() -> None:
-    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    seed = int(sys.argv[2])
     torch.set_num_threads(1)
     ranks = Mesh.current()
     found = {

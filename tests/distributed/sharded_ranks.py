@@ -91,7 +91,8 @@ def train(
             other code.
     """
     weights = made(kind, strided)
-    parameters, precision = list(weights.values()), Precision("fp32", torch.device("cpu"))
+    parameters = list(weights.values())
+    precision = Precision("fp32", torch.device("cpu"))
     optimizer = optimizer_of(weights, kind, ranks, size)
     optimizer.weights_moved()
     norms = []

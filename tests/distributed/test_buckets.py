@@ -32,7 +32,9 @@ class Doubling:
     """Two ranks with the same gradients; what they have is doubled when it is waited for."""
 
     def __init__(self):
-        self.flying, self.most, self.calls = 0, 0, []
+        self.flying = 0
+        self.most = 0
+        self.calls = []
 
     def all_reduce(self, tensor, async_op):
         assert async_op and tensor.is_contiguous()
@@ -59,10 +61,8 @@ def ranks(monkeypatch):
 @pytest.mark.parametrize("size", [1, 60, 300, 1 << 20])
 def test_sums_are_those_of_each_by_itself(size, ranks):
     gradients = drawn()
-    expected, places = (
-        [2 * gradient for gradient in gradients],
-        [gradient.data_ptr() for gradient in gradients],
-    )
+    expected = [2 * gradient for gradient in gradients]
+    places = [gradient.data_ptr() for gradient in gradients]
     sum_over_ranks(gradients, size)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
     assert (

@@ -39,7 +39,8 @@ def test_each_weight_has_its_own_sums(of_ranks):
     """Those of one process that takes both ranks' inputs; a weight that no rank uses has no
     gradient.
     """
-    seed, found = of_ranks[0], [sums for sums, _ in of_ranks[1]]
+    seed = of_ranks[0]
+    found = [sums for sums, _ in of_ranks[1]]
     for dtype in found[0]:
         model = uneven_ranks.built(seed)
         for rank, used in enumerate(uneven_ranks.USED):

@@ -39,7 +39,8 @@ def test_sums_are_those_of_a_reduce_scatter_in_fp32(tmp_path, count):
 
 def test_sums_are_fp32_and_what_is_exchanged_is_not():
     """Also after a pass that ended between both."""
-    exchange, device = ExchangedSums(4), torch.device("cpu")
+    exchange = ExchangedSums(4)
+    device = torch.device("cpu")
     exchange.allocate((40,), dtype=torch.bfloat16, device=device)
     for _ in range(2):
         sent = exchange.allocate((40,), dtype=torch.bfloat16, device=device)
@@ -48,6 +49,7 @@ def test_sums_are_fp32_and_what_is_exchanged_is_not():
 
 
 def test_a_mean_is_refused():
-    sums, sent = torch.empty(2), torch.empty(4, dtype=torch.bfloat16)
+    sums = torch.empty(2)
+    sent = torch.empty(4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="gradients are summed"):
         ExchangedSums(2)(sums, sent, None, dist.ReduceOp.AVG)

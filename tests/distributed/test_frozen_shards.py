@@ -37,7 +37,8 @@ def packed_of(rows, width, seed):
 def test_rows_of_all_ranks_are_the_weight(rows, width, count):
     seed = random.randrange(2**31)
     packed = packed_of(rows, width, seed)
-    whole, found = packed.dense(), torch.empty(rows, width)
+    whole = packed.dense()
+    found = torch.empty(rows, width)
     for rank, place in enumerate(found.chunk(count)):
         form = PackedRows.of(packed, rank, count)
         form.write({name: tensor.clone() for name, tensor in form.parts().items()}, place)
@@ -220,7 +221,8 @@ def test_buffers_are_there_before_a_pass_and_stay():
 
 def test_all_that_products_read_is_where_rows_are_gathered():
     """A model that is loaded elsewhere, as on the CPU, and comes to the card when it is divided."""
-    target, layer = torch.device("meta"), nn.Sequential(Linear4bit.of(nn.Linear(256, 128)))
+    target = torch.device("meta")
+    layer = nn.Sequential(Linear4bit.of(nn.Linear(256, 128)))
     shard_frozen([layer], Mesh(), 1, target, torch.float32)
     linear = layer[0]
     scales = linear.form.packed.scales
@@ -253,7 +255,8 @@ def test_the_fingerprint_of_divided_weights_is_that_of_whole_ones(nf4):
     whole = layer()
     expected = fingerprint_over(whole.parameters()).values
     for rank in range(2):
-        ranks, divided = Told(rank, 2), copy.deepcopy(whole)
+        ranks = Told(rank, 2)
+        divided = copy.deepcopy(whole)
         shard_frozen([divided], ranks, 2, torch.device("cpu"), torch.float32)
         found = fingerprint_over(divided.parameters(), ranks).values
     assert found == expected != fingerprint_over(layer().parameters()).values

@@ -100,7 +100,8 @@ def test_processes_that_would_share_with_others_are_refused(tmp_path, monkeypatc
 
 def test_the_smallest_card_decides(tmp_path, monkeypatch):
     """Each would decide for itself, and wait for others that decided otherwise."""
-    ranks, free = Told(0, 2, told=[1 << 40, 1 << 20]), runs.config(tmp_path)
+    ranks = Told(0, 2, told=[1 << 40, 1 << 20])
+    free = runs.config(tmp_path)
     monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
     monkeypatch.setattr(needed_memory, "card_memory", lambda _: 1 << 40)
     monkeypatch.setattr(needed_memory, "on_each_machine", lambda _: 2)

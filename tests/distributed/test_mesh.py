@@ -70,7 +70,8 @@ def test_the_others_stop_where_it_is_interrupted(store):
 
 def test_long_texts_pass_through_torchs_own_store():
     """Which refuses values of more than 8 MiB."""
-    store, text = mesh.dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "0123456789" * 1_000_000
+    store = mesh.dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    text = "0123456789" * 1_000_000
     mesh._say(store, "long", text)
     mesh._say(store, "empty", "")
     assert mesh._heard(store, "long") == text and mesh._heard(store, "empty") == ""
@@ -147,7 +148,8 @@ def test_who_makes_a_group_waits_for_the_others(monkeypatch):
 
 def test_few_patterns_of_gradients_are_kept():
     """Steps that take turns with a few copy nothing to the card, and new ones do not fill it."""
-    ranks, device = Mesh(0, 2), torch.device("cpu")
+    ranks = Mesh(0, 2)
+    device = torch.device("cpu")
     patterns = [tuple(map(bool, map(int, f"{number:06b}"))) for number in range(3 * mesh.PATTERNS)]
     first = [ranks.held_by(pattern, device) for pattern in patterns[:3]]
     assert [found.tolist() for found in first] == [

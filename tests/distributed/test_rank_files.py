@@ -55,7 +55,9 @@ def written(rank: int, folder: Path):
 @pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
 def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch):
     monkeypatch.setattr(rank_files, "PIECE", 1000)
-    files, aside, places = of_all(), tmp_path / "aside", []
+    files = of_all()
+    aside = tmp_path / "aside"
+    places = []
     aside.mkdir()
     if not seen:
         monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
@@ -112,7 +114,8 @@ def shared(folder, turn, turns):
 def test_those_that_see_the_folder_share_what_is_written_of_all_files(
     blind, store, tmp_path, monkeypatch
 ):
-    files, of_thread = of_all(), threading.local()
+    files = of_all()
+    of_thread = threading.local()
 
     def deliver(own):
         of_thread.rank = own.ranks.rank
@@ -189,7 +192,8 @@ def test_torchs_own_store_takes_large_files(tmp_path, monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     monkeypatch.setattr(RankFiles, "_store", store)
     monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
-    files, content = of_all(2), bytes(range(256)) * 40_000
+    files = of_all(2)
+    content = bytes(range(256)) * 40_000
     threads, raised = delivering(
         files, lambda rank, folder: (folder / "large").write_bytes(content)
     )

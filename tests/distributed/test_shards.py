@@ -41,7 +41,8 @@ def test_shares_are_the_whole(elements, count):
 @pytest.mark.parametrize("count", [2, 3, 20])
 @pytest.mark.parametrize("elements", [1, 256, 1000, 5120, 66690])
 def test_gradients_are_spread_alike_by_rows_and_at_once(elements, count, monkeypatch):
-    gradient, found = torch.randn(elements), []
+    gradient = torch.randn(elements)
+    found = []
     for rows in (0, 100):
         monkeypatch.setattr(shards, "ROWS", rows)
         place = torch.zeros(count, width_of(elements, count) + 7)[:, :-7]
@@ -56,7 +57,8 @@ def test_gradients_are_spread_alike_by_rows_and_at_once(elements, count, monkeyp
 )
 def seen(request, tmp_path_factory):
     """What every rank returned, by case."""
-    folder, count = tmp_path_factory.mktemp("ranks"), request.param
+    folder = tmp_path_factory.mktemp("ranks")
+    count = request.param
     codes, words = two_processes.run(
         sharded_ranks.__file__, folder, *sharded_ranks.CASES, count=count
     )
@@ -99,7 +101,8 @@ def test_weights_and_states_are_those_of_one_process(case, seen):
 def test_the_norm_is_that_of_all_shares_and_clips(seen):
     """fp32 sums of as many squares as torch has deviate by 3e-5 themselves."""
     of, count = seen
-    found, expected = of("clipped")[0], sharded_ranks.train("bf16", Mesh(), count, clipped=0.5)
+    found = of("clipped")[0]
+    expected = sharded_ranks.train("bf16", Mesh(), count, clipped=0.5)
     steps = [
         [
             sharded_ranks.gradients(step, name, count).sum(0).flatten().double()
@@ -127,10 +130,8 @@ def test_without_masters_weights_move_as_with_them_in_the_mean(seen):
     of, _ = seen
     (without, *_), (exact, *_) = of("without masters"), of("bf16")
     start = sharded_ranks.made("bf16")["large"].detach().float()
-    moved, expected = (
-        without["large"].float() - start,
-        join_master(exact["large"], exact["large:low"]) - start,
-    )
+    moved = without["large"].float() - start
+    expected = join_master(exact["large"], exact["large:low"]) - start
     assert "large:low" not in without
     assert float((moved * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=0.1)
 

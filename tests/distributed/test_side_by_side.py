@@ -66,7 +66,8 @@ def test_storage_is_one_and_comes_and_goes():
 
 def test_what_is_side_by_side():
     flat = torch.randn(12, 8)
-    first, second = flat[:4], flat[4:]
+    first = flat[:4]
+    second = flat[4:]
     assert are_side_by_side([first, second])
     assert not are_side_by_side([second, first])
     assert not are_side_by_side([first, flat[5:]])

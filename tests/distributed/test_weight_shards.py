@@ -14,7 +14,8 @@ from chronicals.training.needed_memory import sharing_of
 
 def test_rows_are_cut_as_torch_cuts_chunks():
     for _ in range(50):
-        rows, count = random.randrange(1, 40), random.randrange(1, 9)
+        rows = random.randrange(1, 40)
+        count = random.randrange(1, 9)
         chunks = [list(chunk) for chunk in torch.arange(rows).chunk(count)]
         chunks += [[]] * (count - len(chunks))
         assert [list(rows_of(rows, rank, count)) for rank in range(count)] == [

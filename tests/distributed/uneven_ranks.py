@@ -45,7 +45,8 @@ class Experts(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.scale = Experts(), nn.Parameter(torch.full((2,), 1.5))
+        self.layer = Experts()
+        self.scale = nn.Parameter(torch.full((2,), 1.5))
 
     def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
         return self.layer(x, used) * self.scale.float().sum()
@@ -66,7 +67,8 @@ def inputs(seed: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def divided(ranks: Mesh, sharing: int, dtype: torch.dtype, seed: int) -> tuple[Model, WeightShards]:
-    model, values = built(seed), dict(built(seed).named_parameters())
+    model = built(seed)
+    values = dict(built(seed).named_parameters())
     shard_weights(
         model,
         [model.layer],
@@ -109,7 +111,8 @@ def after_a_broken_step(ranks: Mesh, seed: int) -> list[list[Tensor]]:
 
 
 def main() -> None:
-    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    seed = int(sys.argv[2])
     torch.set_num_threads(1)
     ranks = Mesh.current()
     found = {dtype: summed(ranks, dtype, seed) for dtype in (torch.float32, torch.bfloat16)}

@@ -47,10 +47,8 @@ def adapter(tmp_path_factory):
 
 def exact_sums(adapter):
     """W + s B A of every adapted layer, fp32, by the names of weights."""
-    base, matrices = (
-        load_file(adapter.parent / "base" / "model.safetensors"),
-        load_file(adapter / "adapter_model.safetensors"),
-    )
+    base = load_file(adapter.parent / "base" / "model.safetensors")
+    matrices = load_file(adapter / "adapter_model.safetensors")
     sums = {}
     for name, weight in base.items():
         path = f"base_model.model.{name.removesuffix('.weight')}.lora_"

@@ -24,7 +24,8 @@ def test_every_row_passes_through_its_experts(name):
     """Each token in as many experts as it has, once into the first product and once into the
     second; nothing changes.
     """
-    model, rows = gguf_models.build(name), {}
+    model = gguf_models.build(name)
+    rows = {}
 
     def through(path, expert, x):
         rows[path] = rows.get(path, 0) + len(x)
@@ -46,7 +47,8 @@ def test_every_row_passes_through_its_experts(name):
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_what_an_expert_is_given_is_told_by_its_number(name):
     model = gguf_models.build(name)
-    experts, seen = model.model.layers[1].mlp.experts, []
+    experts = model.model.layers[1].mlp.experts
+    seen = []
     x = torch.randn(3, 64)
     undo = watch_experts(
         model, lambda path, expert, given: seen.append((path, expert, given)) or given

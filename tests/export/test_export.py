@@ -81,10 +81,8 @@ def results(exported):
 @pytest.mark.parametrize("kind", ["merged", "merged-fp16", "merged-fp32"])
 def test_a_run_with_adapters_becomes_a_whole_model(kind, run, tmp_path):
     (exported,) = export(run, kind, tmp_path)
-    folder, dtype = (
-        exported.path,
-        {"merged": "bfloat16", "merged-fp16": "float16", "merged-fp32": "float32"}[kind],
-    )
+    folder = exported.path
+    dtype = {"merged": "bfloat16", "merged-fp16": "float16", "merged-fp32": "float32"}[kind]
     tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {getattr(torch, dtype)}
     assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
@@ -158,10 +156,8 @@ def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
     """
     folder = adapted(tmp_path, base, lora_target_modules=["q_proj", "k_proj", "v_proj"])
     (exported,) = export(folder, "gguf-adapter")
-    file, trained = (
-        gguf_file.File(exported.path),
-        load_file(folder / "model" / "adapter_model.safetensors"),
-    )
+    file = gguf_file.File(exported.path)
+    trained = load_file(folder / "model" / "adapter_model.safetensors")
     for name in ("q", "k", "v"):
         (b,) = [
             tensor
@@ -191,7 +187,8 @@ def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
 def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, monkeypatch):
     """As by a program that takes alpha over r for rsLoRA."""
     module = importlib.import_module("chronicals.export.gguf_adapter")
-    folder, right = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4), module._pairs
+    folder = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4)
+    right = module._pairs
     kept = module.write
 
     def write(given, target):
@@ -321,7 +318,8 @@ def test_faults_beside_the_weights_are_found(planted, run, tmp_path, monkeypatch
 
 
 def test_what_is_not_a_number_is_found_behind_what_is_right():
-    right, wrong = torch.randn(4, 8), torch.randn(4, 8)
+    right = torch.randn(4, 8)
+    wrong = torch.randn(4, 8)
     wrong[2, 3] = torch.nan
     for found in ([right, wrong], [wrong, right]):
         assert largest_error(found, [right, right]) == float("inf")
@@ -332,7 +330,8 @@ def test_what_is_not_a_number_is_found_behind_what_is_right():
 
 
 def test_cross_entropy_is_of_each_token_after_the_first():
-    logits, ids = torch.randn(4, 8), [5, 2, 7, 1]
+    logits = torch.randn(4, 8)
+    ids = [5, 2, 7, 1]
     expected = -sum(float(logits[n].log_softmax(-1)[ids[n + 1]]) for n in range(3)) / 3
     assert cross_entropy(logits, ids) == pytest.approx(expected, rel=1e-5)
 
@@ -388,8 +387,10 @@ def test_memory_is_one_tensor(kind, tmp_path, monkeypatch):
     model = gguf_models.build("llama", num_hidden_layers=6)
     model.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
-    alive, most = set(), []
-    right, packed = weight_files.StoredTensor.read, nf4.stored_tensors
+    alive = set()
+    most = []
+    right = weight_files.StoredTensor.read
+    packed = nf4.stored_tensors
 
     def watched(name, tensor):
         alive.add(name)

@@ -424,7 +424,8 @@ def test_importance_of_experts_is_of_the_tokens_that_each_was_given(name, tmp_pa
     caplog.set_level("INFO")
     model = gguf_models.build(name)
     given = source(saved(tmp_path, model))
-    mlp, taken = model.model.layers[0].mlp, []
+    mlp = model.model.layers[0].mlp
+    taken = []
     hook = mlp.experts.register_forward_pre_hook(lambda _, inputs: taken.append(inputs))
     documents = [[5, 7, 9], [11]]
     with torch.no_grad():
@@ -476,7 +477,8 @@ def test_importance_in_another_order_of_experts_is_found(tmp_path):
     they were; in another order they are not."""
     given = source(saved(tmp_path, gguf_models.build("mixtral", **OF_EXPERTS)))
     gguf.write(given, tmp_path / "whole.gguf", "f32")
-    name, own = "blk.0.ffn_up_exps.weight", np.arange(256)[None] % 16 // 2 == np.arange(4)[:, None]
+    name = "blk.0.ffn_up_exps.weight"
+    own = np.arange(256)[None] % 16 // 2 == np.arange(4)[:, None]
     importance = np.where(own, 1.0, 1e-4).astype(np.float32)
     errors = {}
     for order, values in {"plain": None, "right": importance, "reversed": importance[::-1]}.items():
@@ -517,7 +519,8 @@ TEXTS = ["def words(of): return 'it is 12345, we are 67'\n\n  and café"] * 40 +
 def trained(pre, size=400, ignore_merges=False, normalizer=None, prefix=False):
     """A byte-level BPE tokenizer that splits by ``pre``."""
     bpe = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    bpe.pre_tokenizer, bpe.decoder = pre, decoders.ByteLevel()
+    bpe.pre_tokenizer = pre
+    bpe.decoder = decoders.ByteLevel()
     if normalizer is not None:
         bpe.normalizer = normalizer
     special = ["<|end|>", "<|turn|>"]
@@ -670,7 +673,8 @@ def test_tokens_that_were_added_keep_their_kinds(tmp_path):
 
 def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path):
     tokenizer = tiny.tokenizer()
-    turn, end = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
+    turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = tokenizer.eos_token_id
     _, file, _ = written(saved(tmp_path, gguf_models.build("llama")))
     assert (
         file.value("tokenizer.ggml.eos_token_id") == end
@@ -858,7 +862,8 @@ def test_llama_cpp_goes_on_from_a_document_as_the_model_does(tmp_path):
     folder = saved(tmp_path, gguf_models.build("qwen3"))
     (exported,) = export(folder, "gguf-f32")
     ids = tiny.tokenizer()("What does it do?")["input_ids"]
-    client, model = LlamaCpp(exported.path), load_model(folder, torch.float32)
+    client = LlamaCpp(exported.path)
+    model = load_model(folder, torch.float32)
     for _ in range(12):
         expected = int(model(torch.tensor([ids])).logits[0, -1].argmax())
         assert int(client.logits(ids)[-1].argmax()) == expected

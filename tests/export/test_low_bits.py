@@ -97,16 +97,12 @@ def test_experts_are_written_one_by_one(name, layout, tmp_path):
         "lm_head",
         *(f"model.layers.{n}.{router}" for n in range(2) for router in ROUTERS[name]),
     ]
-    before, tensors = (
-        load_file(tmp_path / "model.safetensors"),
-        load_file(exported.path / "model.safetensors"),
-    )
+    before = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(exported.path / "model.safetensors")
     stored = torch.float8_e4m3fn if layout == "fp8" else torch.int32
     for expert in (key for key in before if ".experts." in key):
-        codes, scale = (
-            tensors[expert if layout == "fp8" else f"{expert}_packed"],
-            tensors[f"{expert}_scale"],
-        )
+        codes = tensors[expert if layout == "fp8" else f"{expert}_packed"]
+        scale = tensors[f"{expert}_scale"]
         assert codes.dtype == stored and scale.shape[0] == before[expert].shape[0]
     for router in ROUTERS[name]:
         assert tensors[f"model.layers.1.{router}.weight"].dtype == torch.bfloat16
@@ -139,7 +135,8 @@ def test_scales_of_another_expert_are_found_by_transformers(tmp_path, monkeypatc
     """A fault in the way there and in the way back: the layout is read as it was written, and is
     another than the package's.
     """
-    right, back = FP8.quantise, FP8.read
+    right = FP8.quantise
+    back = FP8.read
     monkeypatch.setattr(
         FP8,
         "quantise",

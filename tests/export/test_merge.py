@@ -73,7 +73,8 @@ def test_plain_transformers_answers_as_the_adapted_model_does(tmp_path, dtype, o
         AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), folder
     )
     ids = torch.randint(1, 300, (2, 9))
-    got, expected = answers(plain.float(), ids), answers(exact, ids)
+    got = answers(plain.float(), ids)
+    expected = answers(exact, ids)
     assert (got[0] - expected[0]).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * expected[
         0
     ].norm()
@@ -124,10 +125,8 @@ def test_an_embedding_that_was_resized_comes_along(tmp_path):
                 parameter.normal_(std=0.05)
     save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
     merge(tmp_path / "adapter", tmp_path / "merged")
-    plain, ids = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
-        torch.tensor([[3, 306, 5]]),
-    )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.tensor([[3, 306, 5]])
     assert plain.config.vocab_size == 307
     got, expected = (answers(one, ids)[0] for one in (plain, model))
     assert (got - expected).norm() <= 1e-6 * expected.norm()
@@ -213,7 +212,8 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
         if isinstance(layer, Linear4bit) and not path.endswith(".base_layer"):
             assert equal(plain.get_submodule(path).weight, layer.plain().weight.bfloat16()), path
     ids = torch.randint(1, 300, (2, 9))
-    got, expected = answers(plain.float(), ids)[0], answers(model, ids)[0]
+    got = answers(plain.float(), ids)[0]
+    expected = answers(model, ids)[0]
     assert (got - expected).norm() <= 1e-2 * expected.norm()
     index = tmp_path / "merged" / weight_files.INDEX
     if files > 1:
@@ -242,7 +242,8 @@ def test_a_base_in_four_bits_that_is_damaged_is_named(tmp_path):
 
 
 def test_a_tensor_at_a_time_is_in_memory(trained, tmp_path, monkeypatch):
-    held, most = [], 0
+    held = []
+    most = 0
     own = weight_files.StoredTensor.read
 
     def read(self):

@@ -37,7 +37,9 @@ def charsmap(changes):
     A unit has its label in bits 0-7, whether a value follows in bit 8, and in bits 10-30 what its
     children's places are xored with; a value is a unit with bit 31 set.
     """
-    texts, places, trie = b"", {}, {}
+    texts = b""
+    places = {}
+    trie = {}
     for key, text in changes.items():
         places[key.encode()] = len(texts)
         texts += text.encode() + b"\0"
@@ -46,7 +48,9 @@ def charsmap(changes):
         for byte in key:
             node = node.setdefault(byte, {})
         node[0] = places[key]
-    units, taken, waiting = {0: 0}, {0}, [(0, trie)]
+    units = {0: 0}
+    taken = {0}
+    waiting = [(0, trie)]
     while waiting:
         place, node = waiting.pop()
         offset = next(
@@ -68,7 +72,8 @@ MAP = normalizers.Precompiled(charsmap(CHARACTERS))
 SEVERAL = normalizers.Replace(Regex(" {2,}"), "▁")
 STRIP = normalizers.Strip(left=False, right=True)
 ENDS = normalizers.Replace(Regex(r"\A +| +\z"), "")
-ONE, ESCAPE = normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(" ", "▁")
+ONE = normalizers.Replace(Regex(" {2,}"), " ")
+ESCAPE = normalizers.Replace(" ", "▁")
 BEFORE_BLANKS = normalizers.Replace(Regex(r"\A▁"), "▁▁")
 
 
@@ -105,11 +110,9 @@ def unigram(steps, splitter, bytes_too=False, size=300):
         described["model"]["vocab"].append(["▁", -4.0])
     described["model"]["byte_fallback"] = bytes_too
     made = Tokenizer.from_str(json.dumps(described))
-    made.normalizer, made.pre_tokenizer, made.decoder = (
-        normalizers.Sequence(steps),
-        splitter,
-        decoders.Metaspace(),
-    )
+    made.normalizer = normalizers.Sequence(steps)
+    made.pre_tokenizer = splitter
+    made.decoder = decoders.Metaspace()
     found = PreTrainedTokenizerFast(
         tokenizer_object=made,
         unk_token="<unk>",
@@ -144,7 +147,8 @@ TEXTS = (
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_unigram_vocabulary_is_written_as_it_is(way, tmp_path):
-    tokenizer, (steps, _) = unigram(*WAYS[way]), WAYS[way]
+    tokenizer = unigram(*WAYS[way])
+    (steps, _) = WAYS[way]
     (exported,) = export(saved(tmp_path, tokenizer), "gguf-f32")
     checks = {check.name: check.passed for check in exported.proof.checks}
     assert checks["scores"] and checks["map of characters"] and checks["blanks"]

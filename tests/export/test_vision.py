@@ -24,7 +24,8 @@ from comparison import equal
 
 every_family = pytest.mark.parametrize("name", vision_models.MODELS)
 
-MEAN, STD = [0.3, 0.4, 0.5], [0.2, 0.25, 0.3]
+MEAN = [0.3, 0.4, 0.5]
+STD = [0.2, 0.25, 0.3]
 AROUND = ["<fake_token_around_image>", "<global-img>", "<row_1_col_1>"]
 """Tokens that SmolVLM and Idefics 3 have around images, as well as a double line break."""
 
@@ -101,7 +102,8 @@ def test_in_16_bits(name, tmp_path):
 
 
 def test_a_second_language_part_takes_the_first_ones_eyes(tmp_path):
-    folder, out = saved(tmp_path / "model", "llava"), tmp_path / "out"
+    folder = saved(tmp_path / "model", "llava")
+    out = tmp_path / "out"
     first = export(folder, "gguf-f16", out)
     second = export(folder, "gguf-q8_0", out)
     assert [len(first), len(second)] == [2, 1] and second[0].serve.endswith(str(first[1].path))

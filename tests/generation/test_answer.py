@@ -12,7 +12,8 @@ from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 from comparison import equal
 
-QUESTION, ANSWER = "what is the answer to everything?", "the answer to everything is forty two"
+QUESTION = "what is the answer to everything?"
+ANSWER = "the answer to everything is forty two"
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
@@ -168,7 +169,8 @@ def test_an_adapter_as_peft_saves_it_speaks_as_its_model_does(tmp_path, named):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    base, folder = tmp_path / "base", tmp_path / "adapter"
+    base = tmp_path / "base"
+    folder = tmp_path / "adapter"
     tiny.llama().save_pretrained(base)
     tiny.tokenizer().save_pretrained(base)
     model = peft.get_peft_model(
@@ -244,10 +246,8 @@ def likeliest(model, ids, count):
 def test_the_likeliest_token_is_taken_whatever_the_model_comes_with(given):
     """Its generation config is for what it was before, and stays as it is."""
     model = tiny.llama()
-    trained, expected = (
-        Trained(model, tiny.tokenizer(), kinds=("text",)),
-        likeliest(model, [5, 6, 5, 6, 7], 12)[5:],
-    )
+    trained = Trained(model, tiny.tokenizer(), kinds=("text",))
+    expected = likeliest(model, [5, 6, 5, 6, 7], 12)[5:]
     assert not set(expected) & set(trained.stops)
     for name, value in given.items():
         setattr(model.generation_config, name, value)
@@ -258,7 +258,8 @@ def test_the_likeliest_token_is_taken_whatever_the_model_comes_with(given):
 
 
 def test_a_stop_token_that_is_no_special_one_is_not_in_the_answer():
-    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    model = tiny.llama()
+    tokenizer = tiny.tokenizer()
     tokenizer.chat_template = None
     prompt = Tokenizer(tokenizer).prompt("hello")
     model.generation_config.eos_token_id = likeliest(model, prompt, 1)[-1]
@@ -296,7 +297,8 @@ FOR_SOMETHING_ELSE = [
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("given", FOR_SOMETHING_ELSE, ids=str)
 def test_a_model_can_be_asked_whatever_its_generation_config_says(given, temperature):
-    plain, model = tiny.llama(eos_token_id=None), tiny.llama(eos_token_id=None)
+    plain = tiny.llama(eos_token_id=None)
+    model = tiny.llama(eos_token_id=None)
     for name, value in given.items():
         setattr(model.generation_config, name, value)
     tokenizer = tiny.tokenizer()
@@ -310,7 +312,8 @@ def test_a_model_can_be_asked_whatever_its_generation_config_says(given, tempera
 
 def endless(**settings):
     """A model from elsewhere that never stops by itself, and a question."""
-    model, tokenizer = tiny.llama(eos_token_id=None, **settings), tiny.tokenizer()
+    model = tiny.llama(eos_token_id=None, **settings)
+    tokenizer = tiny.tokenizer()
     tokenizer.eos_token = tokenizer.chat_template = None
     return Trained(model, tokenizer), "hello"
 

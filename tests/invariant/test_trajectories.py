@@ -25,7 +25,8 @@ EXACT = 2e-6
 
 
 def assert_one_trajectory(left, right, tolerance=EXACT):
-    left, right = np.array(left), np.array(right)
+    left = np.array(left)
+    right = np.array(right)
     assert left.shape == right.shape
     deviation = (left[:, 1:] - right[:, 1:]) / right[:, 1:]
     # Rounding grows along a run: each step may add its own.
@@ -167,7 +168,8 @@ def test_packed_and_alone(tmp_path):
     Both runs take whole epochs as single steps, so that a step holds the same documents.
     """
     rows = tiny.chat_rows(24)
-    packed, alone = tmp_path / "packed", tmp_path / "alone"
+    packed = tmp_path / "packed"
+    alone = tmp_path / "alone"
     packs = packs_of(rows, tmp_path)
     assert packs < len(rows) // 2
     runs.train(packed, rows=rows, batch_size=packs, gradient_accumulation_steps=1, max_steps=5)
@@ -226,7 +228,9 @@ def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
     monkeypatch.setattr(
         decisions, "plan_for", lambda model: PatchPlan()
     )  # a proof runs layers, too
-    remakes, remake, found = [], halves.Remake, []
+    remakes = []
+    remake = halves.Remake
+    found = []
     monkeypatch.setattr(halves, "Remake", lambda *given: remakes.append(given) or remake(*given))
     for memory in ([], ["recompute_elementwise"], ["recompute_layers"]):
         model = tiny.llama()
@@ -246,7 +250,8 @@ def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
     one where all do.
     """
     runs.train(tmp_path / "kept")
-    model, recomputed = tiny.llama(), []
+    model = tiny.llama()
+    recomputed = []
     for name, total in (("first layer", 5), ("nothing", 9)):
         card = Estimate(1, 2, {NOTHING: 3, LAYERS: 0}, total)
         monkeypatch.setattr(needed_memory, "estimate", lambda *_, card=card: card)
@@ -291,7 +296,8 @@ def test_a_step_that_fails_leaves_the_model_as_it_was_given(tmp_path):
     """In its second micro-batch, after the first has left its gradients, in fp32, at weights in
     bf16.
     """
-    model, calls = tiny.llama(), []
+    model = tiny.llama()
+    calls = []
 
     def fail(*_):
         calls.append(1)
@@ -429,5 +435,6 @@ def test_resumed_and_uninterrupted(tmp_path, again, kind):
     else:
         runs.train(tmp_path / "parts", resume=True, **changes)
     assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
-    left, right = runs.weights(tmp_path / "parts"), runs.weights(tmp_path / "whole")
+    left = runs.weights(tmp_path / "parts")
+    right = runs.weights(tmp_path / "whole")
     assert all(torch.equal(left[name], right[name]) for name in right)

@@ -61,7 +61,9 @@ def compiling(threads: ThreadPoolExecutor) -> dict[str, int]:
     import triton
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
-    kernels, run, mode = {}, triton.JITFunction.run, AsyncCompileMode(threads)
+    kernels = {}
+    run = triton.JITFunction.run
+    mode = AsyncCompileMode(threads)
 
     def compile_only(kernel, *args, grid, warmup, **options):
         before = active_mode.set(mode)
@@ -106,7 +108,9 @@ def calls() -> dict[str, Callable[[], object]]:
 
     found: dict[str, Callable[[], object]] = {}
     for width in (896, 4096, 8192):
-        x, weight, bias = random(64, width), random(width), random(width)
+        x = random(64, width)
+        weight = random(width)
+        bias = random(width)
         found |= {
             f"rmsnorm {width}": lambda x=x, w=weight: both(k.fused_rmsnorm, x, w),
             f"add_rmsnorm {width}": lambda x=x, w=weight: both(
@@ -122,11 +126,9 @@ def calls() -> dict[str, Callable[[], object]]:
             ),
         }
     for heads, groups, width in ((14, 2, 64), (32, 8, 128), (8, 1, 256)):
-        q, key, table = (
-            random(64, heads, width),
-            random(64, groups, width),
-            torch.randn(64, width).to(HALF),
-        )
+        q = random(64, heads, width)
+        key = random(64, groups, width)
+        table = torch.randn(64, width).to(HALF)
         found |= {
             f"qk_rope {width}": lambda q=q, key=key, t=table: both(
                 lambda a, b: k.fused_qk_rope(a, b, t, t), q, key
@@ -139,7 +141,9 @@ def calls() -> dict[str, Callable[[], object]]:
                 random(w),
             ),
         }
-    hidden, head, targets = random(256, 1024), random(4096, 1024), torch.randint(0, 4096, (256,))
+    hidden = random(256, 1024)
+    head = random(4096, 1024)
+    targets = torch.randint(0, 4096, (256,))
     found |= {
         "linear_cross_entropy": lambda: both(
             lambda h, w: k.linear_cross_entropy(h, w, targets), hidden, head
@@ -185,7 +189,9 @@ def experts(rank: int) -> None:
     from chronicals.kernels.expert_glu import Gate
     from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 
-    count, width, inner = 8, 768, 512
+    count = 8
+    width = 768
+    inner = 512
     clamped = Gate("silu", 1.702, 7.0, 1.0, True)
     for tokens, gate in (
         ((64, Gate()), (1024, Gate()))
@@ -206,10 +212,8 @@ def experts(rank: int) -> None:
                     *pair,
                 )
             )
-        x, shares = (
-            torch.randn(tokens, width).to(HALF).requires_grad_(),
-            torch.rand(tokens, 2).requires_grad_(),
-        )
+        x = torch.randn(tokens, width).to(HALF).requires_grad_()
+        shares = torch.rand(tokens, 2).requires_grad_()
         fused_experts(
             x, torch.zeros(tokens, 2, dtype=torch.int64), shares, *made, gate
         ).sum().backward()
@@ -241,7 +245,8 @@ def wide_adapters(rank: int) -> None:
         x8, w8 = (
             torch.zeros(*shape, dtype=torch.float8_e4m3fn) for shape in ((1024, 256), (8, 512, 256))
         )
-        x, w = Scaled(x8, torch.ones(1024, 1)), Scaled(w8, torch.ones(8))
+        x = Scaled(x8, torch.ones(1024, 1))
+        w = Scaled(w8, torch.ones(8))
         fp8_grouped_product(x, w, to, True, None, thin, HALF, True)
 
 
@@ -253,10 +258,8 @@ def by_the_copy_engine(count: int, width: int, inner: int) -> None:
     x, rows, wide = (
         torch.randn(*shape).to(HALF) for shape in ((1024, width), (2048, width), (2048, inner))
     )
-    weight, launch = (
-        torch.randn(count, inner, width).to(HALF),
-        module.ProductLaunch(256, 64, 8, 3, boxes=True),
-    )
+    weight = torch.randn(count, inner, width).to(HALF)
+    launch = module.ProductLaunch(256, 64, 8, 3, boxes=True)
     for given, w, gathers in ((x, weight, True), (rows, weight, False), (wide, weight.mT, False)):
         module.launch_product(launch, given, w, to, gathers)
     module._clear_kernel[(count, 1)](
@@ -301,17 +304,14 @@ def adapters(rank: int) -> None:
     from chronicals.kernels.adapter_gradients import adapter_gradients
     from chronicals.kernels.adapter_padding import write_adapters
 
-    tokens, columns = 256, (1024, 512, 512)
-    x, a, seed = (
-        torch.randn(tokens, 1024).to(HALF),
-        torch.randn(rank, 1024).to(HALF),
-        torch.zeros(1, dtype=torch.int64),
-    )
+    tokens = 256
+    columns = (1024, 512, 512)
+    x = torch.randn(tokens, 1024).to(HALF)
+    a = torch.randn(rank, 1024).to(HALF)
+    seed = torch.zeros(1, dtype=torch.int64)
     u, g = (torch.randn(tokens, 3 * rank).to(HALF) for _ in range(2))
-    dy, up = (
-        torch.randn(tokens, sum(columns)).to(HALF),
-        torch.randn(sum(columns), 3 * rank).to(HALF),
-    )
+    dy = torch.randn(tokens, sum(columns)).to(HALF)
+    up = torch.randn(sum(columns), 3 * rank).to(HALF)
     adapter_gradients(dy, up, u, g, columns, (rank,) * 3, (1.0,) * 3, HALF)
     dropped_products.dropped_down(x, a, seed, 0.1, u[:, :rank])
     dropped_products.dropped_gradient_of_down(g[:, :rank], x, seed, 0.1)
@@ -329,7 +329,8 @@ def magnitudes() -> None:
     """Of DoRA: outputs scaled in place, and their gradients."""
     from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
 
-    y, factor = torch.randn(256, 1024).to(HALF), torch.randn(1024)
+    y = torch.randn(256, 1024).to(HALF)
+    factor = torch.randn(1024)
     scale_columns(y, factor, torch.randn(1024).to(HALF), y)
     scaled_columns_gradient(y, factor, torch.empty_like(y), y)
 
@@ -351,7 +352,9 @@ def experts_in_eight_bits(rank: int) -> None:
     from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
     from chronicals.kernels.grouped_product import Adapted
 
-    count, width, inner = 8, 768, 512
+    count = 8
+    width = 768
+    inner = 512
     weight = torch.randn(count, inner, width).to(HALF)
     rows, columns = fp8_quantize_experts(weight, "both")
     fp8_quantize_experts(weight[:, :33], "columns", rows.scale)
@@ -378,11 +381,9 @@ def units_in_eight_bits(inner: int, dense: bool) -> None:
     from chronicals.kernels.expert_glu import Gate
     from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
 
-    h, g, shares = (
-        torch.randn(256, 2 * inner).to(HALF),
-        torch.randn(256, inner).to(HALF),
-        torch.rand(256),
-    )
+    h = torch.randn(256, 2 * inner).to(HALF)
+    g = torch.randn(256, inner).to(HALF)
+    shares = torch.rand(256)
     for gate in (Gate(), Gate("silu", 1.702, 7.0, 1.0, True)):
         expert_glu_fp8(h, gate, dense)
         expert_glu_fp8_gradient(

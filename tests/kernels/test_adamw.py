@@ -91,7 +91,8 @@ def compare(tensors, function=fused_adamw_, factor=None):
         ("weights", "means", "squares", "steps"), exact, values(tensors), values(plain)
     ):
         for norm, times in ((torch.linalg.vector_norm, 1.5), (lambda x: x.abs().max(), 2.0)):
-            error, allowed = norm(ours - e), max(times * norm(theirs - e), 2**-23 * norm(e))
+            error = norm(ours - e)
+            allowed = max(times * norm(theirs - e), 2**-23 * norm(e))
             assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -209,7 +210,8 @@ def test_small_changes_of_bf16_states_add_up(device):
 
 def test_each_place_and_step_has_dice_of_its_own(device):
     """Chunks, tensors and steps are not rounded alike, or what is lost in one is lost in all."""
-    size, third = 2 * CHUNK, 1 + 2**-9 + 2**-10
+    size = 2 * CHUNK
+    third = 1 + 2**-9 + 2**-10
     ups = []
     for step in (1.0, 2.0):
         ones = [torch.ones(size, device=device) for _ in range(2)]
@@ -273,7 +275,8 @@ def test_weights_of_which_some_stay(kinds, function, device):
     tensors = drawn(*kinds, device)
     for number in (1, 3):
         tensors.gradients[number].fill_(float("nan"))
-    before, alone = copy.deepcopy(tensors), copy.deepcopy(tensors)
+    before = copy.deepcopy(tensors)
+    alone = copy.deepcopy(tensors)
     applies = torch.tensor([number not in (1, 3) for number in range(len(SHAPES))], device=device)
     function(tensors, **OPTIONS, apply=applies)
     function(alone, **OPTIONS)
@@ -402,7 +405,8 @@ def test_planted_faults_are_found(fault, device):
 
 def test_dice_are_thrown_anew_while_the_first_weight_stays(device):
     """As where no rank uses it: the others are not rounded alike in every step."""
-    size, third = CHUNK, 1 + 2**-9 + 2**-10
+    size = CHUNK
+    third = 1 + 2**-9 + 2**-10
     states = [[torch.ones(size, device=device).bfloat16() for _ in range(2)] for _ in range(2)]
     ones, steps = ([torch.ones(shape, device=device) for _ in range(2)] for shape in (size, ()))
     tensors = Tensors(ones, [torch.full_like(x, third) for x in ones], *states, [], steps)

@@ -43,10 +43,8 @@ def drawn(dtype, gradient_dtype, device, shapes=SHAPES, master=True):
         tensors.gradients.append(
             (torch.randn(shape, device=device) * 10.0 ** (number - 4)).to(gradient_dtype)
         )
-        mean, square = (
-            torch.randn(shape, device=device) * 0.1,
-            torch.rand(shape, device=device) * 0.1,
-        )
+        mean = torch.randn(shape, device=device) * 0.1
+        square = torch.rand(shape, device=device) * 0.1
         for values, signed, codes, scales in (
             (mean, True, tensors.means, tensors.mean_scales),
             (square, False, tensors.squares, tensors.square_scales),
@@ -111,10 +109,8 @@ def test_codes_are_the_nearest(signed, device):
     """And both ends of a block are exact; from an eighth of the least value on it is taken for
     that.
     """
-    values, magnitude = (
-        stands_for(signed),
-        10 ** torch.empty(50, SIZE, dtype=torch.float64).uniform_(-7.5, -0.001),
-    )
+    values = stands_for(signed)
+    magnitude = 10 ** torch.empty(50, SIZE, dtype=torch.float64).uniform_(-7.5, -0.001)
     magnitude[:, 0], magnitude[:, 1] = 1.0, 0.0
     sign = torch.randn(50, SIZE).sign() if signed else 1
     codes, scales = quantize_moment((magnitude * sign).float().to(device), signed)
@@ -127,7 +123,8 @@ def test_codes_are_the_nearest(signed, device):
     )
     kept = dequantize_moment(codes, scales, signed).cpu()
     assert torch.equal(kept[:, :2].abs(), magnitude[:, :2].float())
-    error, least = (kept.abs() - magnitude).abs(), (values[expected.abs().long()] - magnitude).abs()
+    error = (kept.abs() - magnitude).abs()
+    least = (values[expected.abs().long()] - magnitude).abs()
     assert (error <= least * (1 + 1e-4) + 1e-7).all()
 
 
@@ -142,10 +139,8 @@ def test_moments_are_as_near_as_in_bitsandbytes_code(device):
     ):
         signed = bool((moment < 0).any())
         codes, scales = quantize_moment(moment, signed)
-        each, code = (
-            scales.repeat_interleave(SIZE),
-            functional.create_dynamic_map(signed).to(device),
-        )
+        each = scales.repeat_interleave(SIZE)
+        code = functional.create_dynamic_map(signed).to(device)
         theirs = code[torch.bucketize(moment / each, (code[1:] + code[:-1]) / 2)] * each
         ours = dequantize_moment(codes, scales, signed)
         assert (ours - moment).square().mean() < (theirs - moment).square().mean()
@@ -188,7 +183,8 @@ def test_the_kernel_finds_the_nearest_values_too(device):
 def test_it_is_its_reference(dtype, gradient_dtype, options, device):
     given = {name: torch.tensor(value, device=device) for name, value in options.items()}
     ours = drawn(dtype, gradient_dtype, device)
-    plain, before = copy.deepcopy(ours), copy.deepcopy(ours)
+    plain = copy.deepcopy(ours)
+    before = copy.deepcopy(ours)
     adamw_8bit_(ours, **OPTIONS, **given)
     adamw_8bit_reference_(plain, **OPTIONS, **given)
     are_alike(ours, plain)

@@ -25,7 +25,8 @@ FACTORS = (0.5, 1.5, 2.5, 3.5)
 
 def functions(sizes, ranks, factors=FACTORS, of=module, spare=5):
     """Ours and the plain one: g, what lies behind it in the margin, and all dB in fp32."""
-    width, starts = sum(ranks), [sum(ranks[:i]) for i in range(len(ranks))]
+    width = sum(ranks)
+    starts = [sum(ranks[:i]) for i in range(len(ranks))]
     places = [
         (sum(sizes[:i]), size, start, rank)
         for i, (size, start, rank) in enumerate(zip(sizes, starts, ranks))
@@ -45,8 +46,10 @@ def functions(sizes, ranks, factors=FACTORS, of=module, spare=5):
         )
         extended[:, : dy.shape[1]] = dy
         g = extended[:, dy.shape[1] :]
-        margin, wide = up.new_zeros(len(up), width + spare), u.new_zeros(len(u), width + spare)
-        margin[:, :width], wide[:, :width] = diagonal(up), u
+        margin = up.new_zeros(len(up), width + spare)
+        wide = u.new_zeros(len(u), width + spare)
+        margin[:, :width] = diagonal(up)
+        wide[:, :width] = u
         of_ups = of.adapter_gradients(
             extended[:, : dy.shape[1]],
             margin,
@@ -165,8 +168,10 @@ def test_equals_the_products_without_a_kernel(dtype, factors, device, monkeypatc
 def test_the_sizes_of_models(layers, device):
     ours, plain = functions(*layers)
     inputs = draw(3000, *layers, torch.bfloat16, device)()
-    (g, empty, of_up), again = ours(*inputs), ours(*inputs)
-    of_plain, exact = plain(*inputs)[0], plain(*(x.cpu().double() for x in inputs))
+    (g, empty, of_up) = ours(*inputs)
+    again = ours(*inputs)
+    of_plain = plain(*inputs)[0]
+    exact = plain(*(x.cpu().double() for x in inputs))
 
     def error(found, exact):
         return (found.cpu().double() - exact).norm() / exact.norm()

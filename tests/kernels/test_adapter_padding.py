@@ -9,12 +9,15 @@ from chronicals.kernels.adapter_padding import write_adapters, write_adapters_re
 from mutants import mutant
 
 MODULE = sys.modules["chronicals.kernels.adapter_padding"]
-SIZES, WIDTH, ROOM = (24, 7, 13), 20, 16
+SIZES = (24, 7, 13)
+WIDTH = 20
+ROOM = 16
 
 
 def check(write, ranks, dtype, device):
     count = len(ranks)
-    sizes, scales = SIZES[:count], [0.5, 1.5, 3.0][:count]
+    sizes = SIZES[:count]
+    scales = [0.5, 1.5, 3.0][:count]
     downs = [torch.randn(rank, WIDTH, device=device) if rank else None for rank in ranks]
     ups = [
         torch.randn(size, rank, device=device) if rank else None for size, rank in zip(sizes, ranks)
@@ -23,15 +26,18 @@ def check(write, ranks, dtype, device):
         torch.zeros(sum(sizes) + ROOM, WIDTH + ROOM, device=device, dtype=dtype) for _ in range(2)
     ]
     for write_into, buffer in zip((write, write_adapters_reference), buffers):
-        down, up = buffer[sum(sizes) :, :WIDTH], buffer[: sum(sizes), WIDTH:]
+        down = buffer[sum(sizes) :, :WIDTH]
+        up = buffer[: sum(sizes), WIDTH:]
         write_into(down, up, sizes, ranks, downs, ups, scales)
     assert ((buffers[0] - buffers[1]).abs() <= torch.finfo(dtype).eps * buffers[1].abs()).all()
-    row, column = 0, 0
+    row = 0
+    column = 0
     for size, rank, a, b, scale in zip(sizes, ranks, downs, ups, scales):
         if rank:
             assert torch.equal(down[column : column + rank], a.to(dtype))
             assert torch.equal(up[row : row + size, column : column + rank], (scale * b).to(dtype))
-        row, column = row + size, column + rank
+        row = row + size
+        column = column + rank
     assert buffers[1].count_nonzero() == sum(
         rank * (WIDTH + size) for rank, size in zip(ranks, sizes)
     )

@@ -44,9 +44,11 @@ def gradients_seen(x):
 
 
 def check_norm(norm, shape, dtype, device, summed, weighed, paddings=(0, 0)):
-    x, weight = draw(device, dtype, *shape), draw(device, dtype, shape[-1]) if weighed else None
+    x = draw(device, dtype, *shape)
+    weight = draw(device, dtype, shape[-1]) if weighed else None
     residual = draw(device, dtype, *shape) if summed else None
-    amax, of_gradient = Amax(), Amax()
+    amax = Amax()
+    of_gradient = Amax()
     y, total = norm(x, residual, weight, 1e-6, 0.0, *paddings, amax, of_gradient)
     assert amax.take(y) == largest(y)
     seen = gradients_seen(x)
@@ -82,7 +84,8 @@ def infinite_around(x):
 
 def check_unit(unit, rows, width, dtype, device, activation, paddings=(0, 0)):
     both = draw(device, dtype, rows, 2 * width)
-    amax, of_gradient = Amax(), Amax()
+    amax = Amax()
+    of_gradient = Amax()
     y = unit(both, activation, *paddings, amax, of_gradient)
     assert amax.take(y) == largest(y)
     seen = gradients_seen(both)
@@ -103,13 +106,12 @@ def check_rotation(
     """The largest gradient may reach queries, keys or values, ``spoil`` is where there is none."""
     h, k = heads
     angles = torch.randn(tokens, rotated, device=device)
-    qkv, given = (
-        draw(device, dtype, tokens, (h + 2 * k) * width) * 1,
-        draw(device, dtype, tokens, h + 2 * k, width).detach(),
-    )
+    qkv = draw(device, dtype, tokens, (h + 2 * k) * width) * 1
+    given = draw(device, dtype, tokens, h + 2 * k, width).detach()
     for place in spoil:
         given[place] = float("nan")
-    amax, seen = Amax(), gradients_seen(qkv)
+    amax = Amax()
+    seen = gradients_seen(qkv)
     out = turn(qkv, angles.cos(), angles.sin(), heads, interleaved, padding, amax)
     torch.autograd.backward(out, given.split((h, k, k), 1))
     assert seen[0].stride(0) == qkv.shape[1] + padding and amax.take(seen[0]) == largest(seen[0])
@@ -152,7 +154,8 @@ def test_what_is_no_number_has_no_part_in_rotations(turn, device):
 
 
 def test_what_is_no_number_has_no_part(device):
-    x, amax = draw(device, torch.float32, 4, 16), Amax()
+    x = draw(device, torch.float32, 4, 16)
+    amax = Amax()
     with torch.no_grad():
         x[1, 3] = float("nan")  # and with it its whole row of the norm
     y, _ = fused_add_rmsnorm(x, None, None, amax=amax)
@@ -160,7 +163,8 @@ def test_what_is_no_number_has_no_part(device):
 
 
 def test_it_is_taken_once_and_for_that_tensor_alone(device):
-    x, cell = torch.randn(4, 8, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    x = torch.randn(4, 8, device=device)
+    cell = torch.ones(1, dtype=torch.int32, device=device)
 
     def told():
         amax = Amax()
@@ -181,7 +185,8 @@ def test_another_tensor_in_the_same_memory_has_none(device):
     """Of the same shape, and as new."""
     memory = torch.randn(2, 4, 256, device=device)
     for _ in range(20):
-        x, amax = memory[0].clone(), Amax()
+        x = memory[0].clone()
+        amax = Amax()
         place = x.data_ptr()
         with_amax(amax, x, torch.ones(1, dtype=torch.int32, device=device))
         del x
@@ -196,7 +201,9 @@ def test_another_tensor_in_the_same_memory_has_none(device):
     "between", ["another gradient is added", "a hook changes it", "a hook changes it in place"]
 )
 def test_a_gradient_that_something_was_done_to_has_none(between, device):
-    x, amax, taken = draw(device, torch.float32, 4, 16), Amax(), []
+    x = draw(device, torch.float32, 4, 16)
+    amax = Amax()
+    taken = []
     source = x * 1.0
 
     class Takes(torch.autograd.Function):

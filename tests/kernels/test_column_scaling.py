@@ -60,7 +60,8 @@ def test_equals_the_reference(dtype, shape, way, device):
 
 
 def test_without_a_bias_and_without_a_sum(device):
-    y, factor = torch.randn(9, 31, device=device), torch.randn(31, device=device)
+    y = torch.randn(9, 31, device=device)
+    factor = torch.randn(31, device=device)
     torch.testing.assert_close(scale_columns(y, factor), y * factor)
     out = torch.empty_like(y)
     assert scaled_columns_gradient(y, factor, out) is None
@@ -68,7 +69,8 @@ def test_without_a_bias_and_without_a_sum(device):
 
 
 def test_no_rows(device):
-    y, factor = torch.randn(0, 31, device=device), torch.randn(31, device=device)
+    y = torch.randn(0, 31, device=device)
+    factor = torch.randn(31, device=device)
     assert scale_columns(y, factor).shape == (0, 31)
     assert not scaled_columns_gradient(y, factor, torch.empty_like(y), y).any()
 

@@ -14,7 +14,8 @@ from chronicals.kernels.logit_rows import IGNORED, LossOptions, Tile
 from comparison import ATTEMPTS, LARGER
 from mutants import mutant
 
-ROWS, VOCABULARY = 7, 149
+ROWS = 7
+VOCABULARY = 149
 TYPES = [torch.float32, torch.bfloat16]
 DIVERGENCES = {
     "forward_kl": (Divergence.forward_kl(), lambda p, q: kl(p, q)),
@@ -107,7 +108,8 @@ def compare(of, name, dtype, device, weighted=False, teachers=None, **changes):
 
 
 def compare_rows(of, name, x, y, targets, options, weighted):
-    device, dtype = x.device, x.dtype
+    device = x.device
+    dtype = x.dtype
     weights = torch.rand(len(x), device=device) if weighted else None
     at_home = None if weights is None else weights.cpu().double()
     exact = by_the_book(x.cpu().double(), y.cpu().double(), targets.cpu(), at_home, options, name)

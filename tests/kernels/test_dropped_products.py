@@ -103,11 +103,10 @@ def test_all_three(shape, dtype, p, device):
 @pytest.mark.parametrize("rank", [3, 300])
 def test_beside_u_are_zeros(rank, device):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    x, a = (
-        torch.randn(37, 40, device=device).to(dtype),
-        torch.randn(rank, 40, device=device).to(dtype),
-    )
-    seed, margin = draw_seed(x), torch.full((37, rank + 12), float("nan"), device=device).to(dtype)
+    x = torch.randn(37, 40, device=device).to(dtype)
+    a = torch.randn(rank, 40, device=device).to(dtype)
+    seed = draw_seed(x)
+    margin = torch.full((37, rank + 12), float("nan"), device=device).to(dtype)
     module.dropped_down(x, a, seed, 0.3, margin[:, : rank + 9])
     assert (
         torch.equal(margin[:, :rank], down(x, a, seed, 0.3))
@@ -118,9 +117,13 @@ def test_beside_u_are_zeros(rank, device):
 
 def test_strided_rows(device):
     """As they come from a merged product: x, g and u among other columns."""
-    seed, p = draw_seed(torch.zeros(1, device=device)), 0.4
-    wide, thin = torch.randn(37, 50, device=device), torch.randn(37, 20, device=device)
-    x, g, a = wide[:, :40], thin[:, 8:16], torch.randn(8, 40, device=device)
+    seed = draw_seed(torch.zeros(1, device=device))
+    p = 0.4
+    wide = torch.randn(37, 50, device=device)
+    thin = torch.randn(37, 20, device=device)
+    x = wide[:, :40]
+    g = thin[:, 8:16]
+    a = torch.randn(8, 40, device=device)
     kept = dropped_reference(x, seed, p)
     torch.testing.assert_close(down(x, a, seed, p), kept @ a.t(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
@@ -131,7 +134,8 @@ def test_strided_rows(device):
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
 def test_the_mask_is_fair_and_without_pattern(p):
     """The share that stays, in all, by row and by column, and neighbours that stay together."""
-    rows, width = 512, 640
+    rows = 512
+    width = 640
     kept = dropped_reference(torch.ones(rows, width), draw_seed(torch.zeros(1)), p) > 0
     stay = 1 - p
     for share, count in (
@@ -170,7 +174,9 @@ def test_seeds_make_masks_of_their_own():
     ],
 )
 def test_planted_faults_are_found(old, new, device, monkeypatch):
-    wrong, seed, p = mutant(module, old, new), draw_seed(torch.zeros(1, device=device)), 0.5
+    wrong = mutant(module, old, new)
+    seed = draw_seed(torch.zeros(1, device=device))
+    p = 0.5
     for of in (module, wrong):  # two programs a block, of which one has two tiles
         monkeypatch.setattr(of, "multiprocessors", lambda _: 4)
         monkeypatch.setattr(of, "shared_memory", lambda _: 2**15)

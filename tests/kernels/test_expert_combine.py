@@ -24,10 +24,8 @@ def test_sum_of_a_token(case, shared, dtype, device):
         return (rows * shares[0][:, None] if shares else rows).unflatten(0, (tokens, each)).sum(1)
 
     def draw():
-        z, shares = (
-            torch.randn(tokens * each, width, device=device),
-            torch.rand(tokens * each, device=device),
-        )
+        z = torch.randn(tokens * each, width, device=device)
+        shares = torch.rand(tokens * each, device=device)
         return [x.to(dtype) for x in ([z, shares] if shared else [z])]
 
     def ours(z, *shares):
@@ -38,7 +36,8 @@ def test_sum_of_a_token(case, shared, dtype, device):
 
 def test_the_order_of_ranks_makes_the_sum(device):
     """So that a token's sum has the same bits wherever its experts' rows are."""
-    z, order = torch.randn(40, 16, device=device), torch.randperm(40, device=device)
+    z = torch.randn(40, 16, device=device)
+    order = torch.randperm(40, device=device)
     first = module.expert_combine(z, torch.arange(40, device=device).int(), 8)
     other = module.expert_combine(z[order], order.argsort().int(), 8)
     assert torch.equal(first, other)
@@ -59,7 +58,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     wrong = mutant(module, *MUTATIONS[name])
-    z, shares = torch.randn(26, 40, device=device), torch.rand(26, device=device)
+    z = torch.randn(26, 40, device=device)
+    shares = torch.rand(26, device=device)
     places = torch.randperm(26, device=device).int()
     expected = expert_combine_reference(z, places, 2, shares)
     assert not torch.allclose(wrong.expert_combine(z, places, 2, shares), expected, atol=1e-3)

@@ -85,7 +85,8 @@ def test_what_experts_receive(case, device):
         *dispatch_reference(experts_Tk.reshape(-1), case[2], got.rows), got.each, got.rows
     )
     assert torch.equal(got.received(), experts_Tk) and torch.equal(reference.received(), experts_Tk)
-    pairs, last = experts_Tk.numel(), got.order_S[-1:]
+    pairs = experts_Tk.numel()
+    last = got.order_S[-1:]
     bounds = torch.where(got.bounds == pairs, pairs - 1, got.bounds)
     short = (
         got._replace(bounds=bounds).received().reshape(-1)
@@ -112,7 +113,8 @@ def test_what_experts_receive_is_found_on_the_device(device):
 
 
 def test_dispatches_are_watched(device):
-    seen, experts_Tk = [], drawn(7, 2, 5, device)
+    seen = []
+    experts_Tk = drawn(7, 2, 5, device)
     with watching_dispatches(seen.append):
         got = dispatch_to_experts(experts_Tk, 5)
     dispatch_to_experts(experts_Tk, 5)
@@ -142,7 +144,8 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
-    wrong, experts_Tk = mutant(module, *MUTATIONS[name]), drawn(*CASES[-1], device)
+    wrong = mutant(module, *MUTATIONS[name])
+    experts_Tk = drawn(*CASES[-1], device)
     if "blocks" in name:
         experts_Tk = experts_Tk.repeat(80, 1)  # more blocks than are summed at once
     got = wrong.dispatch_to_experts(experts_Tk, CASES[-1][2])

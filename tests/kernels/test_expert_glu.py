@@ -30,7 +30,8 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 def formula(h: Tensor, gate: Gate) -> Tensor:
     g, up = (h[:, ::2], h[:, 1::2]) if gate.interleaved else h.chunk(2, 1)
     if gate.limit is not None:
-        g, up = g.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+        g = g.clamp(max=gate.limit)
+        up = up.clamp(-gate.limit, gate.limit)
     kinds = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
     return kinds.get(gate.activation, lambda x: x * torch.sigmoid(gate.alpha * x))(g) * (
         up + gate.offset
@@ -43,7 +44,8 @@ class Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, shares, order, gate, of):
         ctx.save_for_backward(h, shares, order)
-        ctx.gate, ctx.of = gate, of
+        ctx.gate = gate
+        ctx.of = of
         return of.expert_glu(h, gate) * shares[order.long(), None].to(h.dtype)
 
     @staticmethod
@@ -78,7 +80,8 @@ def test_equals_the_formula(shape, gate, dtype, device):
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_the_unit_times_its_share_comes_beside(gate, device):
-    h, g = torch.randn(37, 48, device=device), torch.randn(37, 24, device=device)
+    h = torch.randn(37, 48, device=device)
+    g = torch.randn(37, 24, device=device)
     order = torch.randperm(37, device=device).int()
     shares = torch.rand(37, device=device)
     d_h, unit, d_shares = module.expert_glu_gradient(g, h, shares, order, gate)
@@ -96,7 +99,8 @@ def test_the_unit_times_its_share_comes_beside(gate, device):
 
 def test_shares_of_another_type(device):
     """A router in fp32 above experts in bf16."""
-    h, g = torch.randn(9, 16, device=device).bfloat16(), torch.randn(9, 8, device=device).bfloat16()
+    h = torch.randn(9, 16, device=device).bfloat16()
+    g = torch.randn(9, 8, device=device).bfloat16()
     d_shares = module.expert_glu_gradient(
         g, h, torch.rand(9, device=device), torch.arange(9, device=device).int(), Gate()
     )[2]

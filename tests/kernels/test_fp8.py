@@ -63,10 +63,8 @@ def assert_both_equal(quantize, x, scaling, device):
 def test_equals_the_formula(shape, scaling, layout, device):
     for dtype, kind in zip((torch.bfloat16, torch.float32), LIMITS, strict=True):
         x = draw(shape, dtype, device)
-        got, expected = (
-            fp8_quantize(x, scaling, kind, layout),
-            fp8_quantize_reference(x.cpu(), scaling, kind, layout),
-        )
+        got = fp8_quantize(x, scaling, kind, layout)
+        expected = fp8_quantize_reference(x.cpu(), scaling, kind, layout)
         for ours, exact in zip(got, expected, strict=True):
             assert_equal(ours, exact, device)
 
@@ -74,7 +72,8 @@ def test_equals_the_formula(shape, scaling, layout, device):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_what_lies_beside_strips_and_tiles_has_no_part(scaling, device):
     """Of whole and of broken ones, in either direction."""
-    high, wide = fp8.STRIP[0], fp8.BLOCK
+    high = fp8.STRIP[0]
+    wide = fp8.BLOCK
     for rows, width in ((high + 18, 33), (2 * high, wide), (high, wide + 2), (wide + 2, wide)):
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.full((rows + 2, width + 6), float("inf"), dtype=dtype, device=device)[
@@ -88,7 +87,8 @@ def test_what_lies_beside_strips_and_tiles_has_no_part(scaling, device):
 def test_a_scale_that_is_known(layout, device):
     """Values beyond its limit stay at the limit."""
     for dtype in (torch.bfloat16, torch.float32):
-        x, scale = draw((130, 257), dtype, device), torch.tensor(0.37, device=device)
+        x = draw((130, 257), dtype, device)
+        scale = torch.tensor(0.37, device=device)
         for ours, exact in zip(
             fp8_quantize(x, layout=layout, scale=scale),
             fp8_quantize_reference(x.cpu(), layout=layout, scale=scale.cpu()),
@@ -107,10 +107,8 @@ def test_what_it_stands_for(scaling, device):
     x = draw((200, 300), torch.float32, device)
     rows, columns = fp8_quantize(x, scaling, layout="both")
     for found, exact in ((rows, x), (columns, x.t())):
-        away, step = (
-            (dequantize(found) - exact).abs(),
-            dequantize(found._replace(values=torch.ones_like(found.values))),
-        )
+        away = (dequantize(found) - exact).abs()
+        step = dequantize(found._replace(values=torch.ones_like(found.values)))
         assert (away <= exact.abs() * 2**-4 + step * STEP).all()
 
 

@@ -36,10 +36,8 @@ def operands(case, of_tokens, device, spread=True):
     """
     tokens, each, experts, inputs, outputs = case
     rows = tokens if of_tokens else tokens * each
-    x, w = (
-        torch.randn(rows, inputs, device=device),
-        torch.randn(experts, outputs, inputs, device=device),
-    )
+    x = torch.randn(rows, inputs, device=device)
+    w = torch.randn(experts, outputs, inputs, device=device)
     if spread:
         x *= torch.logspace(-2, 1, rows, device=device)[torch.randperm(rows, device=device)][
             :, None
@@ -62,7 +60,8 @@ def check(of, case, of_tokens, dtype, device, bias=False, rank=0, fast=False):
     tokens, each, experts, _, outputs = case
     to = to_low_tiles(tokens, each, experts, device)
     x, w = operands(case, of_tokens, device)
-    x8, w8 = fp8_quantize(x, "row")[0], fp8_quantize_experts(w)[0]
+    x8 = fp8_quantize(x, "row")[0]
+    w8 = fp8_quantize_experts(w)[0]
     given = torch.randn(experts, outputs, device=device).to(dtype) if bias else None
     thin = [
         torch.randn(*shape, device=device).to(dtype)
@@ -79,7 +78,8 @@ def check(of, case, of_tokens, dtype, device, bias=False, rank=0, fast=False):
         *dense, to, of_tokens, None if given is None else given.to(wide), adapted
     )
     roundings = max(torch.finfo(dtype).eps, of_sums(device))
-    error, size = (got.to(wide) - exact).norm(dim=1), exact.norm(dim=1)
+    error = (got.to(wide) - exact).norm(dim=1)
+    size = exact.norm(dim=1)
     assert (error <= roundings * size + 1e-12).all()
 
 
@@ -127,7 +127,8 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
     launch = kernel.ProductLaunch(32, 32, 4, 2, 2, persistent, boxes, 16)
     for of_tokens in (False, True):
         x, w = operands(case, of_tokens, device)
-        x8, w8 = fp8_quantize(x, "row")[0], fp8_quantize_experts(w)[0]
+        x8 = fp8_quantize(x, "row")[0]
+        w8 = fp8_quantize_experts(w)[0]
         got = launch_product(
             launch,
             x8.values,
@@ -139,7 +140,8 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
             fast=False,
         )
         expected = module.fp8_grouped_product_reference(x8, w8, to, of_tokens, dtype=torch.float32)
-        error, size = (got - expected).norm(dim=1), expected.norm(dim=1)
+        error = (got - expected).norm(dim=1)
+        size = expected.norm(dim=1)
         assert (error <= of_sums(device) * size + 1e-12).all()
 
 

@@ -10,14 +10,17 @@ from chronicals.kernels.fp8 import dequantize, fp8_quantize
 from chronicals.kernels.fp8_linear import SCALINGS, Layouts, fp8_linear, fp8_linear_reference
 from mutants import mutant
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 MODULE = sys.modules["chronicals.kernels.fp8_linear"]
 
 
 def draw(device, dtype=torch.bfloat16, tokens=48, inner=64, outer=80, scaling=None):
     """Rows and columns of very different sizes, so that a scale in the wrong place shows."""
     if scaling == "block":
-        tokens, inner, outer = 160, 640, 256
+        tokens = 160
+        inner = 640
+        outer = 256
     x = (
         torch.randn(tokens, inner, device=device)
         * torch.logspace(-2, 2, tokens, device=device)[:, None]
@@ -49,7 +52,8 @@ def check_products(layer, scaling, gradient_type, device):
     x, weight, dy = draw(device, scaling=scaling)
     y = layer(x, weight, scaling=scaling, gradient_type=gradient_type)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
-    (x_rows, x_columns), (w_rows, w_columns) = meant(x, scaling), meant(weight, SCALINGS[scaling])
+    (x_rows, x_columns) = meant(x, scaling)
+    (w_rows, w_columns) = meant(weight, SCALINGS[scaling])
     dy_rows, dy_columns = meant(dy, scaling, gradient_type)
     assert y.dtype == dx.dtype == dw.dtype == torch.bfloat16
     assert_rounded_once(y, x_rows @ w_rows.t())
@@ -101,7 +105,8 @@ def test_a_bias_dimensions_and_rows_that_are_no_multiple(device):
 def test_what_is_frozen_costs_nothing(frozen, device, monkeypatch):
     x, weight, dy = draw(device)
     expected = dict(zip("xw", torch.autograd.grad(fp8_linear(x, weight), (x, weight), dy)))
-    made, usual = [], MODULE.fp8_quantize
+    made = []
+    usual = MODULE.fp8_quantize
     monkeypatch.setattr(
         MODULE,
         "fp8_quantize",
@@ -236,7 +241,8 @@ def test_scales_of_blocks_lie_as_cublas_wants_them(device, monkeypatch):
     )
     x, weight, dy = draw(device, tokens=256, inner=640, outer=384)
     torch.autograd.grad(fp8_linear(x, weight, scaling="block"), (x, weight), dy)
-    runs, squares = "BlockWise1x128", "BlockWise128x128"
+    runs = "BlockWise1x128"
+    squares = "BlockWise128x128"
     assert seen == [
         (runs, squares, ((256, 5), (1, 256)), ((8, 3), (1, 8)), 1),
         (runs, squares, ((256, 3), (1, 256)), ((4, 5), (1, 4)), 1),

@@ -129,11 +129,9 @@ def test_the_reference_is_the_definition_of_transformers():
     layer = Qwen3MoeExperts(config).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    x, experts, shares = (
-        torch.randn(9, 12).double(),
-        drawn(9, 2, 4, "cpu"),
-        torch.rand(9, 2).double(),
-    )
+    x = torch.randn(9, 12).double()
+    experts = drawn(9, 2, 4, "cpu")
+    shares = torch.rand(9, 2).double()
     expected = layer(x, experts, shares)
     got = fused_experts_reference(
         x, experts, shares, ExpertWeights(layer.gate_up_proj), ExpertWeights(layer.down_proj)
@@ -169,7 +167,8 @@ def test_a_frozen_layer_still_passes_gradients(device):
 @pytest.mark.parametrize("learns", [None, 2, 3, 4], ids=["nothing", "W", "A", "B"])
 def test_x_is_kept_where_something_reads_it(learns, device):
     """A weight, or A of an adapter: B's gradient reads what A made of x."""
-    case, kept = CASES[1], []
+    case = CASES[1]
+    kept = []
     tensors = [torch.randn(*shape, device=device).bfloat16() for shape in shapes(case, rank=4)]
     for n in [0] + [learns] * (learns is not None):
         tensors[n].requires_grad_()
@@ -282,7 +281,8 @@ class Watch(TorchDispatchMode):
 
 def test_the_host_waits_for_nothing(device):
     """So that CUDA graphs capture it, shapes and all: none depends on which experts are chosen."""
-    case, options = CASES[1], {"bias": True, "rank": 4}
+    case = CASES[1]
+    options = {"bias": True, "rank": 4}
     tensors = [
         torch.randn(*shape, device=device).bfloat16().requires_grad_()
         for shape in shapes(case, **options)

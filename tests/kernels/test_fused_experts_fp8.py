@@ -23,10 +23,8 @@ class Quantised:
     """A weight in FP8, made at each use."""
 
     def __init__(self, weight, transposed):
-        self.weight, self.layouts = (
-            weight,
-            ("columns", "rows") if transposed else ("rows", "columns"),
-        )
+        self.weight = weight
+        self.layouts = ("columns", "rows") if transposed else ("rows", "columns")
 
     def made(self, layout, scale=None):
         return next(
@@ -137,7 +135,9 @@ def test_frozen_weights_and_what_learns_beside_them(device):
     tensors = [torch.randn(*shape, device=device).bfloat16() for shape in shapes(case)]
     tensors[0].requires_grad_()
     x, shares, *products = built(tensors)
-    experts, made, keep = drawn(*case[:3], device), [], module.expert_glu_fp8_gradient
+    experts = drawn(*case[:3], device)
+    made = []
+    keep = module.expert_glu_fp8_gradient
     kept = []
     watched = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
     with pytest.MonkeyPatch.context() as patch, watched:

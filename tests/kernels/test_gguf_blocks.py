@@ -89,7 +89,8 @@ def test_what_does_not_fit_is_refused(device):
 
 
 def test_it_is_an_operator_of_torch(device):
-    packed, out = random_blocks(8, 256, "Q4_K").to(device), torch.empty(8, 256, device=device)
+    packed = random_blocks(8, 256, "Q4_K").to(device)
+    out = torch.empty(8, 256, device=device)
     torch.library.opcheck(gguf_blocks._dequantize, (packed.view(-1), out, "Q4_K"))
 
 

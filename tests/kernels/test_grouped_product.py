@@ -121,7 +121,8 @@ def test_the_reference_is_a_sum_over_pairs():
     tokens, each, experts, inputs, outputs = CASES[1]
     experts_Tk = drawn(tokens, each, experts, "cpu")
     to = dispatch_to_experts(experts_Tk, experts)
-    x, w = torch.randn(tokens, inputs).double(), torch.randn(experts, outputs, inputs).double()
+    x = torch.randn(tokens, inputs).double()
+    w = torch.randn(experts, outputs, inputs).double()
     expected = torch.einsum("tk,tjnk->tjn", x, w[experts_Tk]).flatten(0, 1)
     got = grouped_product_reference(x, w, to, of_tokens=True)[to.places_S.long()]
     torch.testing.assert_close(got, expected)
@@ -142,14 +143,16 @@ def test_experts_without_rows_have_no_gradient(device):
 
 def test_no_tokens(device):
     to = dispatch_to_experts(torch.zeros(0, 2, dtype=torch.int64, device=device), 3)
-    x, w = torch.zeros(0, 8, device=device), torch.randn(3, 5, 8, device=device)
+    x = torch.zeros(0, 8, device=device)
+    w = torch.randn(3, 5, 8, device=device)
     assert module.grouped_product(x, w, to, of_tokens=True).shape == (0, 5)
     assert not module.grouped_weight_gradient(x, x, to).any()
 
 
 def test_strided_rows(device):
     to = to_low_tiles(37, 2, 4, device)
-    wide, w = torch.randn(74, 50, device=device), torch.randn(4, 24, 40, device=device)
+    wide = torch.randn(74, 50, device=device)
+    w = torch.randn(4, 24, 40, device=device)
     x = wide[:, 8:48]
     torch.testing.assert_close(
         module.grouped_product(x, w, to), grouped_product_reference(x, w, to), rtol=1e-4, atol=1e-4
@@ -205,7 +208,8 @@ def test_the_columns_of_an_adapter_fit_the_card(kib, rank, monkeypatch):
     monkeypatch.setattr(module, "has_boxes", lambda _: kib == 227)
     for rows, width in ((128, 1536), (64, 1536), (128, 48)):
         card = torch.device("cuda", 0)
-        launch, held = product_launch(rows, width, card, rank), held_columns(rank, card)
+        launch = product_launch(rows, width, card, rank)
+        held = held_columns(rank, card)
         assert held >= min(rank, 64 if kib == 64 else 256) and held.bit_count() == 1
         assert (rows + launch.columns) * held * (4 if kib == 64 else 2) <= kib << 10
 
@@ -251,17 +255,13 @@ def test_when_the_library_is_faster(sizes, of_tokens, faster):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_s_product_on_a_card():
     to = dispatch_to_experts(torch.randint(0, 7, (2000, 2), device="cuda"), 8)
-    a, b = (
-        torch.randn(4000, 1536, device="cuda").bfloat16(),
-        torch.randn(2000, 1280, device="cuda").bfloat16(),
-    )
+    a = torch.randn(4000, 1536, device="cuda").bfloat16()
+    b = torch.randn(2000, 1280, device="cuda").bfloat16()
     assert module.uses_library(a, b, SECOND, 1.0, torch.bfloat16) == (
         torch.cuda.get_device_capability() == (9, 0)
     )
-    got, expected = (
-        module.grouped_weight_gradient(a, b, to, SECOND),
-        grouped_weight_gradient_reference(a, b, to, SECOND),
-    )
+    got = module.grouped_weight_gradient(a, b, to, SECOND)
+    expected = grouped_weight_gradient_reference(a, b, to, SECOND)
     assert (got - expected).norm() <= 5e-3 * expected.norm() and not got[7].any()
 
 

@@ -25,7 +25,9 @@ from chronicals.kernels.linear_distillation import Divergence, LinearHead
 from chronicals.lora.merged_linear import Merged, merged_linear
 
 WIDTH = 16
-VECTOR, MATRIX, TARGETS = torch.arange(1.0, WIDTH + 1), torch.eye(WIDTH) + 0.5, torch.arange(6)
+VECTOR = torch.arange(1.0, WIDTH + 1)
+MATRIX = torch.eye(WIDTH) + 0.5
+TARGETS = torch.arange(6)
 TABLE = torch.linspace(0, 3, 6 * 4).view(6, 4)
 
 

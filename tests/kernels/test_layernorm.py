@@ -110,7 +110,8 @@ def test_non_contiguous(layout, dtype, device):
             "transposed": lambda: random(37, 13).t(),
             "expanded": lambda: random(1, 37).expand(13, 37),
         }[layout]()
-        weight, bias = random(74)[::2], random(74)[1::2]
+        weight = random(74)[::2]
+        bias = random(74)[1::2]
         assert not any(tensor.is_contiguous() for tensor in (x, weight, bias))
         return x, weight, bias
 

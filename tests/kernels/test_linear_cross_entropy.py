@@ -30,7 +30,9 @@ TYPES = [torch.float32, torch.bfloat16]
 module = sys.modules[
     "chronicals.kernels.linear_cross_entropy"
 ]  # the package has a function of that name
-ROWS, WIDTH, VOCABULARY = 23, 19, 101
+ROWS = 23
+WIDTH = 19
+VOCABULARY = 101
 WEIGHT = 0.3  # logits of a standard deviation near 1.3
 IGNORED = -100
 
@@ -147,7 +149,8 @@ def test_non_contiguous(dtype, device):
 def test_nothing_to_train_on(ignored, device):
     rows = 0 if ignored == "no rows" else ROWS
     hidden, weight, targets = inputs(torch.float32, device, rows=rows, ignored=1.1)()
-    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    hidden = hidden.requires_grad_()
+    weight = weight.requires_grad_()
     loss = linear_cross_entropy(
         hidden, weight, targets, softcap=3.0, weights=torch.ones(rows, device=device)
     )
@@ -703,7 +706,9 @@ def test_gradients_made_at_once_are_those_made_in_turn(count, trained, device):
     )
     targets = torch.randint(0, len(weight), (len(hidden),), device=device)
     targets[2000:] = IGNORED
-    stream, found, replayed = torch.cuda.Stream(priority=two_streams.FIRST), [], None
+    stream = torch.cuda.Stream(priority=two_streams.FIRST)
+    found = []
+    replayed = None
 
     def gradients():
         leaves = (

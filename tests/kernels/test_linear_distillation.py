@@ -37,7 +37,10 @@ TYPES = [torch.float32, torch.bfloat16]
 module = sys.modules[
     "chronicals.kernels.linear_distillation"
 ]  # the package has a function of that name
-ROWS, WIDTH, TEACHERS_WIDTH, VOCABULARY = 23, 19, 29, 101
+ROWS = 23
+WIDTH = 19
+TEACHERS_WIDTH = 29
+VOCABULARY = 101
 WEIGHT = 0.3  # logits of a standard deviation near 1.3
 
 
@@ -87,12 +90,15 @@ def plain(
     **options,
 ):
     """The loss by the book, with all logits at once; the teacher's have no gradient."""
-    scale, softcap = options.get("scale", 1.0), options.get("softcap")
-    temperature, alpha = options.get("temperature", 1.0), options.get("cross_entropy", 0.0)
+    scale = options.get("scale", 1.0)
+    softcap = options.get("softcap")
+    temperature = options.get("temperature", 1.0)
+    alpha = options.get("cross_entropy", 0.0)
     z = logits_of(hidden, weight, bias, scale, softcap)
     teacher = logits_of(teacher_hidden.detach(), teacher_weight.detach(), None, 0.9, 5.0)
     common = min(z.shape[1], teacher.shape[1])
-    z, teacher = z[:, :common], teacher[:, :common]
+    z = z[:, :common]
+    teacher = teacher[:, :common]
     p, q = ((x / temperature).log_softmax(-1) for x in (teacher, z))
     kept = targets != IGNORED
     own = -torch.log_softmax(z, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
@@ -111,10 +117,8 @@ def ours(
     eighths=None,
     **options,
 ):
-    function, chunk_size = (
-        options.get("function", linear_distillation),
-        {"chunk_size": options.get("chunk_size", 7)},
-    )
+    function = options.get("function", linear_distillation)
+    chunk_size = {"chunk_size": options.get("chunk_size", 7)}
     student = LinearHead(
         hidden, weight, bias, None, options.get("scale", 1.0), options.get("softcap")
     )
@@ -293,7 +297,8 @@ def test_sums_beside_the_loss(device):
         hidden[:9],
         0.0,
     )
-    weights, kept = torch.rand(ROWS, device=device), targets != IGNORED
+    weights = torch.rand(ROWS, device=device)
+    kept = targets != IGNORED
     found = linear_distillation(
         LinearHead(hidden, weight),
         LinearHead(teacher_hidden, teacher_weight),
@@ -305,7 +310,8 @@ def test_sums_beside_the_loss(device):
         weights=weights,
         chunk_size=7,
     )
-    z, teacher = hidden @ weight.t(), teacher_hidden @ teacher_weight.t()
+    z = hidden @ weight.t()
+    teacher = teacher_hidden @ teacher_weight.t()
     of_row = kept * weights
     expected = Distillation(
         torch.zeros(()),
@@ -359,7 +365,8 @@ def test_without_a_divergence_it_is_the_cross_entropy(device):
 def test_ignored_rows_are_as_if_absent(device):
     hidden, weight, targets, teacher_hidden, teacher_weight = inputs(torch.float32, device)()
     targets[0], targets[1] = IGNORED, 5
-    kept, found = targets != IGNORED, []
+    kept = targets != IGNORED
+    found = []
     for rows in (slice(None), kept):
         leaf = hidden[rows].clone().requires_grad_()
         linear_distillation(
@@ -397,7 +404,8 @@ def test_a_known_count_changes_nothing(device):
 def test_nothing_to_train_on(ignored, device):
     rows = 0 if ignored == "no rows" else ROWS
     hidden, weight, targets, *teacher = inputs(torch.float32, device, rows=rows, ignored=1.1)()
-    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    hidden = hidden.requires_grad_()
+    weight = weight.requires_grad_()
     found = linear_distillation(
         LinearHead(hidden, weight), LinearHead(*teacher), targets, Divergence.jsd()
     )
@@ -477,7 +485,8 @@ def test_stored_tokens_on_the_kernels(device):
     well.
     """
     hidden, weight, targets, *teacher = inputs(torch.float32, device, rows=9)()
-    teacher, targets = stored(*teacher, 4), torch.arange(9, device=device)
+    teacher = stored(*teacher, 4)
+    targets = torch.arange(9, device=device)
     for of in (Divergence.forward_kl(), Divergence.jsd(0.3), Divergence.skew_reverse_kl()):
         found = []
         for function, options in (
@@ -495,11 +504,10 @@ def test_stored_tokens_on_the_kernels(device):
 
 
 def test_stored_tokens_that_do_not_fit_are_refused():
-    student, targets = (
-        LinearHead(torch.zeros(5, 4), torch.zeros(11, 4)),
-        torch.zeros(5, dtype=torch.long),
-    )
-    ids, log_p = torch.zeros(5, 3, dtype=torch.long), torch.zeros(5, 3)
+    student = LinearHead(torch.zeros(5, 4), torch.zeros(11, 4))
+    targets = torch.zeros(5, dtype=torch.long)
+    ids = torch.zeros(5, 3, dtype=torch.long)
+    log_p = torch.zeros(5, 3)
     for wrong in (
         (ids[:4], log_p[:4]),
         (ids, log_p[:, :2]),
@@ -557,7 +565,8 @@ def test_frozen_inputs(trained, device):
     teacher gets none.
     """
     hidden, weight, targets, *teacher, bias = inputs(torch.float32, device, bias=True)()
-    drawn, teacher = (hidden, weight, bias), [x.requires_grad_() for x in teacher]
+    drawn = (hidden, weight, bias)
+    teacher = [x.requires_grad_() for x in teacher]
     every = [x.clone().requires_grad_() for x in drawn]
     some = [x.clone().requires_grad_(flag) for x, flag in zip(drawn, trained)]
     full, full_shapes = run_with_shapes(*every[:2], targets, teacher, every[2])
@@ -572,15 +581,12 @@ def test_frozen_inputs(trained, device):
 
 @pytest.mark.parametrize("chunk_size", [1, 13])
 def test_no_more_rows_of_logits_than_asked_for(chunk_size, device):
-    rows, vocabulary = 61, 211
-    hidden, teacher_hidden = (
-        torch.randn(rows, 1, device=device, requires_grad=True),
-        torch.randn(rows, 2, device=device),
-    )
-    weight, teacher_weight = (
-        torch.randn(vocabulary, 1, device=device, requires_grad=True),
-        torch.randn(vocabulary, 2),
-    )
+    rows = 61
+    vocabulary = 211
+    hidden = torch.randn(rows, 1, device=device, requires_grad=True)
+    teacher_hidden = torch.randn(rows, 2, device=device)
+    weight = torch.randn(vocabulary, 1, device=device, requires_grad=True)
+    teacher_weight = torch.randn(vocabulary, 2)
     targets = torch.randint(0, vocabulary, (rows,), device=device)
     _, shapes = run_with_shapes(
         hidden, weight, targets, (teacher_hidden, teacher_weight.to(device)), chunk_size=chunk_size
@@ -610,10 +616,8 @@ def test_adapters_on_both_heads(frozen, device):
 
     def merged(hidden, weight, targets, teacher_hidden, teacher_weight, a, b, c, d):
         weight = weight.detach() if frozen else weight
-        z, teacher = (
-            hidden @ (weight + 0.5 * b @ a).t(),
-            teacher_hidden @ (teacher_weight + 2 * d @ c).t(),
-        )
+        z = hidden @ (weight + 0.5 * b @ a).t()
+        teacher = teacher_hidden @ (teacher_weight + 2 * d @ c).t()
         p, q = ((x / 2).log_softmax(-1) for x in (teacher.detach(), z))
         loss = ((targets != IGNORED) * DEFINITIONS["jsd"][1](p, q)).sum()
         return loss + 0 * sum(x.sum() for x in (weight, teacher_hidden, teacher_weight, c, d)).to(

@@ -12,7 +12,8 @@ from chronicals.kernels.logit_rows import IGNORED, LossOptions
 from comparison import ATTEMPTS, LARGER
 from mutants import mutant
 
-ROWS, VOCABULARY = 11, 211
+ROWS = 11
+VOCABULARY = 211
 OPTIONS = [
     LossOptions(scale, softcap, smoothing, z_loss)
     for scale, softcap, smoothing, z_loss in itertools.product(
@@ -71,7 +72,8 @@ def compare_loss(of, options, weighted, dtype, device, vocabulary=VOCABULARY):
 
 
 def compare_rows(of, x, targets, options, weighted):
-    device, dtype = x.device, x.dtype
+    device = x.device
+    dtype = x.dtype
     weights = torch.rand(len(x), device=device) if weighted else None
     at_home = None if weights is None else weights.cpu().double()
     exact = by_the_book(x.cpu().double(), targets.cpu(), at_home, options)
@@ -156,7 +158,8 @@ def test_without_the_gradient_the_logits_stay(device):
 def test_a_growing_row_does_not_overflow(device):
     """The largest logit comes last, block after block; and first."""
     for row in (torch.linspace(-3e4, 3e4, 20000), torch.linspace(3e4, -3e4, 20000)):
-        x, targets = row[None].to(device).clone(), torch.tensor([7], device=device)
+        x = row[None].to(device).clone()
+        targets = torch.tensor([7], device=device)
         exact = F.cross_entropy(row[None].double(), targets.cpu())
         loss, gradient = loss_and_gradient(module, x, targets, None, LossOptions())
         assert loss.item() == pytest.approx(exact.item(), rel=1e-6)

@@ -56,7 +56,8 @@ def test_what_is_written_has_another_version():
 
 def test_tensors_without_versions_are_written():
     with torch.inference_mode():
-        first, last = rows(3) + 0, rows(3) + 0
+        first = rows(3) + 0
+        last = rows(3) + 0
         write(first, torch.ones(3), last)
     assert torch.equal(first, torch.ones(3)) and torch.equal(last, torch.full((3,), 2.0))
 

@@ -44,7 +44,8 @@ def test_every_low_half(high, negative):
     assert (hi.dtype, lo.dtype) == (torch.bfloat16, torch.int16)
     assert torch.equal(bits_of(join_master(hi, lo)), bits)
     assert torch.equal(bits_of(hi), (bits + 0x8000) >> 16)
-    magnitude, of_hi = bits & 0x7FFFFFFF, ((bits + 0x8000) >> 16) & 0x7FFF
+    magnitude = bits & 0x7FFFFFFF
+    of_hi = ((bits + 0x8000) >> 16) & 0x7FFF
     assert torch.equal(lo.to(torch.int64), magnitude - (of_hi << 16))
 
 

@@ -41,12 +41,14 @@ def angles(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def experts(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    chosen, shares = torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.rand(3, 2)
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 0]])
+    shares = torch.rand(3, 2)
     return fused_experts(x, chosen, shares, ExpertWeights(first), ExpertWeights(second))
 
 
 def shared() -> SharedKeys:
-    index, places = torch.tensor([0, 1, 0, 2]), torch.tensor([[0, 1, 3], [2, -1, -1]])
+    index = torch.tensor([0, 1, 0, 2])
+    places = torch.tensor([[0, 1, 3], [2, -1, -1]])
     return SharedKeys(index, torch.tensor([0, 2, 4], dtype=torch.int32), places, 2)
 
 

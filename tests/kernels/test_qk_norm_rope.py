@@ -44,10 +44,8 @@ def definition(cos: Tensor, sin: Tensor, heads: int, eps: float, offset: float, 
             *(t.to(x.device, kind).unsqueeze(heads) for t in (cos, sin)),
         )
         a, b = order.to(x.device)
-        new_a, new_b = (
-            n[..., a] * c[..., a] - n[..., b] * s[..., a],
-            n[..., b] * c[..., b] + n[..., a] * s[..., b],
-        )
+        new_a = n[..., a] * c[..., a] - n[..., b] * s[..., a]
+        new_b = n[..., b] * c[..., b] + n[..., a] * s[..., b]
         pairs = torch.cat((new_a, new_b), -1)[..., torch.argsort(order.flatten()).to(x.device)]
         return torch.cat((pairs, n[..., rotated:]), -1).to(x.dtype)
 
@@ -198,10 +196,8 @@ def test_layouts_in_memory(layout, device):
 
 
 def test_tables_of_unlike_layouts(device):
-    cos, sin = (
-        torch.randn(2, 5, 64, device=device),
-        torch.randn(2, 64, 5, device=device).transpose(1, 2),
-    )
+    cos = torch.randn(2, 5, 64, device=device)
+    sin = torch.randn(2, 64, 5, device=device).transpose(1, 2)
     compare(default_layout(2, 3, 2, 5, 64, torch.float32, device), cos, sin)
 
 
@@ -248,10 +244,8 @@ def test_equals_a_whole_attention_layer_of_qwen3(device):
         head_dim=16,
         num_hidden_layers=1,
     )
-    attention, rotary = (
-        Qwen3Attention(config, 0).to(device),
-        Qwen3RotaryEmbedding(config).to(device),
-    )
+    attention = Qwen3Attention(config, 0).to(device)
+    rotary = Qwen3RotaryEmbedding(config).to(device)
     for part in (attention.q_norm, attention.k_norm):
         torch.nn.init.uniform_(part.weight, -2, 2)
     hidden = torch.randn(2, 13, 48, device=device)
@@ -502,7 +496,8 @@ def in_parts(function=None, heads=(4, 2), width=64):
         return lambda q, k, v, q_weight, k_weight: (*both(q, k, q_weight, k_weight), v)
 
     def draw(dtype, device):
-        (h, k), of_weights = heads, weights(width, dtype, device)
+        (h, k) = heads
+        of_weights = weights(width, dtype, device)
         return lambda: (
             *(torch.randn(13, n, width, device=device).to(dtype) for n in (h, k, k)),
             *of_weights,
@@ -556,10 +551,8 @@ def test_made_again_by_a_checkpoint(merged, device):
         torch.manual_seed(3)
         return torch.autograd.grad(outs, [qkv, *of_weights], [torch.randn_like(x) for x in outs])
 
-    kept, again = (
-        gradients(run(qkv, *of_weights)),
-        gradients(checkpoint(run, qkv, *of_weights, use_reentrant=False)),
-    )
+    kept = gradients(run(qkv, *of_weights))
+    again = gradients(checkpoint(run, qkv, *of_weights, use_reentrant=False))
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 

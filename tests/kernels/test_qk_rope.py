@@ -46,7 +46,9 @@ def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[T
     half = cos.shape[-1] // 2
 
     def rotate(x: Tensor) -> Tensor:
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        a = x[..., :half]
+        b = x[..., half : 2 * half]
+        rest = x[..., 2 * half :]
         return torch.cat((torch.cat((a, b), -1) * cos + torch.cat((-b, a), -1) * sin, rest), -1)
 
     return rotate(q), rotate(k)
@@ -111,7 +113,8 @@ def test_fp32_tables_for_bf16_heads(device):
     """The tables are not rounded to bf16 first."""
     cos, sin = tables(13, 16, device=device)
     q, k = packed_layout(13, 4, 2, 16, torch.bfloat16, device)()
-    got, expected = fused_qk_rope(q, k, cos, sin), exact(q.double(), k.double(), cos, sin, -2)
+    got = fused_qk_rope(q, k, cos, sin)
+    expected = exact(q.double(), k.double(), cos, sin, -2)
     for ours, e in zip(got, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         # One rounding of the result; an element may fall on the other side of a tie. The
@@ -134,7 +137,8 @@ def test_non_contiguous(layout, dtype, device):
             )
         elif layout == "sliced heads":
             merged = torch.randn(2, 7, 13, 32, device=device).to(dtype)
-            q, k = merged[:, :4, :, ::2], merged[:, 4:, :, 1::2]
+            q = merged[:, :4, :, ::2]
+            k = merged[:, 4:, :, 1::2]
         else:
             return default_layout(2, 4, 3, 13, 16, dtype, device)()
         assert not q.is_contiguous() and not k.is_contiguous()
@@ -247,9 +251,11 @@ def test_in_place_gradients(layout, dtype, device):
     def run(in_place: bool) -> list[Tensor]:
         x = leaf.clone().requires_grad_()
         heads = (x * 2).view(2, 13, 6, 16).transpose(1, 2)
-        q, k = heads[:, :4], heads[:, 4:]
+        q = heads[:, :4]
+        k = heads[:, 4:]
         if layout == "contiguous":
-            q, k = q.contiguous(), k.contiguous()
+            q = q.contiguous()
+            k = k.contiguous()
         elif layout == "transposed view":
             q, k = (
                 (x * 2).view(2, 13, 6, 16).transpose(1, 2)[:, part]
@@ -368,7 +374,8 @@ def test_compiled(device):
 
 
 def assert_gradient_of_all_three(function, heads, width, rotated, padding, device):
-    (h, k), (cos, sin) = heads, tables(37, rotated, device=device)
+    (h, k) = heads
+    (cos, sin) = tables(37, rotated, device=device)
     qkv = torch.randn(37, (h + 2 * k) * width, device=device, requires_grad=True)
     given = [torch.randn(n, 37, width, device=device).transpose(0, 1) for n in (h, k, k)]
     (found,) = torch.autograd.grad(

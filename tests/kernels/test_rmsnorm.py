@@ -80,7 +80,8 @@ def test_non_contiguous(layout, dtype, device):
             "transposed": lambda: torch.randn(37, 13, device=device).t(),
             "expanded": lambda: torch.randn(1, 37, device=device).expand(13, 37),
         }[layout]()
-        x, weight = x.to(dtype), torch.randn(74, device=device).to(dtype)[::2]
+        x = x.to(dtype)
+        weight = torch.randn(74, device=device).to(dtype)[::2]
         assert not (x.is_contiguous() and weight.is_contiguous())
         return x, weight
 

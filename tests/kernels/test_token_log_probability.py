@@ -13,7 +13,8 @@ from chronicals.kernels.token_log_probability import token_log_probability_refer
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
-ROWS, VOCABULARY = 11, 211
+ROWS = 11
+VOCABULARY = 211
 TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -86,10 +87,8 @@ def with_head_adapter(*x):
 def draw_adapter(dtype, device):
     def draw():
         hidden, weight, targets = draw_head(dtype, device)()
-        a, b = (
-            torch.randn(3, hidden.shape[1], device=device),
-            torch.randn(len(weight), 3, device=device),
-        )
+        a = torch.randn(3, hidden.shape[1], device=device)
+        b = torch.randn(len(weight), 3, device=device)
         return [hidden, weight, targets, (a * 0.3).to(dtype), (b * 0.3).to(dtype)]
 
     return draw

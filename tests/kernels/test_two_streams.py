@@ -41,7 +41,8 @@ def slow(x):
 
 @pytest.mark.gpu
 def test_beside_finds_what_was_made_before_and_what_follows_finds_both(going_first, device):
-    x, streams = torch.randn(SIDE, SIDE, device=device), []
+    x = torch.randn(SIDE, SIDE, device=device)
+    streams = []
     made, one, two = (torch.zeros(SIDE, device=device) for _ in range(3))
     for step in range(1, 11):
         slow(x)
@@ -62,7 +63,8 @@ def test_beside_finds_what_was_made_before_and_what_follows_finds_both(going_fir
 
 @pytest.mark.gpu
 def test_beside_is_waited_for_where_the_first_fails(going_first, device):
-    x, made = torch.randn(SIDE, SIDE, device=device), torch.zeros(SIDE, device=device)
+    x = torch.randn(SIDE, SIDE, device=device)
+    made = torch.zeros(SIDE, device=device)
 
     def beside():
         slow(x)
@@ -78,10 +80,8 @@ def test_beside_is_waited_for_where_the_first_fails(going_first, device):
 
 @pytest.mark.gpu
 def test_captured(going_first, device):
-    x, (made, one, two) = (
-        torch.randn(SIDE, SIDE, device=device),
-        torch.zeros(3, SIDE, device=device),
-    )
+    x = torch.randn(SIDE, SIDE, device=device)
+    (made, one, two) = torch.zeros(3, SIDE, device=device)
     graph = torch.cuda.CUDAGraph()
 
     def beside():

@@ -48,7 +48,8 @@ def test_patterns_mean_what_they_mean_to_peft(tmp_path, case, rslora):
         alpha_pattern=alphas,
         use_rslora=rslora,
     )
-    theirs, ids = peft.get_peft_model(llama(), described).eval(), tokens()
+    theirs = peft.get_peft_model(llama(), described).eval()
+    ids = tokens()
     randomise(theirs)
     theirs.save_pretrained(tmp_path)
     model = load_adapter(llama(), tmp_path).eval()
@@ -68,7 +69,8 @@ def test_patterns_mean_what_they_mean_to_peft(tmp_path, case, rslora):
 def test_peft_reads_our_patterns(tmp_path, case):
     ranks, alphas = PATTERNS[case]
     shape = LoRAConfig(4, 12, 0.0, TARGETS["llama"], rank_pattern=ranks, alpha_pattern=alphas)
-    model, ids = apply_lora(llama(), shape).eval(), tokens()
+    model = apply_lora(llama(), shape).eval()
+    ids = tokens()
     randomise(model)
     save_adapter(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True).eval()
@@ -90,7 +92,8 @@ LAYERS = [
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_pefts_layers_are_read(tmp_path, options):
     described = peft.LoraConfig(r=4, lora_alpha=12, target_modules=TARGETS["llama"], **options)
-    theirs, ids = peft.get_peft_model(llama(num_hidden_layers=3), described).eval(), tokens()
+    theirs = peft.get_peft_model(llama(num_hidden_layers=3), described).eval()
+    ids = tokens()
     randomise(theirs)
     theirs.save_pretrained(tmp_path)
     model = load_adapter(llama(num_hidden_layers=3), tmp_path).eval()
@@ -104,10 +107,8 @@ def test_pefts_layers_are_read(tmp_path, options):
 
 
 def test_peft_reads_our_layers(tmp_path):
-    model, ids = (
-        apply_lora(llama(num_hidden_layers=3), LoRAConfig(4, 12, 0.0, layers=[0, 2])).eval(),
-        tokens(),
-    )
+    model = apply_lora(llama(num_hidden_layers=3), LoRAConfig(4, 12, 0.0, layers=[0, 2])).eval()
+    ids = tokens()
     assert {path.split(".")[2] for path, _ in adapters(model)} == {"0", "2"}
     randomise(model)
     save_adapter(model, tmp_path)

@@ -30,7 +30,8 @@ def paths(model):
 @pytest.mark.parametrize("name", MODELS)
 def test_identity_at_first(name):
     """Bit for bit, in training too: B is zero."""
-    model, ids = MODELS[name](), tokens()
+    model = MODELS[name]()
+    ids = tokens()
     before = logits(model, ids)
     assert apply_lora(model, LoRAConfig(rank=4, dropout=0.5)) is model
     assert equal(logits(model, ids), before)
@@ -166,7 +167,9 @@ def test_shapes_and_start_of_the_matrices():
 @pytest.mark.parametrize("name", MODELS)
 def test_output_is_that_of_the_merged_weights(name, rslora):
     """``W + alpha / rank · B A`` (or over the root of the rank), by hand, in the plain model."""
-    plain, ids, config = MODELS[name](), tokens(), LoRAConfig(4, 12, 0.3, TARGETS[name], rslora)
+    plain = MODELS[name]()
+    ids = tokens()
+    config = LoRAConfig(4, 12, 0.3, TARGETS[name], rslora)
     untouched = logits(plain, ids)
     model = apply_lora(MODELS[name](), config).eval()
     randomise(model)
@@ -178,7 +181,8 @@ def test_output_is_that_of_the_merged_weights(name, rslora):
             weight += (
                 delta if isinstance(plain.get_submodule(path), nn.Linear) else delta.t()
             ).float()
-    expected, got = logits(plain, ids), logits(model, ids)
+    expected = logits(plain, ids)
+    got = logits(model, ids)
     assert (expected - untouched).abs().max() > 0.02 * untouched.abs().max()
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -284,7 +288,8 @@ gradient.
 @pytest.mark.parametrize("name", [*READERS, "Falcon"])
 def test_a_weight_that_is_read_instead_of_called_has_the_adapter_in_it(name):
     """In the loss, as merging by hand into the plain model shows, and in the gradients."""
-    model, plain = twin(name), twin(name)
+    model = twin(name)
+    plain = twin(name)
     apply_lora(model, LoRAConfig(rank=2, dropout=0.0))
     randomise(model)
     with torch.no_grad():

@@ -72,9 +72,11 @@ def test_there_and_back(tmp_path, name):
     """Logits are equal in both libraries, and still are after training on in both."""
     peft = pytest.importorskip("peft")
     build, _ = MODELS[name]
-    other, ids = theirs(name), tokens()
+    other = theirs(name)
+    ids = tokens()
     other.save_pretrained(tmp_path / "theirs")
-    bare, expected = logits(build(), ids), logits(other, ids)
+    bare = logits(build(), ids)
+    expected = logits(other, ids)
     model = load_adapter(build(), tmp_path / "theirs").eval()
     assert changed(expected, bare) and close(logits(model, ids), expected)
     save_adapter(model, tmp_path / "ours")
@@ -110,7 +112,8 @@ def test_outputs_and_gradients(name):
     scale = float(getattr(layer.base_layer, "embed_scale", 1.0))
     whole = layer.base_layer.weight + layer.scale * (b @ a).t()
     expected = torch.nn.functional.embedding(ids, whole, layer.base_layer.padding_idx) * scale
-    got, upstream = layer(ids), torch.randn(3, 17, whole.shape[1], dtype=torch.float64)
+    got = layer(ids)
+    upstream = torch.randn(3, 17, whole.shape[1], dtype=torch.float64)
     assert torch.allclose(got, expected, rtol=1e-6) and (scale != 1) == (name == "gemma3")
     mine, right = (torch.autograd.grad((y * upstream).sum(), [a, b]) for y in (got, expected))
     assert torch.allclose(mine[0], right[0], rtol=1e-6) and (name == "a padding token") == (
@@ -142,14 +145,16 @@ def test_it_is_adapted_only_where_it_is_named():
 
 
 def test_ids_are_not_dropped():
-    model, ids = ours("alone", dropout=0.9), tokens()
+    model = ours("alone", dropout=0.9)
+    ids = tokens()
     assert equal(model.train().model.embed_tokens(ids), model.eval().model.embed_tokens(ids))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_merged_it_is_a_plain_model(tmp_path, name):
     """A head that is the embedding keeps its weight."""
-    model, ids = ours(name), tokens()
+    model = ours(name)
+    ids = tokens()
     expected = logits(model, ids)
     merged = merge_and_unload(model)
     kind = type(MODELS[name][0]())
@@ -167,13 +172,15 @@ def test_a_tied_head_is_warned_of(caplog, name):
 
 
 def test_without_adapters_it_is_the_base():
-    model, ids = ours("gemma3"), tokens()
+    model = ours("gemma3")
+    ids = tokens()
     with without_adapters(model):
         assert equal(logits(model, ids), logits(gemma3(), ids))
 
 
 def test_in_bf16_it_follows_fp32():
-    model, ids = ours(), tokens()
+    model = ours()
+    ids = tokens()
     expected = logits(model, ids)
     for parameter in model.parameters():
         parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
@@ -197,7 +204,8 @@ def test_added_tokens(tmp_path):
 
 
 def test_several_of_them(tmp_path):
-    model, ids = llama(), tokens()
+    model = llama()
+    ids = tokens()
     single = {}
     for name, seed in (("one", 1), ("two", 2)):
         torch.manual_seed(seed)

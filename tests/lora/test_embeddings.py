@@ -51,7 +51,8 @@ def stored(folder):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_rows_of_added_tokens_are_saved(tmp_path, base, tied, targets):
     peft = pytest.importorskip("peft")
-    model, ids = ours(base(tied), targets), tokens()
+    model = ours(base(tied), targets)
+    ids = tokens()
     expected = logits(model, ids)
     model.save_pretrained(tmp_path / "mine")
     tokenizer = tiny.tokenizer()
@@ -134,7 +135,8 @@ def test_we_load_pefts_and_save_them_again(tmp_path, base, tied, targets, rows):
 
 def test_refilling_restores_the_embedding(tmp_path, base):
     """As a run that is resumed does, whose new rows were drawn anew."""
-    model, ids = ours(base()), tokens()
+    model = ours(base())
+    ids = tokens()
     save_adapter(model, tmp_path / "mine")
     other = ours(base())
     with torch.no_grad():
@@ -151,7 +153,8 @@ def test_embeddings_of_another_type_are_of_the_same_base(tmp_path, base):
     """A run in bf16 is loaded over the base in fp32; with the head adapted, its weight is
     compared.
     """
-    model, ids = ours(base(dtype=torch.bfloat16), ["lm_head"]), tokens()
+    model = ours(base(dtype=torch.bfloat16), ["lm_head"])
+    ids = tokens()
     save_adapter(model, tmp_path / "mine")
     loaded = load_adapter(load_model(tmp_path / "base", torch.float32), tmp_path / "mine").eval()
     assert torch.allclose(logits(loaded, ids), logits(model, ids).float(), atol=0.05)

@@ -13,7 +13,9 @@ from chronicals.lora import LoRAConfig, expert_products
 from chronicals.lora.expert_products import expert_inputs, grouped_product
 from chronicals.lora.parameter_layer import LoRAParameter
 
-EXPERTS, WIDE, INNER = 5, 12, 10
+EXPERTS = 5
+WIDE = 12
+INNER = 10
 HAS_POST_EXPERT_NORMS = (
     "has_post_expert_norm" in inspect.signature(use_experts_implementation).parameters
 )
@@ -35,7 +37,8 @@ def experts(has_gate, has_bias, is_transposed, has_post_expert_norm, implementat
     class Experts(nn.Module):
         def __init__(self, config):
             super().__init__()
-            self.num_experts, self.act_fn = EXPERTS, F.silu
+            self.num_experts = EXPERTS
+            self.act_fn = F.silu
             first, out = ("gate_up_proj", 2 * INNER) if has_gate else ("up_proj", INNER)
             for name, wide, narrow in ((first, WIDE, out), ("down_proj", INNER, WIDE)):
                 shape = (EXPERTS, wide, narrow) if is_transposed else (EXPERTS, narrow, wide)
@@ -92,9 +95,11 @@ def test_outputs_and_gradients(kind, which):
     upstream = torch.randn(7, WIDE, dtype=torch.float64)
     got = outer(hidden, chosen, top_k_weights=shares)
     gradients = torch.autograd.grad((got * upstream).sum(), [hidden, shares, *matrices])
-    whole, layers = {}, outer
+    whole = {}
+    layers = outer
     while isinstance(layers, LoRAParameter):
-        whole[layers.parameter_name], layers = layers.adapted(), layers.base_layer
+        whole[layers.parameter_name] = layers.adapted()
+        layers = layers.base_layer
     expected = torch.func.functional_call(layer, whole, (hidden, chosen, shares))
     assert torch.allclose(got, expected, rtol=1e-10)
     for mine, theirs in zip(
@@ -160,7 +165,8 @@ def test_grouped_products(counts):
     x = torch.randn(sum(counts), 6, dtype=torch.float64, requires_grad=True)
     w = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
     rows = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
-    got, expected = grouped_product(x, w, ends), torch.einsum("sk,skn->sn", x, w[rows])
+    got = grouped_product(x, w, ends)
+    expected = torch.einsum("sk,skn->sn", x, w[rows])
     assert torch.allclose(got, expected)
     upstream = torch.randn_like(expected)
     if not len(rows):
@@ -176,7 +182,8 @@ def test_grouped_products(counts):
 def test_one_kernel_for_all_groups(rank, transposed):
     """bf16 on a card, ranks that are no multiple of 8 too, without the host waiting."""
     counts = torch.tensor([3, 0, 40, 21], device="cuda")
-    ends, rows = counts.cumsum(0), torch.repeat_interleave(torch.arange(4, device="cuda"), counts)
+    ends = counts.cumsum(0)
+    rows = torch.repeat_interleave(torch.arange(4, device="cuda"), counts)
     x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(4, 32, rank, device="cuda", dtype=torch.bfloat16)
     w = (w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w).requires_grad_()

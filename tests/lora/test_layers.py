@@ -13,7 +13,10 @@ from chronicals.lora.embedding_layer import LoRAEmbedding
 from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
-IN, OUT, RANK, SCALE = 19, 23, 3, 1.5
+IN = 19
+OUT = 23
+RANK = 3
+SCALE = 1.5
 
 
 def drawn(shape, dtype, device, bias):
@@ -37,15 +40,14 @@ def layer_of(weight, bias, a, b, of=module):
             base.bias.copy_(bias)
     layer = of.LoRALinear(base, LoRAConfig(rank=RANK, alpha=SCALE * RANK, dropout=0.0), IN, OUT)
     del layer.lora_A, layer.lora_B
-    layer.lora_A, layer.lora_B = a, b
+    layer.lora_A = a
+    layer.lora_B = b
     return layer
 
 
 def compare(shape, dtype, device, bias=True, of=module):
-    weight, offset = (
-        torch.randn(OUT, IN, device=device).to(dtype),
-        torch.randn(OUT, device=device).to(dtype) if bias else None,
-    )
+    weight = torch.randn(OUT, IN, device=device).to(dtype)
+    offset = torch.randn(OUT, device=device).to(dtype) if bias else None
 
     def plain(x, a, b):
         kind = x.dtype
@@ -115,10 +117,8 @@ def test_otherwise_the_layer_itself_runs(way, monkeypatch):
 def test_both_ways_agree(monkeypatch):
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT).double()
     nn.init.normal_(layer.lora_B)
-    x, upstream = (
-        torch.randn(2, 5, IN, dtype=torch.float64),
-        torch.randn(2, 5, OUT, dtype=torch.float64),
-    )
+    x = torch.randn(2, 5, IN, dtype=torch.float64)
+    upstream = torch.randn(2, 5, OUT, dtype=torch.float64)
     found = []
     for plain in (True, False):
         monkeypatch.setattr(module, "_is_plain", lambda *_, plain=plain: plain)
@@ -146,7 +146,8 @@ def test_the_output_may_be_written_into(dropout, shape):
     """As OLMo clamps its queries in place."""
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=dropout), IN, OUT)
     nn.init.normal_(layer.lora_B, std=0.1)
-    x, leaves = torch.randn(*shape, IN), (layer.lora_A, layer.lora_B)
+    x = torch.randn(*shape, IN)
+    leaves = (layer.lora_A, layer.lora_B)
 
     def gradients(clamp):
         torch.manual_seed(3)
@@ -185,7 +186,8 @@ class OnAnotherDevice(nn.Module):
     def __init__(self):
         super().__init__()
         with torch.device("meta"):
-            self.first, self.table = nn.Linear(IN, OUT), nn.Embedding(OUT, IN)
+            self.first = nn.Linear(IN, OUT)
+            self.table = nn.Embedding(OUT, IN)
 
 
 def state_after(base, made):
@@ -197,7 +199,8 @@ def state_after(base, made):
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
 def test_a_seed_gives_the_same_adapters_on_every_device(init):
-    config, elsewhere = LoRAConfig(rank=RANK, init=init), OnAnotherDevice()
+    config = LoRAConfig(rank=RANK, init=init)
+    elsewhere = OnAnotherDevice()
 
     def linear(base):
         return LoRALinear(base, config, IN, OUT)

@@ -56,10 +56,12 @@ def test_the_start_is_nearer_to_the_weights(case):
     """
     from peft.utils.loftq_utils import _low_rank_decomposition
 
-    model, plain = ours(**CASES[case]), llama()
+    model = ours(**CASES[case])
+    plain = llama()
     assert WATCHED not in vars(model)
     for path, layer in adapters(model):
-        weight, base = plain.get_submodule(path).weight, layer.base_layer.packed.dense()
+        weight = plain.get_submodule(path).weight
+        base = layer.base_layer.packed.dense()
         taken = weight - base
         added = layer.scale * layer.lora_B @ layer.lora_A
         found = _low_rank_decomposition(taken.detach(), len(layer.lora_A))
@@ -85,8 +87,10 @@ def test_the_start_is_pefts_own(device):
 
 def test_logits_are_nearer_to_the_models():
     """With the rank of the weights nothing is lost."""
-    ids, plain = tokens(), llama()
-    expected, quantised = logits(plain, ids), llama()
+    ids = tokens()
+    plain = llama()
+    expected = logits(plain, ids)
+    quantised = llama()
     quantise_layers(quantised)
     lost = (logits(quantised.eval(), ids) - expected).norm()
     assert (logits(ours(rank=32, alpha=32), ids) - expected).norm() < 0.6 * lost
@@ -113,7 +117,8 @@ def test_read_is_quantised_in_memory(tmp_path):
 
 def test_saved_it_is_right_on_the_base_in_4_bits(tmp_path):
     """Which is what anybody gets who quantises the original weights."""
-    model, ids = ours(), tokens()
+    model = ours()
+    ids = tokens()
     expected = train_on(model, ids)
     save_adapter(model, tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] is True
@@ -151,7 +156,8 @@ def test_a_run_resumes_and_merges(tmp_path, loaded):
     import shutil
 
     tiny.llama().save_pretrained(tmp_path / "base")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
 
     def train(folder, **more):
         config = runs.config(folder, **FIELDS)
@@ -233,7 +239,8 @@ def test_the_command_line(tmp_path, monkeypatch):
 
 
 def test_the_run_is_the_plain_one(tmp_path):
-    model, config = tiny.llama(), runs.config(tmp_path, **FIELDS)
+    model = tiny.llama()
+    config = runs.config(tmp_path, **FIELDS)
     quantise_layers(model, watcher(config))
     assert not verify(model, tiny.tokenizer(), config, tiny.chat_rows()).failures
 

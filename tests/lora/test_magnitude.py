@@ -10,7 +10,8 @@ from chronicals.lora import LoRAConfig, LoRALinear, adapters, apply_lora, load_a
 from chronicals.lora.merging import merge_adapters
 from mutants import mutant
 
-RANK, ALPHA = 4, 12
+RANK = 4
+ALPHA = 12
 KINDS = [{}, {"use_rslora": True}, {"use_dora": True}, {"use_dora": True, "use_rslora": True}]
 
 
@@ -57,7 +58,8 @@ def test_training_goes_on_in_peft_and_comes_back(tmp_path, name, kind):
     next to zero.
     """
     peft = pytest.importorskip("peft")
-    model, ids = ours(name, **kind).double(), tokens()
+    model = ours(name, **kind).double()
+    ids = tokens()
     save_adapter(model, tmp_path / "ours")
     base = MODELS[name]().double()
     theirs = peft.PeftModel.from_pretrained(
@@ -72,7 +74,8 @@ def test_training_goes_on_in_peft_and_comes_back(tmp_path, name, kind):
 
 
 def test_an_adapter_changes_nothing_at_first():
-    bare, ids = llama(), tokens()
+    bare = llama()
+    ids = tokens()
     expected = logits(bare, ids)
     model = apply_lora(bare, LoRAConfig(rank=RANK, use_dora=True))
     assert (logits(model, ids) - expected).norm() <= 1e-6 * expected.norm()
@@ -103,7 +106,8 @@ def test_a_file_names_the_magnitudes_as_peft_does(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_merged_it_is_the_same_model(name):
-    model, ids = ours(name, use_dora=True), tokens()
+    model = ours(name, use_dora=True)
+    ids = tokens()
     expected = logits(model, ids)
     merge_adapters(model)
     assert not list(adapters(model))

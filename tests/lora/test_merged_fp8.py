@@ -19,7 +19,9 @@ from mutants import mutant
 pytestmark = pytest.mark.usefixtures("kernels")
 
 FORMAT = sys.modules["chronicals.quantization.fp8"]
-SIZES, WIDTH, TOKENS = (32, 16), 48, 64
+SIZES = (32, 16)
+WIDTH = 48
+TOKENS = 64
 
 
 class Given:
@@ -80,14 +82,21 @@ class Given:
         def in_fp8(x):
             return dequantize(fp8_quantize(x.detach().contiguous())[0]).double()
 
-        wide, x = self.x.detach().double(), in_fp8(self.x)
-        w, g = in_fp8(self.place), in_fp8(self.dy)
-        y, dx, dy = x @ w.t(), g @ w, self.dy.double()
+        wide = self.x.detach().double()
+        x = in_fp8(self.x)
+        w = in_fp8(self.place)
+        g = in_fp8(self.dy)
+        y = x @ w.t()
+        dx = g @ w
+        dy = self.dy.double()
         if self.merged.bias is not None:
             y = y + self.merged.bias.double()
-        downs, ups, row = [], [], 0
+        downs = []
+        ups = []
+        row = 0
         for adapter, size in zip(self.adapters, SIZES):
-            part, row = slice(row, row + size), row + size
+            part = slice(row, row + size)
+            row = row + size
             if adapter is None:
                 continue
             a, b = (m.detach().double() for m in (adapter.a, adapter.b))
@@ -146,7 +155,9 @@ def test_made_again_and_unread_are_the_same(frozen, ranks, device):
 
 
 def test_a_frozen_weight_is_quantised_once_and_when_it_was_written_to(device, monkeypatch):
-    given, made, usual = Given(device, (4, 4), frozen=True), [], FORMAT.fp8_quantize
+    given = Given(device, (4, 4), frozen=True)
+    made = []
+    usual = FORMAT.fp8_quantize
 
     def quantize(x, **options):
         if "amax" not in options:  # as operands have it
@@ -176,7 +187,8 @@ def test_dropout_is_that_of_the_adapter_alone(frozen, device):
         if not in_fp8:
             given.merged, bare.merged = given.merged.in_16_bit(), bare.merged.in_16_bit()
         torch.manual_seed(5)
-        whole, without = given.run(), bare.run()
+        whole = given.run()
+        without = bare.run()
         added.append([whole[0] - without[0], whole[1] - without[1], *whole[len(without) :]])
     assert_close(added[0], [x.double() for x in added[1]], 1e-3 if device.type == "cuda" else 1e-5)
 

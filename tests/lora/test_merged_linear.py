@@ -34,14 +34,17 @@ def functions(ranks, biased, made_with_padding, dropout=0.0, of=module, scales=(
     """Ours and the plain one, of x, the weights, the biases, and the A and B of the layers that
     have them.
     """
-    count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
+    count = len(ranks)
+    adapted = [n for n, rank in enumerate(ranks) if rank]
 
     def parts(tensors):
-        weights, rest = tensors[:count], tensors[count:]
+        weights = tensors[:count]
+        rest = tensors[count:]
         biases, rest = (rest[:count], rest[count:]) if biased else ([None] * count, rest)
         adapters = [None] * count
         for place, n in enumerate(adapted):
-            a, b = rest[place], rest[len(adapted) + place]
+            a = rest[place]
+            b = rest[len(adapted) + place]
             adapters[n] = Adapter(a, b, scales[n], dropout)
         return weights, biases, adapters
 
@@ -157,7 +160,8 @@ def test_dropout_is_that_of_the_mean(device):
     exact = run(functions(ranks, False, False)[1])
     draws = [run(functions(ranks, False, False, dropout=0.5)[0]) for _ in range(800)]
     for e, *drawn in zip(exact, *draws):
-        mean, spread = torch.stack(drawn).mean(0), torch.stack(drawn).std(0)
+        mean = torch.stack(drawn).mean(0)
+        spread = torch.stack(drawn).std(0)
         assert ((mean - e).abs() <= 6 * spread / 800**0.5 + 1e-9).all()
     assert not equal(draws[0][0], draws[1][0])
 
@@ -183,7 +187,8 @@ SEED = 1234567
 def with_its_mask(ranks, biased, made_with_padding, of=module):
     """Ours under dropout, and the plain formula, in torch, with the mask that ours draws."""
     ours, _ = functions(ranks, biased, made_with_padding, dropout=0.5, of=of)
-    count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
+    count = len(ranks)
+    adapted = [n for n, rank in enumerate(ranks) if rank]
 
     def seed(like):
         return torch.tensor([SEED], device=like.device)
@@ -196,7 +201,8 @@ def with_its_mask(ranks, biased, made_with_padding, of=module):
 
     def plain(x, *tensors):
         dropped = dropped_reference(x, seed(x), 0.5)
-        weights, rest = tensors[:count], tensors[count:]
+        weights = tensors[:count]
+        rest = tensors[count:]
         biases, rest = (rest[:count], rest[count:]) if biased else ([None] * count, rest)
         parts = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
         for n, a, b in zip(adapted, rest, rest[len(adapted) :]):
@@ -250,10 +256,12 @@ def test_padding_columns_are_a_multiple_of_64():
 
 
 def test_layers_must_fit_each_other():
-    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    x = torch.randn(3, 4)
+    w = torch.randn(5, 4)
     with pytest.raises(ValueError, match="some of the layers have a bias"):
         Merged.fused([w, w], [torch.zeros(5), None], (0, 0))
-    a, b = torch.randn(2, 4), torch.randn(5, 2)
+    a = torch.randn(2, 4)
+    b = torch.randn(5, 2)
     merged = Merged.fused([w, w], [None, None], (2, 2))
     with pytest.raises(ValueError, match="dropouts"):
         merged_linear(x, merged, [Adapter(a, b, 1.0, 0.1), Adapter(a, b, 1.0, 0.2)])
@@ -290,7 +298,8 @@ def test_frozen_adapters_pass_gradients_on(old, new, device):
 
 
 def test_is_what_linear_computes(device):
-    x, w = torch.randn(5, 4, device=device), torch.randn(6, 4, device=device)
+    x = torch.randn(5, 4, device=device)
+    w = torch.randn(6, 4, device=device)
     torch.testing.assert_close(
         merged_linear(x, Merged.fused([w], [None], (0,)), [None]), F.linear(x, w)
     )
@@ -309,7 +318,8 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
 
     found = []
     for disturbed in (False, True):
-        leaf, leaves = x.clone().requires_grad_(), [m.clone().requires_grad_() for m in matrices]
+        leaf = x.clone().requires_grad_()
+        leaves = [m.clone().requires_grad_() for m in matrices]
         y = run(leaves, 0.5)
         if disturbed:
             with torch.no_grad():
@@ -322,7 +332,8 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
 def test_x_with_what_lies_behind_its_rows_is_of_another_version(dropout, device):
     """Who has moved x elsewhere must not take that for what is saved here."""
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
-    merged, saved = Merged.fused([w], [None], (3,)), []
+    merged = Merged.fused([w], [None], (3,))
+    saved = []
     padded = (
         with_padding(x, x.shape, merged.padding.columns).copy_(x.detach()).data.requires_grad_()
     )
@@ -362,7 +373,8 @@ def test_biases_alone_keep_nothing_of_x(device):
         tensor.requires_grad_(n == 0 or n > 3)
         for n, tensor in enumerate(draw((0, 0, 0), True, torch.float32, device)())
     ]
-    kept, trained = [], [tensors[0], *tensors[4:]]
+    kept = []
+    trained = [tensors[0], *tensors[4:]]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         y = ours(*tensors)
     found, expected = (torch.autograd.grad(out.sum(), trained) for out in (y, plain(*tensors)))

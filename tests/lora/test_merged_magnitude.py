@@ -14,17 +14,22 @@ from chronicals.lora.merged_linear import Merged, Remake, merged_linear, merged_
 from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
-SIZES, SCALES, WIDTH, SEED = (24, 7, 13), (0.5, 1.5, 2.5), 20, 1234567
+SIZES = (24, 7, 13)
+SCALES = (0.5, 1.5, 2.5)
+WIDTH = 20
+SEED = 1234567
 
 
 def functions(ranks, biased, dropout=0.0, of=module, **options):
     """Ours and the plain one, of x, the weights, the biases, and the A, B and m of the layers
     that have them.
     """
-    count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
+    count = len(ranks)
+    adapted = [n for n, rank in enumerate(ranks) if rank]
 
     def parts(tensors):
-        weights, rest = tensors[:count], tensors[count:]
+        weights = tensors[:count]
+        rest = tensors[count:]
         biases, rest = (rest[:count], rest[count:]) if biased else ([None] * count, rest)
         adapters = [None] * count
         for n, *own in zip(adapted, *(rest[k * len(adapted) :] for k in range(3))):
@@ -49,7 +54,8 @@ def functions(ranks, biased, dropout=0.0, of=module, **options):
         weights, biases, adapters = parts(tensors)
         if not dropout:
             return merged_linear_reference(x, weights, biases, adapters)
-        dropped, outputs = dropped_reference(x, seed(x), dropout), []
+        dropped = dropped_reference(x, seed(x), dropout)
+        outputs = []
         for weight, bias, adapter in zip(weights, biases, adapters):
             y = F.linear(x, weight)
             if adapter is not None:
@@ -72,7 +78,8 @@ def draw(ranks, biased, dtype, device, rows=13):
         def random(*shape, scale=1.0, kind=dtype):
             return (torch.randn(*shape, device=device) * scale).to(kind)
 
-        sizes, fp32 = SIZES[: len(ranks)], torch.float32
+        sizes = SIZES[: len(ranks)]
+        fp32 = torch.float32
         return [
             random(rows, WIDTH),
             *(random(size, WIDTH, scale=WIDTH**-0.5) for size in sizes),
@@ -254,16 +261,16 @@ def test_fp8(device):
     """Rows of a frozen weight in FP8: as near to the layer in fp32 as without magnitudes."""
     from chronicals.quantization import FP8
 
-    rows, width, size, rank = 64, 96, 128, 4
-    x, w = (
-        torch.randn(rows, width, device=device).bfloat16(),
-        (torch.randn(size, width, device=device) / width**0.5).bfloat16(),
-    )
-    a, b = (
-        torch.randn(rank, width, device=device) / width**0.5,
-        torch.randn(size, rank, device=device) * 0.3,
-    )
-    m, upstream = 1 + 0.2 * torch.rand(size, device=device), torch.randn(rows, size, device=device)
+    rows = 64
+    width = 96
+    size = 128
+    rank = 4
+    x = torch.randn(rows, width, device=device).bfloat16()
+    w = (torch.randn(size, width, device=device) / width**0.5).bfloat16()
+    a = torch.randn(rank, width, device=device) / width**0.5
+    b = torch.randn(size, rank, device=device) * 0.3
+    m = 1 + 0.2 * torch.rand(size, device=device)
+    upstream = torch.randn(rows, size, device=device)
     off = []
     for magnitude in (None, m):
         leaves = [

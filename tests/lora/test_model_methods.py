@@ -52,7 +52,8 @@ def adapted(folder, name="llama", dtype=torch.float32, targets=None, **changes):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_save_pretrained_writes_is_the_model(tmp_path, name, dtype):
     peft = pytest.importorskip("peft")
-    model, ids = adapted(tmp_path, name, dtype), tokens()
+    model = adapted(tmp_path, name, dtype)
+    ids = tokens()
     expected = logits(model, ids)
     model.save_pretrained(tmp_path / "mine")
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == FILES
@@ -69,11 +70,10 @@ def test_what_save_pretrained_writes_is_the_model(tmp_path, name, dtype):
 
 def test_values_of_a_state_dict_are_written(tmp_path):
     """transformers' Trainer gathers one where the model is spread over ranks."""
-    model, ids = adapted(tmp_path), tokens()
-    values, expected = (
-        {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        logits(model, ids),
-    )
+    model = adapted(tmp_path)
+    ids = tokens()
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model, ids)
     randomise(model)
     model.save_pretrained(tmp_path / "mine", state_dict=values)
     assert equal(logits(again(tmp_path), ids), expected)
@@ -117,15 +117,14 @@ def test_what_has_no_meaning_for_an_adapter_is_ignored_by_name(tmp_path, caplog)
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
 def test_the_adapter_is_what_is_pushed(tmp_path, monkeypatch, way):
-    model, uploaded = adapted(tmp_path), {}
+    model = adapted(tmp_path)
+    uploaded = {}
 
     def upload(folder, repo_id, **_):
         uploaded[repo_id] = sorted(path.name for path in Path(folder).iterdir())
 
-    hub, api = (
-        transformers.utils.hub,
-        SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name)),
-    )
+    hub = transformers.utils.hub
+    api = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
     monkeypatch.setattr(hub, "hf_api", lambda: api)
     monkeypatch.setattr(
         hub, "create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=lambda path: None)
@@ -147,8 +146,10 @@ def by_pickle(model):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 def test_a_copy_saves_and_merges_itself(tmp_path, copied):
-    model, ids = adapted(tmp_path), tokens()
-    expected, other = logits(model, ids), copied(model)
+    model = adapted(tmp_path)
+    ids = tokens()
+    expected = logits(model, ids)
+    other = copied(model)
     randomise(model)
     other.save_pretrained(tmp_path / "other")
     merged = other.merge_and_unload()
@@ -161,8 +162,10 @@ def test_a_model_that_nothing_refers_to_is_freed_at_once(tmp_path):
     """Not when the garbage collector comes: another model may be loaded into its memory; a copy
     lives on.
     """
-    model, ids = adapted(tmp_path), tokens()
-    other, expected = copy.deepcopy(model), logits(model, ids)
+    model = adapted(tmp_path)
+    ids = tokens()
+    other = copy.deepcopy(model)
+    expected = logits(model, ids)
     gc.collect()
     gc.disable()
     try:
@@ -185,7 +188,8 @@ def test_a_model_that_nothing_refers_to_is_freed_at_once(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_merged_it_is_a_plain_model(tmp_path, name, tied, targets, caplog):
     changes = {"tie_word_embeddings": tied} if name == "llama" else {}
-    model, ids = adapted(tmp_path, name, targets=targets, **changes), tokens()
+    model = adapted(tmp_path, name, targets=targets, **changes)
+    ids = tokens()
     tells = targets == ["lm_head"] and (tied or name == "gpt2")
     assert ("PEFT's merge_and_unload would change both" in caplog.text) == tells
     expected = logits(model, ids)
@@ -232,7 +236,8 @@ def test_quantised_weights_are_not_merged(tmp_path):
 
 def test_adapters_of_peft_are_refused_beside_ours(tmp_path):
     peft = pytest.importorskip("peft")
-    model, ids = adapted(tmp_path), tokens()
+    model = adapted(tmp_path)
+    ids = tokens()
     expected = logits(model, ids)
     config = peft.LoraConfig(r=2, target_modules="all-linear")
     for add in (lambda: model.add_adapter(config), lambda: model.load_adapter("anywhere")):
@@ -247,7 +252,8 @@ def test_adapters_of_peft_are_refused_beside_ours(tmp_path):
 
 def test_transformers_trainer_saves_the_adapter(tmp_path):
     pytest.importorskip("accelerate")
-    model, ids = adapted(tmp_path), tokens()
+    model = adapted(tmp_path)
+    ids = tokens()
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 300, (4, 8))]
     arguments = transformers.TrainingArguments(
         tmp_path / "out",
@@ -268,7 +274,8 @@ def test_transformers_trainer_saves_the_adapter(tmp_path):
 
 @pytest.mark.parametrize("undone", [False, True], ids=["patched", "unpatched"])
 def test_a_patched_model_saves_and_merges(tmp_path, undone):
-    model, ids = adapted(tmp_path), tokens()
+    model = adapted(tmp_path)
+    ids = tokens()
     expected = logits(model, ids)
     patch_model(model)
     if undone:

@@ -36,8 +36,10 @@ def ours(names, **fields):
 
 @pytest.mark.parametrize("names", WHOLE, ids=str)
 def test_there_and_back(tmp_path, names):
-    model, ids = ours(names), tokens()
-    bare, expected = logits(model, ids), train_on(model, ids)
+    model = ours(names)
+    ids = tokens()
+    bare = logits(model, ids)
+    expected = train_on(model, ids)
     save_adapter(model, tmp_path / "ours")
     assert (
         json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["modules_to_save"]
@@ -62,7 +64,8 @@ def test_what_peft_excludes_from_the_targets_is_not_adapted(tmp_path):
     described = peft.LoraConfig(
         r=4, lora_alpha=12, target_modules=["q_proj", "lm_head"], modules_to_save=["lm_head"]
     )
-    other, ids = peft.get_peft_model(llama(), described).eval(), tokens()
+    other = peft.get_peft_model(llama(), described).eval()
+    ids = tokens()
     randomise(other)
     expected = train_on(other, ids)
     other.save_pretrained(tmp_path)
@@ -71,7 +74,8 @@ def test_what_peft_excludes_from_the_targets_is_not_adapted(tmp_path):
 
 def test_the_trained_weights_are_those_that_differ(tmp_path):
     """A weight that is trained must be in the file; one that is in it must be trained."""
-    model, ids = ours(["lm_head"]), tokens()
+    model = ours(["lm_head"])
+    ids = tokens()
     train_on(model, ids)
     save_adapter(model, tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
@@ -85,7 +89,8 @@ def test_the_trained_weights_are_those_that_differ(tmp_path):
 
 
 def test_merged_it_is_a_plain_model(tmp_path):
-    model, ids = ours(["embed_tokens", "lm_head"]), tokens()
+    model = ours(["embed_tokens", "lm_head"])
+    ids = tokens()
     expected = train_on(model, ids)
     assert close(logits(merge_and_unload(model), ids), expected)
 
@@ -127,7 +132,8 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path):
     import shutil
 
     tiny.llama().save_pretrained(tmp_path / "base")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     fields = {
         "use_lora": True,
         "lora_rank": 4,
@@ -152,7 +158,8 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path):
         for folder in (whole, broken)
     )
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
-    base, ids = load_model(tmp_path / "base", torch.bfloat16), tokens()
+    base = load_model(tmp_path / "base", torch.bfloat16)
+    ids = tokens()
     for name in ("model.embed_tokens", "lm_head"):
         own = model.get_submodule(name).weight
         assert own.dtype == torch.bfloat16 and not equal(own, base.get_submodule(name).weight)

@@ -79,8 +79,10 @@ def loaded_by_peft(folder, name="mixtral", **options):
 @pytest.mark.parametrize("name", families.MIXTURES)
 def test_there_and_back(tmp_path, name, case):
     """Logits are equal in both libraries, and still are after training on in both."""
-    other, ids = theirs(name, targets(name, case)), tokens()
-    bare, expected = logits(families.mixture(name), ids), logits(other, ids)
+    other = theirs(name, targets(name, case))
+    ids = tokens()
+    bare = logits(families.mixture(name), ids)
+    expected = logits(other, ids)
     other.save_pretrained(tmp_path / "theirs")
     model = load_adapter(families.mixture(name), tmp_path / "theirs").eval()
     assert not close(expected, bare, 1e-3) and close(logits(model, ids), expected)
@@ -101,7 +103,8 @@ def test_gradients_are_pefts(tmp_path, name, case):
     """In fp64, of every matrix, those of the inner adapters too; the experts themselves have
     none.
     """
-    other, ids = theirs(name, targets(name, case)), tokens()
+    other = theirs(name, targets(name, case))
+    ids = tokens()
     other.save_pretrained(tmp_path)
     model = load_adapter(families.mixture(name, experts_implementation="eager"), tmp_path).double()
     other.get_base_model().set_experts_implementation("eager")
@@ -145,13 +148,11 @@ def test_what_is_written(tmp_path):
 
 def test_ranks_of_some_parameters(tmp_path):
     """By the path of the parameter, not of its layer."""
-    model, ids = (
-        ours(
-            rank_pattern={"gate_up_proj": 5},
-            alpha_pattern={r"layers\.1\.mlp\.experts\.down_proj": 2},
-        ),
-        tokens(),
+    model = ours(
+        rank_pattern={"gate_up_proj": 5},
+        alpha_pattern={r"layers\.1\.mlp\.experts\.down_proj": 2},
     )
+    ids = tokens()
     found = {
         layer.named_at(path): (layer.rank, layer.scale)
         for path, layer in adapters(model)
@@ -174,7 +175,8 @@ def test_parameters_of_some_layers():
 
 def test_parameters_alone(tmp_path):
     """``target_modules`` may be empty; PEFT may say so by null."""
-    model, ids = ours(modules=()), tokens()
+    model = ours(modules=())
+    ids = tokens()
     assert all(isinstance(layer, LoRAParameter) for _, layer in adapters(model))
     save_adapter(model, tmp_path)
     assert close(logits(loaded_by_peft(tmp_path), ids), logits(model, ids))
@@ -187,7 +189,8 @@ def test_parameters_alone(tmp_path):
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
 def test_at_first_the_model_is_unchanged(init):
-    model, ids = families.mixture("mixtral"), tokens()
+    model = families.mixture("mixtral")
+    ids = tokens()
     bare = logits(model, ids)
     apply_lora(model, LoRAConfig(64, 1, 0.0, [], target_parameters=["down_proj"], init=init))
     assert close(logits(model, ids), bare)
@@ -199,8 +202,11 @@ def test_at_first_the_model_is_unchanged(init):
 @pytest.mark.parametrize("case", ["both", "a router"])
 @pytest.mark.parametrize("name", families.MIXTURES)
 def test_merged_it_is_a_plain_model(tmp_path, name, case):
-    model, ids = ours(name, targets(name, case)), tokens()
-    expected, bare, kind = logits(model, ids), families.mixture(name), type(families.mixture(name))
+    model = ours(name, targets(name, case))
+    ids = tokens()
+    expected = logits(model, ids)
+    bare = families.mixture(name)
+    kind = type(families.mixture(name))
     merged = merge_and_unload(model)
     assert close(logits(merged, ids), expected) and not close(expected, logits(bare, ids), 1e-3)
     assert type(merged) is kind and merged.state_dict().keys() == bare.state_dict().keys()
@@ -229,7 +235,8 @@ def test_merging_rounds_once():
 
 @pytest.mark.parametrize("case", ["both", "a router"])
 def test_without_adapters_it_is_the_base(case):
-    model, ids = ours(wanted=targets("mixtral", case)), tokens()
+    model = ours(wanted=targets("mixtral", case))
+    ids = tokens()
     expected = logits(model, ids)
     with without_adapters(model):
         assert equal(logits(model, ids), logits(families.mixture("mixtral"), ids))
@@ -237,8 +244,10 @@ def test_without_adapters_it_is_the_base(case):
 
 
 def test_a_copy_and_a_refill(tmp_path):
-    model, ids = ours(), tokens()
-    other, expected = copy.deepcopy(model), logits(model, ids)
+    model = ours()
+    ids = tokens()
+    other = copy.deepcopy(model)
+    expected = logits(model, ids)
     save_adapter(model, tmp_path)
     randomise(model)
     assert equal(logits(other, ids), expected) and not close(logits(model, ids), expected)
@@ -251,7 +260,9 @@ def test_a_layer_with_a_hook_computes_the_same(name):
     """It is called, with the adapted weights in the place of its own; afterwards it has its own
     again.
     """
-    model, ids, seen = ours(name), tokens(), []
+    model = ours(name)
+    ids = tokens()
+    seen = []
     expected = logits(model, ids)
     layer = innermost(model.model.layers[0].mlp.experts)
     before = layer.down_proj
@@ -312,7 +323,8 @@ def test_experts_of_other_classes(name):
 
 @pytest.mark.parametrize("case", ["both", "a router"])
 def test_compiled_layers(case):
-    model, ids = ours(wanted=targets("mixtral", case)), tokens()
+    model = ours(wanted=targets("mixtral", case))
+    ids = tokens()
     trained = [p for p in model.parameters() if p.requires_grad]
     plain = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, trained)
     for layer in model.model.layers:
@@ -325,7 +337,8 @@ def test_compiled_layers(case):
 
 def test_a_patched_model(kernels):
     """Experts run as grouped products with their adapters in them, which the report says."""
-    model, ids = ours(), tokens()
+    model = ours()
+    ids = tokens()
     expected = logits(model, ids)
     report = patch_model(model)
     assert close(logits(model, ids), expected, 1e-4)
@@ -337,7 +350,8 @@ def test_a_patched_model(kernels):
 
 
 def test_in_bf16_it_follows_fp32(seed):
-    model, ids = ours(), tokens()
+    model = ours()
+    ids = tokens()
     expected = logits(model, ids)
     for parameter in model.parameters():
         parameter.data = (
@@ -371,14 +385,16 @@ def test_nothing_of_the_size_of_the_experts_is_made(name):
     model = ours(name)
     layer = model.model.layers[0].mlp.experts
     experts = torch.tensor([[0, 2], [1, 3], [2, 0]])
-    hidden, shares = torch.randn(3, 32, requires_grad=True), torch.rand(3, 2)
+    hidden = torch.randn(3, 32, requires_grad=True)
+    shares = torch.rand(3, 2)
     with Largest() as largest:
         layer(hidden, experts, shares).sum().backward()
     assert hidden.grad.any() and 0 < largest.elements < layer.parameter.numel()
 
 
 def test_the_switched_off_one_of_two_adds_nothing():
-    model, ids = ours(), tokens()
+    model = ours()
+    ids = tokens()
     outer = model.model.layers[0].mlp.experts
     expected = logits(model, ids)
     outer.enabled = False

@@ -12,7 +12,8 @@ from chronicals.models import BASE_ROWS
 from chronicals.versions import is_older
 from comparison import equal
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture
@@ -56,10 +57,12 @@ OURS = [
 @pytest.mark.parametrize("options", OURS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_peft_loads_ours(peft, tmp_path, name, options):
-    model, ids = ours(name, **options), tokens()
+    model = ours(name, **options)
+    ids = tokens()
     save_adapter(model, tmp_path)
     loaded = peft.PeftModel.from_pretrained(MODELS[name](), tmp_path).eval()
-    bare, expected = logits(MODELS[name](), ids), logits(model, ids)
+    bare = logits(MODELS[name](), ids)
+    expected = logits(model, ids)
     assert changed(expected, bare)
     assert close(logits(loaded, ids), expected)
     if options.get("target_modules") != [
@@ -86,7 +89,8 @@ PEFTS = [
 def test_we_load_pefts(peft, tmp_path, name, options):
     if str(options.get("target_modules", "")).startswith("."):
         options = {"target_modules": r".*\.1\..*(q_proj|down_proj|c_attn|c_fc)"}
-    model, ids = theirs(peft, name, **options), tokens()
+    model = theirs(peft, name, **options)
+    ids = tokens()
     model.save_pretrained(tmp_path)
     loaded = MODELS[name]()
     bare = logits(loaded, ids)
@@ -112,7 +116,8 @@ EXCLUDED = {
 @pytest.mark.parametrize("case", EXCLUDED)
 def test_excluded_modules_are_not_adapted(peft, tmp_path, case):
     wanted, excluded, count = EXCLUDED[case]
-    model, ids = theirs(peft, target_modules=wanted, exclude_modules=excluded), tokens()
+    model = theirs(peft, target_modules=wanted, exclude_modules=excluded)
+    ids = tokens()
     model.save_pretrained(tmp_path)
     loaded = load_adapter(llama(), tmp_path)
     assert len(list(adapters(loaded))) == count
@@ -130,7 +135,8 @@ def test_an_adapted_head_over_another_base_is_refused(peft, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_is_bit_equal(peft, tmp_path, name):
-    model, ids = ours(name), tokens()
+    model = ours(name)
+    ids = tokens()
     save_adapter(model, tmp_path / "ours")
     peft.PeftModel.from_pretrained(MODELS[name](), tmp_path / "ours").save_pretrained(
         tmp_path / "theirs"
@@ -168,7 +174,8 @@ def test_what_is_written(tmp_path):
 
 
 def test_refilling_a_model_that_has_these_adapters(tmp_path):
-    model, ids = ours(), tokens()
+    model = ours()
+    ids = tokens()
     save_adapter(model, tmp_path)
     expected = logits(model, ids)
     randomise(model)
@@ -182,7 +189,8 @@ def test_refilling_adapters_of_another_scale(tmp_path, other):
     """The values fit, but alone they are another adapter: the scale must come along, or it must
     be refused.
     """
-    model, ids = ours(**other), tokens()
+    model = ours(**other)
+    ids = tokens()
     save_adapter(model, tmp_path)
     fresh = ours()
     try:
@@ -254,7 +262,8 @@ def test_unsupported_kinds_as_peft_writes_them(peft, tmp_path, options):
     ids=str,
 )
 def test_harmless_fields_are_not_refused(tmp_path, harmless):
-    model, ids = ours(), tokens()
+    model = ours()
+    ids = tokens()
     save_adapter(model, tmp_path)
     edit(tmp_path, **harmless)
     assert equal(logits(load_adapter(llama(), tmp_path).eval(), ids), logits(model, ids))

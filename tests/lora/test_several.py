@@ -58,7 +58,9 @@ def theirs(folders):
 
 
 def test_each_is_switched_on_and_off(folders):
-    model, other, ids = ours(folders), theirs(folders), tokens()
+    model = ours(folders)
+    other = theirs(folders)
+    ids = tokens()
     bare = logits(model, ids)
     assert equal(bare, logits(llama(), ids)) and adapter_names(model) == list(SHAPES)
     for name in ("first", "third", "second", "first"):
@@ -76,7 +78,9 @@ def test_each_is_switched_on_and_off(folders):
     "kind, names", [("cat", ["first", "second", "third"]), ("linear", ["first", "second"])]
 )
 def test_weighted_as_peft_does(folders, tmp_path, kind, names, weights):
-    model, other, ids = ours(folders), theirs(folders), tokens()
+    model = ours(folders)
+    other = theirs(folders)
+    ids = tokens()
     add_weighted_adapter(model, names, weights[: len(names)], "sum", kind)
     other.add_weighted_adapter(names, list(weights[: len(names)]), "sum", combination_type=kind)
     other.set_adapter("sum")
@@ -89,7 +93,8 @@ def test_weighted_as_peft_does(folders, tmp_path, kind, names, weights):
 
 
 def test_what_was_trained_is_kept(folders):
-    model, ids = ours(folders), tokens()
+    model = ours(folders)
+    ids = tokens()
     set_adapter(model, "second").eval()
     before = logits(model, ids)
     after = train_on(model, ids)
@@ -100,7 +105,8 @@ def test_what_was_trained_is_kept(folders):
 
 
 def test_one_that_was_attached_is_the_default(folders):
-    model, ids = apply_lora(llama(), LoRAConfig(3, 6, 0.0, ["o_proj"])).eval(), tokens()
+    model = apply_lora(llama(), LoRAConfig(3, 6, 0.0, ["o_proj"])).eval()
+    ids = tokens()
     randomise(model)
     own = logits(model, ids)
     add_adapter(model, "first", folders["first"])

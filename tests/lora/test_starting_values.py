@@ -50,7 +50,9 @@ def theirs(init, name="llama", **fields):
 
 @pytest.mark.parametrize("name, init", [("llama", "pissa"), ("llama", "olora"), ("gpt2", "pissa")])
 def test_the_start_and_the_training_are_pefts(name, init):
-    model, other, ids = ours(init, name), theirs(init, name), tokens()
+    model = ours(init, name)
+    other = theirs(init, name)
+    ids = tokens()
     for path, layer in adapters(model):
         mate = other.get_submodule(f"base_model.model.{path}")
         assert close(layer.lora_A, mate.lora_A["default"].weight, 1e-4)
@@ -63,7 +65,9 @@ def test_the_start_and_the_training_are_pefts(name, init):
 
 
 def test_the_randomised_decomposition_takes_nearly_as_much():
-    exact, found, ids = ours("pissa"), ours("pissa_niter_16"), tokens()
+    exact = ours("pissa")
+    found = ours("pissa_niter_16")
+    ids = tokens()
     for (_, best), (_, layer) in zip(adapters(exact), adapters(found), strict=True):
         assert 1 - 1e-6 < layer.base_layer.weight.norm() / best.base_layer.weight.norm() < 1.001
         assert not equal(layer.lora_A, best.lora_A)
@@ -92,7 +96,8 @@ PATTERNS = {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"down_proj": 3}}
 )
 @pytest.mark.parametrize("init", INITS)
 def test_what_is_saved_is_right_on_the_original_base(tmp_path, init, fields):
-    model, ids = ours(init, **fields), tokens()
+    model = ours(init, **fields)
+    ids = tokens()
     train_on(model, ids)
     save_adapter(model, tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] is True
@@ -108,7 +113,9 @@ def test_it_is_pefts_conversion(tmp_path):
     """Of the same adapters, what PEFT writes with the start as
     ``path_initial_model_for_weight_conversion``.
     """
-    model, other, ids = ours("pissa"), theirs("pissa"), tokens()
+    model = ours("pissa")
+    other = theirs("pissa")
+    ids = tokens()
     other.save_pretrained(tmp_path / "start")
     train_on(model, ids), train_on(other, ids)
     other.peft_config["default"].init_lora_weights = "pissa"
@@ -132,7 +139,8 @@ def test_it_is_pefts_conversion(tmp_path):
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_pefts_unconverted_adapters_are_read(tmp_path, init):
-    other, ids = theirs(init), tokens()
+    other = theirs(init)
+    ids = tokens()
     train_on(other, ids)
     other.save_pretrained(tmp_path)
     model = load_adapter(llama(), tmp_path).eval()
@@ -146,7 +154,8 @@ def test_pefts_unconverted_adapters_are_read(tmp_path, init):
 
 
 def test_refilled_bit_by_bit(tmp_path):
-    model, ids = ours("pissa"), tokens()
+    model = ours("pissa")
+    ids = tokens()
     train_on(model, ids)
     save_adapter(model, tmp_path)
     again = load_adapter(ours("pissa"), tmp_path)
@@ -169,8 +178,10 @@ def test_values_that_started_elsewhere_are_refused(tmp_path):
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_merged_and_off(init):
-    model, ids = ours(init), tokens()
-    expected, bare = train_on(model, ids), logits(llama(), ids)
+    model = ours(init)
+    ids = tokens()
+    expected = train_on(model, ids)
+    bare = logits(llama(), ids)
     with without_adapters(model):
         assert close(logits(model, ids), bare, 1e-4)
         path, layer = next(adapters(model))
@@ -205,7 +216,8 @@ def test_a_layer_by_hand():
         model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(13, 7).double()})
         model.get_output_embeddings = model.get_input_embeddings = lambda: None
         model.config = type("Config", (), {"_name_or_path": ""})()
-        x, w = torch.randn(5, 13).double(), model["q_proj"].weight.detach().clone()
+        x = torch.randn(5, 13).double()
+        w = model["q_proj"].weight.detach().clone()
         layer = model["q_proj"]
         from chronicals.lora.layers import LoRALinear
         from chronicals.lora.starting_values import start_from_weights

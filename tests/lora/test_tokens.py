@@ -112,8 +112,10 @@ def with_them(ids=None):
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(tmp_path, case):
     """Ours in PEFT, PEFT's in ours: equal logits, and equal ones after the same training."""
-    model, ids = ours(case), with_them()
-    bare, expected = logits(CASES[case][0](), ids), train_on(model, ids)
+    model = ours(case)
+    ids = with_them()
+    bare = logits(CASES[case][0](), ids)
+    expected = train_on(model, ids)
     save_adapter(model, tmp_path / "ours")
     other = peft.PeftModel.from_pretrained(
         CASES[case][0](), tmp_path / "ours", is_trainable=True
@@ -152,7 +154,8 @@ def test_what_is_written_is_what_peft_writes(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_these_rows_are_trained(case):
-    model, ids = ours(case), with_them()
+    model = ours(case)
+    ids = with_them()
     plain = CASES[case][0]()
     train_on(model, ids)
     merged = merge_and_unload(copy.deepcopy(model))
@@ -176,8 +179,10 @@ def test_only_these_rows_are_trained(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_off_and_back(case):
-    model, ids = ours(case), with_them()
-    bare, expected = logits(CASES[case][0](), ids), train_on(model, ids)
+    model = ours(case)
+    ids = with_them()
+    bare = logits(CASES[case][0](), ids)
+    expected = train_on(model, ids)
     with without_adapters(model):
         assert close(logits(model, ids), bare, 1e-6)
     assert equal(logits(model, ids), expected)
@@ -238,7 +243,8 @@ def test_in_a_patched_model(kernels, case):
         model, LoRAConfig(4, 12, 0.0, ["q_proj", "down_proj"], trainable_token_indices=wanted)
     ).double()
     randomise(model)
-    ids, plain = with_them(), copy.deepcopy(model)
+    ids = with_them()
+    plain = copy.deepcopy(model)
     assert patch_parts(model, whole_layers=True).counts()
     for each in (plain, model):
         each(input_ids=ids, labels=ids).loss.backward()
@@ -261,7 +267,8 @@ def test_no_copy_of_the_embedding():
 
 
 def test_refilled_bit_by_bit(tmp_path):
-    model, ids = ours("embedding and head, other tokens"), with_them()
+    model = ours("embedding and head, other tokens")
+    ids = with_them()
     expected = train_on(model, ids)
     save_adapter(model, tmp_path)
     again = load_adapter(ours("embedding and head, other tokens"), tmp_path)
@@ -315,7 +322,8 @@ def test_added_tokens(tmp_path):
     "case", ["untied", "tied", "embedding and head, other tokens", "scaled and capped"]
 )
 def test_merged_from_files(tmp_path, case):
-    model, ids = ours(case), with_them()
+    model = ours(case)
+    ids = with_them()
     expected = train_on(model, ids)
     CASES[case][0]().save_pretrained(tmp_path / "base")
     save_adapter(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
@@ -381,7 +389,8 @@ def test_it_is_not_one_of_several(tmp_path):
 
 
 def test_a_copy_has_rows_of_its_own():
-    model, ids = ours(), with_them()
+    model = ours()
+    ids = with_them()
     twin = copy.deepcopy(model)
     before = logits(model, ids)
     train_on(twin, ids)
@@ -405,7 +414,8 @@ FIELDS = {
 
 def with_new_tokens(tie=True):
     """A tokenizer with two added tokens, rows with them, and a model that has rows for them."""
-    tokenizer, rows = tiny.tokenizer(), tiny.chat_rows()
+    tokenizer = tiny.tokenizer()
+    rows = tiny.chat_rows()
     tokenizer.add_tokens(["<think>", "</think>"])
     for row in rows:
         row["messages"][1]["content"] = "<think> hm </think> " + row["messages"][1]["content"]
@@ -437,7 +447,8 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path, precision):
         )
         return model
 
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     model = train(whole)
     first = "run/checkpoints/step-00000003"
     shutil.copytree(whole / first, broken / first)

@@ -70,7 +70,8 @@ def test_inputs_of_recomputed_layers_move_and_little_else():
     """A layer keeps its input alone, ``[3, 40, 64]`` in fp32; beside it the final norm keeps
     what it reads.
     """
-    model, layer = model_of("recomputed"), 3 * 40 * 64 * 4
+    model = model_of("recomputed")
+    layer = 3 * 40 * 64 * 4
     offload = ActivationOffload(model.get_decoder(), smallest=layer)
     gradients(model, ids_of(model))
     assert 3 * layer <= offload.moved <= 6 * layer
@@ -112,7 +113,8 @@ def test_host_memory_is_kept_and_not_more_of_it():
 
 def test_host_memory_does_not_grow_with_every_new_length():
     model = model_of("full")
-    offload, most = ActivationOffload(model.get_decoder(), smallest=1), 0
+    offload = ActivationOffload(model.get_decoder(), smallest=1)
+    most = 0
     for rows in (4, 7, 5, 6, 3):
         gradients(model, ids_of(model, rows))
         most = max(most, offload.moved)
@@ -130,7 +132,9 @@ def test_what_stays():
     with torch.no_grad():
         model(input_ids=ids_of(model))
     assert offload.moved == 0
-    weights, sizes, take = {p.numel() * 4 for p in model.parameters()}, set(), offload.take
+    weights = {p.numel() * 4 for p in model.parameters()}
+    sizes = set()
+    take = offload.take
     offload.take = lambda size: (sizes.add(size), take(size))[1]
     gradients(model, ids_of(model, 7))
     moved = offload.moved
@@ -163,7 +167,8 @@ def test_a_pass_broken_off_from_the_keyboard_leaves_nothing_behind():
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    module, x = torch.nn.Linear(8, 8), torch.randn(16, 8, requires_grad=True)
+    module = torch.nn.Linear(8, 8)
+    x = torch.randn(16, 8, requires_grad=True)
     with pytest.raises(KeyboardInterrupt), ActivationOffload(module, smallest=1) as offload:
         module.register_forward_pre_hook(interrupt)
         module(x)
@@ -181,7 +186,8 @@ def test_one_tensor_saved_twice_moves_once():
             y = x * self.weight  # saves x
             return torch.sin(y) + torch.cos(y)  # both save y
 
-    module, x = Twice(), torch.randn(16, 8, requires_grad=True)
+    module = Twice()
+    x = torch.randn(16, 8, requires_grad=True)
     offload = ActivationOffload(module, smallest=1)
     module(x).sum().backward()
     assert offload.moved == 2 * x.nbytes
@@ -199,7 +205,8 @@ def test_narrow_views_go_with_their_memory():
             q, k, v = (x @ self.weight).split((64, 16, 16), 1)
             return q.sin().sum() + k.sin().sum() + v.sin().sum()
 
-    module, x = Attends(), torch.randn(16, 8)
+    module = Attends()
+    x = torch.randn(16, 8)
     offload = ActivationOffload(module, smallest=1)
     module(x).backward()
     assert offload.moved == x.nbytes + 16 * 96 * 4
@@ -220,7 +227,8 @@ def test_memory_that_is_written_while_it_is_copied():
             return first + self.weight * buffer
 
     for window in (None, 1 << 30, 0):
-        module, x = Reuses(), torch.randn(16, 8)
+        module = Reuses()
+        x = torch.randn(16, 8)
         if window is not None:
             ActivationOffload(module, smallest=1, window=window)
         if window == 0:

@@ -150,14 +150,14 @@ def test_scales_of_bitsandbytes_are_counted_as_ours(tmp_path, nested):
     """But for its tables of codes, which each layer has."""
     pytest.importorskip("bitsandbytes")
     tiny.llama(intermediate_size=128).save_pretrained(tmp_path)
-    kind, cpu = transformers.LlamaForCausalLM, torch.device("cpu")
-    theirs, ours = (
-        load_by_bitsandbytes(kind, tmp_path, torch.float32, cpu, nested),
-        load_model(tmp_path, torch.float32),
-    )
+    kind = transformers.LlamaForCausalLM
+    cpu = torch.device("cpu")
+    theirs = load_by_bitsandbytes(kind, tmp_path, torch.float32, cpu, nested)
+    ours = load_model(tmp_path, torch.float32)
     for path, layer in linear_layers(ours).items():
         ours.set_submodule(path, Linear4bit(Packed.of(layer.weight.detach(), nested=nested)))
-    step, weights = StepShape(64, False, 2, 16), WeightBytes(2, 14)
+    step = StepShape(64, False, 2, 16)
+    weights = WeightBytes(2, 14)
     one, two = (
         estimate(model.requires_grad_(False), step, weights).fixed for model in (theirs, ours)
     )
@@ -173,7 +173,9 @@ def test_the_largest_moment_counts():
     there, and the unit is not.
     """
     found = estimate(tiny.llama(), StepShape(1000, True, 2, 8), WeightBytes(2, 14))
-    kept, width, inner = found.kept[NOTHING], 2000 * MODEL.width, 2000 * MODEL.inner
+    kept = found.kept[NOTHING]
+    width = 2000 * MODEL.width
+    inner = 2000 * MODEL.inner
     in_attention = 2000 * (2 * MODEL.width + 8 * MODEL.queries + 4 * MODEL.keys)
     assert found.working[NOTHING] == max(kept + 2 * inner, in_attention)
     assert found.working[CHEAP] == max(found.kept[CHEAP] + 3 * inner + width, in_attention)
@@ -191,7 +193,9 @@ def test_tiles_and_host_memory_take_away():
     def of(**changes):
         return estimate(tiny.llama(), StepShape(10_000, True, 2, 8, **changes), WeightBytes(2, 14))
 
-    plain, tiled, away = of(), of(tile=100), of(offloads=True)
+    plain = of()
+    tiled = of(tile=100)
+    away = of(offloads=True)
     assert plain.kept[NOTHING] - tiled.kept[NOTHING] == 20_000 * 3 * MODEL.inner
     assert tiled.working[LAYERS] >= 200 * 6 * MODEL.inner and tiled.needed(NOTHING) < plain.needed(
         NOTHING

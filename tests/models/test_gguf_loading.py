@@ -58,7 +58,8 @@ def test_every_family_comes_back_from_its_file(name, tmp_path):
     as_written, _ = gguf_models_as_computed(model)
     assert off(logits(exact), logits(as_written)) < 2e-6
     path = gguf_files.write(tmp_path, model, "q8_0")
-    packed, plain = load_model(path, torch.float32), load_gguf(path, torch.float32, packed=False)
+    packed = load_model(path, torch.float32)
+    plain = load_gguf(path, torch.float32, packed=False)
     assert any(isinstance(layer, LinearGGUF) for layer in packed.modules())
     assert off(logits(packed), logits(plain)) < 1e-6
 
@@ -79,13 +80,16 @@ def gguf_models_as_computed(model):
 def test_layers_have_the_blocks_of_the_file(kind, tmp_path):
     """Byte for byte; rows of q and k in the model's order, which is whole rows moved."""
     path = gguf_files.write(tmp_path, gguf_files.wide(), kind)
-    file, model = File(path), load_model(path, torch.bfloat16)
+    file = File(path)
+    model = load_model(path, torch.bfloat16)
     kinds = {layer.kind for layer in model.modules() if isinstance(layer, LinearGGUF)}
     assert kinds == {"q8_0": {"Q8_0"}, "q4_0": {"Q4_0"}, "q4_k_m": {"Q4_K", "Q6_K"}}[kind]
     layer = model.get_decoder().layers[1]
     assert equal(layer.mlp.down_proj.weight, file.blocks("blk.1.ffn_down.weight"))
-    heads, theirs = 4, file.blocks("blk.1.attn_q.weight")
-    ours, half = layer.self_attn.q_proj.weight.view(heads, 64, -1), 32
+    heads = 4
+    theirs = file.blocks("blk.1.attn_q.weight")
+    ours = layer.self_attn.q_proj.weight.view(heads, 64, -1)
+    half = 32
     for i in range(half):
         assert equal(ours[:, i], theirs.view(heads, 64, -1)[:, 2 * i])
         assert equal(ours[:, i + half], theirs.view(heads, 64, -1)[:, 2 * i + 1])

@@ -23,7 +23,8 @@ HEADS = {
 @pytest.mark.parametrize("family", HEADS)
 def test_linear_logits_equal_the_models(family):
     """``softcap · tanh(scale · (h Wᵀ + b) / softcap)``; large enough that each of these shows."""
-    model, expected = build(family).eval(), HEADS[family]
+    model = build(family).eval()
+    expected = HEADS[family]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "ln_f" in name:
@@ -47,8 +48,10 @@ def test_linear_logits_equal_the_models(family):
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "phi"])
 def test_it_reaches_the_objective(family):
     """The loss through the head without whole logits is that of the model's own logits."""
-    model, batch = build(family), hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)])
-    fused, whole = present(model), present(model, fused_head=False)
+    model = build(family)
+    batch = hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)])
+    fused = present(model)
+    whole = present(model, fused_head=False)
     assert fused.head is not None and whole.head is None
     with torch.no_grad(), fused.attending_documents():
         ours, theirs = (NextToken()(m, batch)["cross_entropy"].sum for m in (fused, whole))
@@ -57,10 +60,8 @@ def test_it_reaches_the_objective(family):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_objective_is_in_the_type_of_logits_that_are_wider_than_fp32(fused):
-    model, batch = (
-        build("llama").double(),
-        hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)]),
-    )
+    model = build("llama").double()
+    batch = hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)])
     presented = present(model, fused_head=fused)
     with torch.no_grad(), presented.attending_documents():
         loss = NextToken()(presented, batch)["cross_entropy"].sum
@@ -131,10 +132,8 @@ def test_lora_on_the_head_reaches_the_objective(adapt, family, tied):
         head.weight is model.get_input_embeddings().weight
     )
     assert head.adapter.scale == 2 and head.adapter.a.shape == (3, 32)
-    (loss, gradients), (expected, theirs) = (
-        sums(model, batch, fused=True),
-        sums(model, batch, fused=False),
-    )
+    (loss, gradients) = sums(model, batch, fused=True)
+    (expected, theirs) = sums(model, batch, fused=False)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert any("lm_head" in name for name in gradients) and gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():

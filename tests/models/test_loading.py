@@ -67,7 +67,9 @@ def in_blocks(weight):
 def saved_in_fp8(folder, model, kept=()):
     """As such checkpoints are; what each weight stands for."""
     model.save_pretrained(folder)
-    weights, written, meant = load_file(folder / "model.safetensors"), {}, {}
+    weights = load_file(folder / "model.safetensors")
+    written = {}
+    meant = {}
     for name, weight in weights.items():
         written[name] = meant[name] = weight
         if weight.ndim == 2 and "_proj" in name and not any(word in name for word in kept):
@@ -199,7 +201,8 @@ def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(
     )
     assert type(found).__name__ == "OwnForCausalLM" and all(p.is_meta for p in found.parameters())
     if by_rows:
-        name, rows = "model.layers.0.mlp.up_proj.weight", range(8)
+        name = "model.layers.0.mlp.up_proj.weight"
+        rows = range(8)
         read = getattr(found, STORED).read(name, found.get_parameter(name), rows)
         assert equal(read[:8], whole.get_parameter(name)[:8])
     with pytest.raises(ValueError, match="trust_remote_code"):
@@ -227,7 +230,8 @@ def test_files_of_another_form_are_loaded_whole_unless_weights_were_to_be_divide
         model = families.mixture("qwen3_moe")
         model.save_pretrained(tmp_path)
     monkeypatch.setattr(loading, "choose_sharding", lambda *_: "weights")
-    saved, config = SavedModel.find(tmp_path), runs.config(tmp_path, **fields)
+    saved = SavedModel.find(tmp_path)
+    config = runs.config(tmp_path, **fields)
     if kind == "FP8" or not fields:
         with pytest.raises(NotByRows, match=r"sharding='weights': .*sharding='optimizer'"):
             loading.load_to_train(saved, config.replace(sharding="weights"), Alike(0, 2))

@@ -67,7 +67,8 @@ def with_gradient(presented, batch):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_packs_give_what_padded_rows_give(name, attention):
-    model, batch = sparse(name, attn_implementation=attention), documents_batch()
+    model = sparse(name, attn_implementation=attention)
+    batch = documents_batch()
     packed = with_gradient(PresentedModel(model, True, False, one_by_one=True), batch)
     padded = with_gradient(PresentedModel(model, False, False), batch)
     assert all(distance(*pair) < 1e-4 for pair in zip(packed, padded))

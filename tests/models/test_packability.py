@@ -45,7 +45,8 @@ def test_the_reason_is_logged_by_name(family, caplog):
 def test_the_models_own_tensors_and_the_random_state_are_not_touched():
     model = build("llama", initializer_range=0.021)  # a configuration that is not proved yet
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    state, implementation = torch.random.get_rng_state(), model.config._attn_implementation
+    state = torch.random.get_rng_state()
+    implementation = model.config._attn_implementation
     assert prove_packability(model).packed
     assert equal(torch.random.get_rng_state(), state)
     assert model.config._attn_implementation == implementation
@@ -70,7 +71,8 @@ def test_the_proof_does_not_depend_on_where_it_is_made(number, surroundings):
 
 
 def test_the_proof_does_not_depend_on_the_default_type():
-    model, usual = build("llama", initializer_range=0.04), torch.get_default_dtype()
+    model = build("llama", initializer_range=0.04)
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         proof = prove_packability(model)
@@ -151,7 +153,8 @@ LONG["original_max_position_embeddings"] = 16
 )
 def test_frequencies_that_follow_the_longest_document_are_told_where_they_do(family, rope, fields):
     model = build(family, rope_parameters=rope, **fields).eval()
-    short, long = torch.randint(1, 61, (1, 7)), torch.randint(1, 61, (1, 17))
+    short = torch.randint(1, 61, (1, 7))
+    long = torch.randint(1, 61, (1, 17))
     beside = {}
     for width in (16, 17):
         rows = torch.cat((torch.nn.functional.pad(short, (0, width - 7)), long[:, :width]))

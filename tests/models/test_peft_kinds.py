@@ -85,12 +85,14 @@ def test_it_trains_and_is_saved_as_pefts(tmp_path, kind, precision, caplog):
     with caplog.at_level("INFO"):
         runs.train(tmp_path, model=model, mixed_precision=precision, **FIELDS)
     trajectory = runs.trajectory(tmp_path)
-    losses, norms = [loss for _, loss, _ in trajectory], [norm for *_, norm in trajectory]
+    losses = [loss for _, loss, _ in trajectory]
+    norms = [norm for *_, norm in trajectory]
     assert sum(losses[-6:]) < sum(losses[:6]) and min(norms) > 0
     assert caplog.text.count(f"PEFT's {kind} runs through PEFT's own modules") == 1
     assert "padded rows" not in caplog.text
     assert all(equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
-    folder, ids = tmp_path / "run" / "model", torch.randint(0, 300, (2, 9))
+    folder = tmp_path / "run" / "model"
+    ids = torch.randint(0, 300, (2, 9))
     again = peft.PeftModel.from_pretrained(load_model(tmp_path / "base", dtype), folder)
     again.to(model.get_input_embeddings().weight.device)
     assert equal(logits(again, ids), logits(model, ids))
@@ -137,7 +139,8 @@ def test_a_patched_model_stays_right(kind):
     """Kernels in the plain parts, none in the place of an adapter; undone afterwards."""
     from interpreted import kernels_run
 
-    model, ids = shaken(wrapped(kind)).train(), torch.randint(0, 300, (2, 9))
+    model = shaken(wrapped(kind)).train()
+    ids = torch.randint(0, 300, (2, 9))
 
     def run():
         model.zero_grad()
@@ -164,7 +167,8 @@ def test_resumed_it_ends_bit_equal(tmp_path, kind):
         model = wrapped(kind, load_model(tmp_path / "base", torch.float32))
         runs.train(folder, model=model, save_steps=3, **{**FIELDS, "max_steps": 6}, **more)
 
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     train(whole)
     shutil.copytree(
         whole / "run/checkpoints/step-00000003", broken / "run/checkpoints/step-00000003"

@@ -39,7 +39,8 @@ def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
     """Logits and parameter gradients, from Batches as training gets them, with filler documents
     among them.
     """
-    model, rows = build(family), random_rows()
+    model = build(family)
+    rows = random_rows()
     if (
         family != "gemma2"
     ):  # whose eager attention, padded, masks with the least fp64 in a softmax of fp32: nan
@@ -53,7 +54,8 @@ def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
     presented = presented_as(model, packing)
     assert presented.packed == (packing and family in PACKABLE)
     upstream = [torch.randn(len(batch), model.config.vocab_size) for batch in batches]
-    together, alone = [], []
+    together = []
+    alone = []
 
     def run_together():
         total = 0.0
@@ -76,7 +78,8 @@ def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
                 total = total + (alone[-1] * up[span]).sum()
         return total
 
-    got, expected = gradients(model, run_together), gradients(model, run_alone)
+    got = gradients(model, run_together)
+    expected = gradients(model, run_alone)
     assert len(together) == len(alone) == len(rows)
     assert distance(torch.cat(together), torch.cat(alone)) <= TOLERANCE
     assert set(got) == set(expected)
@@ -160,7 +163,8 @@ def test_permuting_documents_changes_nothing(family):
         keep.append(torch.cat(states))
         return sum((x * up).sum() for x, up in zip(logits, upstream, strict=True))
 
-    first, second = [], []
+    first = []
+    second = []
     with presented.attending_documents():
         here = gradients(model, lambda: loss([0, 1, 2, 3, 4], first))
         there = gradients(model, lambda: loss([3, 0, 4, 2, 1], second))
@@ -188,7 +192,8 @@ def test_hidden_states_are_what_the_head_takes(packing, tmp_path):
     presented = presented_as(model, packing)
     with torch.no_grad(), presented.attending_documents():
         for batch in loaded_batches(random_rows(), tmp_path):
-            states, logits = presented.hidden_states(batch), presented.logits(batch)
+            states = presented.hidden_states(batch)
+            logits = presented.logits(batch)
             assert states.shape == (len(batch), 32)
             for span in documents(batch):
                 assert distance(model.lm_head(states[span]), logits[span]) <= TOLERANCE
@@ -198,10 +203,8 @@ def test_padded_rows_leave_filler_at_zero(tmp_path):
     model = build("llama")
     presented = presented_as(model, False)
     lengths = torch.randint(25, 41, (8,)).tolist()  # of which no two fit into a pack of 48
-    rows, seen = (
-        [{"input_ids": torch.randint(1, VOCABULARY, (length,)).tolist()} for length in lengths],
-        0,
-    )
+    rows = [{"input_ids": torch.randint(1, VOCABULARY, (length,)).tolist()} for length in lengths]
+    seen = 0
     for batch in loaded_batches(rows, tmp_path, width=48):
         filler = torch.ones(len(batch), dtype=torch.bool)
         for span in documents(batch):
@@ -241,7 +244,8 @@ def test_the_forwards_come_back_and_the_name_of_attention_stays(implementation, 
     says.
     """
     model = tiny.llama(attn_implementation=implementation)
-    presented, kept = present(model), [set(vars(module)) for module in model.modules()]
+    presented = present(model)
+    kept = [set(vars(module)) for module in model.modules()]
     try:
         with presented.attending_documents() as same:
             assert same is presented
@@ -280,7 +284,8 @@ def test_generation_works_afterwards(family):
 
 
 def test_outside_the_context_the_model_takes_padded_rows_again():
-    model, ids = build("llama").eval(), torch.randint(1, 61, (2, 9))
+    model = build("llama").eval()
+    ids = torch.randint(1, 61, (2, 9))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
     with torch.no_grad():
@@ -335,7 +340,8 @@ def test_bounds_that_are_missing_are_not_guessed():
 
 def test_attention_dropout_is_refused_by_name_where_it_came_later():
     model = build("llama")
-    presented, batch = present(model), hand_made_batch([torch.randint(1, 61, (9,))])
+    presented = present(model)
+    batch = hand_made_batch([torch.randint(1, 61, (9,))])
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with presented.attending_documents():

@@ -48,7 +48,9 @@ def batch(tmp_path_factory):
 
 def alone(model, batch):
     """States of the targets' positions, each document by itself behind its prompt."""
-    bounds, ends, found = batch.cu_seqlens.tolist(), batch.keys.cu_seqlens.tolist(), []
+    bounds = batch.cu_seqlens.tolist()
+    ends = batch.keys.cu_seqlens.tolist()
+    found = []
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         row = batch.keys.index[ends[n] : ends[n + 1]]
         if end > start and (batch.targets[start:end] >= 0).any():
@@ -137,7 +139,8 @@ def test_answers_are_proved_to_see_their_prompt(family):
 
 @pytest.mark.parametrize("objective", ["cpo", "reward"])
 def test_such_a_class_trains_as_with_each_prompt_in_a_row_of_its_own(objective, tmp_path):
-    given, model = preferences.rows(4), with_masks_of_positions("falcon", 300)
+    given = preferences.rows(4)
+    model = with_masks_of_positions("falcon", 300)
     found, expected = (
         preferences.one_step(
             tmp_path / str(padded),

@@ -55,7 +55,10 @@ def made(kind, **changes):
 
 def packs(lengths):
     """Of ``WIDTH`` tokens each, documents of these lengths and filler."""
-    ids, targets, positions, bounds = [], [], [], [0]
+    ids = []
+    targets = []
+    positions = []
+    bounds = [0]
     for pack in lengths:
         for length, real in [*((length, True) for length in pack), (WIDTH - sum(pack), False)]:
             document = (
@@ -77,9 +80,9 @@ def of_the_class(model, batch, lengths):
     """The sum over the packs of what the class itself gives for the documents of a pack as
     padded rows.
     """
-    total, documents = (
-        0.0,
-        iter(batch.input_ids.split([n for pack in lengths for n in (*pack, WIDTH - sum(pack))])),
+    total = 0.0
+    documents = iter(
+        batch.input_ids.split([n for pack in lengths for n in (*pack, WIDTH - sum(pack))])
     )
     for pack in lengths:
         rows = [next(documents) for _ in pack]
@@ -93,7 +96,8 @@ def of_the_class(model, batch, lengths):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_it_is_what_the_class_adds(kind):
     lengths = [(7, 12, 3), (20,), (9, 9)]
-    model, batch = made(kind, router_aux_loss_coef=0.25), packs(lengths)
+    model = made(kind, router_aux_loss_coef=0.25)
+    batch = packs(lengths)
     presented = present(model)
     assert presented.router_loss is not None and presented.router_loss.coefficient == 0.25
     assert presented.packed == (kind != "Jamba")
@@ -121,7 +125,8 @@ def test_tokens_of_documents_without_a_target_do_not_count():
 
 
 def test_a_pack_without_documents_adds_nothing():
-    loss, logits = RouterLoss(1.0, 2), [torch.randn(2 * WIDTH, 4) for _ in range(3)]
+    loss = RouterLoss(1.0, 2)
+    logits = [torch.randn(2 * WIDTH, 4) for _ in range(3)]
     half = torch.arange(2 * WIDTH) < WIDTH
     alone = loss.sum_over_packs([x[:WIDTH] for x in logits], half[:WIDTH], WIDTH)
     torch.testing.assert_close(loss.sum_over_packs(logits, half, WIDTH), alone)
@@ -168,7 +173,8 @@ def test_no_tensor_holds_the_logits_of_all_layers():
             )
             return out
 
-    layers, counted = [torch.randn(24, 4) for _ in range(5)], torch.rand(24) < 0.8
+    layers = [torch.randn(24, 4) for _ in range(5)]
+    counted = torch.rand(24) < 0.8
     with Largest() as largest:
         got = RouterLoss(1.0, 2).sum_over_packs(layers, counted, 12)
     assert largest.numel == 24 * 4

@@ -64,7 +64,8 @@ def test_a_tokenizer_of_ones_own_is_read_back(make, trusted, tmp_path):
     """Beside a model whose family AutoTokenizer builds a class of its own for; also where it may
     run a model's code.
     """
-    own, model = make(), qwen()
+    own = make()
+    model = qwen()
     model.save_pretrained(tmp_path)
     own.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"] != own(TEXT)["input_ids"]
@@ -112,7 +113,8 @@ def test_a_base_is_read_as_its_settings_say(tmp_path, caplog):
 
 @pytest.mark.parametrize("change", ["digits", "special", "template", "decoder"])
 def test_differences_are_said(change):
-    one, other = tiny.tokenizer(), tiny.tokenizer()
+    one = tiny.tokenizer()
+    other = tiny.tokenizer()
     if change == "digits":
         other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
     elif change == "special":

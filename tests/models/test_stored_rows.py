@@ -22,11 +22,9 @@ def saved(folder, seed=0, size="50MB"):
 
 @pytest.mark.parametrize("size", ["50MB", "1MB"], ids=["one file", "several"])
 def test_the_same_files_have_one_digest_and_others_another(tmp_path, size):
-    first, second, other = (
-        saved(tmp_path / "a", size=size),
-        saved(tmp_path / "b", size=size),
-        saved(tmp_path / "c", 1, size),
-    )
+    first = saved(tmp_path / "a", size=size)
+    second = saved(tmp_path / "b", size=size)
+    other = saved(tmp_path / "c", 1, size)
     digests = [digest_of_files(folder) for folder in (first, second, other)]
     assert digests[0] == digests[1] != digests[2]
 
@@ -49,7 +47,8 @@ def test_the_last_weight_and_the_header_are_told(tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"use_lora": True, "lora_rank": 4}], ids=["full", "LoRA"])
 def test_another_copy_on_another_machine_is_refused(tmp_path, monkeypatch, fields):
-    here, there = saved(tmp_path / "here"), saved(tmp_path / "there", 1)
+    here = saved(tmp_path / "here")
+    there = saved(tmp_path / "there", 1)
 
     class Two(Mesh):
         def gather_values(self, value):

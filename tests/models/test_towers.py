@@ -167,8 +167,10 @@ def test_a_base_that_is_gone_loses_no_save(tmp_path, loader, caplog):
 
 
 def test_the_revision_that_was_loaded_is_asked_for_its_files(monkeypatch):
-    model, asked = llava(), []
-    model.config._name_or_path, model.config._commit_hash = "me/llava", "abc"
+    model = llava()
+    asked = []
+    model.config._name_or_path = "me/llava"
+    model.config._commit_hash = "abc"
     monkeypatch.setattr(
         "chronicals.models.towers.cached_file", lambda *_, **given: asked.append(given["revision"])
     )

@@ -142,7 +142,8 @@ def test_every_field_that_speaks_of_layers_is_known():
         *twin_layers.LAST,
     }
     known |= {*twin_layers.FIRST_INCLUSIVE, *twin_layers.SECTIONS, *twin_layers.PERIODS, *NO_COUNTS}
-    unknown, wrong = set(), set()
+    unknown = set()
+    wrong = set()
     for name, (kind, _) in architectures().items():
         try:
             text = kind().get_text_config()

@@ -59,17 +59,16 @@ def test_no_token_changes_an_earlier_one(implementation, kinds, seed):
     for j in (1, WINDOW - 1, WINDOW, 2 * WINDOW + 1, LENGTH - 1):
         other = ids.clone()
         other[0, j] = 2 + (other[0, j] - 1) % 59
-        first, second = model(ids).logits, model(other).logits
+        first = model(ids).logits
+        second = model(other).logits
         assert equal(first[:, :j], second[:, :j])
         assert not equal(first[:, j], second[:, j])
 
 
 def test_a_sliding_layer_sees_its_window(seed):
     """One layer of it: token j reaches the tokens up to j + W - 1, and no further."""
-    model, ids = (
-        mixture(seed, num_hidden_layers=1, layer_types=["sliding_attention"]),
-        token_ids(1, LENGTH),
-    )
+    model = mixture(seed, num_hidden_layers=1, layer_types=["sliding_attention"])
+    ids = token_ids(1, LENGTH)
     model.set_experts_implementation("batched_mm")
     other = ids.clone()
     other[0, 3] = 2 + (other[0, 3] - 1) % 59
@@ -81,13 +80,15 @@ def test_a_sliding_layer_sees_its_window(seed):
 @pytest.mark.parametrize("chunk", [1, 3, WINDOW + 2])
 def test_steps_are_one_shot(implementation, chunk, seed):
     """Beyond the window, with a prompt in pieces of any size."""
-    model, ids = in_fp64(mixture(seed)), token_ids(2, LENGTH)
+    model = in_fp64(mixture(seed))
+    ids = token_ids(2, LENGTH)
     model.set_attn_implementation(implementation)
     assert (stepwise(model, ids, chunk) - model(ids).logits).abs().max() <= 1e-10
 
 
 def test_steps_are_one_shot_with_a_static_cache(seed):
-    model, ids = in_fp64(mixture(seed)), token_ids(2, LENGTH)
+    model = in_fp64(mixture(seed))
+    ids = token_ids(2, LENGTH)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
     assert (stepwise(model, ids, cache=cache) - model(ids).logits).abs().max() <= 1e-10
 
@@ -95,9 +96,11 @@ def test_steps_are_one_shot_with_a_static_cache(seed):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_on_the_left_changes_nothing(implementation, seed):
     """But for cosines and sines of other positions, which are in fp32."""
-    model, pad = in_fp64(mixture(seed)), 5
+    model = in_fp64(mixture(seed))
+    pad = 5
     model.set_attn_implementation(implementation)
-    short, long = token_ids(1, LENGTH - pad), token_ids(1, LENGTH)
+    short = token_ids(1, LENGTH - pad)
+    long = token_ids(1, LENGTH)
     ids = torch.cat((torch.cat((torch.zeros(1, pad, dtype=torch.long), short), 1), long))
     mask = (torch.arange(LENGTH) >= torch.tensor([pad, 0])[:, None]).long()
     found = model(ids, attention_mask=mask).logits
@@ -106,7 +109,8 @@ def test_padding_on_the_left_changes_nothing(implementation, seed):
 
 
 def test_a_padded_batch_generates_what_each_does_alone(seed):
-    model, pad = mixture(seed), 5
+    model = mixture(seed)
+    pad = 5
     long = token_ids(1, LENGTH)
     ids = torch.cat((torch.nn.functional.pad(long[:, pad:], (pad, 0)), long))
     mask = (torch.arange(LENGTH) >= torch.tensor([pad, 0])[:, None]).long()
@@ -123,8 +127,11 @@ def flash_like(module, query, key, value, attention_mask, scaling=None, sliding_
     """
     if attention_mask is not None:
         key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
-    queries, keys, groups = query.shape[2], key.shape[2], module.num_key_value_groups
-    at, of = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    queries = query.shape[2]
+    keys = key.shape[2]
+    groups = module.num_key_value_groups
+    at = torch.arange(keys - queries, keys)[:, None]
+    of = torch.arange(keys)
     seen = (of <= at) & (of > at - (sliding_window or keys + 1))
     if attention_mask is not None:
         seen = seen & attention_mask.bool()[:, None, None]
@@ -138,7 +145,8 @@ def flash():
     """The name of an attention that gets FlashAttention's masks, whose kernels are not for the
     CPU.
     """
-    name, masks = "by_lengths", AttentionMaskInterface._global_mapping
+    name = "by_lengths"
+    masks = AttentionMaskInterface._global_mapping
     AttentionInterface.register(name, flash_like)
     AttentionMaskInterface.register(name, masks["flash_attention_2"])
     yield name
@@ -151,7 +159,8 @@ def flash():
 def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(
     implementation, cache, seed, flash, monkeypatch
 ):
-    model, pad = mixture(seed), 5
+    model = mixture(seed)
+    pad = 5
     model.set_attn_implementation(flash if implementation == "flash" else implementation)
     long = token_ids(1, LENGTH)
     ids = torch.cat((torch.nn.functional.pad(long[:, pad:], (pad, 0)), long))
@@ -165,7 +174,8 @@ def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(
     expected = [
         model.generate(long[:, start:], **options, use_cache=False)[0] for start in (pad, 0)
     ]
-    project, made = type(model.model.layers[0].self_attn.kv_b_proj).forward, []
+    project = type(model.model.layers[0].self_attn.kv_b_proj).forward
+    made = []
     for layer in model.model.layers:
         if (own := getattr(layer.self_attn, "kv_b_proj", None)) is not None:
             own.forward = partial(lambda own, x: made.append(x.shape[1]) or project(own, x), own)
@@ -178,14 +188,16 @@ def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(
 
 
 def test_generated_text_is_that_without_a_cache(seed):
-    model, ids = mixture(seed), token_ids(1, WINDOW + 3)
+    model = mixture(seed)
+    ids = token_ids(1, WINDOW + 3)
     options = {"max_new_tokens": 3 * WINDOW, "do_sample": False, "eos_token_id": None}
     assert equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_beams_reorder_the_cache(beams, seed):
-    model, ids = mixture(seed), token_ids(2, WINDOW + 3)
+    model = mixture(seed)
+    ids = token_ids(2, WINDOW + 3)
     options = {
         "max_new_tokens": WINDOW,
         "do_sample": False,
@@ -197,7 +209,8 @@ def test_beams_reorder_the_cache(beams, seed):
 
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q", "both"])
 def test_packed_documents_do_not_see_each_other(given, seed):
-    model, lengths = in_fp64(mixture(seed)), (WINDOW + 4, 1, 2 * WINDOW, 5)
+    model = in_fp64(mixture(seed))
+    lengths = (WINDOW + 4, 1, 2 * WINDOW, 5)
     ids = token_ids(1, sum(lengths))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -212,7 +225,8 @@ def test_packed_documents_do_not_see_each_other(given, seed):
 @pytest.mark.parametrize("q_lora_rank", [None, 10])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_absorbed_products_are_the_expanded_ones(q_lora_rank, queries, seed, monkeypatch):
-    model, ids = mixture(seed, q_lora_rank=q_lora_rank).double(), token_ids(2, LENGTH)
+    model = mixture(seed, q_lora_rank=q_lora_rank).double()
+    ids = token_ids(2, LENGTH)
     model.set_experts_implementation("eager")
     absorbed = stepwise(model, ids, queries)
     called = []
@@ -226,9 +240,11 @@ def test_absorbed_products_are_the_expanded_ones(q_lora_rank, queries, seed, mon
 
 def test_decoding_makes_no_keys_of_earlier_tokens(seed, monkeypatch):
     """The cache holds the latent and one rotary key of a token, and a step reads nothing wider."""
-    model, ids = mixture(seed), token_ids(1, LENGTH)
+    model = mixture(seed)
+    ids = token_ids(1, LENGTH)
     cache = model(ids, use_cache=True)[CACHE]
-    config, layer = model.config, cache.layers[0]
+    config = model.config
+    layer = cache.layers[0]
     assert layer.keys.shape == (1, 1, LENGTH, config.kv_lora_rank)
     assert layer.values.shape == (1, 1, LENGTH, config.qk_rope_head_dim)
     assert cache.layers[1].keys.shape[2] == WINDOW - 1
@@ -242,7 +258,8 @@ def test_absorbed_products_see_an_adapter(seed):
     """On the up-projection, which decoding reads as a matrix."""
     import chronicals
 
-    model, ids = mixture(seed), token_ids(1, LENGTH)
+    model = mixture(seed)
+    ids = token_ids(1, LENGTH)
     before = model(ids).logits.double()
     chronicals.apply_lora(
         model, chronicals.LoRAConfig(rank=2, alpha=8, dropout=0.0, target_modules=["kv_b_proj"])
@@ -259,7 +276,8 @@ def test_positions_go_on_beyond_the_window(seed):
     """Defect of a cache that counts what it holds: the position of a step is that of all tokens
     seen.
     """
-    model, ids = mixture(seed, layer_types=["sliding_attention"] * 4), token_ids(1, LENGTH)
+    model = mixture(seed, layer_types=["sliding_attention"] * 4)
+    ids = token_ids(1, LENGTH)
     seen = []
     model.model.rotary_emb.register_forward_pre_hook(
         lambda module, given: seen.append(given[1].flatten().tolist())

@@ -23,7 +23,8 @@ from mixtures import mixture
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_the_rule_is_found(family):
-    model, expected = build(family), CLASSES[family][2]
+    model = build(family)
+    expected = CLASSES[family][2]
     (recorded,) = record(present(model), [batch()], features=True)
     assert Choice.found(model, [recorded]) == expected
     for layer, logits, experts in zip(mixture_layers(model), recorded.logits, recorded.experts):
@@ -63,10 +64,8 @@ def test_the_order_is_its_formula():
         ("logits", 2, 2),
     ):
         rule = Choice(scores, True, groups, max(1, groups // 2), best)
-        logits, correction = (
-            torch.randn(50, 8, dtype=torch.float64),
-            torch.randn(8, dtype=torch.float64),
-        )
+        logits = torch.randn(50, 8, dtype=torch.float64)
+        correction = torch.randn(8, dtype=torch.float64)
         order = rule.order(logits, correction)
         for z, found in zip(logits, order):
             values = (FORMULAS[scores](z) + correction).tolist()
@@ -105,16 +104,15 @@ def test_losses_are_their_formula():
     found = prediction_losses(rule, predicted, target, experts, correction, how)
     for t in range(6):
         p, q = (s.log().div(0.7).softmax(-1) for s in (target[t].sigmoid(), predicted[t].sigmoid()))
-        values, aims = 4 * (predicted[t].sigmoid() + correction), target[t].sigmoid() + correction
+        values = 4 * (predicted[t].sigmoid() + correction)
+        aims = target[t].sigmoid() + correction
         kept = aims.view(4, 2).sum(-1).topk(2).indices.tolist()
         among = [e for e in range(8) if e // 2 in kept]
 
         def of_set(values, those, among):
             share = (values / 0.7).exp()
-            least, most = (
-                min(values[e] for e in those),
-                max((values[e] for e in among if e not in those), default=-torch.inf),
-            )
+            least = min(values[e] for e in those)
+            most = max((values[e] for e in among if e not in those), default=-torch.inf)
             inside = sum(share[e] for e in those) / sum(share[e] for e in among)
             return 0.4 * max(0.0, 0.8 - least + most) - 0.9 * inside.log() / len(those)
 
@@ -142,7 +140,8 @@ def recalls(tmp_path_factory):
 
 @pytest.mark.parametrize("family", LEARNS)
 def test_heads_learn_what_is_chosen(family, recalls):
-    found, plain = recalls[family], recalls["qwen3_moe"].recalls
+    found = recalls[family]
+    plain = recalls["qwen3_moe"].recalls
     assert found.predictor.choice == CLASSES[family][2]
     for d in (0, 1):
         assert found.recalls.mean(d) > max(

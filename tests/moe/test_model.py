@@ -43,7 +43,8 @@ def test_implementations_agree(attention, experts, seed):
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_implementations_of_experts_agree(implementation, seed):
     """Layer by layer in fp32, which grouped products have at most."""
-    model, x = mixture(seed), torch.randn(2, 37, configuration().hidden_size)
+    model = mixture(seed)
+    x = torch.randn(2, 37, configuration().hidden_size)
     with torch.no_grad():
         for layer in model.model.layers:
             model.set_experts_implementation("eager")
@@ -70,7 +71,8 @@ def test_implementations_err_alike_in_bf16(attention, experts, seed):
     """Every expert takes part, for a rounding may choose another one; beside fp32, eager's own
     error is the measure.
     """
-    model, ids = mixture(seed, num_experts=2), token_ids(2, 37)
+    model = mixture(seed, num_experts=2)
+    ids = token_ids(2, 37)
     with torch.no_grad():
         exact = logits(model, ids, "eager", "eager")
         plain, found = (
@@ -90,7 +92,8 @@ def logits(model, ids, attention, experts):
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_generated_text_is_that_of_eager(implementation, seed):
-    model, ids = mixture(seed), token_ids(2, 11)
+    model = mixture(seed)
+    ids = token_ids(2, 11)
     texts = []
     for name in ("eager", implementation):
         model.set_experts_implementation(name)
@@ -99,7 +102,8 @@ def test_generated_text_is_that_of_eager(implementation, seed):
 
 
 def test_gradients_are_those_of_eager(seed):
-    ids, found = token_ids(2, 23), []
+    ids = token_ids(2, 23)
+    found = []
     for name in ("eager", "grouped_mm"):
         model = mixture(seed)
         model.set_experts_implementation(name)
@@ -118,7 +122,8 @@ def test_a_step_never_waits_for_the_device(output_lookahead):
     with FakeTensorMode():
         model = mixture(random=False)
         model.set_experts_implementation("batched_mm")
-        ids, positions = torch.zeros(2, 40, dtype=torch.long), torch.arange(40).expand(2, 40)
+        ids = torch.zeros(2, 40, dtype=torch.long)
+        positions = torch.arange(40).expand(2, 40)
         mask = torch.ones(2, 1, 40, 40, dtype=torch.bool)
         given = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
         out = model.model(
@@ -131,7 +136,8 @@ def test_a_step_never_waits_for_the_device(output_lookahead):
 
 
 def test_outputs_are_a_model_output(seed):
-    model, ids = mixture(seed, num_experts=5, num_hidden_layers=4), token_ids(2, 9)
+    model = mixture(seed, num_experts=5, num_hidden_layers=4)
+    ids = token_ids(2, 9)
     out = model(
         ids, labels=ids, output_router_logits=True, output_lookahead=True, output_hidden_states=True
     )
@@ -149,7 +155,8 @@ def test_outputs_are_a_model_output(seed):
 
 def test_new_heads_are_gate_reuse(seed):
     """Level 0: the routers of later layers, applied to a layer's normed input."""
-    model, ids = mixture(seed, random=False), token_ids(1, 9)
+    model = mixture(seed, random=False)
+    ids = token_ids(1, 9)
     out = model(ids, output_lookahead=True, output_hidden_states=True)
     for n, predicted in enumerate(out.lookahead.layers):
         features = model.model.layers[n].input_layernorm(out.hidden_states[n])
@@ -159,7 +166,8 @@ def test_new_heads_are_gate_reuse(seed):
 
 
 def test_tokens_ahead_of_a_sampled_token(seed):
-    model, ids = mixture(seed).model, token_ids(1, 9)
+    model = mixture(seed).model
+    ids = token_ids(1, 9)
     out = model(ids, output_lookahead=True)
     found = model.predict_tokens(out.last_hidden_state[:, 4], ids[:, 5])
     torch.testing.assert_close(found, out.lookahead.tokens[:, 4])
@@ -169,7 +177,8 @@ def test_tokens_ahead_of_a_sampled_token(seed):
 
 @pytest.mark.parametrize("trunk", [False, True])
 def test_whom_lookahead_may_teach(trunk, seed):
-    model, ids = mixture(seed, lookahead_trunk_gradient=trunk), token_ids(1, 9)
+    model = mixture(seed, lookahead_trunk_gradient=trunk)
+    ids = token_ids(1, 9)
     found = model(ids, output_lookahead=True).lookahead
     (sum(x.square().sum() for x in found.layers) + found.tokens.square().sum()).backward()
     reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
@@ -179,7 +188,8 @@ def test_whom_lookahead_may_teach(trunk, seed):
 
 
 def test_shared_experts_are_always_on(seed):
-    model, ids = mixture(seed), token_ids(1, 9)
+    model = mixture(seed)
+    ids = token_ids(1, 9)
     before = model(ids).logits
     with torch.no_grad():
         for layer in model.model.layers:

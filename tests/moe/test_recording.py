@@ -75,7 +75,8 @@ def batch(lengths=(9, 5, 12), filler=6):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_what_the_routers_did(family):
-    model, given = FAMILIES[family](), batch()
+    model = FAMILIES[family]()
+    given = batch()
     before = checksum(model)
     (found,) = record(present(model), [given], features=True)
     assert checksum(model) == before and not any(
@@ -111,7 +112,8 @@ def test_it_is_what_the_routers_did(family):
 
 
 def test_models_that_take_padded_rows_are_recorded_alike():
-    model, given = qwen3_moe(), batch()
+    model = qwen3_moe()
+    given = batch()
     packed = present(model)
     (expected,) = record(packed, [given], features=True)
     packed.packed = False
@@ -184,14 +186,14 @@ def test_recall_is_counted():
     parts = list(record(present(model), [batch(), batch()], features=True))
     predictor = ExpertPredictor.within(model)
     found = measure(predictor, parts, K)
-    layer, d, tokens = 1, 2, sum(map(len, parts))
+    layer = 1
+    d = 2
+    tokens = sum(map(len, parts))
     totals = {"layer_ahead": 0.0, "layer_ahead_2k": 0.0, "gate_reuse": 0.0}
     for part in parts:
         features = part.features[layer]
-        of_heads, early = (
-            predictor.layers(layer, features)[:, d],
-            predictor.reuse(layer, features)[:, d],
-        )
+        of_heads = predictor.layers(layer, features)[:, d]
+        early = predictor.reuse(layer, features)[:, d]
         predicted = {
             "layer_ahead": (of_heads, K),
             "layer_ahead_2k": (of_heads, 2 * K),
@@ -223,7 +225,8 @@ def test_recall_is_counted():
 
 
 def test_own_predictions_are_those_of_the_forward_pass():
-    model, given = native(), batch()
+    model = native()
+    given = batch()
     presented = present(model)
     (part,) = record(presented, [given], features=True)
     with presented.attending_documents(), torch.no_grad():
@@ -250,7 +253,8 @@ def test_heads_learn_and_the_model_stays(family, tmp_path):
     model = FAMILIES[family]()
     config = runs.config(tmp_path, objective="pretraining", batch_size=2)
     before = checksum(model)
-    how, sizes = Distillation(learning_rate=1e-2, rows=256), HeadSizes(1, 1, 16)
+    how = Distillation(learning_rate=1e-2, rows=256)
+    sizes = HeadSizes(1, 1, 16)
     found = train_predictor(
         model,
         tiny.tokenizer(),
@@ -286,7 +290,8 @@ def test_heads_learn_and_the_model_stays(family, tmp_path):
 
 def test_heads_are_trained_by_the_gradient_of_each_step_alone():
     """As by AdamW of torch without weight decay, step by step."""
-    model, how = native(), Distillation(learning_rate=1e-2, rows=8)
+    model = native()
+    how = Distillation(learning_rate=1e-2, rows=8)
     (part,) = record(present(model), [batch()], features=True)
     torch.manual_seed(0)
     predictor = ExpertPredictor.beside(model, HeadSizes(1, 1, 8))
@@ -348,7 +353,8 @@ def recorded(tokens, experts):
 )
 def test_numbers_of_experts_are_stored_as_they_are(experts, stored, tmp_path):
     info = TraceInfo("a model", "mixture", [0, 1], experts, K, 16, False, "", "")
-    writer, given = TraceWriter(tmp_path, info), recorded(9, experts)
+    writer = TraceWriter(tmp_path, info)
+    given = recorded(9, experts)
     writer.add(given)
     writer.close()
     with np.load(tmp_path / "trace-00000.npz") as arrays:
@@ -418,10 +424,8 @@ def test_it_is_what_the_routers_of_any_family_did(family):
     choice are not zero.
     """
     name, _, in_groups = family.partition(" ")
-    model, given = (
-        families.routed(name, vocab_size=300, **(families.GROUPED[name] if in_groups else {})),
-        batch(),
-    )
+    model = families.routed(name, vocab_size=300, **(families.GROUPED[name] if in_groups else {}))
+    given = batch()
     layers = mixture_layers(model)
     (found,) = record(present(model), [given], features=True)
     for place, part in ((slice(0, 9), given.input_ids[:9]), (slice(9, 21), given.input_ids[14:26])):
@@ -433,7 +437,8 @@ def test_it_is_what_the_routers_of_any_family_did(family):
             hook.remove()
         for n, (logits, weights, experts) in enumerate(seen):
             torch.testing.assert_close(found.logits[n, place], logits, rtol=1e-3, atol=1e-4)
-            order, own = experts.argsort(-1), found.experts[n, place].argsort(-1)
+            order = experts.argsort(-1)
+            own = found.experts[n, place].argsort(-1)
             assert equal(found.experts[n, place].gather(-1, own), experts.gather(-1, order))
             torch.testing.assert_close(
                 found.weights[n, place].gather(-1, own),

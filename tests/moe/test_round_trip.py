@@ -22,14 +22,16 @@ from mixtures import mixture, token_ids
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_saved_and_loaded_it_is_the_same(dtype, tied, tmp_path, seed):
-    model, ids = mixture(seed, tie_word_embeddings=tied).to(dtype), token_ids(2, 30)
+    model = mixture(seed, tie_word_embeddings=tied).to(dtype)
+    ids = token_ids(2, 30)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model) and loaded.dtype == dtype and not loaded.training
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
     with torch.no_grad():
         for given in ({}, {"output_lookahead": True}):
-            before, after = model(ids, **given), loaded(ids, **given)
+            before = model(ids, **given)
+            after = loaded(ids, **given)
             assert equal(before.logits, after.logits)
     assert all(equal(a, b) for a, b in zip(before.lookahead.layers, after.lookahead.layers))
     assert equal(before.lookahead.tokens, after.lookahead.tokens)
@@ -80,7 +82,8 @@ def test_transformers_trainer_trains_it(folder):
 def test_peft_adapts_it(folder, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    model, ids = AutoModelForCausalLM.from_pretrained(folder), token_ids(2, 20)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = token_ids(2, 20)
     targets = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj"]
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets))
     for name, parameter in adapted.named_parameters():
@@ -103,7 +106,8 @@ def test_peft_adapts_it(folder, tmp_path):
 
 @pytest.mark.interpreted
 def test_patched_it_computes_the_same(seed):
-    model, ids = mixture(seed), token_ids(2, 30)
+    model = mixture(seed)
+    ids = token_ids(2, 30)
     expected = model(ids, labels=ids)
     report = chronicals.patch_model(model)
     found = model(ids, labels=ids)
@@ -115,7 +119,8 @@ def test_patched_it_computes_the_same(seed):
 
 
 def test_it_is_recomputed_alike(seed):
-    ids, found = token_ids(2, 20), []
+    ids = token_ids(2, 20)
+    found = []
     for recompute in (False, True):
         model = mixture(seed).train()
         if recompute:

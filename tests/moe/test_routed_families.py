@@ -100,7 +100,8 @@ def in_plain_torch(seen, batch, count, sigmoid):
 @pytest.mark.parametrize("patched", [False, True], ids=["as it is", "patched"])
 @pytest.mark.parametrize("kind", MADE)
 def test_terms_and_gradients_of_routers(kind, patched):
-    model, batch = build(kind).double(), documents()
+    model = build(kind).double()
+    batch = documents()
     if patched:
         patch_parts(model, whole_layers=True)
     sigmoid = kind.startswith(SIGMOID)
@@ -164,7 +165,8 @@ def test_what_experts_got_is_what_their_router_chose(kind):
 @pytest.mark.parametrize("kind", MADE)
 def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind, monkeypatch):
     """As DeepSeek's and GLM's do not under older versions of transformers; nothing of it stays."""
-    model, batch = build(kind), documents()
+    model = build(kind)
+    batch = documents()
     apply_lora(
         model,
         LoRAConfig(
@@ -188,7 +190,9 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind,
 
 
 def test_adapters_take_part_in_products_where_it_is_recorded(monkeypatch):
-    model, calls, keep = build("Qwen3Moe"), [], expert_products.adapted_experts
+    model = build("Qwen3Moe")
+    calls = []
+    keep = expert_products.adapted_experts
     apply_lora(
         model,
         LoRAConfig(
@@ -208,11 +212,14 @@ def test_rows_that_are_lost_are_seen(kind, patched):
     """As with a capacity: of one layer, an expert takes no more than two of the tokens that want
     it.
     """
-    model, batch = build(kind), documents()
+    model = build(kind)
+    batch = documents()
     if patched:
         patch_parts(model, whole_layers=True)
-    layer, count = mixture_layers(model)[-1], routing_of(model).experts
-    counted, lost = times_trained(batch) > 0, []
+    layer = mixture_layers(model)[-1]
+    count = routing_of(model).experts
+    counted = times_trained(batch) > 0
+    lost = []
 
     def with_a_capacity(_, args):
         hidden, chosen, weights = args
@@ -238,7 +245,8 @@ def test_rows_that_are_lost_are_seen(kind, patched):
 @pytest.mark.parametrize("kind", families.ROUTED)
 def test_logits_have_the_type_that_the_class_computes_them_in(kind):
     """``docs/moe.md`` says which; patched it is the same."""
-    model, batch = build(kind).bfloat16(), documents()
+    model = build(kind).bfloat16()
+    batch = documents()
     wide = torch.float32 if kind in ("DeepseekV2", *SIGMOID) else torch.bfloat16
     presented = PresentedModel(model, packed=True, head_is_read=False)
     for patched in (False, True):

@@ -15,7 +15,10 @@ from chronicals.moe.router_losses import Tokens
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms, Routing
 
-E, K, L, W = 7, 3, 3, 20
+E = 7
+K = 3
+L = 3
+W = 20
 LENGTHS = [(9, 4, 7), (13, 1, 6), (20,)]
 """Of the documents of three packs; the last of the first two packs has no target."""
 
@@ -82,10 +85,8 @@ class Packs:
 def lookahead(predicted, target):
     aim, q = (softmax(z / OF_HEADS["lookahead_temperature"]) for z in (target, predicted))
     those = largest(target)
-    least, most = (
-        min(predicted[e] for e in those),
-        max(predicted[e] for e in range(E) if e not in those),
-    )
+    least = min(predicted[e] for e in those)
+    most = max(predicted[e] for e in range(E) if e not in those)
     kl = sum(a * (np.log(a) - np.log(b)) for a, b in zip(aim, q))
     ranking = max(0.0, OF_HEADS["lookahead_margin"] - least + most)
     mass = sum(q[e] for e in those)
@@ -131,12 +132,11 @@ PROBABILITIES = {"softmax": softmax, "sigmoid": by_sigmoid, "sqrtsoftplus": by_s
 def test_every_term_is_its_formula(made, scores):
     of, computed = made
     p = PROBABILITIES[scores]
-    packs, z = Packs(of), [x.detach().numpy() for x in computed.router_logits]
+    packs = Packs(of)
+    z = [x.detach().numpy() for x in computed.router_logits]
     got = [x.tolist() for x in computed.received]
-    ahead, tokens = (
-        [x.detach().numpy() for x in computed.layers_ahead],
-        computed.tokens_ahead.detach().numpy(),
-    )
+    ahead = [x.detach().numpy() for x in computed.layers_ahead]
+    tokens = computed.tokens_ahead.detach().numpy()
 
     def balance(layer, experts):
         total = 0.0
@@ -209,7 +209,8 @@ def test_loads_are_counted(made):
     layers = [ids.clone() for ids in computed.received]
     layers[1][::3, 0], layers[1][1::4, 1], layers[2][5::7, 2] = E, -1, E + 4
     found = terms_of(of, replace(computed, received=layers), metrics=True)
-    packs, shown = Packs(of), {"busiest": [], "idle": [], "dropped": []}
+    packs = Packs(of)
+    shown = {"busiest": [], "idle": [], "dropped": []}
     for ids in layers:
         counts = [
             [sum(e in ids[t].tolist() for t in some) for e in range(E)] for some in packs.tokens

@@ -29,7 +29,8 @@ from comparison import equal
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
-SIZES, MOST = HeadSizes(1, 1, 16), 10**9
+SIZES = HeadSizes(1, 1, 16)
+MOST = 10**9
 
 
 def on_page():
@@ -44,7 +45,8 @@ def on_page():
 def traced(request, tmp_path_factory):
     """A model, and traces of it with features: of much data and of some that is held out."""
     folder = tmp_path_factory.mktemp("traces")
-    model, config = build(request.param).to(DEVICE), runs.config(folder, objective="pretraining")
+    model = build(request.param).to(DEVICE)
+    config = runs.config(folder, objective="pretraining")
     for name, rows in (("trace", tiny.chat_rows(200)), ("held-out", tiny.chat_rows(20))):
         record_trace(model, tiny.tokenizer(), rows, config, folder / name, True, name="a model")
     return model, folder, config
@@ -110,7 +112,8 @@ def test_heads_learn_from_a_trace_without_the_model(traced, monkeypatch, tmp_pat
 
 def test_passes_go_over_all_parts_in_another_order(traced, monkeypatch):
     model, folder, _ = traced
-    seen, read = [], Trace.part
+    seen = []
+    read = Trace.part
 
     def part(self, number):
         seen.append((self.folder.name, number))
@@ -192,7 +195,8 @@ def test_a_configuration_is_known_however_it_was_loaded(tmp_path):
 
 def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
     """The features of 50,000 tokens of a large mixture are 10 GB."""
-    alive, most = weakref.WeakSet(), []
+    alive = weakref.WeakSet()
+    most = []
 
     class Kept(torch.Tensor):
         pass
@@ -206,10 +210,8 @@ def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
             del recorded, features
 
     monkeypatch.setattr(training, "record_data", watched)
-    model, config = (
-        families.mixture("qwen3_moe", vocab_size=300),
-        runs.config(tmp_path, objective="pretraining"),
-    )
+    model = families.mixture("qwen3_moe", vocab_size=300)
+    config = runs.config(tmp_path, objective="pretraining")
     how = Distillation(rows=256)
     for held_out in (tiny.chat_rows(120), None):
         found = train_predictor(
@@ -222,12 +224,12 @@ def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
-    model, config = (
-        families.mixture("qwen3_moe", vocab_size=300),
-        runs.config(tmp_path, objective="pretraining"),
-    )
-    trained, measured = [], []
-    distil, measure = training.distil, training.measure
+    model = families.mixture("qwen3_moe", vocab_size=300)
+    config = runs.config(tmp_path, objective="pretraining")
+    trained = []
+    measured = []
+    distil = training.distil
+    measure = training.measure
 
     def seen(recordings, into):
         for recorded in recordings:
@@ -267,7 +269,8 @@ def test_settings_are_checked(traced):
 
 
 def test_routers_that_follow_no_rule_are_traced_and_have_no_heads(tmp_path, caplog):
-    model, config = build("deepseek_v3"), runs.config(tmp_path, objective="pretraining")
+    model = build("deepseek_v3")
+    config = runs.config(tmp_path, objective="pretraining")
 
     def another(own, x):
         logits, weights, experts = own(x)

@@ -63,7 +63,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
 def test_nothing_is_made_on_the_host(name, settings, tmp_path, monkeypatch):
-    objective, calls, found = OBJECTIVES[name], [], []
+    objective = OBJECTIVES[name]
+    calls = []
+    found = []
     own = objective.__call__
 
     def call(self, model, batch):

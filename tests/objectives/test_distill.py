@@ -35,7 +35,8 @@ METRICS = {"cross_entropy", "teacher_cross_entropy", "token_agreement"}
 def of_a_step(folder, teacher, fused=True, **settings):
     """The objective, a step of the data, and both models presented."""
     config = runs.config(folder, **fields(teacher, **settings))
-    objective, student = build_objective(config), sharp(tiny.llama())
+    objective = build_objective(config)
+    student = sharp(tiny.llama())
     (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).steps(count=1)
     bring_frozen(objective, student, tiny.tokenizer(), config.replace(use_fused_kernels=fused))
     return objective, step, present(student, fused_head=fused)
@@ -63,7 +64,8 @@ def test_it_is_trls_loss(beta, temperature, fused, teacher, tmp_path):
     objective, step, student = of_a_step(
         tmp_path, teacher, fused, divergence="jsd", beta=beta, temperature=temperature
     )
-    batch, found = step.batches[0], []
+    batch = step.batches[0]
+    found = []
     assert (student.head is not None) == fused
     with student.attending_documents(), frozen_attending(objective):
         objective(student, batch)["distillation"].sum.backward()
@@ -106,7 +108,8 @@ def test_every_divergence_is_its_definition(name, fused, teacher, tmp_path):
         scored = {term: float(value.sum) for term, value in objective.score(student, batch).items()}
     with torch.no_grad():
         at = batch.targets != IGNORED
-        z, targets = logits_by_document(student.model, batch)[at], batch.targets[at]
+        z = logits_by_document(student.model, batch)[at]
+        targets = batch.targets[at]
         theirs = logits_by_document(objective.frozen["teacher"].model, batch)[at][:, :300]
         losses = objective.definition(z, targets, {"teacher": theirs})
     p, q = ((x / 2).log_softmax(-1) for x in (theirs, z))

@@ -66,7 +66,9 @@ def test_the_loss_is_the_weighted_mean(tmp_path, monkeypatch, fused):
 
     config = runs.config(tmp_path, max_steps=1, use_fused_kernels=fused)
     (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).steps(count=1)
-    presented, total, weight = present(tiny.llama(), fused_head=False), 0.0, 0.0
+    presented = present(tiny.llama(), fused_head=False)
+    total = 0.0
+    weight = 0.0
     with torch.no_grad(), presented.attending_documents():
         for batch in step.batches:
             likelihood = presented.logits(batch).log_softmax(-1)

@@ -31,7 +31,8 @@ def toy():
 
     @register("toy")
     class Toy(Objective):
-        full_learning_rate, adapter_learning_rate = 1e-3, 5e-3
+        full_learning_rate = 1e-3
+        adapter_learning_rate = 5e-3
 
         @settings
         class Settings:
@@ -59,7 +60,8 @@ def test_its_metrics_appear_everywhere(tmp_path, caplog):
     """Averaged over the targets of a whole step, however it is divided into batches."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO)
-    seen, lines = [], {}
+    seen = []
+    lines = {}
 
     class Look(Callback):
         def step_done(self, metrics):
@@ -69,10 +71,8 @@ def test_its_metrics_appear_everywhere(tmp_path, caplog):
             seen.append(evaluation.others)
 
     for batch, accumulation in ((4, 1), (1, 4)):
-        folder, sizes = (
-            tmp_path / str(batch),
-            {"batch_size": batch, "gradient_accumulation_steps": accumulation},
-        )
+        folder = tmp_path / str(batch)
+        sizes = {"batch_size": batch, "gradient_accumulation_steps": accumulation}
         changes = {
             "objective": "toy",
             "toy": {"power": 1.5},
@@ -191,7 +191,8 @@ def fields(tmp_path):
 
 def test_a_recipe_and_flags_train_it(tmp_path, fields, monkeypatch, toy):
     """The section of a recipe, a setting overridden by a flag; ``--resume`` keeps both."""
-    seen, own = [], toy.__init__
+    seen = []
+    own = toy.__init__
     monkeypatch.setattr(
         toy,
         "__init__",

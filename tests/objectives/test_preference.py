@@ -27,7 +27,8 @@ SHOWN = {*REWARDS, "logps/chosen", "logps/rejected"}
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The folder of another model, and the model."""
-    folder, model = tmp_path_factory.mktemp("reference"), tiny.llama(seed=7)
+    folder = tmp_path_factory.mktemp("reference")
+    model = tiny.llama(seed=7)
     model.save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     return folder, model
@@ -42,7 +43,8 @@ def padded(store, sides, pad):
     ]
     longest = max(len(ids) for ids, _ in documents)
     ids = torch.full((len(documents), longest), pad)
-    mask, answer = torch.zeros_like(ids), torch.zeros_like(ids)
+    mask = torch.zeros_like(ids)
+    answer = torch.zeros_like(ids)
     for row, (tokens, trained) in enumerate(documents):
         ids[row, : len(tokens)] = torch.tensor(tokens)
         mask[row, : len(tokens)] = 1
@@ -205,7 +207,8 @@ EXPERIMENTAL = [
 def test_objectives_without_a_reference_are_those_of_trl(
     objective, trainer, section, settings, prompts, tmp_path
 ):
-    given, model = rows(COUNT), tiny.llama()
+    given = rows(COUNT)
+    model = tiny.llama()
     terms, gradients = one_step(tmp_path, given, objective, section, max_seq_length=2048)
     theirs = experimental(trainer, tmp_path, model, beta=section["beta"], **settings)
     batch = trl_batch(store_of(tmp_path, given, width=2048))
@@ -263,7 +266,8 @@ def test_kto_is_that_of_trl(seed_of_reference, labels, tmp_path):
     """With a divergence held at zero, or above it; with answers of one kind alone, without the
     means of the other.
     """
-    given, other = judged_rows(COUNT), tiny.llama(seed=seed_of_reference)
+    given = judged_rows(COUNT)
+    other = tiny.llama(seed=seed_of_reference)
     if labels is not None:
         given = [{**row, "label": labels} for row in given]
     other.save_pretrained(tmp_path / "reference")
@@ -293,12 +297,11 @@ def test_kto_is_of_the_answers_that_there_are(width, without, tmp_path):
     """The divergence is a mean over the rows that have an answer to another prompt; they alone
     have room for it.
     """
-    given, model = judged_rows(40), tiny.llama()
+    given = judged_rows(40)
+    model = tiny.llama()
     store = store_of(tmp_path, given, ("unpaired preference",), width)
-    others, column = (
-        (store.columns["side"] == 1).nonzero()[0],
-        np.full(len(store), -200.0, np.float32),
-    )
+    others = (store.columns["side"] == 1).nonzero()[0]
+    column = np.full(len(store), -200.0, np.float32)
     assert len(store.items) - 1 - len(others) == without
     terms, _ = one_step(
         tmp_path, given, "kto", {}, column=column, max_seq_length=width, batch_size=40
@@ -413,7 +416,8 @@ def test_packed_is_what_separate_rows_give(name, way, tmp_path):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_however_a_step_is_divided(name, tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
-    objective, found = name.partition(",")[0], []
+    objective = name.partition(",")[0]
+    found = []
     given, column = rows_and_reference(tmp_path, objective, 8)
     divisions = [
         (1, 8, {"max_documents": 3}),
@@ -457,8 +461,10 @@ def test_a_head_that_is_not_read_gives_the_same(tmp_path):
 
 def test_rewards_that_are_equal_are_no_right_choice():
     """As of a model that has not learned yet; an entry without an item counts nothing."""
-    chosen, rejected = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 5.0, 0.0])
-    there, tokens = torch.tensor([True, True, True, False]), torch.ones(4)
+    chosen = torch.tensor([1.0, 2.0, 3.0, 9.0])
+    rejected = torch.tensor([1.0, 1.0, 5.0, 0.0])
+    there = torch.tensor([True, True, True, False])
+    tokens = torch.ones(4)
     found = reward_metrics(Pairs(chosen, rejected, tokens, tokens, there), chosen, rejected)
     sums = {name.removeprefix("rewards/"): float(term.sum) for name, term in found.items()}
     assert sums == {"chosen": 6.0, "rejected": 7.0, "margins": -1.0, "accuracies": 1.0}

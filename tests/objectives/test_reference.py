@@ -273,7 +273,8 @@ def test_what_is_stored_of_pairs_is_not_read_for_others_of_their_lengths(tmp_pat
         for n in range(1, 9)
     ]
     config = runs.config(tmp_path, objective="dpo", dpo={"reference": "stored"})
-    store, whole = store_of(tmp_path, given), store_of(tmp_path / "whole", given)
+    store = store_of(tmp_path, given)
+    whole = store_of(tmp_path / "whole", given)
     halves = np.split(np.arange(len(store)), 2)
     parts = [store.subset(half) for half in halves]
     assert np.array_equal(parts[0].lengths, parts[1].lengths)
@@ -437,11 +438,13 @@ def test_adapters_go_on_over_the_base_that_they_began_on_alone(base, tmp_path):
 @pytest.mark.parametrize("what", ["copied", "changed", "another", "left out", "named since"])
 def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base, tmp_path):
     """The model may lie elsewhere meanwhile."""
-    one, other = tmp_path / "one", tmp_path / "other"
+    one = tmp_path / "one"
+    other = tmp_path / "other"
     for folder, seed in ((one, 7), (other, 8)):
         tiny.llama(seed).save_pretrained(folder)
         tiny.tokenizer().save_pretrained(folder)
-    begun, then = {"reference_model": str(one)}, {"reference_model": str(one)}
+    begun = {"reference_model": str(one)}
+    then = {"reference_model": str(one)}
     if what == "named since":
         begun = {}
     changes = {"lr_scheduler": "constant", "save_steps": 2}

@@ -46,10 +46,8 @@ READY = {"report_samples": 0, "lr_scheduler": "constant"}
 def padded(documents, pad=PAD):
     """Right-padded ids and mask."""
     longest = max(len(ids) for ids in documents)
-    ids, mask = (
-        torch.full((len(documents), longest), pad),
-        torch.zeros(len(documents), longest, dtype=torch.long),
-    )
+    ids = torch.full((len(documents), longest), pad)
+    mask = torch.zeros(len(documents), longest, dtype=torch.long)
     for row, tokens in enumerate(documents):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(np.asarray(tokens)), 1
     return ids, mask
@@ -94,7 +92,8 @@ def classifier(model):
 
 def trl_reward(folder, model, store, **settings):
     """Loss, gradients and metrics of TRL's trainer over the very tokens of the store."""
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(UNUSED)
     args = trl.RewardConfig(
@@ -122,7 +121,8 @@ def trl_reward(folder, model, store, **settings):
 
 @pytest.mark.parametrize("center", [0.0, 0.3])
 def test_loss_gradients_and_metrics_are_those_of_trl(center, tmp_path):
-    given, model = rows(COUNT), with_score()
+    given = rows(COUNT)
+    model = with_score()
     expected = classifier(model)
     terms, gradients = one_step(
         tmp_path, given, "reward", {"center_coefficient": center}, model=model, max_seq_length=2048
@@ -140,7 +140,8 @@ def test_loss_gradients_and_metrics_are_those_of_trl(center, tmp_path):
 
 def test_however_a_step_is_divided(tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
-    given, found = rows(8), []
+    given = rows(8)
+    found = []
     divisions = [
         (1, 8, {"max_documents": 3}),
         (2, 4, {"max_documents": 3}),
@@ -339,7 +340,8 @@ def test_a_resumed_run_is_bit_equal(changes, tmp_path):
     train(tmp_path / "parts", max_steps=2, **changes)
     train(tmp_path / "parts", resume=True, **changes)
     assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
-    whole, parts = runs.weights(tmp_path / "whole"), runs.weights(tmp_path / "parts")
+    whole = runs.weights(tmp_path / "whole")
+    parts = runs.weights(tmp_path / "parts")
     assert all(equal(tensor, parts[name]) for name, tensor in whole.items())
 
 
@@ -366,7 +368,8 @@ def test_a_reward_model_is_evaluated_and_trained_further(changes, tied, tmp_path
     saved as the first.
     """
     tiny.llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
-    given, held_out = learnable(80)[:64], learnable(80)[64:]
+    given = learnable(80)[:64]
+    held_out = learnable(80)[64:]
     changes = {**changes, "learning_rate": 3e-3, "eval_rows": held_out, "keep": "last"}
     result = train(
         tmp_path / "first",
@@ -452,7 +455,8 @@ def test_the_command_line_verifies_a_reward_run(tmp_path):
 def test_the_command_line_evaluates_a_reward_run(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     train(tmp_path, model=load_model(tmp_path / "base", torch.float32))
-    data, figures = tmp_path / "held-out.jsonl", tmp_path / "figures.json"
+    data = tmp_path / "held-out.jsonl"
+    figures = tmp_path / "figures.json"
     data.write_text("\n".join(json.dumps(row) for row in rows(12, seed=5)))
 
     def run(command, *more):

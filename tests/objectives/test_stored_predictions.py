@@ -40,7 +40,8 @@ def metrics(folder):
 def stored(folder, teacher, rows=None, **settings):
     """The objective, the store with predictions, and a student."""
     config = runs.config(folder, **fields(teacher, **settings))
-    objective, student = build_objective(config), sharp(tiny.llama())
+    objective = build_objective(config)
+    student = sharp(tiny.llama())
     store = open_store(rows or tiny.chat_rows(), tiny.tokenizer(), config)
     return (
         objective,
@@ -62,7 +63,8 @@ def test_a_batch_has_the_predictions_of_its_targets(teacher, tmp_path):
     some = store.subset(np.sort(np.random.permutation(len(store))[: len(store) // 2]))
     for part in (store, some):
         for batch in BatchStream(part, config, shuffle=True):
-            ids, log_p = batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P]
+            ids = batch.tokens[STORED_IDS].long()
+            log_p = batch.tokens[STORED_LOG_P]
             bounds = batch.cu_seqlens.tolist()
             for first, last in zip(bounds, bounds[1:]):
                 at = batch.targets[first:last] != IGNORED
@@ -116,7 +118,8 @@ def test_drawn_tokens_are_the_teachers_distribution_in_the_mean(temperature, tea
     objective, _, _ = stored(
         tmp_path, teacher, stored_tokens=40, stored="drawn", temperature=temperature
     )
-    logits, n = torch.randn(1, 30) * 2, 20_000
+    logits = torch.randn(1, 30) * 2
+    n = 20_000
     ids, log_p = objective.kept(
         logits.expand(n, -1), torch.Generator().manual_seed(torch.seed() % 2**31)
     )
@@ -154,7 +157,8 @@ def test_all_tokens_are_the_teacher(settings, fused, teacher, tmp_path):
     changes = {"max_steps": 3, "use_fused_kernels": fused}
     train(tmp_path / "beside", teacher, settings, **changes)
     train(tmp_path / "stored", teacher, {**settings, "stored_tokens": ALL}, **changes)
-    beside, found = metrics(tmp_path / "beside"), metrics(tmp_path / "stored")
+    beside = metrics(tmp_path / "beside")
+    found = metrics(tmp_path / "stored")
     for a, b in zip(beside, found, strict=True):
         for name in {"loss", "grad_norm", "token_agreement", "cross_entropy"}:
             assert b[name] == pytest.approx(a[name], rel=1e-4), name
@@ -176,11 +180,10 @@ def test_few_tokens_are_what_is_kept_of_the_teacher_normalised_anew(fused, teach
     (step,) = BatchStream(open_store(tiny.chat_rows(), tiny.tokenizer(), config), config).steps(
         count=1
     )
-    student, model = (
-        sharp(tiny.llama()),
-        sharp(tiny.llama(7, hidden_size=96, num_hidden_layers=1, vocab_size=310)),
-    )
-    losses, kept = [], []
+    student = sharp(tiny.llama())
+    model = sharp(tiny.llama(7, hidden_size=96, num_hidden_layers=1, vocab_size=310))
+    losses = []
+    kept = []
     for batch in step.batches:
         bounds = batch.cu_seqlens.tolist()
         for first, last in zip(bounds, bounds[1:]):
@@ -256,7 +259,8 @@ def test_what_was_stored_of_another_teacher_is_not_taken(teacher, tmp_path):
 
 def test_a_student_learns_from_drawn_tokens(teacher, tmp_path):
     """Measured beside the teacher itself."""
-    student, config = sharp(tiny.llama()), runs.config(tmp_path, **fields(teacher))
+    student = sharp(tiny.llama())
+    config = runs.config(tmp_path, **fields(teacher))
     before = evaluate_data(student, tiny.tokenizer(), tiny.chat_rows(), config).loss
     settings = fields(teacher, stored_tokens=60, stored="drawn")
     runs.train(
@@ -491,12 +495,10 @@ def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(
     teacher's.
     """
     _, expected, _ = stored(tmp_path / "alone", teacher, stored_tokens=9)
-    whole, began, goes_on, others = (
-        _Predictions._predicted,
-        threading.Event(),
-        threading.Event(),
-        [],
-    )
+    whole = _Predictions._predicted
+    began = threading.Event()
+    goes_on = threading.Event()
+    others = []
 
     def second(self, rows):
         for number, found in enumerate(whole(self, rows)):

@@ -43,7 +43,8 @@ def test_large_matrices_alone_are_in_8_bits():
     optimizer = Adam8bit(groups, lr=1e-3)
     steps(model, optimizer, 1)
     dtypes = [optimizer.state[p]["exp_avg"].dtype for p in model.parameters()]
-    full, small = torch.float32, torch.uint8
+    full = torch.float32
+    small = torch.uint8
     assert dtypes == [full, small, full, small, full]
     state = optimizer.state[model[2].weight]
     assert sum(x.nbytes for name, x in state.items() if name.startswith("exp")) == pytest.approx(
@@ -69,7 +70,8 @@ def test_states_of_another_kind_are_refused():
     model = network()
     optimizer = Adam8bit(model.parameters())
     steps(model, optimizer, 1)
-    full, weight = FusedAdamW(model.parameters()), model[2].weight
+    full = FusedAdamW(model.parameters())
+    weight = model[2].weight
     with pytest.raises(
         ValueError, match=r"'exp_avg' of a weight \(64, 768\) is torch.float32, here torch.uint8"
     ):

@@ -45,7 +45,9 @@ def flat(tensors) -> Tensor:
 def test_fp32_is_as_exact_as_torch(steps, betas, decay):
     """Beside the error that torch's fp32 AdamW makes against its fp64 one."""
     ours = weights()
-    torchs, exact, start = copies(ours), copies(ours, torch.float64), flat(ours)
+    torchs = copies(ours)
+    exact = copies(ours, torch.float64)
+    start = flat(ours)
     options = {"lr": 1e-2, "betas": betas, "eps": 1e-8, "weight_decay": decay}
     optimizers = (
         FusedAdamW(ours, **options),
@@ -57,7 +59,8 @@ def test_fp32_is_as_exact_as_torch(steps, betas, decay):
         for optimizer in optimizers:
             optimizer.step()
     assert (flat(exact) - start).abs().min() > 0
-    own_error, plain_error = flat(ours) - flat(exact), flat(torchs) - flat(exact)
+    own_error = flat(ours) - flat(exact)
+    plain_error = flat(torchs) - flat(exact)
     spacing = torch.finfo(torch.float32).eps
     # A weight is rounded in each step, which no optimizer can avoid: torch's error has that, and so
     # may ours.
@@ -86,7 +89,8 @@ def test_small_updates_are_exact_too(steps, betas):
         give_gradients(ours, torchs, exact)
         for optimizer in optimizers:
             optimizer.step()
-    own_error, plain_error = flat(ours) - flat(exact), flat(torchs) - flat(exact)
+    own_error = flat(ours) - flat(exact)
+    plain_error = flat(torchs) - flat(exact)
     spacing = torch.finfo(torch.float32).eps
     limit = max(FROBENIUS * plain_error.norm(), 2 * spacing * flat(exact).norm())
     assert own_error.norm() <= limit, (
@@ -166,7 +170,8 @@ def test_factor_multiplies_the_gradients(dtype):
     """By a power of two it is exact."""
     ours = weights(dtype)
     theirs = copies(ours)
-    mine, other = FusedAdamW(ours, lr=1e-2), FusedAdamW(theirs, lr=1e-2)
+    mine = FusedAdamW(ours, lr=1e-2)
+    other = FusedAdamW(theirs, lr=1e-2)
     for _ in range(5):
         give_gradients(ours, theirs)
         for parameter in theirs:
@@ -206,18 +211,23 @@ def test_bf16_weights_train_as_fp32_weights_do():
     """
     start = (torch.rand(4000) + 0.5) * torch.where(torch.rand(4000) < 0.5, -1, 1)
     ours = nn.Parameter(start.bfloat16())
-    exact, rounded = nn.Parameter(ours.detach().float()), nn.Parameter(ours.detach().clone())
+    exact = nn.Parameter(ours.detach().float())
+    rounded = nn.Parameter(ours.detach().clone())
     options = {"lr": 1e-6, "weight_decay": 0.01}
     optimizer = FusedAdamW([ours], **options)
     others = torch.optim.AdamW([exact], **options), torch.optim.AdamW([rounded], **options)
-    before, direction = ours.detach().clone(), torch.randn(4000)
+    before = ours.detach().clone()
+    direction = torch.randn(4000)
     for _ in range(300):
         gradient = (direction + torch.randn(4000)).bfloat16()
-        ours.grad, exact.grad, rounded.grad = gradient, gradient.float(), gradient.clone()
+        ours.grad = gradient
+        exact.grad = gradient.float()
+        rounded.grad = gradient.clone()
         for each in (optimizer, *others):
             each.step()
     assert torch.equal(rounded, before), "without a master nothing would have moved"
-    moved, expected = master(optimizer, ours) - before.float(), exact.detach() - before.float()
+    moved = master(optimizer, ours) - before.float()
+    expected = exact.detach() - before.float()
     assert expected.abs().mean() > 1e-5
     assert (moved - expected).norm() / expected.norm() < 1e-3
     assert torch.equal(ours, split_master(master(optimizer, ours))[0])
@@ -228,10 +238,8 @@ def test_the_weight_itself_follows_its_master():
     ours = nn.Parameter(torch.randn(500).bfloat16())
     exact = nn.Parameter(ours.detach().float())
     before = ours.detach().clone()
-    mine, theirs = (
-        FusedAdamW([ours], lr=1e-3),
-        torch.optim.AdamW([exact], lr=1e-3, weight_decay=0.0),
-    )
+    mine = FusedAdamW([ours], lr=1e-3)
+    theirs = torch.optim.AdamW([exact], lr=1e-3, weight_decay=0.0)
     for _ in range(50):
         ours.grad = torch.randn(500).bfloat16()
         exact.grad = ours.grad.float()
@@ -367,7 +375,8 @@ def test_a_skipped_step_leaves_no_trace_in_the_run(dtype):
     """With a poisoned step in the middle the run ends as it would without."""
     ours = weights(dtype)
     theirs = copies(ours)
-    mine, other = FusedAdamW(ours, lr=1e-3), FusedAdamW(theirs, lr=1e-3)
+    mine = FusedAdamW(ours, lr=1e-3)
+    other = FusedAdamW(theirs, lr=1e-3)
     for step in range(6):
         give_gradients(ours, theirs)
         if step == 3:
@@ -486,10 +495,8 @@ def test_a_weight_that_was_written_begins_anew_whatever_comes_first():
 
 
 def test_a_launch_that_fails_takes_nothing_from_those_before(monkeypatch):
-    own, other = (
-        weights(torch.bfloat16, shapes=((17, 5),)),
-        weights(torch.float32, shapes=((17, 5),)),
-    )
+    own = weights(torch.bfloat16, shapes=((17, 5),))
+    other = weights(torch.float32, shapes=((17, 5),))
     optimizer = FusedAdamW([*own, *other], lr=1e-3)
     give_gradients([*own, *other])
     usual = adamw.fused_adamw_

@@ -306,7 +306,8 @@ def test_parts_are_cut_between_chunks_and_fit(room):
         (n, bool(k % 3))
         for k, n in enumerate([0, 5, CHUNK, 9 * CHUNK + 1, 3, 70 * CHUNK, 0, 2 * CHUNK - 1])
     ]
-    chunk, seen = 10 * CHUNK, [0] * len(sizes)
+    chunk = 10 * CHUNK
+    seen = [0] * len(sizes)
     for part in _cut(sizes, CHUNK, chunk, room):
         numbers = [cut.number for cut in part]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
@@ -345,7 +346,8 @@ def test_buffers_hold_no_more_than_they_must(device):
 def test_a_launch_that_fails_leaves_the_next_one_as_it_was(device, monkeypatch):
     made = pair("fp32", device, LEAST)
     update_both(*made)
-    usual, calls = host_states.fused_adamw_part_, []
+    usual = host_states.fused_adamw_part_
+    calls = []
 
     def fails(*given):
         calls.append(given)
@@ -380,7 +382,8 @@ class Driver:
 def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    capturing, waited = [], []
+    capturing = []
+    waited = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     card = torch.device("cuda", 1)
@@ -394,7 +397,8 @@ def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch):
             and (tensor == n).all()
             and tensor.untyped_storage().nbytes() == tensor.nbytes
         )
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        begin = tensor.data_ptr()
+        end = tensor.data_ptr() + tensor.nbytes
         assert not tensor.numel() or any(
             at <= begin and end <= at + size for at, size in driver.registered.items()
         )
@@ -451,11 +455,13 @@ class Stream:
     every: list["Stream"]
 
     def __init__(self):
-        self.tasks, self.running = [], False
+        self.tasks = []
+        self.running = False
         Stream.every.append(self)
 
     def __enter__(self):
-        self.before, Stream.current = Stream.current, self
+        self.before = Stream.current
+        Stream.current = self
 
     def __exit__(self, *_):
         Stream.current = self.before
@@ -505,10 +511,8 @@ def after_updates(monkeypatch, parts, updates):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(host_states, "_streams", lambda device: (Stream(), Stream()))
     lane = host_states._Lane(torch.device("cuda"))
-    lane.buffers, states = (
-        [Cell(-1) for _ in range(host_states.COUNT)],
-        [Cell(n) for n in range(parts)],
-    )
+    lane.buffers = [Cell(-1) for _ in range(host_states.COUNT)]
+    states = [Cell(n) for n in range(parts)]
     expected = list(range(parts))
     for _ in range(updates):
         for state in states:
@@ -551,7 +555,8 @@ def test_on_a_card_states_are_pinned_bit_equal_and_take_no_more_than_the_buffers
     """Of 60 parts an update; and between updates, with no wait of the host, that of the next one
     begins.
     """
-    device, shapes = torch.device("cuda"), [(4096, 4096), (1000, 4097), (333,), (8192, 1024)]
+    device = torch.device("cuda")
+    shapes = [(4096, 4096), (1000, 4097), (333,), (8192, 1024)]
     buffer = 8 << 20 if kind != "8 bits" else 4 << 20
     plain, optimizer, moved, other = made = pair(
         kind, device, buffer, smallest=1 << 16, shapes=shapes
@@ -581,7 +586,8 @@ def test_on_a_card_states_are_pinned_bit_equal_and_take_no_more_than_the_buffers
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16 weights, fp32 states", "8 bits"])
 def test_on_a_card_an_update_is_captured_and_replayed(kind):
-    device, shapes = torch.device("cuda"), [(2048, 2048), (1000, 4097), (333,)]
+    device = torch.device("cuda")
+    shapes = [(2048, 2048), (1000, 4097), (333,)]
     plain, optimizer, moved, other = made = pair(
         kind, device, 4 << 20, smallest=1 << 16, shapes=shapes
     )

@@ -19,7 +19,8 @@ def factors(schedule, total, warmup, **options):
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_what_all_have_in_common(schedule, total, warmup, floor):
     run = factors(schedule, total, warmup, min_ratio=floor)
-    rising, falling = run[:warmup], run[warmup:]
+    rising = run[:warmup]
+    falling = run[warmup:]
     assert rising == [pytest.approx((step + 1) / warmup, abs=1e-15) for step in range(warmup)]
     assert all(factor > 0 for factor in rising), "the warm-up is never 0"
     assert not rising or rising[-1] == 1

@@ -164,7 +164,8 @@ def cover(name: str) -> Line:
         line.report = patch_model(model)
         model.train()
         got = run(model)
-        line.worst, line.beyond = difference(expected, got), difference(expected, got, exact)
+        line.worst = difference(expected, got)
+        line.beyond = difference(expected, got, exact)
         line.exact = difference(exact, run(model.double()))
         model.float()
         if before is not None:
@@ -190,7 +191,8 @@ def difference(expected, got, exact=None) -> float:
 
     With ``exact``, tensors that differ by no more than roundings count for nothing.
     """
-    (loss, gradients), (other, others) = expected, got
+    (loss, gradients) = expected
+    (other, others) = got
     mean = torch.stack([g.norm() for g in gradients.values()]).mean().item()
     if gradients.keys() != others.keys():
         return float("inf")

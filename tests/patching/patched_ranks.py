@@ -18,7 +18,8 @@ from accelerate.utils import DistributedType
 import families
 from chronicals import patch_model
 
-STEPS, RATE = 3, 0.1
+STEPS = 3
+RATE = 0.1
 
 
 def rows() -> torch.Tensor:
@@ -39,10 +40,8 @@ def built(family: str, adapters: bool = False) -> torch.nn.Module:
 
 def trained_alone(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Losses and weights of the plain model on all rows."""
-    optimizer, losses = (
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE),
-        [],
-    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    losses = []
     for _ in range(STEPS):
         loss = model(input_ids=rows(), labels=rows()).loss
         loss.backward()
@@ -62,7 +61,9 @@ def trained(
     wrapped_first: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The same of a model that is patched before ``accelerator`` prepares it, or afterwards."""
-    losses, counts, inner = [], {}, model
+    losses = []
+    counts = {}
+    inner = model
     if not wrapped_first:
         counts = patch_model(model).counts()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
@@ -124,7 +125,8 @@ def fsdp2(
 
 def tensor_parallel(family: str, folder: Path) -> dict[str, torch.Tensor]:
     """By transformers' own plan; each rank has some columns and heads, and all rows."""
-    place, plain = folder / f"tp-{family}", built(family)
+    place = folder / f"tp-{family}"
+    plain = built(family)
     if dist.get_rank() == 0:
         plain.save_pretrained(place)
     dist.barrier()

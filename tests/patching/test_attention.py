@@ -118,7 +118,8 @@ def test_positions_of_every_kind_mean_what_they_did(kind, cache):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_padding_on_the_left_is_as_it_was(implementation):
     plain, patched = pair("llama", implementation)
-    plain, patched = plain.float(), patched.float()
+    plain = plain.float()
+    patched = patched.float()
     rows = padded(left=True)
     before = attention.runs[0]
     assert_same(
@@ -163,7 +164,8 @@ def test_outputs_at_padding(family, implementation):
 
 def test_only_rows_with_padding_run_the_models_own_attention(monkeypatch):
     plain, patched = (model.eval() for model in pair("llama"))
-    rows, seen = padded(), []
+    rows = padded()
+    seen = []
     own = torch.nn.functional.scaled_dot_product_attention
 
     def counted(query, *args, **options):
@@ -230,7 +232,8 @@ def test_outputs_at_padding_can_be_skipped():
 def test_under_autocast(implementation):
     """Rotation leaves queries and keys in fp32 beside values in bf16; SDPA takes all in bf16."""
     plain, patched = (model.float() for model in pair("llama", implementation))
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     exact = loss_and_gradients(plain, **rows)[0]
     found = []
     for model in (plain, patched):
@@ -353,7 +356,8 @@ def two_of_one_configuration():
 
 def test_a_model_of_the_same_configuration_is_left_alone():
     config, patched, other = two_of_one_configuration()
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     expected = loss_and_gradients(other, **rows)
     patch_model(patched)
     assert other.config is patched.config is config and config._attn_implementation == "sdpa"
@@ -415,7 +419,8 @@ def test_layers_with_a_configuration_of_their_own(grow, first):
     patched = grow(model)
     patch_model(patched)
     patched.load_state_dict(plain.state_dict())
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     expected = loss_and_gradients(plain, **rows)
     assert_same(expected, loss_and_gradients(patched, **rows))
     assert attention.runs[0] - before == plain.config.num_hidden_layers
@@ -436,7 +441,8 @@ def test_a_copy_of_a_patched_model_is_unpatched_by_itself():
         name.startswith("_chronicals") for module in twin.modules() for name in vars(module)
     )
     assert not any("forward" in vars(module) for module in twin.modules())
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(twin, **rows))
     assert attention.runs[0] == before
     loss_and_gradients(patched, **rows)
@@ -448,7 +454,8 @@ def test_given_another_implementation_since_it_goes_by_that_one(first, then):
     plain, patched = (model.float() for model in pair("gemma3", first))
     for model in (plain, patched):
         model.set_attn_implementation(then)
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     assert_same(
         loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5
     )
@@ -462,7 +469,8 @@ def test_given_an_implementation_that_knows_documents_since_it_takes_that_one():
     plain, patched = pair("llama")
     for model in (plain.float(), patched.float()):
         model.config._attn_implementation = "flex_attention"
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     with torch.no_grad():
         torch.testing.assert_close(patched(**rows).loss, plain(**rows).loss)
     assert attention.runs[0] == before
@@ -500,7 +508,8 @@ def test_attention_whose_forward_was_replaced_is_left_alone():
         entry.part == "attention" and "LlamaAttention was replaced" in entry.reason
         for entry in report.left
     )
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     assert attention.runs[0] == before
 
@@ -520,7 +529,8 @@ def test_attention_with_hooks_of_accelerate():
     for module in (patched.model, patched.model.layers[1].self_attn):
         add_hook_to_module(module, Seen())
     patch_model(patched)
-    rows, before = padded(), attention.runs[0]
+    rows = padded()
+    before = attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     assert len(called) == 2 and attention.runs[0] - before == plain.config.num_hidden_layers
     unpatch_model(patched)
@@ -531,11 +541,10 @@ def test_attention_with_hooks_of_accelerate():
 def test_a_patched_model_can_be_presented():
     """As the trainer does; before and after, it attends as patched."""
     plain, patched = pair("gemma3")
-    batch, rows = families.documents_batch(), padded()
-    expected, of_rows = (
-        families.states_and_gradients(plain, batch),
-        loss_and_gradients(plain, **rows),
-    )
+    batch = families.documents_batch()
+    rows = padded()
+    expected = families.states_and_gradients(plain, batch)
+    of_rows = loss_and_gradients(plain, **rows)
     before = attention.runs[0]
     families.assert_same(expected, families.states_and_gradients(patched, batch))
     assert attention.runs[0] == before, "the bounds that it is given are all that it needs"

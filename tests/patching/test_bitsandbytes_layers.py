@@ -75,7 +75,8 @@ def states_of(model):
 
 
 def fused_states_of(model):
-    report, before = patch_parts(inner(model), whole_layers=True), decoder_layer.runs[BY]
+    report = patch_parts(inner(model), whole_layers=True)
+    before = decoder_layer.runs[BY]
     assert report.counts()[BY] == LAYERS
     found = states_of(model)
     assert decoder_layer.runs[BY] == before + LAYERS
@@ -176,11 +177,11 @@ def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
         torch.manual_seed(seed)
         return adapted(loaded(folder, torch.bfloat16, bnb_4bit_compute_dtype=kind))
 
-    model, wide, narrow = made(asked), made(torch.float32), made(torch.bfloat16)
-    expected, (exact, rounded) = (
-        states_of(model),
-        (states_of(other)["states"].float() for other in (wide, narrow)),
-    )
+    model = made(asked)
+    wide = made(torch.float32)
+    narrow = made(torch.bfloat16)
+    expected = states_of(model)
+    (exact, rounded) = (states_of(other)["states"].float() for other in (wide, narrow))
     with caplog.at_level(logging.WARNING):
         got = fused_states_of(model)
     assert (

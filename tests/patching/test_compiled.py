@@ -76,7 +76,8 @@ def test_a_patched_model(family, batch, device):
     for _ in range(STEPS):
         compiled(**batch(device)).loss.backward()
     assert_compiled_once_and_again()
-    rows, found = batch(device), []
+    rows = batch(device)
+    found = []
     for runner in (model, compiled):
         runner.zero_grad()
         runner(**rows).loss.backward()
@@ -110,7 +111,8 @@ def test_adapters_over_16_and_over_4_bits(four, dora, patched, device):
         optimizer.step()
         optimizer.zero_grad()
     assert_compiled_once_and_again()
-    rows, found = padded(device), []
+    rows = padded(device)
+    found = []
     for runner in (model, compiled):
         runner.zero_grad()
         runner(**rows).loss.backward()

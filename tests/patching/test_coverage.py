@@ -23,7 +23,8 @@ ALWAYS = [
 SAMPLE = 5
 """So many others are taken in the ordinary run; all of them in the long one."""
 
-BUILT, WHOLE = 120, 70
+BUILT = 120
+WHOLE = 70
 """At least so many come from a tiny configuration, and at least so many have all parts replaced."""
 
 

@@ -61,7 +61,8 @@ def fused(model):
 
 def both(model, batch):
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
-    model, before = fused(model), decoder_layer.runs[BY]
+    model = fused(model)
+    before = decoder_layer.runs[BY]
     ours = families.states_and_gradients(model, batch)
     assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
     return plain, ours
@@ -99,7 +100,9 @@ def test_what_is_made_again_is_what_it_was(family, adapted):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(p, std=0.3)
-    batch, found, kept = families.documents_batch(), [], []
+    batch = families.documents_batch()
+    found = []
+    kept = []
     fused(model)
     for again in (False, True):
         if again:
@@ -118,7 +121,8 @@ def test_what_is_made_again_is_what_it_was(family, adapted):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_made_again_run_fused(family, adapted):
     """Twice, of their inputs alone, to the same gradients bit for bit."""
-    model, batch = families.build(family), families.documents_batch()
+    model = families.build(family)
+    batch = families.documents_batch()
     if adapted:
         apply_lora(model, LoRAConfig(rank=3, dropout=0.4))
     layers = len(model.get_decoder().layers)
@@ -141,7 +145,8 @@ def test_layers_made_again_run_fused(family, adapted):
 )
 def test_a_policy_does_not_make_a_layer_another_kind(policy):
     """Whatever was asked for first; and a later run can go without it."""
-    model, batch = families.build("qwen2"), families.documents_batch()
+    model = families.build("qwen2")
+    batch = families.documents_batch()
     policy(model)
     fused(model)
     model.gradient_checkpointing_disable()
@@ -155,7 +160,8 @@ def test_a_policy_does_not_make_a_layer_another_kind(policy):
 
 def test_a_second_backward_of_layers_made_again(monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 7)
-    model, batch = families.build("llama"), families.documents_batch()
+    model = families.build("llama")
+    batch = families.documents_batch()
     fused(model)
     tile_mlps(model)
     enable_gradient_checkpointing(model, whole_layers=True)
@@ -170,7 +176,9 @@ def test_a_second_backward_of_layers_made_again(monkeypatch):
 
 def test_what_falls_back_is_made_again_once(monkeypatch):
     """A layer that cannot run fused runs twice in all, not three times."""
-    model, batch, calls = families.build("llama"), families.documents_batch(), []
+    model = families.build("llama")
+    batch = families.documents_batch()
+    calls = []
     fused(model)
     enable_gradient_checkpointing(model, whole_layers=True)
     model.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(
@@ -183,7 +191,8 @@ def test_what_falls_back_is_made_again_once(monkeypatch):
 
 def seeing_what_is_kept(model, batch):
     """Gradients, and the bytes that autograd keeps beside weights."""
-    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
 
     def pack(x):
         memory = x.untyped_storage()
@@ -199,7 +208,8 @@ def seeing_what_is_kept(model, batch):
 def test_what_nobody_reads_is_not_made_again(monkeypatch):
     """The last product of a layer, unless a norm comes after it, which keeps its outputs."""
     for family, left_out in (("llama", 2), ("gemma2", 0)):
-        model, made = families.build(family), []
+        model = families.build(family)
+        made = []
         fused(model)
         enable_gradient_checkpointing(model, whole_layers=True)
 
@@ -240,7 +250,8 @@ def states_gradients_and_held(model, batch):
     """With the bytes that a forward pass leaves on the card, in a second pass, when libraries
     have what they need.
     """
-    decoder, held = model.get_decoder(), []
+    decoder = model.get_decoder()
+    held = []
     hooks = [
         decoder.register_forward_pre_hook(lambda *_: held.append(-torch.cuda.memory_allocated())),
         decoder.norm.register_forward_hook(lambda *_: held.append(torch.cuda.memory_allocated())),
@@ -327,8 +338,10 @@ def test_adapters_are_off_and_on_without_moving_anything(of):
     """Off, the layers run fused and compute what their base computes, from the storage that has
     the adapters' padding.
     """
-    model, batch = families.build("qwen2"), families.documents_batch()
-    base, names = states_of(model, batch), ["q_proj", "v_proj", "down_proj"]
+    model = families.build("qwen2")
+    batch = families.documents_batch()
+    base = states_of(model, batch)
+    names = ["q_proj", "v_proj", "down_proj"]
     if of == "peft":
         peft = pytest.importorskip("peft")
         adapted = peft.get_peft_model(
@@ -343,11 +356,9 @@ def test_adapters_are_off_and_on_without_moving_anything(of):
             torch.nn.init.normal_(p, std=0.3)
     fused(adapted)
     expected = states_of(model, batch)
-    held, places, before = (
-        storages(model),
-        [p.data_ptr() for p in model.parameters()],
-        decoder_layer.runs[BY],
-    )
+    held = storages(model)
+    places = [p.data_ptr() for p in model.parameters()]
+    before = decoder_layer.runs[BY]
     with off():
         got = states_of(model, batch)
     assert torch.equal(states_of(model, batch), expected)
@@ -429,7 +440,8 @@ PARTS = [
 @pytest.mark.parametrize("how", ["hook", "forward"])
 def test_what_somebody_put_into_a_layer_is_called(part, how):
     """After the layers are fused, or before."""
-    batch, found = families.documents_batch(), []
+    batch = families.documents_batch()
+    found = []
     model = families.build("qwen3").double()
 
     def doubled(out):
@@ -464,7 +476,8 @@ ACTIVATED = {
 @pytest.mark.parametrize(("family", "change"), ACTIVATED.values(), ids=ACTIVATED)
 @pytest.mark.parametrize("patch", [patch_parts, fused])
 def test_another_activation_is_the_one_that_is_called(patch, family, change):
-    batch, found = families.documents_batch(), []
+    batch = families.documents_batch()
+    found = []
     plain = families.build(family).double()
     patched = copy.deepcopy(plain)
     patch(patched)
@@ -475,7 +488,8 @@ def test_another_activation_is_the_one_that_is_called(patch, family, change):
 
 
 def test_transformers_own_hooks_that_look_on_leave_layers_fused():
-    model, batch = fused(families.build("llama").double()), families.documents_batch()
+    model = fused(families.build("llama").double())
+    batch = families.documents_batch()
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents():
         out = model.get_decoder()(**packed_arguments(batch), output_hidden_states=True)
     assert len(out.hidden_states) == 3
@@ -537,7 +551,8 @@ def test_generation_takes_the_class_way():
 
 def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
     monkeypatch.setattr(fused_weights, "_said", set())
-    model, batch = fused(families.build("llama")), families.documents_batch()
+    model = fused(families.build("llama"))
+    batch = families.documents_batch()
     before = decoder_layer.runs[BY]
     with (
         PresentedModel(model, packed=True, head_is_read=False).attending_documents(),
@@ -550,11 +565,13 @@ def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
 
 def test_layers_made_again_leave_a_cache_out_as_the_class_does():
     """It would be filled a second time when they are."""
-    model, batch = families.build("llama").double(), families.documents_batch()
+    model = families.build("llama").double()
+    batch = families.documents_batch()
     expected = families.states_and_gradients(model, batch)
     fused(model).train()
     enable_gradient_checkpointing(model, whole_layers=True)
-    decoder, cache = model.get_decoder(), DynamicCache(config=model.config)
+    decoder = model.get_decoder()
+    cache = DynamicCache(config=model.config)
     name = next(
         name for name in CACHES if name in inspect.signature(type(decoder).forward).parameters
     )

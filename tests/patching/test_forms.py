@@ -61,7 +61,8 @@ def test_norms(module, by):
 
 def test_an_epsilon_is_read_from_the_instance():
     form = recognise_norm(random(LlamaRMSNorm(16, eps=1e-6)))
-    other, x = random(LlamaRMSNorm(16, eps=0.5)), torch.randn(3, 16)
+    other = random(LlamaRMSNorm(16, eps=0.5))
+    x = torch.randn(3, 16)
     torch.testing.assert_close(form.forward(other, x), LlamaRMSNorm.forward(other, x))
 
 
@@ -78,7 +79,8 @@ def test_a_norm_with_a_fault_is_not_taken_for_one(fault):
 def test_the_type_of_the_result(cls, kind):
     """fp32 weights on bf16 rows: Llama's norm returns fp32, Gemma's bf16."""
     module = random(cls(16))
-    form, x = recognise_norm(module), torch.randn(3, 16).to(kind)
+    form = recognise_norm(module)
+    x = torch.randn(3, 16).to(kind)
     assert form.forward(module, x).dtype == cls.forward(module, x).dtype
 
 
@@ -94,8 +96,12 @@ def test_other_modules_are_no_norms(module):
 class MLP(nn.Module):
     def __init__(self, activation, swapped=False, factor=1.0):
         super().__init__()
-        self.b, self.a, self.out = nn.Linear(12, 20), nn.Linear(12, 20), nn.Linear(20, 12)
-        self.activation, self.swapped, self.factor = activation, swapped, factor
+        self.b = nn.Linear(12, 20)
+        self.a = nn.Linear(12, 20)
+        self.out = nn.Linear(20, 12)
+        self.activation = activation
+        self.swapped = swapped
+        self.factor = factor
 
     def forward(self, x):
         gate, up = (self.b(x), self.a(x)) if self.swapped else (self.a(x), self.b(x))
@@ -105,12 +111,10 @@ class MLP(nn.Module):
 class Merged(nn.Module):
     def __init__(self, gate_first):
         super().__init__()
-        self.both, self.down, self.act, self.gate_first = (
-            nn.Linear(12, 40),
-            nn.Linear(20, 12),
-            nn.SiLU(),
-            gate_first,
-        )
+        self.both = nn.Linear(12, 40)
+        self.down = nn.Linear(20, 12)
+        self.act = nn.SiLU()
+        self.gate_first = gate_first
 
     def forward(self, x):
         first, second = self.both(x).chunk(2, -1)
@@ -157,7 +161,8 @@ def test_other_mlps_are_not_taken_for_them(module):
     ids=["another class", "another setting", "another function"],
 )
 def test_an_activation_that_is_another_since_is_called(first, then):
-    form, x = recognise_gated_mlp(random(MLP(first, factor=1))), torch.randn(3, 12)
+    form = recognise_gated_mlp(random(MLP(first, factor=1)))
+    x = torch.randn(3, 12)
     module = random(MLP(then, factor=1))
     assert form is not None
     torch.testing.assert_close(form.forward(module, x), module(x), rtol=0, atol=0)
@@ -172,7 +177,8 @@ class Gated(LlamaRMSNorm):
 
 
 def test_a_form_is_called_as_the_class_is():
-    module, x = random(Gated(16)), torch.randn(2, 3, 16)
+    module = random(Gated(16))
+    x = torch.randn(2, 3, 16)
     form = recognise_norm(module)
     for args, kwargs in (
         ((x,), {}),
@@ -188,7 +194,9 @@ class Bounded(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.gate = nn.Linear(16, 24)
+        self.up = nn.Linear(16, 24)
+        self.down = nn.Linear(24, 16)
 
     def forward(self, x):
         return self.down(torch.nn.functional.silu(self.gate(x)).clamp(max=50) * self.up(x))
@@ -203,7 +211,9 @@ class GatedNorm(nn.Module):
 
     def __init__(self, gate_first=False):
         super().__init__()
-        self.weight, self.epsilon, self.gate_first = nn.Parameter(torch.ones(16)), 1e-6, gate_first
+        self.weight = nn.Parameter(torch.ones(16))
+        self.epsilon = 1e-6
+        self.gate_first = gate_first
 
     def forward(self, hidden, gate):
         x = hidden * torch.nn.functional.silu(gate) if self.gate_first else hidden
@@ -215,7 +225,8 @@ class GatedNorm(nn.Module):
 def test_gated_norms(gate_first):
     module = random(GatedNorm(gate_first))
     form = recognise_gated_norm(module)
-    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    x = torch.randn(2, 3, 16)
+    gate = torch.randn(2, 3, 16)
     torch.testing.assert_close(form.forward(module, x, gate=gate), module(x, gate))
     torch.testing.assert_close(form.forward(module, x, gate[:1]), module(x, gate[:1]))
 
@@ -230,7 +241,8 @@ def test_a_gated_norm_with_another_gate_is_not_taken_for_one():
 
 def halves(q, k, cos, sin, unsqueeze_dim=1):
     """As most files of transformers rotate."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
 
     def turned(x):
         first, second = x.chunk(2, -1)
@@ -256,12 +268,10 @@ class FaultyAttention(nn.Module):
 
 def test_a_rotation_is_replaced_in_the_forward_only():
     form = recognise_rotary(Attention())
-    q, k, cos, sin = (
-        torch.randn(2, 5, 4, 16),
-        torch.randn(2, 5, 2, 16),
-        torch.randn(2, 5, 16),
-        torch.randn(2, 5, 16),
-    )
+    q = torch.randn(2, 5, 4, 16)
+    k = torch.randn(2, 5, 2, 16)
+    cos = torch.randn(2, 5, 16)
+    sin = torch.randn(2, 5, 16)
     for got, expected in zip(
         form.forward(Attention(), q, k, cos, sin), Attention()(q, k, cos, sin)
     ):
@@ -299,12 +309,10 @@ class HiddenAttention(nn.Module):
 
 def test_a_rotation_behind_decorators_is_replaced_behind_them():
     form = recognise_rotary(DecoratedAttention())
-    q, k, cos, sin = (
-        torch.randn(2, 5, 4, 16),
-        torch.randn(2, 5, 2, 16),
-        torch.randn(2, 5, 16),
-        torch.randn(2, 5, 16),
-    )
+    q = torch.randn(2, 5, 4, 16)
+    k = torch.randn(2, 5, 2, 16)
+    cos = torch.randn(2, 5, 16)
+    sin = torch.randn(2, 5, 16)
     got = form.forward(DecoratedAttention(), query=q, key=k, cos=cos, sin=sin)
     for x, expected in zip(got, Attention()(q, k, cos, sin)):
         torch.testing.assert_close(x, expected)

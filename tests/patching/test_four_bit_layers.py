@@ -17,10 +17,8 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "phi3"]
 
 
 def compared(model, plain, batch):
-    found, expected = (
-        families.states_and_gradients(model, batch),
-        families.states_and_gradients(plain, batch),
-    )
+    found = families.states_and_gradients(model, batch)
+    expected = families.states_and_gradients(plain, batch)
     families.assert_same(expected, {name: found[name] for name in found})
     return found
 
@@ -28,7 +26,8 @@ def compared(model, plain, batch):
 @pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "adapters"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_layers_compute_what_the_class_computes(family, adapted):
-    (model, plain), batch = four_bit_pair(family, adapted), families.documents_batch()
+    (model, plain) = four_bit_pair(family, adapted)
+    batch = families.documents_batch()
     if (
         not adapted
     ):  # norms, embedding and head are trained; the plain model's linear layers are not
@@ -38,7 +37,8 @@ def test_fused_layers_compute_what_the_class_computes(family, adapted):
                     child.requires_grad_(False)
     compared(model, plain, batch)
     patch_parts(model, whole_layers=True)
-    before, layers = decoder_layer.runs[BY], len(model.get_decoder().layers)
+    before = decoder_layer.runs[BY]
+    layers = len(model.get_decoder().layers)
     found = compared(model, plain, batch)
     assert decoder_layer.runs[BY] == before + layers
     assert any("lora_B" in name for name in found) == adapted
@@ -52,7 +52,8 @@ def test_fused_layers_compute_what_the_class_computes(family, adapted):
 
 
 def test_dora_over_4_bits():
-    (model, plain), batch = four_bit_pair("llama", True, use_dora=True), families.documents_batch()
+    (model, plain) = four_bit_pair("llama", True, use_dora=True)
+    batch = families.documents_batch()
     patch_parts(model, whole_layers=True)
     assert any("magnitude" in name for name in compared(model, plain, batch))
 
@@ -73,7 +74,8 @@ def test_layers_of_one_shape_share_what_they_are_dequantised_to():
 
 
 def test_a_cast_model_is_dequantised_to_the_new_type():
-    (model, plain), batch = four_bit_pair("llama", adapted=True), families.documents_batch()
+    (model, plain) = four_bit_pair("llama", adapted=True)
+    batch = families.documents_batch()
     patch_parts(model, whole_layers=True)
     compared(model, plain, batch)
     model.float(), model.double()

@@ -170,7 +170,11 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
 ):
     """Of dy and of x, which is kept in 8 bits, attention's output apart, which attention keeps;
     without gradients nobody wants columns."""
-    layouts, kept, weights, usual, usual_weight = [], [], set(), FORMAT.fp8_quantize, FP8.dense
+    layouts = []
+    kept = []
+    weights = set()
+    usual = FORMAT.fp8_quantize
+    usual_weight = FP8.dense
 
     def quantize(x, layout="rows", **options):
         if x.data_ptr() not in weights:
@@ -210,7 +214,8 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
     """Six of a layer's eight x and dy; what attention gives and what comes back to the last
     product are others'.
     """
-    told, usual = [], FORMAT.fp8_quantize
+    told = []
+    usual = FORMAT.fp8_quantize
 
     def quantize(x, amax=None, **options):
         told.append(amax is not None)
@@ -231,11 +236,9 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
 
 def test_products_that_are_too_small_stay(device, monkeypatch):
     model = fused("llama", device=device)
-    inner, width, layers = (
-        model.config.intermediate_size,
-        model.config.hidden_size,
-        len(model.get_decoder().layers),
-    )
+    inner = model.config.intermediate_size
+    width = model.config.hidden_size
+    layers = len(model.get_decoder().layers)
     largest = statistics.harmonic_mean((2 * inner, width))
     monkeypatch.setattr(fp8_layers, "LEAST", math.ceil(largest) + 1)
     assert run_in_fp8(model) == Products(0, 4 * layers, ())
@@ -248,7 +251,8 @@ def test_products_that_are_too_small_stay(device, monkeypatch):
 
 
 def test_rows_that_are_no_multiple_run_in_16_bit(device, caplog):
-    model, rows = fused("llama", device=device), families.documents_batch().to(device)
+    model = fused("llama", device=device)
+    rows = families.documents_batch().to(device)
     exact = found_in(model, rows)
     run_in_fp8(model)
     fused_weights._said.clear()
@@ -368,7 +372,8 @@ class TestWeightsThatWait:
         apply_lora(model, LoRAConfig(rank=4, dropout=0.0, target_modules=["q_proj", "v_proj"]))
         patch_parts(model, whole_layers=True)
         run_in_fp8(model)
-        here, before = found_in(model, batch(device)), decoder_layer.runs[BY]
+        here = found_in(model, batch(device))
+        before = decoder_layer.runs[BY]
         assert offload_frozen_weights(model) > 0
         away = found_in(model, batch(device))
         assert decoder_layer.runs[BY] - before == len(model.get_decoder().layers)
@@ -390,7 +395,8 @@ class TestWeightsThatWait:
 
     def test_rows_that_run_in_16_bit_fetch_them(self, device):
         """31 rows are no multiple of 16."""
-        model, rows = self.waiting(device), families.documents_batch((7, 12, 5, 7)).to(device)
+        model = self.waiting(device)
+        rows = families.documents_batch((7, 12, 5, 7)).to(device)
         here = found_in(model, rows)
         offload_frozen_weights(model)
         away = found_in(model, rows)
@@ -435,12 +441,14 @@ class TestWeightsThatWait:
         weights = {name: p.clone() for name, p in model.named_parameters()}
         offload_frozen_weights(model)
         found_in(model, batch(device))
-        made, usual = [], fused_weights.bring_back
+        made = []
+        usual = fused_weights.bring_back
 
         def full(model):
             assert not any(FORMATS in vars(module) for module in model.modules())
             down = model.get_decoder().layers[1].mlp.down_proj
-            base, down.base_layer = down.base_layer, None
+            base = down.base_layer
+            down.base_layer = None
             made.append(base)
             try:
                 usual(model)

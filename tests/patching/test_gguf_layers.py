@@ -30,19 +30,19 @@ def pair(family, **config):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 def test_fused_layers_compute_what_the_class_computes(family, dora):
-    (model, plain), batch = pair(family, use_dora=dora), families.documents_batch()
+    (model, plain) = pair(family, use_dora=dora)
+    batch = families.documents_batch()
 
     def compare():
-        found, expected = (
-            families.states_and_gradients(model, batch),
-            families.states_and_gradients(plain, batch),
-        )
+        found = families.states_and_gradients(model, batch)
+        expected = families.states_and_gradients(plain, batch)
         families.assert_same(expected, {name: found[name] for name in found})
         return found
 
     compare()
     patch_parts(model, whole_layers=True)
-    before, layers = decoder_layer.runs[BY], len(model.get_decoder().layers)
+    before = decoder_layer.runs[BY]
+    layers = len(model.get_decoder().layers)
     assert any("lora_B" in name for name in compare())
     assert decoder_layer.runs[BY] == before + layers
     assert run_in_fp8(model).chosen == 0, "in their own format"

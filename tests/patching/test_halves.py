@@ -51,9 +51,11 @@ def same_with(model, by):
     """States and gradients as the class gives them, with every layer run as ``by`` says; what
     the report says.
     """
-    batch, layers = families.documents_batch(), len(model.get_decoder().layers)
+    batch = families.documents_batch()
+    layers = len(model.get_decoder().layers)
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
-    report, before = patch_parts(model, whole_layers=True), runs.copy()
+    report = patch_parts(model, whole_layers=True)
+    before = runs.copy()
     families.assert_same(expected, families.states_and_gradients(model, batch))
     assert runs - before == {by: layers}
     return report
@@ -183,10 +185,8 @@ OF_LATENTS = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 @pytest.mark.parametrize("kind", WITH_LATENTS)
 def test_latent_attention_is_fused(kind, adapted):
     name, sizes = WITH_LATENTS[kind]
-    model, of_queries = (
-        build(name, **sizes),
-        ["q_a_proj", "q_b_proj"] if sizes["q_lora_rank"] else ["q_proj"],
-    )
+    model = build(name, **sizes)
+    of_queries = ["q_a_proj", "q_b_proj"] if sizes["q_lora_rank"] else ["q_proj"]
     if adapted:
         apply_lora(
             model, LoRAConfig(rank=3, dropout=0.0, target_modules=[*of_queries, *OF_LATENTS])
@@ -212,7 +212,8 @@ def test_latent_attention_on_the_kernels(kind):
     output.
     """
     name, sizes = WITH_LATENTS[kind]
-    model, batch = build(name, **sizes), families.documents_batch()
+    model = build(name, **sizes)
+    batch = families.documents_batch()
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
     patch_parts(model.float(), whole_layers=True)
     before = runs.copy()
@@ -278,10 +279,8 @@ def test_a_wrong_latent_half_is_not_taken(old, new, monkeypatch):
 
 @pytest.mark.parametrize(("name", "by"), [("DiffLlama", MLP_BY), ("Mixtral", ATTENTION_BY)])
 def test_layers_made_again_give_the_same(name, by):
-    model, batch = (
-        build(name, **ROUTED.get(name, {"attn_implementation": "eager"})),
-        families.documents_batch(),
-    )
+    model = build(name, **ROUTED.get(name, {"attn_implementation": "eager"}))
+    batch = families.documents_batch()
     patch_parts(model, whole_layers=True)
     expected = families.states_and_gradients(model, batch)
     enable_gradient_checkpointing(model, whole_layers=True)
@@ -300,8 +299,10 @@ def test_layers_made_again_give_the_same(name, by):
     [("mlp", ATTENTION_BY), ("self_attn", MLP_BY), ("post_attention_layernorm", ATTENTION_BY)],
 )
 def test_a_hook_keeps_its_half_alone(part, half):
-    model, batch = families.build("llama").double(), families.documents_batch()
-    layer, seen = model.get_decoder().layers[0], []
+    model = families.build("llama").double()
+    batch = families.documents_batch()
+    layer = model.get_decoder().layers[0]
+    seen = []
     layer.get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
     patch_parts(model, whole_layers=True)
@@ -314,7 +315,8 @@ def test_a_hook_keeps_its_half_alone(part, half):
 @pytest.mark.parametrize("family", ["gemma2", "olmo2", "granite"])
 @pytest.mark.parametrize("part", ["mlp", "self_attn"])
 def test_norms_and_multipliers_of_a_half_that_its_class_computes(family, part):
-    model, batch = families.build(family).double(), families.documents_batch()
+    model = families.build(family).double()
+    batch = families.documents_batch()
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
     patch_parts(model, whole_layers=True)
     for layer in model.get_decoder().layers:

@@ -59,7 +59,8 @@ def fused(model):
 
 def both(model, batch):
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
-    model, before = fused(model), decoder_layer.runs[BY]
+    model = fused(model)
+    before = decoder_layer.runs[BY]
     ours = families.states_and_gradients(model, batch)
     assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
     assert any("lora_magnitude_vector" in name for name in plain)
@@ -78,7 +79,8 @@ def test_over_weights_in_4_bits():
 
 def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch):
     """Norms of rows of weights that were not dequantised, and of adapters that were not written."""
-    model, batch = fused(adapted(four_bits=True)), families.documents_batch()
+    model = fused(adapted(four_bits=True))
+    batch = families.documents_batch()
 
     @contextmanager
     def not_running():
@@ -112,7 +114,8 @@ MEMORY = {
 
 @pytest.mark.parametrize("way", MEMORY)
 def test_in_less_memory_it_is_the_same(way):
-    model, batch = adapted().train(), families.documents_batch()
+    model = adapted().train()
+    batch = families.documents_batch()
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
     MEMORY[way](model)
     families.assert_same(plain, families.states_and_gradients(fused(model), batch))
@@ -140,15 +143,18 @@ def losses(model, batch, steps=4, rate=0.05):
 
 def test_losses_of_some_steps_are_those_of_the_layers_one_by_one():
     """Norms follow the adapters from step to step."""
-    model, batch = adapted(), families.documents_batch()
+    model = adapted()
+    batch = families.documents_batch()
     expected = losses(copy.deepcopy(model), batch)
     assert expected[0] != pytest.approx(expected[-1], rel=1e-3)
     assert losses(fused(model), batch) == pytest.approx(expected, rel=1e-6)
 
 
 def test_norms_of_the_first_step_give_other_losses(monkeypatch):
-    model, batch = adapted(), families.documents_batch()
-    expected, right = losses(copy.deepcopy(model), batch), RowNorms.of
+    model = adapted()
+    batch = families.documents_batch()
+    expected = losses(copy.deepcopy(model), batch)
+    right = RowNorms.of
     monkeypatch.setattr(
         RowNorms, "of", lambda own, *given: own._norms[1] if own._norms else right(own, *given)
     )
@@ -157,7 +163,8 @@ def test_norms_of_the_first_step_give_other_losses(monkeypatch):
 
 def test_norms_that_are_forgotten_are_computed_anew():
     """An adapter that was written unseen, as by a graph."""
-    model, batch = fused(adapted()), families.documents_batch()
+    model = fused(adapted())
+    batch = families.documents_batch()
     families.states_and_gradients(model, batch)
     for layer in model.modules():
         if isinstance(layer, LoRALinear):
@@ -169,7 +176,8 @@ def test_norms_that_are_forgotten_are_computed_anew():
 
 
 def test_switched_off_they_are_the_base():
-    model, batch = fused(adapted()), families.documents_batch()
+    model = fused(adapted())
+    batch = families.documents_batch()
     with without_adapters(model), torch.no_grad():
         found = states_of(model, batch)
         bare = families.build("llama").double()

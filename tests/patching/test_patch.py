@@ -100,7 +100,8 @@ def test_every_part_of_a_llama():
 
 def test_the_parts_first_and_the_seams_later():
     """What the trainer does, and a user afterwards; undone together."""
-    plain, patched = families.build("llama"), families.build("llama")
+    plain = families.build("llama")
+    patched = families.build("llama")
     patched.load_state_dict(plain.state_dict())
     report = patch_parts(patched)
     assert report.counts() and not report.mentions("loss") and not report.mentions("attention")
@@ -162,7 +163,8 @@ def test_an_mlp_with_dropout_drops(set_first):
     left = {entry.path: entry.reason for entry in report.left}
     assert (left.get("model.layers.0.mlp") == "has dropout") == set_first, str(report)
     set_dropout(patched)
-    inputs, found = batch(), []
+    inputs = batch()
+    found = []
     for model in (plain, patched):
         torch.manual_seed(3)
         found.append(loss_and_gradients(model, **inputs))
@@ -259,7 +261,8 @@ WRITES = {
 @pytest.mark.parametrize("records", [True, False])
 def test_logits_that_are_written_to_are_written_to(write, records):
     plain, patched, _ = pair("llama")
-    inputs, found = batch(), []
+    inputs = batch()
+    found = []
     for model in (plain, patched):
         with torch.set_grad_enabled(records):
             logits = model(**inputs).logits
@@ -271,7 +274,8 @@ def test_logits_that_are_written_to_are_written_to(write, records):
 @pytest.mark.parametrize("write", WRITES)
 def test_a_loss_is_of_logits_as_a_hook_left_them(write):
     plain, patched, _ = pair("llama")
-    inputs, found = batch(), []
+    inputs = batch()
+    found = []
     for model in (plain, patched):
         model.lm_head.register_forward_hook(
             lambda _module, _inputs, logits: (WRITES[write](logits), logits)[1]
@@ -435,7 +439,8 @@ OWN_LOSSES = {
 @pytest.mark.parametrize("own", OWN_LOSSES)
 def test_gradients_through_logits_that_somebody_takes(own, family):
     plain, patched, _ = pair(family)
-    inputs, found = batch(), []
+    inputs = batch()
+    found = []
     for model in (plain, patched):
         out = model(**inputs)
         loss = OWN_LOSSES[own](out.logits)
@@ -466,7 +471,9 @@ def test_logits_that_are_handed_on_are_not_made():
 
 def test_a_hook_of_the_heads_gradient_is_called():
     plain, patched, _ = pair("llama")
-    inputs, found, seen = batch(), [], []
+    inputs = batch()
+    found = []
+    seen = []
     for model in (plain, patched):
         model.lm_head.register_full_backward_hook(
             lambda _module, _inputs, upstream: seen.append(upstream[0])
@@ -530,7 +537,8 @@ def test_logits_that_are_kept_across_a_step(optimizer, family, rows, caplog):
     """
     lazy_logits._say_they_are_held.cache_clear()
     plain, patched, _ = pair(family)
-    inputs, found = batch(rows), []
+    inputs = batch(rows)
+    found = []
     for model in (plain, patched):
         stepping = STEPS[optimizer](model.parameters())
         kept = []
@@ -553,7 +561,8 @@ def test_a_step_makes_no_logits_that_nobody_holds(monkeypatch):
     other = torch.nn.Linear(3, 3)
     for parameter in other.parameters():
         parameter.grad = torch.ones_like(parameter)
-    calls, linear = [], torch.nn.functional.linear
+    calls = []
+    linear = torch.nn.functional.linear
     monkeypatch.setattr(
         "chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1]
     )
@@ -630,7 +639,8 @@ def test_no_memory_at_a_step_is_told_when_somebody_looks(rows, monkeypatch):
 
 def test_logits_are_of_the_weights_that_the_call_was_given():
     plain, patched, _ = pair("llama")
-    inputs, found = batch(), []
+    inputs = batch()
+    found = []
     for model in (plain, patched):
         given = {name: 2 * p.detach() for name, p in model.named_parameters()}
         found.append(torch.func.functional_call(model, given, kwargs=inputs).logits * 1)
@@ -776,7 +786,8 @@ REPLACED = {
     "a rotation by another": (modeling_qwen2, "apply_rotary_pos_emb", turned_back),
     "another function": (modeling_qwen2, "eager_attention_forward", attends_to_less),
 }
-rotate, attend = modeling_qwen2.apply_rotary_pos_emb, modeling_qwen2.eager_attention_forward
+rotate = modeling_qwen2.apply_rotary_pos_emb
+attend = modeling_qwen2.eager_attention_forward
 
 
 @pytest.mark.parametrize("what", REPLACED)

@@ -65,8 +65,10 @@ def test_kernels_in_bf16(name):
     model = build(name).bfloat16()
     plain = copy.deepcopy(layers_of(model)[0])
     patch_model(model)
-    chosen, shares = torch.rand(23, 4).topk(2).indices, torch.rand(23, 2).bfloat16()
-    x, dy = torch.randn(23, 32).bfloat16(), torch.randn(23, 32).bfloat16()
+    chosen = torch.rand(23, 4).topk(2).indices
+    shares = torch.rand(23, 2).bfloat16()
+    x = torch.randn(23, 32).bfloat16()
+    dy = torch.randn(23, 32).bfloat16()
 
     def run(layer, kind=torch.bfloat16):
         leaves = [
@@ -79,7 +81,8 @@ def test_kernels_in_bf16(name):
 
     with kernels_run():
         got = run(layers_of(model)[0])
-    usual, exact = run(plain), run(copy.deepcopy(plain).double(), torch.float64)
+    usual = run(plain)
+    exact = run(copy.deepcopy(plain).double(), torch.float64)
     for ours, own, expected in zip(got, usual, exact, strict=True):
         error, plain_error = ((found.double() - expected).norm() for found in (ours, own))
         assert error <= max(1.5 * plain_error, 8e-3 * expected.norm())
@@ -115,7 +118,8 @@ def test_adapters_take_part_in_the_products(name):
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.3)
-    plain, inputs = copy.deepcopy(model), batch()
+    plain = copy.deepcopy(model)
+    inputs = batch()
     patch_model(model)
     calls = []
     keep = experts._compute
@@ -211,7 +215,8 @@ def test_numbers_of_a_unit_are_read_from_the_instance():
         twin = build_twin(type(model), twin_config(model.config))
         form = recognise_experts(layers_of(twin)[0])
     layer = layers_of(model)[0]
-    layer.limit, layer.alpha = 0.2, 1.1
+    layer.limit = 0.2
+    layer.alpha = 1.1
     gate_of = form.forward.args[0]
     assert (gate_of(layer).limit, gate_of(layer).alpha, gate_of(layer).interleaved) == (
         0.2,
@@ -242,7 +247,8 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
         return layer
 
     monkeypatch.setattr(expert_products, "transformers_before", lambda version: not newer)
-    model, other = build("Qwen3Moe", num_experts=8), build("Qwen3Moe", num_experts=8)
+    model = build("Qwen3Moe", num_experts=8)
+    other = build("Qwen3Moe", num_experts=8)
     patch_model(model)
     monkeypatch.setattr(experts, "_compute", lambda *given: pytest.fail("they are computed"))
     divided(model)(torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))

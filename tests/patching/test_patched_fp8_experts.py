@@ -107,7 +107,8 @@ def without_rounding(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("without_rounding")
 def test_but_for_rounding_it_is_the_same(name, adapted):
-    model, inputs = patched(name, adapted, torch.float64), batch()
+    model = patched(name, adapted, torch.float64)
+    inputs = batch()
     expected = loss_and_gradients(model, **inputs)
     found = run_experts_in_fp8(model)
     assert found.layers == len(layers_of(model)) == len(experts_in_fp8(model)) and not found.left
@@ -120,7 +121,8 @@ def test_rounded_it_stays_near(name, adapted):
     """8 bits are 2.6 % of a value in the root mean square; gradients of weights are of 16 bits,
     and of rounded activations.
     """
-    model, inputs = patched(name, adapted), batch()
+    model = patched(name, adapted)
+    inputs = batch()
     loss, exact = loss_and_gradients(model, **inputs)
     run_experts_in_fp8(model)
     our_loss, got = loss_and_gradients(model, **inputs)
@@ -139,10 +141,13 @@ def test_rounded_it_stays_near(name, adapted):
 def test_the_layer_by_its_kernels(name):
     """Every gradient of one layer beside that in fp64, from the same choice of experts."""
     model = patched(name).bfloat16()
-    layer, plain = layers_of(model)[0], copy.deepcopy(layers_of(build(name))[0]).double()
+    layer = layers_of(model)[0]
+    plain = copy.deepcopy(layers_of(build(name))[0]).double()
     plain.load_state_dict({key: value.double() for key, value in layer.state_dict().items()})
-    chosen, shares = torch.rand(53, 4).topk(2).indices, torch.rand(53, 2).bfloat16()
-    x, dy = torch.randn(53, 32).bfloat16(), torch.randn(53, 32).bfloat16()
+    chosen = torch.rand(53, 4).topk(2).indices
+    shares = torch.rand(53, 2).bfloat16()
+    x = torch.randn(53, 32).bfloat16()
+    dy = torch.randn(53, 32).bfloat16()
     run_experts_in_fp8(model)
 
     def run(layer, kind):
@@ -163,7 +168,8 @@ def test_the_layer_by_its_kernels(name):
 
 @pytest.mark.parametrize("forget", [forget_policies, unfuse_weights, unpatch_model])
 def test_forgotten_it_is_as_before(forget):
-    model, inputs = patched("Qwen3Moe"), batch()
+    model = patched("Qwen3Moe")
+    inputs = batch()
     before = loss_and_gradients(model, **inputs)
     run_experts_in_fp8(model)
     assert experts_in_fp8(model)
@@ -178,7 +184,8 @@ def test_forgotten_it_is_as_before(forget):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_layers_made_again_are_the_same(adapted):
-    model, inputs = patched("Qwen3Moe", adapted), batch()
+    model = patched("Qwen3Moe", adapted)
+    inputs = batch()
     run_experts_in_fp8(model)
     kept = loss_and_gradients(model, **inputs)
     enable_gradient_checkpointing(model)
@@ -192,12 +199,10 @@ class TestFrozenWeights:
     """Under adapters."""
 
     def test_are_quantised_once(self, monkeypatch):
-        model, inputs, made, usual = (
-            patched("Qwen3Moe", True),
-            batch(),
-            [],
-            FORMAT.fp8_quantize_experts,
-        )
+        model = patched("Qwen3Moe", True)
+        inputs = batch()
+        made = []
+        usual = FORMAT.fp8_quantize_experts
         monkeypatch.setattr(
             FORMAT, "fp8_quantize_experts", lambda *given: made.append(given[1]) or usual(*given)
         )
@@ -208,7 +213,8 @@ class TestFrozenWeights:
 
     def test_are_quantised_again_once_written_to(self):
         """Into the memory that graphs read."""
-        model, inputs = patched("GptOss", True), batch()
+        model = patched("GptOss", True)
+        inputs = batch()
         run_experts_in_fp8(model)
         loss_and_gradients(model, **inputs)
         layer = layers_of(model)[0]
@@ -227,7 +233,8 @@ class TestFrozenWeights:
 
     @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
     def test_that_wait_in_host_memory_change_nothing(self, name):
-        model, inputs = patched(name, True), batch()
+        model = patched(name, True)
+        inputs = batch()
         weights = {
             name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
         }
@@ -256,7 +263,8 @@ class TestFrozenWeights:
         assert offload_frozen_experts(model) == 0
 
     def test_that_wait_are_brought_where_the_class_computes(self, monkeypatch):
-        model, inputs = patched("Qwen3Moe"), batch()
+        model = patched("Qwen3Moe")
+        inputs = batch()
         model.requires_grad_(False)
         model.model.embed_tokens.requires_grad_(True)
         expected = loss_and_gradients(model, **inputs)
@@ -270,7 +278,10 @@ class TestFrozenWeights:
 
 def test_trained_weights_are_quantised_at_each_use(monkeypatch):
     """By columns with the scales of the forward pass."""
-    model, inputs, made, usual = patched("Qwen3Moe"), batch(), [], FORMAT.fp8_quantize_experts
+    model = patched("Qwen3Moe")
+    inputs = batch()
+    made = []
+    usual = FORMAT.fp8_quantize_experts
 
     def quantize(w, layout, scale):
         made.append((layout, scale is not None))
@@ -285,7 +296,10 @@ def test_trained_weights_are_quantised_at_each_use(monkeypatch):
 
 def test_x_is_quantised_once_a_token(monkeypatch):
     """Not once for each of its experts; so is dy."""
-    model, inputs, rows, usual = patched("Qwen3Moe"), batch(), [], FUSED.fp8_quantize
+    model = patched("Qwen3Moe")
+    inputs = batch()
+    rows = []
+    usual = FUSED.fp8_quantize
     monkeypatch.setattr(
         FUSED,
         "fp8_quantize",
@@ -297,7 +311,8 @@ def test_x_is_quantised_once_a_token(monkeypatch):
 
 
 def test_a_parameter_that_was_replaced_is_seen():
-    model, inputs = patched("Qwen3Moe", True), batch()
+    model = patched("Qwen3Moe", True)
+    inputs = batch()
     run_experts_in_fp8(model)
     before = loss_and_gradients(model, **inputs)[0]
     layer = layers_of(model)[0]

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
     """Where the first of two ranks put what it found in every case that is tested."""
-    place, test = tmp_path_factory.mktemp("ranks"), request.node.nodeid
+    place = tmp_path_factory.mktemp("ranks")
+    test = request.node.nodeid
     cases = [
         item.callspec.params["case"]
         for item in request.session.items
@@ -37,7 +38,8 @@ def folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("case", patched_ranks.CASES)
 def test_two_ranks_train_the_patched_model_as_one_trains_the_plain_one(case, folder):
-    found, expected = torch.load(folder / f"{case}.pt"), patched_ranks.alone(case)
+    found = torch.load(folder / f"{case}.pt")
+    expected = patched_ranks.alone(case)
     assert found.pop("replaced") > 0
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0.0)
     assert expected["losses"][0] - expected["losses"][-1] > 0.01, "nothing was learned"

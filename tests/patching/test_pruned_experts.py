@@ -19,7 +19,8 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.model_shape import EXPERTS
 from chronicals.models import load_model
 
-FEW, KEPT = 4, [1, 2, 4, 7]
+FEW = 4
+KEPT = [1, 2, 4, 7]
 """Experts of a pruned checkpoint, and which of 8 they were."""
 
 ROUTERS = re.compile(r".*\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)")
@@ -57,7 +58,8 @@ def trained_once(model, inputs):
 def assert_as_its_class(load):
     """Of a model that ``load`` loads anew; all its layers of experts are replaced."""
     inputs = batch()
-    plain, patched = load().double(), load().double()
+    plain = load().double()
+    patched = load().double()
     assert patch_model(patched).counts()[BY] == len(layers_of(plain)) > 0
     for expected, got in zip(
         trained_once(plain, inputs), trained_once(patched, inputs), strict=True
@@ -104,7 +106,8 @@ def upcycled(folder):
         tie_word_embeddings=dense.config.tie_word_embeddings,
         sliding_window=None,
     )
-    model, weights = transformers.MixtralForCausalLM(config), dict(dense.state_dict())
+    model = transformers.MixtralForCausalLM(config)
+    weights = dict(dense.state_dict())
     for number, layer in enumerate(dense.model.layers):
         own = {
             name: weights.pop(f"model.layers.{number}.mlp.{name}_proj.weight")
@@ -130,7 +133,8 @@ def test_made_of_a_dense_model(tmp_path):
         return model
 
     assert_as_its_class(load)
-    model, inputs = load(), batch()
+    model = load()
+    inputs = batch()
     patch_model(model)
     torch.testing.assert_close(model(**inputs).loss, dense(**inputs).loss, rtol=1e-5, atol=1e-6)
 

@@ -29,7 +29,8 @@ def pair(family="llama"):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_logits_looked_at_after_autocast_has_ended(family):
     plain, patched, _ = pair(family)
-    rows, found = inputs(), []
+    rows = inputs()
+    found = []
     for model in (plain, patched):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = model(**rows)
@@ -45,7 +46,8 @@ def test_in_inference_mode():
     plain, patched, _ = pair()
     rows = inputs()
     with torch.inference_mode():
-        expected, got = plain(**rows), patched(**rows)
+        expected = plain(**rows)
+        got = patched(**rows)
         torch.testing.assert_close(got.loss, expected.loss)
         torch.testing.assert_close(got.logits * 1, expected.logits)
 
@@ -123,7 +125,8 @@ def test_modules_with_hooks_are_left_alone():
 
     plain = families.build("llama")
     patched = copy.deepcopy(plain)
-    norm, head = patched.model.layers[0].input_layernorm, patched.lm_head
+    norm = patched.model.layers[0].input_layernorm
+    head = patched.lm_head
     for module in (norm, head):
         add_hook_to_module(module, ModelHook())
     kept = norm.forward
@@ -203,7 +206,8 @@ def test_hooks_that_come_while_patched():
     plain = families.build("llama")
     patched = copy.deepcopy(plain)
     patch_model(patched)
-    hook, layers = counted_hooks(patched), len(patched.model.layers)
+    hook = counted_hooks(patched)
+    layers = len(patched.model.layers)
     assert documents_keep_apart(patched) and hook.runs == 2 * layers
     patched(**inputs())
     assert hook.runs == 3 * layers
@@ -250,7 +254,8 @@ def test_seams_within_each_other_where_a_forward_is_somebody_elses():
 
 
 def test_attention_that_would_take_no_documents_is_refused(monkeypatch):
-    model, install = families.build("llama"), attention_seam.install
+    model = families.build("llama")
+    install = attention_seam.install
 
     def all_but_one(given, seam):
         install(given, seam)
@@ -304,7 +309,9 @@ def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
     from torch.distributed.fsdp import fully_shard
 
     plain = families.build(family)
-    sharded, batch, losses = copy.deepcopy(plain), families.documents_batch(), []
+    sharded = copy.deepcopy(plain)
+    batch = families.documents_batch()
+    losses = []
     assert patch_parts(sharded, whole_layers=True).counts()[decoder_layer.BY]
     if fused_before:
         families.states_and_gradients(sharded, batch)
@@ -333,10 +340,12 @@ def test_what_fsdp_casts_is_not_made(implementation, monkeypatch):
     """Neither the mask nor the logits; afterwards both are in the other dtype."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 
-    plain, made = families.build("llama", attn_implementation=implementation), []
+    plain = families.build("llama", attn_implementation=implementation)
+    made = []
     patched = copy.deepcopy(plain)
     patch_model(patched)
-    kept, masks = lazy_mask._made, []
+    kept = lazy_mask._made
+    masks = []
     monkeypatch.setattr(lazy_mask, "_made", lambda given: (made.append(1), kept(given))[1])
     rows = inputs() | {"attention_mask": (torch.arange(9) < torch.tensor([[9], [6]])).long()}
     for model in (plain, patched):
@@ -363,7 +372,8 @@ def test_sharded_after_patching(apart, alone):
     plain, patched, _ = pair()
     shard(patched, alone, apart)
     rows = inputs()
-    expected, got = plain(**rows), patched(**rows)
+    expected = plain(**rows)
+    got = patched(**rows)
     torch.testing.assert_close(got.loss, expected.loss)
     torch.testing.assert_close(got.logits * 1, expected.logits, rtol=1e-4, atol=1e-4)
     for loss in (expected.loss, got.loss):
@@ -379,7 +389,8 @@ def test_an_adapter_on_the_head():
     """The head is no plain linear layer any more, whether the adapter came first or last."""
     from peft import LoraConfig, get_peft_model
 
-    rows, losses = inputs(), []
+    rows = inputs()
+    losses = []
     for order in ("none", "before", "after"):
         torch.manual_seed(0)
         model = families.build("llama")
@@ -424,10 +435,8 @@ def test_with_a_device_map_of_one_device(saved):
     report = patch_model(mapped)
     assert report.counts().keys() >= {"fused_rmsnorm", "fused_swiglu"} and not report.left
     rows = inputs()
-    theirs, ours = (
-        plain(**rows).loss,
-        mapped(**{name: x.to(mapped.device) for name, x in rows.items()}).loss,
-    )
+    theirs = plain(**rows).loss
+    ours = mapped(**{name: x.to(mapped.device) for name, x in rows.items()}).loss
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
 
 
@@ -446,7 +455,8 @@ def test_with_layers_that_are_fetched_from_disk(saved, tmp_path):
     )
     rows = inputs()
     with torch.no_grad():
-        theirs, ours = AutoModelForCausalLM.from_pretrained(saved)(**rows).loss, mapped(**rows).loss
+        theirs = AutoModelForCausalLM.from_pretrained(saved)(**rows).loss
+        ours = mapped(**rows).loss
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
 
 
@@ -460,10 +470,8 @@ def test_layers_on_two_cards_train(saved):
     report = patch_model(mapped)
     assert any("several devices" in entry.reason for entry in report.left)
     rows = inputs()
-    theirs, ours = (
-        plain(**rows).loss,
-        mapped(**{name: x.to("cuda:0") for name, x in rows.items()}).loss,
-    )
+    theirs = plain(**rows).loss
+    ours = mapped(**{name: x.to("cuda:0") for name, x in rows.items()}).loss
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-4)
     for loss in (theirs, ours):
         loss.backward()

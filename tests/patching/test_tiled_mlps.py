@@ -64,7 +64,8 @@ def test_rows_of_a_batch_are_rows(monkeypatch):
 def test_only_a_tile_is_wide(whole_layers, monkeypatch):
     """Of what autograd keeps over the forward pass; the inner width is that of nothing else."""
     monkeypatch.setattr(tiling, "TILE", 7)
-    model, seen = families.build("llama", intermediate_size=104), []
+    model = families.build("llama", intermediate_size=104)
+    seen = []
     patch_parts(model, whole_layers=whole_layers)
     for tiles in (False, True):
         if tiles:
@@ -84,7 +85,8 @@ def test_only_a_tile_is_wide(whole_layers, monkeypatch):
 
 def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 7)
-    model, calls = families.build("llama"), []
+    model = families.build("llama")
+    calls = []
     mlp = model.get_decoder().layers[0].mlp
     usual = mlp.forward
     mlp.forward = lambda x: calls.append(len(x)) or usual(x)
@@ -95,7 +97,8 @@ def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
 
 def test_copied_and_undone(monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 7)
-    model, batch = families.build("llama"), families.documents_batch()
+    model = families.build("llama")
+    batch = families.documents_batch()
     before = families.states_and_gradients(model, batch)
     tile_mlps(model)
     other = copy.deepcopy(model)

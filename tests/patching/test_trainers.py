@@ -23,7 +23,8 @@ def test_trl_sft(packing, tmp_path, caplog):
     from trl import SFTConfig, SFTTrainer
 
     data = Dataset.from_list(tiny.chat_rows(24))
-    found, before = [], attention.runs[0]
+    found = []
+    before = attention.runs[0]
     for patched in (False, True):
         model = tiny.llama(pad_token_id=0)
         if patched:

@@ -36,7 +36,8 @@ def test_what_sharing_costs(results, name, way, monkeypatch):
     import cards_rows
 
     result = json.loads((BENCHMARKS / "results" / f"several-cards-{results}.json").read_text())
-    ways, row = result["rows"][name], cards_rows.ROWS[name]
+    ways = result["rows"][name]
+    row = cards_rows.ROWS[name]
     alone, shared = (statistics.median(ways[kind]["seconds"]) for kind in ("1x", way))
     made = planned(row, way)
     assert made.exposed + made.slowed == pytest.approx(shared - alone, abs=0.012)

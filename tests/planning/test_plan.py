@@ -47,7 +47,8 @@ def trained(model):
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_bytes_are_those_of_the_formulas(ranks, tmp_path):
     """Within 1 %: fp32 gradients reduce-scattered, bf16 weights gathered."""
-    model, share = large(), (ranks - 1) / ranks
+    model = large()
+    share = (ranks - 1) / ranks
     sent = traffic(model, runs.config(tmp_path, **ALL), ranks, in_backward=False)
     count = trained(model)
     assert sent.reduce_scatter == pytest.approx(4 * count * share, rel=0.01)
@@ -84,10 +85,8 @@ def test_bytes_of_divided_weights(ranks, among, tmp_path):
     """
     model = large()
     config = runs.config(tmp_path, **ALL, sharding="weights", sharding_ranks=among)
-    sent, share = (
-        traffic(model, config, ranks, in_backward=False),
-        ((among or ranks) - 1) / (among or ranks),
-    )
+    sent = traffic(model, config, ranks, in_backward=False)
+    share = ((among or ranks) - 1) / (among or ranks)
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     assert sent.all_gather == pytest.approx(2 * (trained(model) + layers) * share, rel=0.01)
     assert sent.reduce_scatter == pytest.approx(2 * trained(model) * share, rel=0.01)
@@ -187,7 +186,8 @@ def test_bytes_of_a_divided_embedding(ranks, among, tmp_path):
         sharding_ranks=among,
     )
     sent = traffic(apply_lora(large(), LoRAConfig(rank=64)), config, ranks, in_backward=False)
-    tokens, share = 2 * 512, among or ranks
+    tokens = 2 * 512
+    share = among or ranks
     assert (
         sent.embedding == 3 * (share - 1) * (8 * tokens + 2 * tokens * 2048 / share)
         and sent.total > sent.embedding
@@ -211,7 +211,8 @@ def test_gradients_of_one_micro_batch_come_as_activations_go(sharding, tmp_path)
             runs.config(tmp_path, **fields), large(), 2, 1, True, total=100 * GB
         )[1]
 
-    once, often = expected(1, False), expected(2, False)
+    once = expected(1, False)
+    often = expected(2, False)
     assert often.gradients == 0 and often.fixed - once.fixed == once.gradients
     assert expected(1, True) == (
         once if sharding == "weights" else often
@@ -233,7 +234,8 @@ def test_gradients_of_adapters_over_divided_weights_stay_where_graphs_write_them
             runs.config(tmp_path, **fields), model, 2, 1, True, total=100 * GB
         )[1]
 
-    usual, graphed = expected(False), expected(True)
+    usual = expected(False)
+    graphed = expected(True)
     assert graphed.gradients == 0 and graphed.fixed - usual.fixed == usual.gradients > 0
 
 
@@ -292,7 +294,8 @@ def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
         tmp_path, **ALL, batch_size=2, max_seq_length=1024, context_parallel=context
     )
     sent = traffic(large(), config, 8, False, recomputed)
-    tokens, values = 2 * 1024 // context, (2 * 16 + 2 * 4) * 128
+    tokens = 2 * 1024 // context
+    values = (2 * 16 + 2 * 4) * 128
     assert sent.attention == 2 * tokens * values * (context - 1) / context * (2 * 4 + recomputed)
 
 
@@ -305,7 +308,8 @@ def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
         tmp_path, **ALL, batch_size=1, max_seq_length=768, context_parallel=context, context_heads=1
     )
     sent = traffic(large(), config, 6, False, recomputed)
-    others, values = 768 * (context - 1) / context, 2 * 4 * 128
+    others = 768 * (context - 1) / context
+    values = 2 * 4 * 128
     assert sent.attention == others * values * (2 * (4 + recomputed) + 4 * 4)
 
 
@@ -330,7 +334,9 @@ def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "LoRA over NF4"])
 def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
     fields = {**ALL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
-    config, own, found = runs.config(tmp_path, **fields), needed_memory.estimate, []
+    config = runs.config(tmp_path, **fields)
+    own = needed_memory.estimate
+    found = []
     models = [tiny.llama(**SIZES) if kind == "all weights" else tiny.llama(), None]
     models[1] = (
         large()
@@ -376,11 +382,9 @@ def test_what_does_not_fit_is_said(tmp_path):
 
 
 def test_time_is_computation_and_what_nothing_hides(tmp_path):
-    model, config = (
-        large(),
-        runs.config(
-            tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=["reduce_in_backward"]
-        ),
+    model = large()
+    config = runs.config(
+        tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=["reduce_in_backward"]
     )
     machines = Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12)
     near, far = (plan(model, config, gpus, machines) for gpus in (4, 8))
@@ -451,7 +455,8 @@ def test_layers_that_are_computed_twice_attend_twice(tmp_path):
     """2 FLOPs a token and weight that is multiplied by, and 2 heads x width x length of
     attention, of each layer again.
     """
-    model, config = large(), runs.config(tmp_path, **ALL, max_seq_length=512)
+    model = large()
+    config = runs.config(tmp_path, **ALL, max_seq_length=512)
     products = trained(model) - model.model.embed_tokens.weight.numel()
     more = _flops_a_token(model, config, 1.0) - _flops_a_token(model, config, 0.0)
     assert more == pytest.approx(2 * products + 2 * 4 * 16 * 128 * 512, rel=1e-4)
@@ -508,11 +513,10 @@ def room_for(stay, config, model, gpus):
 def test_what_is_gathered_for_a_pass_is_hidden_beside_it(stay, busy, tmp_path):
     """Of the forward pass all layers and the rest, of the backward pass the layers that do not
     stay. ``busy``: how long the forward pass computes, beside what is gathered for it."""
-    model, config = large(), runs.config(tmp_path, **DIVIDED)
-    layer, (memory, held) = (
-        sum(p.numel() for p in decoder_layers(model)[0].parameters()),
-        room_for(stay, config, model, 8),
-    )
+    model = large()
+    config = runs.config(tmp_path, **DIVIDED)
+    layer = sum(p.numel() for p in decoder_layers(model)[0].parameters())
+    (memory, held) = room_for(stay, config, model, 8)
     forward, backward = (2 * count * 7 / 8 / 1e10 for count in (trained(model), (4 - stay) * layer))
     flops = 512 * _flops_a_token(model, config, 0.0) / (3 * busy * forward) if busy else 1e30
     made = plan(model, config, 8, Machines(memory=memory, link=1e10, flops=flops))
@@ -575,7 +579,8 @@ def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(
 )
 def test_as_many_layers_stay_as_the_trainer_lets_stay(spare, fields, tmp_path, monkeypatch):
     usual = {name: value for name, value in DIVIDED.items() if name != "memory"}
-    model, config = large(), runs.config(tmp_path, **{**usual, "max_seq_length": 16, **fields})
+    model = large()
+    config = runs.config(tmp_path, **{**usual, "max_seq_length": 16, **fields})
     memory, _ = room_for(spare, config, model, 8)
     monkeypatch.setattr(needed_memory, "_memory_of", lambda _: memory)
     made = decisions.decide(config, present(model, True, True, pack_width=16), ranks=8)["sharding"]

@@ -19,15 +19,15 @@ class Eighths(Base):
 
     def __init__(self, weight, device):
         super().__init__(weight.matrix.shape, weight.dtype, weight.parts)
-        self.weight, self.version, self.values = weight, None, None
+        self.weight = weight
+        self.version = None
+        self.values = None
 
     def dense(self):
         version = [part._version for part in self.parts]
         if self.version != version:
-            self.version, self.values = (
-                version,
-                (8 * self.weight.matrix).round().clamp(-128, 127).to(torch.int8),
-            )
+            self.version = version
+            self.values = (8 * self.weight.matrix).round().clamp(-128, 127).to(torch.int8)
         return self.values.to(self.dtype) / 8
 
     def forward(self, x, bias=None):
@@ -70,7 +70,8 @@ def trained(model, batch):
 def test_a_format_of_ones_own_trains(adapted):
     """With adapters, two steps are those of the class whose weights are what the format makes of
     them; without, the first gradients are, and the weights themselves are updated."""
-    model, batch = model_of(adapted), families.documents_batch()
+    model = model_of(adapted)
+    batch = families.documents_batch()
     rounded = {
         name: p.detach().clone()
         for name, p in model.named_parameters()
@@ -79,7 +80,8 @@ def test_a_format_of_ones_own_trains(adapted):
     for p in rounded.values():
         p.copy_((8 * p).round().clamp(-128, 127) / 8)
     patch_parts(model, whole_layers=True)
-    layers, before = len(model.get_decoder().layers), decoder_layer.runs[BY]
+    layers = len(model.get_decoder().layers)
+    before = decoder_layer.runs[BY]
     assert run_in_format(model, Eighths).chosen == 4 * layers
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     found = trained(model, batch)

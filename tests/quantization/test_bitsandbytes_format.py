@@ -129,13 +129,11 @@ def test_a_layer_that_is_not_quantized_yet_is_refused(bnb):
 def test_codes_laid_out_for_the_cpu_are_put_in_order_first():
     class State:
         packing_format_for_cpu = True
-        quant_type, blocksize, dtype, shape, state2 = (
-            "nf4",
-            64,
-            torch.bfloat16,
-            torch.Size((2, 64)),
-            None,
-        )
+        quant_type = "nf4"
+        blocksize = 64
+        dtype = torch.bfloat16
+        shape = torch.Size((2, 64))
+        state2 = None
         absmax = torch.ones(2)
 
     class Layer(torch.nn.Module):
@@ -147,10 +145,8 @@ def test_codes_laid_out_for_the_cpu_are_put_in_order_first():
             self.weight.quant_state = State()
 
         def _save_to_state_dict(self, *_):
-            self.weight.data, self.weight.quant_state.packing_format_for_cpu = (
-                torch.full((64, 1), 0x5A, dtype=torch.uint8),
-                False,
-            )
+            self.weight.data = torch.full((64, 1), 0x5A, dtype=torch.uint8)
+            self.weight.quant_state.packing_format_for_cpu = False
 
     assert (weight_of_layer(Layer()).codes == 0x5A).all()
 

@@ -133,7 +133,8 @@ def test_sizes_that_are_no_multiple_of_a_block(parameters):
 def test_a_hook_on_experts_with_adapters_sees_them(monkeypatch):
     """They run as a call of the module, then, with adapted weights in the place of its own."""
     model, plain = quantised("Qwen3Moe", ON_EXPERTS)
-    seen, expected = [], loss_and_gradients(plain)
+    seen = []
+    expected = loss_and_gradients(plain)
     for module in model.modules():
         if isinstance(module, Experts4bit):
             module.register_forward_hook(lambda module, *_: seen.append(module))
@@ -158,7 +159,8 @@ def test_another_layer_may_use_the_buffer_before_the_backward_pass():
 
 def test_sizes_and_casts():
     model = build("Qwen3Moe")
-    values, bytes_before = count_values(model), sum(p.nbytes for p in model.parameters())
+    values = count_values(model)
+    bytes_before = sum(p.nbytes for p in model.parameters())
     quantise_experts(model)
     assert (
         count_values(model) == values

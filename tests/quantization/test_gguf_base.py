@@ -19,7 +19,8 @@ from drawn_blocks import by_gguf, random_blocks
 from interpreted import kernels_run
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES, WIDTH = (24, 7, 13), 256
+SIZES = (24, 7, 13)
+WIDTH = 256
 
 
 @pytest.fixture(params=["kernels", "references"])
@@ -52,10 +53,8 @@ def test_products_are_those_of_the_dequantised_weight(dtype, device):
     """
     for packed in (mixed(dtype, device), *([drawn(37, kind, dtype, device)] for kind in KINDS)):
         for columns in (0, 64):
-            base, dense = (
-                GGUF(packed, columns, (4,) * len(packed)),
-                Dense.fused([part.dense() for part in packed], columns),
-            )
+            base = GGUF(packed, columns, (4,) * len(packed))
+            dense = Dense.fused([part.dense() for part in packed], columns)
             assert torch.equal(base.dense(), dense.dense()) and base.padded == dense.padded
             assert not base.trained and base.weight_gradient(Operand(None), Operand(None)) is None
             for reach in {0, columns}:
@@ -87,7 +86,9 @@ def test_what_is_no_blocks_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_adapters_they_are_as_exact_as_the_plain_formula(dtype, device):
-    ranks, scales, weights = (3, 0, 5), (0.5, 1.0, 2.0), []
+    ranks = (3, 0, 5)
+    scales = (0.5, 1.0, 2.0)
+    weights = []
 
     def adapters(given):
         pairs = {0: given[0::2][0:1] + given[1::2][0:1], 2: given[0::2][1:] + given[1::2][1:]}
@@ -133,7 +134,8 @@ def layer(kind="Q4_K", dtype=torch.float32, device="cpu", bias=True):
 def test_a_layer_is_the_plain_layer_of_its_dequantised_weight(shape, kind, device):
     for bias in (False, True):
         ours = layer(kind, torch.float32, device, bias)
-        x, dy = torch.randn(shape, device=device), torch.randn(*shape[:-1], 29, device=device)
+        x = torch.randn(shape, device=device)
+        dy = torch.randn(*shape[:-1], 29, device=device)
         found, expected = (
             [y := of(z := x.clone().requires_grad_()), *torch.autograd.grad(y, z, dy)]
             for of in (ours, ours.plain())
@@ -147,7 +149,8 @@ def test_a_layer_is_the_plain_layer_of_its_dequantised_weight(shape, kind, devic
 
 def test_casts_of_a_model_change_what_it_is_dequantised_to_alone(device):
     ours = layer(device=device)
-    model, blocks = nn.Sequential(ours), ours.weight.detach().clone()
+    model = nn.Sequential(ours)
+    blocks = ours.weight.detach().clone()
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         model.to(dtype)
         assert (
@@ -160,11 +163,9 @@ def test_casts_of_a_model_change_what_it_is_dequantised_to_alone(device):
 
 
 def test_a_layer_is_saved_and_copied(device):
-    ours, other = (
-        layer(device=device),
-        LinearGGUF(
-            drawn(29, "Q4_K", torch.float32, device, seed=9), torch.zeros(29, device=device)
-        ),
+    ours = layer(device=device)
+    other = LinearGGUF(
+        drawn(29, "Q4_K", torch.float32, device, seed=9), torch.zeros(29, device=device)
     )
     x = torch.randn(3, WIDTH, device=device)
     assert not torch.equal(ours(x), other(x))
@@ -174,10 +175,8 @@ def test_a_layer_is_saved_and_copied(device):
 
 def test_the_operator_is_whole_for_a_compiler(device):
     ours = layer(device=device)
-    x, dy = (
-        torch.randn(3, WIDTH, device=device, requires_grad=True),
-        torch.randn(3, 29, device=device),
-    )
+    x = torch.randn(3, WIDTH, device=device, requires_grad=True)
+    dy = torch.randn(3, 29, device=device)
     torch.library.opcheck(
         torch.ops.chronicals.linear_gguf.default, (x, ours.weight, 29, "Q4_K", torch.float32)
     )

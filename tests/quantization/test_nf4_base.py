@@ -22,7 +22,8 @@ FORMAT = sys.modules["chronicals.quantization.packed"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [((1,), 1), ((37,), 5), ((24, 7, 13), 20), ((64, 64), 96), ((1, 3), 131)]
 RANKS = [(0, 0, 0), (3, 3, 3), (0, 5, 0)]
-SIZES, WIDTH = (24, 7, 13), 20
+SIZES = (24, 7, 13)
+WIDTH = 20
 
 
 @pytest.fixture(params=["kernels", "references"])
@@ -60,7 +61,8 @@ def test_products_are_those_of_the_dequantised_weight(sizes, width, dtype, neste
     """Bit by bit, with rows as long as the weight's and with such as reach into the padding."""
     packed = packed_weights(sizes, width, dtype, device, nested)
     for columns in (0, 64):
-        base, dense = NF4(packed, columns, (4, 4)), dense_of(packed, columns)
+        base = NF4(packed, columns, (4, 4))
+        dense = dense_of(packed, columns)
         assert torch.equal(base.dense(), dense.dense()) and base.padded == dense.padded
         assert not base.trained and base.weight_gradient(Operand(None), Operand(None)) is None
         for side in ("up", "down"):
@@ -69,10 +71,8 @@ def test_products_are_those_of_the_dequantised_weight(sizes, width, dtype, neste
                 getattr(buffer, side).copy_(inside)
         bias = torch.randn(sum(sizes), device=device).to(dtype)
         for reach in {0, columns}:
-            x, dy = (
-                rows(13, width + reach, dtype, device),
-                rows(13, sum(sizes) + reach, dtype, device),
-            )
+            x = rows(13, width + reach, dtype, device)
+            dy = rows(13, sum(sizes) + reach, dtype, device)
             assert torch.equal(base.forward(x), dense.forward(x))
             assert torch.equal(base.forward(x, bias), dense.forward(x, bias))
             assert torch.equal(base.input_gradient(dy), dense.input_gradient(dy))
@@ -92,7 +92,8 @@ def in_turn(of, device):
     packed = [packed_weights(SIZES, WIDTH, torch.float32, device) for _ in range(2)]
     kind = type("NF4", (of.PackedBase,), {"bytes_a_value": NF4.bytes_a_value})
     first, second = (kind(part) for part in packed)
-    x, dy = rows(5, WIDTH, torch.float32, device), rows(5, sum(SIZES), torch.float32, device)
+    x = rows(5, WIDTH, torch.float32, device)
+    dy = rows(5, sum(SIZES), torch.float32, device)
     found = [
         first.forward(x),
         second.forward(x),
@@ -113,10 +114,8 @@ def in_turn(of, device):
 
 def test_weights_of_one_shape_share_a_buffer(device):
     packed = packed_weights(SIZES, WIDTH, torch.bfloat16, device)
-    first, second = (
-        NF4(packed, 64, (1, 2, 3)),
-        NF4(packed_weights(SIZES, WIDTH, torch.bfloat16, device), 64, (1, 2, 3)),
-    )
+    first = NF4(packed, 64, (1, 2, 3))
+    second = NF4(packed_weights(SIZES, WIDTH, torch.bfloat16, device), 64, (1, 2, 3))
     assert first.buffer is second.buffer
     others = [
         NF4(packed, 64, (3, 2, 1)),
@@ -140,7 +139,8 @@ def test_forward_and_backward_of_a_recomputed_layer_dequantise_once(device):
     base = NF4(packed_weights(SIZES, WIDTH, torch.float32, device))
     filled = []
     into, base.into = base.into, lambda out: filled.append(0) or into(out)
-    x, dy = rows(5, WIDTH, torch.float32, device), rows(5, sum(SIZES), torch.float32, device)
+    x = rows(5, WIDTH, torch.float32, device)
+    dy = rows(5, sum(SIZES), torch.float32, device)
     base.forward(x), base.input_gradient(dy), base.input_gradient(dy)
     assert len(filled) == 1
 
@@ -149,7 +149,9 @@ def functions(ranks, biased, dtype, device, of=module):
     """Ours over packed weights, twice in a row with two weights of one shape, and the plain
     formula of what they stand for; of x, the biases, and the A and B of the layers that have
     them. The third draws these, and other weights."""
-    adapted, scales, drawn = [n for n, rank in enumerate(ranks) if rank], (0.5, 1.5, 2.5), []
+    adapted = [n for n, rank in enumerate(ranks) if rank]
+    scales = (0.5, 1.5, 2.5)
+    drawn = []
 
     def draw():
         drawn[:] = (packed_weights(SIZES, WIDTH, dtype, device) for _ in range(2))
@@ -161,7 +163,8 @@ def functions(ranks, biased, dtype, device, of=module):
 
     def parts(tensors, number):
         biases, rest = (tensors[:3], tensors[3:]) if biased else ([None] * 3, tensors)
-        adapters, (downs, ups) = [None] * 3, (rest[: len(adapted)], rest[len(adapted) :])
+        adapters = [None] * 3
+        (downs, ups) = (rest[: len(adapted)], rest[len(adapted) :])
         for place, n in enumerate(adapted):
             adapters[n] = Adapter(downs[place], ups[place], scales[n] * (1 - 3 * number), 0.0)
         return drawn[number], biases, adapters
@@ -244,10 +247,8 @@ def test_a_layer_is_the_plain_layer_of_its_dequantised_weight(shape, dtype, devi
 def test_a_layer_is_what_bitsandbytes_computes(device):
     bnb = pytest.importorskip("bitsandbytes")
     for nested in (False, True):
-        weight, x = (
-            torch.randn(32, 64, device=device),
-            torch.randn(5, 64, device=device, requires_grad=True),
-        )
+        weight = torch.randn(32, 64, device=device)
+        x = torch.randn(5, 64, device=device, requires_grad=True)
         theirs = bnb.nn.Linear4bit(
             64,
             32,
@@ -318,7 +319,8 @@ def test_under_autocast_it_multiplies_in_the_type_of_autocast(device):
     ours, plain = layers(device=device)
     x = torch.randn(3, 37, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        found, expected = ours(x), plain(x)
+        found = ours(x)
+        expected = plain(x)
     assert found.dtype == expected.dtype == torch.bfloat16 and torch.allclose(
         found, expected, rtol=2e-2, atol=2e-2
     )

@@ -6,7 +6,8 @@ from chronicals.saving import Background
 
 
 def test_one_piece_of_work_at_a_time_and_its_error_once():
-    background, go = Background(), threading.Event()
+    background = Background()
+    go = threading.Event()
     background.start(go.wait)
     assert background.busy and background.error is None
     with pytest.raises(AssertionError):

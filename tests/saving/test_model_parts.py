@@ -60,7 +60,8 @@ def test_the_files_hold_what_transformers_writes(tmp_path, monkeypatch, make, si
     model = make()
     save_model(tmp_path / "whole", model, {"beside.txt": b"x"}, {"about": 1})
     parts = written(model, tmp_path / "parts")
-    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    expected = tensors(tmp_path / "whole")
+    found = tensors(tmp_path / "parts")
     assert expected.keys() == found.keys() and all(
         equal(x, found[name]) for name, x in expected.items()
     )

@@ -58,7 +58,8 @@ def test_a_run_in_several_files_resumes_bit_equal(tmp_path, small_files):
     (folder,) = checkpoint.checkpoints(tmp_path / "part" / "run")
     assert len(optimizer_states.optimizer_files(folder)) > 1
     runs.train(tmp_path / "part", **options, resume=True)
-    whole, part = runs.weights(tmp_path / "whole"), runs.weights(tmp_path / "part")
+    whole = runs.weights(tmp_path / "whole")
+    part = runs.weights(tmp_path / "part")
     assert all(equal(whole[name], part[name]) for name in whole)
 
 

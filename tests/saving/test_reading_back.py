@@ -96,7 +96,8 @@ def cast(stored):
     stored.update({name: value.bfloat16() for name, value in stored.items()})
 
 
-ADAPTER, WHOLE = "adapter_model.safetensors", "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+WHOLE = "model.safetensors"
 FAULTS = {
     "another base": (
         "over 4 bits",

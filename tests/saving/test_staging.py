@@ -17,7 +17,8 @@ class Unpinned:
     """In place of the driver, that refuses to pin from the ``refused``-th chunk on."""
 
     def __init__(self, refused=100):
-        self.refused, self.registered = refused, {}
+        self.refused = refused
+        self.registered = {}
 
     def cudaHostRegister(self, address, size, flags):
         if len(self.registered) >= self.refused:
@@ -73,7 +74,8 @@ def test_pinned_copies_lie_apart_and_are_made_in_pieces(driver, monkeypatch, pie
     all for one tensor.
     """
     monkeypatch.setattr(staging, "PIECE", piece)
-    given, memory = states(), PinnedMemory()
+    given = states()
+    memory = PinnedMemory()
     memory.allocate(staging._size(given.values()))
     copies = {}
     for offset, tensor in staging._places(given.values()):

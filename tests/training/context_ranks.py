@@ -211,7 +211,8 @@ class Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attend: Any, bounds: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.attend, ctx.bounds = attend, bounds
+        ctx.attend = attend
+        ctx.bounds = bounds
         ctx.save_for_backward(*tensors)
         return attend(*tensors[:3], *bounds, *tensors[3:])
 
@@ -223,7 +224,8 @@ class Kept(torch.autograd.Function):
         return None, None, *torch.autograd.grad(out, given, dy)
 
 
-LENGTHS, RANKS = (1, 20, 3, 30, 5, 2, 19), (0, SPLIT, 1, SPLIT, 1, 0, SPLIT)
+LENGTHS = (1, 20, 3, 30, 5, 2, 19)
+RANKS = (0, SPLIT, 1, SPLIT, 1, 0, SPLIT)
 """Of documents, and which rank has each."""
 REST = 36
 """Filler."""
@@ -234,7 +236,8 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
     gradients are summed.
     """
     torch.manual_seed(3)
-    options, width = dict(options), 16
+    options = dict(options)
+    width = 16
     context = ranks.sharing_packs(ranks.count, options.pop("inner", None)).context
     sinks = [torch.randn(heads[0], dtype=torch.float64)] if options.pop("sinks", False) else []
     widths = width, width, options.pop("narrow", width)
@@ -246,7 +249,8 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
     dy = torch.randn(tokens, heads[0], widths[2], dtype=torch.float64)
     bounds = torch.tensor([0, *itertools.accumulate((*LENGTHS, REST))], dtype=torch.int32)
     share = share_of(bounds.numpy(), np.array([*RANKS, NOBODY]), context)
-    at, there = torch.as_tensor(share.rows).clamp(min=0), torch.as_tensor(share.rows >= 0)
+    at = torch.as_tensor(share.rows).clamp(min=0)
+    there = torch.as_tensor(share.rows >= 0)
 
     def attend(q, k, v, *given):
         sinks = given[4] if len(given) > 4 else None
@@ -282,8 +286,11 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
 def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
     """Gradients of layers that run fused, summed over the shares, and those of the whole."""
     torch.manual_seed(0)
-    lengths, shared, sums = (21, 3, 7, 9), np.array([SPLIT, 0, 1, NOBODY]), []
-    model, batch = families.build("llama"), families.documents_batch(lengths)
+    lengths = (21, 3, 7, 9)
+    shared = np.array([SPLIT, 0, 1, NOBODY])
+    sums = []
+    model = families.build("llama")
+    batch = families.documents_batch(lengths)
     batch = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens[:-1])
     share = share_of(batch.cu_seqlens.numpy(), shared, ranks.context)
     assert patch_parts(model, whole_layers=True).counts()

@@ -24,7 +24,8 @@ from chronicals.objectives import build_objective
 from chronicals.patching import patch_parts
 from chronicals.training.session import prepared
 
-STEPS, LENGTHS = 2, (7, 3, 12)
+STEPS = 2
+LENGTHS = (7, 3, 12)
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 
 

@@ -34,7 +34,9 @@ EPSILON = 1e-5
 order of sums may change.
 """
 
-STEPS, LENGTHS, OTHERS = 4, (7, 1, 12, 4), (6, 7, 3, 8)
+STEPS = 4
+LENGTHS = (7, 1, 12, 4)
+OTHERS = (6, 7, 3, 8)
 LORA = {
     "learning_rate": 1e-3,
     "use_lora": True,
@@ -136,7 +138,8 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
     """Losses, norms and the trained weights after some steps; how many layers ran fused, and
     what a rank holds.
     """
-    model, (sizes, fields) = built(case, ranks), CASES[case]
+    model = built(case, ranks)
+    (sizes, fields) = CASES[case]
     own = (
         {**fields, "sharding": "weights"}
         if ranks.count > 1
@@ -149,7 +152,8 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
         **own,
     }
     config = runs.config(folder, objective="pretraining", **own)
-    before, seen = decoder_layer.runs.total(), []
+    before = decoder_layer.runs.total()
+    seen = []
     counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
     with counted as exchanges, prepared(model, config, build_objective(config), ranks) as session:
         if "padded" in case:

@@ -57,7 +57,8 @@ def train(
 
 
 def main() -> None:
-    folder, fields = Path(sys.argv[1]), json.loads(sys.argv[2])
+    folder = Path(sys.argv[1])
+    fields = json.loads(sys.argv[2])
     model_parts.FILE_BYTES = fields.pop("file_bytes", model_parts.FILE_BYTES)
     write = model_parts.ModelParts.write
 

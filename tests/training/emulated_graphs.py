@@ -9,7 +9,9 @@ from chronicals.training.graphs import GraphedStep
 
 class _Emulated:
     def __init__(self, recorder, run):
-        self.recorder, self.run, self.looked_up = recorder, run, []
+        self.recorder = recorder
+        self.run = run
+        self.looked_up = []
         self.begun = recorder.gradients()
         before = recorder.values()
         self.result = run()
@@ -40,7 +42,8 @@ class Recorder:
     on_stream = staticmethod(nullcontext)
 
     def __init__(self, parameters, optimizer):
-        self.parameters, self.optimizer = parameters, optimizer
+        self.parameters = parameters
+        self.optimizer = optimizer
 
     def capture(self, run):
         graph = _Emulated(self, run)

@@ -26,7 +26,8 @@ from chronicals.distributed import Gathers, HostExchange, Mesh
 from chronicals.models import quantise_layers
 from chronicals.training import decisions, graphs, session, weight_sharding
 
-STEPS, EVALUATED = 9, 4
+STEPS = 9
+EVALUATED = 4
 ON_CARD = torch.cuda.is_available()
 FIELDS = {
     "max_steps": STEPS,
@@ -57,7 +58,8 @@ def fails_on_one() -> Any:
     real one has not.
     """
     recorder = EmulatedRecorder if not ON_CARD else graphs.Recorder
-    usual, calls = recorder.capture, []
+    usual = recorder.capture
+    calls = []
 
     def capture(self: Any, run: Callable[[], Any]) -> Any:
         calls.append(None)
@@ -105,7 +107,9 @@ ARMS: dict[str, Callable[[], Any] | None] = {
 
 def watched(seen: dict[str, Any]) -> list[Any]:
     """Notes what is told, gathered and replayed, and the step that does it."""
-    tell, gather, release = HostExchange.__call__, Gathers._begin, graphs.GraphedStep.release
+    tell = HostExchange.__call__
+    gather = Gathers._begin
+    release = graphs.GraphedStep.release
     replay = graphs.Graph.replay
 
     def told(self: Any, numbers: Any) -> Any:
@@ -168,7 +172,8 @@ def train(arm: str, base: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, base = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
+    base = sys.argv[2]
     torch.set_num_threads(1)
     if os.environ["WORLD_SIZE"] == "1":
         dist.init_process_group("nccl" if ON_CARD else "gloo")

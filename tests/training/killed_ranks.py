@@ -35,8 +35,11 @@ SETTINGS = {
 
 def main(folder: Path, resume: bool, killed: int, kill_at: int, sharding: str) -> None:
     torch.set_num_threads(1)
-    watch.PAUSE, watch.GRACE, watch.LOST = 0.2, 3.0, 10.0
-    rank, events = Mesh.current().rank, 0
+    watch.PAUSE = 0.2
+    watch.GRACE = 3.0
+    watch.LOST = 10.0
+    rank = Mesh.current().rank
+    events = 0
 
     def counted(function):
         def wrapper(*arguments, **named):
@@ -49,12 +52,11 @@ def main(folder: Path, resume: bool, killed: int, kill_at: int, sharding: str) -
         return wrapper
 
     NextToken.__call__ = counted(NextToken.__call__)
-    os.fsync, os.rename = counted(os.fsync), counted(os.rename)
+    os.fsync = counted(os.fsync)
+    os.rename = counted(os.rename)
     checkpoint.write_pieces = counted(checkpoint.write_pieces)
-    RankFiles.collecting, RankFiles.deliver = (
-        counted(RankFiles.collecting),
-        counted(RankFiles.deliver),
-    )
+    RankFiles.collecting = counted(RankFiles.collecting)
+    RankFiles.deliver = counted(RankFiles.deliver)
     RankFiles._say = counted(RankFiles._say)
     runs.train(folder, rows=tiny.chat_rows(40), resume=resume, sharding=sharding, **SETTINGS)
     (folder / f"events.{rank}").write_text(str(events))

@@ -45,11 +45,9 @@ def run(
         return wrapper
 
     NextToken.__call__ = counted("micro-batch", NextToken.__call__)
-    os.fsync, os.rename, os.replace = (
-        counted("sync", os.fsync),
-        counted("rename", os.rename),
-        counted("replace", os.replace),
-    )
+    os.fsync = counted("sync", os.fsync)
+    os.rename = counted("rename", os.rename)
+    os.replace = counted("replace", os.replace)
     shutil.rmtree = counted("remove", shutil.rmtree)
     runs.train(
         Path(folder),

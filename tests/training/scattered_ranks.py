@@ -40,7 +40,10 @@ class Loss:
     """In place of an objective: a chain of products, so that gradients come one after the other."""
 
     def __init__(self, weights, rank, twice):
-        self.weights, self.rank, self.twice, self.alive = weights, rank, twice, []
+        self.weights = weights
+        self.rank = rank
+        self.twice = twice
+        self.alive = []
 
     def __call__(self, model, batch):
         unused = UNUSED.get((self.rank, batch.number), set())
@@ -67,7 +70,8 @@ def train(within: bool, micro_batches: int, ranks: Mesh, twice: bool = False) ->
         [{"params": parameters}], Shards(ranks, parameters, 1 << 13), lr=1e-2, weight_decay=0.1
     )
     optimizer.weights_moved()
-    shards, objective = optimizer.shards, Loss(weights, ranks.rank, twice)
+    shards = optimizer.shards
+    objective = Loss(weights, ranks.rank, twice)
     model = SimpleNamespace(as_forward=lambda compute: compute())
     given = (
         model,
@@ -79,7 +83,9 @@ def train(within: bool, micro_batches: int, ranks: Mesh, twice: bool = False) ->
         shards.norm,
     )
     parts = ScatteredStep(*given, shards=shards) if within else EagerStep(*given)
-    norms, holders, alive = [], [], []
+    norms = []
+    holders = []
+    alive = []
     torch.stack(
         [weight.sum() for weight in parameters]
     ).sum().backward()  # as what compiles kernels beforehand does

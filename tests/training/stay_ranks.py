@@ -25,7 +25,8 @@ from chronicals.training import decisions
 from chronicals.training.needed_memory import gathered_bytes
 from chronicals.training.session import prepared
 
-STEPS, MICRO = 3, 2
+STEPS = 3
+MICRO = 2
 
 LAYERS = 3
 """Of the model that is broken off; a card has room for one or two of them."""
@@ -44,7 +45,8 @@ def train(count: int, ranks: Mesh, folder: Path) -> dict[str, Any]:
         gradient_accumulation_steps=MICRO,
         sharding="weights",
     )
-    seen, batch = [], batch_of(99, 300)
+    seen = []
+    batch = batch_of(99, 300)
     with prepared(model, config, build_objective(config), ranks) as session:
         stay_gathered(decoder_layers(model), count)
         with session.stepping():
@@ -71,7 +73,8 @@ def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
     which layers, and whether the embedding, are gathered after a forward pass that no backward
     pass followed, when the run has left its model, and when a run has that failed within its
     last layer; whether the loss falls from a step before that run to one after it."""
-    model, batch = tiny.llama(num_hidden_layers=LAYERS), batch_of(99, 300)
+    model = tiny.llama(num_hidden_layers=LAYERS)
+    batch = batch_of(99, 300)
     config = runs.config(folder, objective="pretraining", sharding="weights")
     estimated = decisions.expected_memory
 
@@ -92,7 +95,8 @@ def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
     with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
         session.presented.as_forward(partial(session.objective, session.presented, batch))
         broken = gathered()
-    left, losses = gathered(), [step()]
+    left = gathered()
+    losses = [step()]
     failing = decoder_layers(model)[-1].register_forward_pre_hook(_fail)
     with suppress(ValueError):
         step()

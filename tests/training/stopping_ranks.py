@@ -25,7 +25,9 @@ from chronicals.training import Callback, checkpoint
 CALLS = 3
 """Forward passes until the second step, of two micro-batches each."""
 
-PATIENCE, LONGER, GRACE = 4.0, 9.0, 3.0
+PATIENCE = 4.0
+LONGER = 9.0
+GRACE = 3.0
 """Seconds that a step may take, that a callback takes, and that a process has once another has
 raised an error.
 """
@@ -57,7 +59,9 @@ SHORT = {
 class Ends(NextToken):
     """Of the second rank."""
 
-    calls, how, folder = 0, "", Path()
+    calls = 0
+    how = ""
+    folder = Path()
 
     def end(self) -> None:
         happens(self.folder)
@@ -108,7 +112,9 @@ class NeedsAll(Callback):
     """Asks for what the other rank does not take part in."""
 
     def __init__(self, model, how, folder):
-        self.model, self.how, self.folder = model, how, folder
+        self.model = model
+        self.how = how
+        self.folder = folder
 
     def step_done(self, metrics):
         happens(self.folder)
@@ -126,7 +132,8 @@ def fill_disk(folder: Path) -> None:
     """The states of the second step do not fit; the file is there in part, as after a write that
     failed.
     """
-    write, written = checkpoint.write_pieces, []
+    write = checkpoint.write_pieces
+    written = []
 
     def write_until_full(pieces, place, rank, count):
         written.append(rank)
@@ -173,7 +180,8 @@ def load(how: str, ranks: Mesh, folder: Path) -> None:
 
 def main(folder: Path, how: str) -> None:
     torch.set_num_threads(1)
-    watch.PAUSE, watch.GRACE = 0.2, GRACE
+    watch.PAUSE = 0.2
+    watch.GRACE = GRACE
     rank = (ranks := Mesh.current()).rank
     usual = {"rank_timeout": 100.0, "validation_split": 0.0, "eval_steps": None}
     together = how in ("has a full disk", "raises beside a checkpoint")
@@ -188,7 +196,8 @@ def main(folder: Path, how: str) -> None:
             hang_where_parts_meet(folder)
     elif rank == 1:
         made.objective = Ends()
-        made.objective.how, made.objective.folder = how, folder
+        made.objective.how = how
+        made.objective.folder = folder
         if how == "has a full disk":
             fill_disk(folder)
     elif how == "raises beside a checkpoint":

@@ -12,7 +12,8 @@ from chronicals.optimizers import Adam8bit, adamw
 from chronicals.training import session
 from mutants import mutant
 
-SEEDS, WINDOWS = 4, 5
+SEEDS = 4
+WINDOWS = 5
 USED = 60
 """Tokens of 300 that occur: of the others the head's gradients are smaller by orders of
 magnitude.
@@ -24,7 +25,8 @@ def curve(folder, seed, steps, **changes):
     """Mean losses of ``WINDOWS`` parts of a run that learns a noisy rule: token n is followed by
     7 n + 3, modulo 60.
     """
-    model, drawn = tiny.llama(seed), torch.Generator().manual_seed(seed)
+    model = tiny.llama(seed)
+    drawn = torch.Generator().manual_seed(seed)
     config = runs.config(folder, learning_rate=3e-3, weight_decay=0.1, **changes)
     optimizer = session.build_optimizer(model, config)
     losses = []
@@ -101,7 +103,8 @@ def theirs(weight, gradient, state, step, lr, betas, eps, decay):
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False))
     )
     g = gradient.double()
-    mean, square = mean * betas[0] + g * (1 - betas[0]), square * betas[1] + g * g * (1 - betas[1])
+    mean = mean * betas[0] + g * (1 - betas[0])
+    square = square * betas[1] + g * g * (1 - betas[1])
     correction = (1 - betas[1] ** step) ** 0.5
     size = -lr * correction / (1 - betas[0] ** step)
     return (
@@ -117,7 +120,10 @@ def test_the_update_is_that_of_bitsandbytes():
     """
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(70, 100))
-    lr, betas, eps, decay = 1e-3, (0.9, 0.99), 1e-8, 0.1
+    lr = 1e-3
+    betas = (0.9, 0.99)
+    eps = 1e-8
+    decay = 0.1
     optimizer = Adam8bit([weight], lr=lr, betas=betas, eps=eps, weight_decay=decay)
     for step in range(1, 8):
         weight.grad = torch.randn_like(weight) * 10.0 ** torch.randn(70, 1)

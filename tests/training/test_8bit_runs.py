@@ -42,10 +42,8 @@ def kinds(model, config):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_moments_of_large_matrices_but_embeddings_are_in_8_bits(tmp_path, tied):
-    model, config = (
-        tiny.llama(tie_word_embeddings=tied),
-        runs.config(tmp_path, **IN_8_BITS, weight_decay=0.1),
-    )
+    model = tiny.llama(tie_word_embeddings=tied)
+    config = runs.config(tmp_path, **IN_8_BITS, weight_decay=0.1)
     for name, (dtype, _, decay) in kinds(model, config).items():
         weight = model.get_parameter(name)
         large = weight.ndim > 1 and weight.numel() >= 4096 and "embed_tokens" not in name
@@ -78,7 +76,8 @@ def test_adapters_keep_their_two_rates(tmp_path):
     ids=str,
 )
 def test_a_run_follows_the_one_with_states_in_fp32(tmp_path, changes):
-    full, ours = [], []
+    full = []
+    ours = []
     for name, found, more in (("full", full, {}), ("ours", ours, IN_8_BITS)):
         runs.train(tmp_path / name, max_steps=12, max_grad_norm=0.5, **changes, **more)
         found += runs.trajectory(tmp_path / name)
@@ -151,7 +150,8 @@ def test_the_log_says_it(tmp_path, caplog):
 
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True}], ids=str)
 def test_the_estimate_counts_the_bytes_that_there_are(tmp_path, changes, monkeypatch):
-    fixed, usual = [], needed_memory.estimate
+    fixed = []
+    usual = needed_memory.estimate
 
     def estimate(model, step, weights):
         fixed.append((weights.trained, usual(model, step, weights)))
@@ -160,7 +160,8 @@ def test_the_estimate_counts_the_bytes_that_there_are(tmp_path, changes, monkeyp
     monkeypatch.setattr(needed_memory, "estimate", estimate)
     sizes = []
     for more in ({}, IN_8_BITS):
-        model, config = tiny.llama(), runs.config(tmp_path, **changes, **more)
+        model = tiny.llama()
+        config = runs.config(tmp_path, **changes, **more)
         model = apply_lora(model, LoRAConfig(rank=64)) if changes else model
         decisions.decide(config, present(model, True, True, pack_width=128))
         optimizer = session.build_optimizer(model, config)

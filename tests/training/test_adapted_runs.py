@@ -32,7 +32,8 @@ def with_added_tokens(folder, seed, tied=False, dtype=torch.float32):
     """A base from a folder, and its tokenizer, with three tokens more than its files have."""
     if not (folder / "base").exists():
         tiny.llama(tie_word_embeddings=tied).save_pretrained(folder / "base")
-    model, tokenizer = load_model(folder / "base", dtype), tiny.tokenizer()
+    model = load_model(folder / "base", dtype)
+    tokenizer = tiny.tokenizer()
     tokenizer.add_tokens([f"<{n}>" for n in range(300 - len(tokenizer))] + ADDED)
     torch.manual_seed(seed)
     model.resize_token_embeddings(len(tokenizer))
@@ -87,7 +88,8 @@ def test_after_a_run_the_model_is_copied_and_trained_on(tmp_path):
     model, tokenizer = with_added_tokens(tmp_path, 1)
     train(tmp_path, model, tokenizer, lora_rank=8, output_dir=tmp_path / "first")
     scored = runs.config(tmp_path, output_dir=tmp_path / "scored")
-    first, kept = evaluate_data(model, tokenizer, ROWS, scored).loss, copy.deepcopy(model)
+    first = evaluate_data(model, tokenizer, ROWS, scored).loss
+    kept = copy.deepcopy(model)
     train(
         tmp_path, model, tokenizer, lora_rank=8, learning_rate=2e-3, output_dir=tmp_path / "second"
     )
@@ -286,7 +288,8 @@ def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
     def fresh(dtype=torch.bfloat16):
         return load_model(tmp_path / "base", dtype), tiny.tokenizer()
 
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     train(whole, *fresh(), **options)
     first = "run/checkpoints/step-00000003"
     shutil.copytree(whole / first, broken / first)
@@ -297,7 +300,8 @@ def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
         train(broken, *fresh(), resume=True, **options)
     once, twice = (values(folder / "run" / "model") for folder in (whole, broken))
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
-    model, ids = load_trained(whole / "run").model, torch.randint(0, 300, (2, 9))
+    model = load_trained(whole / "run").model
+    ids = torch.randint(0, 300, (2, 9))
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(fresh(torch.float32)[0], whole / "run" / "model")
     with torch.no_grad():

@@ -19,10 +19,8 @@ class Adapted(nn.Module):
 
     def __init__(self, b: float, gate: float):
         super().__init__()
-        self.lora_A, self.lora_B = (
-            nn.Parameter(torch.ones(2, 3)),
-            nn.Parameter(torch.full((3, 2), b)),
-        )
+        self.lora_A = nn.Parameter(torch.ones(2, 3))
+        self.lora_B = nn.Parameter(torch.full((3, 2), b))
         self.gate = gate
 
     def forward(self, x):

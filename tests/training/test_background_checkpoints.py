@@ -22,7 +22,8 @@ class Steps(Callback):
     """How many were done, and what is to happen after each."""
 
     def __init__(self, after=lambda step: None):
-        self.done, self.after = 0, after
+        self.done = 0
+        self.after = after
 
     def step_done(self, metrics):
         self.done = metrics.step
@@ -43,7 +44,8 @@ def test_training_goes_on_and_the_checkpoint_holds_its_own_step(tmp_path, monkey
     """That of step 1 is written after step 2 was done."""
     constant = {"lr_scheduler": "constant", "warmup_steps": 0}
     runs.train(tmp_path / "short", **{**OPTIONS, **constant, "max_steps": 1})
-    gone_on, order = threading.Event(), []
+    gone_on = threading.Event()
+    order = []
 
     def slowly(step, write):
         if step == 1:
@@ -66,7 +68,8 @@ def test_training_goes_on_and_the_checkpoint_holds_its_own_step(tmp_path, monkey
 
 
 def test_one_at_a_time_and_the_end_waits(tmp_path, monkeypatch):
-    under_way, most = [], []
+    under_way = []
+    most = []
 
     def watched(step, write):
         under_way.append(step)
@@ -191,7 +194,8 @@ def test_frozen_weights_are_not_copied(tmp_path, monkeypatch):
 
 def test_that_of_the_last_step_is_written_without_a_copy(tmp_path, monkeypatch):
     """A copy would cost its memory and time, and nothing goes on beside it."""
-    copied, inner = [], staging.Staging.copy
+    copied = []
+    inner = staging.Staging.copy
     monkeypatch.setattr(
         staging.Staging,
         "copy",

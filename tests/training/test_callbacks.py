@@ -114,7 +114,8 @@ class Told(Callback):
     """Keeps the events of a run; ``act`` is called with the number of each step that is done."""
 
     def __init__(self, act=lambda step: None):
-        self.events, self.act = [], act
+        self.events = []
+        self.act = act
 
     def run_began(self, run):
         self.events.append(("run_began", run.step))

@@ -127,7 +127,8 @@ def test_resume_from_the_one_before_gives_the_same_end(run_folder, finished):
     shutil.rmtree(run_folder / "run" / "model")
     runs.train(run_folder, save_steps=2, save_total_limit=3, resume=True)
     assert runs.trajectory(run_folder) == runs.trajectory(finished)
-    left, right = runs.weights(run_folder), runs.weights(finished)
+    left = runs.weights(run_folder)
+    right = runs.weights(finished)
     assert all(equal(left[name], right[name]) for name in right)
 
 
@@ -364,10 +365,8 @@ def test_every_epoch_is_whole_in_whatever_steps_it_goes_on(tmp_path, first, then
     """38 packs are no whole number of steps; all targets are three times those of one epoch,
     however steps are cut.
     """
-    rows, settings = (
-        tiny.chat_rows(38),
-        {"num_epochs": 3, "use_sequence_packing": False, "save_steps": 2},
-    )
+    rows = tiny.chat_rows(38)
+    settings = {"num_epochs": 3, "use_sequence_packing": False, "save_steps": 2}
 
     class Stop(Callback):
         def step_done(self, metrics):

@@ -54,10 +54,8 @@ REFUSING = [
 
 @pytest.mark.parametrize(("fields", "words"), REFUSING, ids=[words for _, words in REFUSING])
 def test_what_the_user_set_keeps_weights_whole(tmp_path, fields, words):
-    model, config = (
-        tiny.llama(hidden_size=72, intermediate_size=88),
-        runs.config(tmp_path, **fields),
-    )
+    model = tiny.llama(hidden_size=72, intermediate_size=88)
+    config = runs.config(tmp_path, **fields)
     assert choose_sharding(config, model, 4, SMALL) == "optimizer"
     assert words in why_not_divided(config, model, 4, SMALL)
     assert choose_sharding(runs.config(tmp_path), model, 4, SMALL) == "weights"
@@ -158,10 +156,8 @@ def test_weights_of_a_gguf_file_are_not_divided(tmp_path):
 
 @pytest.mark.parametrize("nf4", [False, True], ids=["16 bit", "NF4"])
 def test_a_number_that_divides_no_layer_divides_nothing(tmp_path, nf4):
-    model, config = (
-        tiny.llama(hidden_size=256, intermediate_size=512),
-        runs.config(tmp_path, **LORA),
-    )
+    model = tiny.llama(hidden_size=256, intermediate_size=512)
+    config = runs.config(tmp_path, **LORA)
     if nf4:
         quantise_layers(model)
     assert divisible(model, config, 2) == ("weights", None)

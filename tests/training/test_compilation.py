@@ -49,7 +49,8 @@ def test_the_run_is_the_same(arm, tmp_path, monkeypatch):
         runs.train(tmp_path / name, **options | ARMS[arm])
         return runs.trajectory(tmp_path / name), runs.weights(tmp_path / name)
 
-    with_it, without = trained("with", counted), trained("without", lambda *_: None)
+    with_it = trained("with", counted)
+    without = trained("without", lambda *_: None)
     assert compiled == [arm]
     for (_, loss, norm), (_, our_loss, our_norm) in zip(without[0], with_it[0], strict=True):
         assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(
@@ -63,7 +64,8 @@ def test_the_run_is_the_same(arm, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_within_nothing_runs_and_afterwards_everything_does():
-    x, weight = torch.randn(48, 1040, device="cuda"), torch.randn(1040, device="cuda")
+    x = torch.randn(48, 1040, device="cuda")
+    weight = torch.randn(1040, device="cuda")
     expected = torch.nn.functional.rms_norm(x, (1040,), weight, 1e-6)
     torch.empty_like(x).fill_(float("nan"))  # what the allocator gives next
     with compiling_only():

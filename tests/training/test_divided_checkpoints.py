@@ -68,7 +68,8 @@ def test_another_number_goes_on(tmp_path, whole, way):
     for number, count in enumerate(WAYS[way]):
         by(count, tmp_path / "a", max_steps=2 * (number + 1), resume=number > 0)
     torch.testing.assert_close(steps(tmp_path / "a"), steps(whole), rtol=1e-4, atol=0.0)
-    ours, theirs = runs.weights(tmp_path / "a"), runs.weights(whole)
+    ours = runs.weights(tmp_path / "a")
+    theirs = runs.weights(whole)
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
 
@@ -86,7 +87,8 @@ def test_another_number_goes_on_where_each_has_all_weights(tmp_path, whole, way)
             sharding="optimizer",
         )
     torch.testing.assert_close(steps(tmp_path / "a"), steps(whole), rtol=1e-4, atol=0.0)
-    ours, theirs = runs.weights(tmp_path / "a"), runs.weights(whole)
+    ours = runs.weights(tmp_path / "a")
+    theirs = runs.weights(whole)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
 
 
@@ -122,17 +124,16 @@ def test_masters_are_carried_over_exactly(tmp_path):
     """
     by(2, tmp_path / "a", max_steps=2, mixed_precision="bf16")
     folder = tmp_path / "a/run/checkpoints/step-00000002"
-    stored, model = StoredStates(folder), load_file(folder / "model/model.safetensors")
+    stored = StoredStates(folder)
+    model = load_file(folder / "model/model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     value = stored.read(f"{name}:weight")
     assert value.dtype == torch.float32 and model[name].dtype == torch.bfloat16
     assert equal(split_master(value)[0], model[name]) and not equal(model[name].float(), value)
     by(1, tmp_path / "a", max_steps=3, resume=True, mixed_precision="bf16", learning_rate=STILL)
     after = tmp_path / "a/run/checkpoints/step-00000003"
-    high, low = (
-        load_file(after / "model/model.safetensors")[name],
-        StoredStates(after).read(f"{name}:low"),
-    )
+    high = load_file(after / "model/model.safetensors")[name]
+    low = StoredStates(after).read(f"{name}:low")
     assert equal(join_master(high, low), value)
     by(2, tmp_path / "a", max_steps=4, resume=True, mixed_precision="bf16", learning_rate=STILL)
     assert equal(
@@ -194,7 +195,8 @@ def read_by_two_and_by_one(folder, **fields):
     """Both train the same, over a model in files; that, and the bytes of weights that each of
     the two held when it was read.
     """
-    source, model = folder / "source", tiny.llama(hidden_size=256, intermediate_size=512)
+    source = folder / "source"
+    model = tiny.llama(hidden_size=256, intermediate_size=512)
     model.save_pretrained(source)
     tiny.tokenizer().save_pretrained(source)
     fields = {

@@ -45,7 +45,8 @@ def outcomes(folder, count, *cases):
 
 
 def check(case, found):
-    together, alone = found["together"], found["alone"]
+    together = found["together"]
+    alone = found["alone"]
     of_numbers, of_weights = CLOSE.get(case, ORDER)
     torch.testing.assert_close(together["seen"], alone["seen"], rtol=of_numbers, atol=0.0)
     assert together["weights"].keys() == alone["weights"].keys()
@@ -73,7 +74,8 @@ def test_two_train_what_one_does(tmp_path):
     found = outcomes(tmp_path, 2, *BY_TWO)
     for case in BY_TWO:
         check(case, found[case])
-        together, alone = found[case]["together"], found[case]["alone"]
+        together = found[case]["together"]
+        alone = found[case]["alone"]
         if case.startswith("full"):
             assert together["held"] < 0.6 * alone["held"]
         else:
@@ -145,10 +147,8 @@ def test_memory_chooses(tmp_path):
     """What does not fit whole is divided, unless the user says otherwise; a base under adapters
     is counted as frozen.
     """
-    model, free = (
-        tiny.llama(num_hidden_layers=8, hidden_size=256, intermediate_size=1024),
-        runs.config(tmp_path),
-    )
+    model = tiny.llama(num_hidden_layers=8, hidden_size=256, intermediate_size=1024)
+    free = runs.config(tmp_path)
     held = sum(p.numel() for p in model.parameters())
     assert choose_sharding(free, model, 4, total=40 * held) == "optimizer"
     assert choose_sharding(free, model, 4, total=6 * held) == "weights"

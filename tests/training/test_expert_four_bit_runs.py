@@ -117,11 +117,9 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(
 ):
     caplog.set_level(logging.INFO)
     place = base(tmp_path, name, dtype)
-    read, after, plain = (
-        load_model(place, dtype, quantization="nf4"),
-        load_model(place, dtype),
-        load_model(place, dtype),
-    )
+    read = load_model(place, dtype, quantization="nf4")
+    after = load_model(place, dtype)
+    plain = load_model(place, dtype)
     layers = len(packed_experts(read))
     assert (
         f"and the experts of {layers} layers in NF4" in caplog.text
@@ -141,8 +139,10 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(
     if (
         torch.cuda.is_available()
     ):  # the mean of the scales is summed in another order there, where both are quantised then
-        read, after = read.cuda(), after.cuda()
-    ours, theirs = read.state_dict(), after.state_dict()
+        read = read.cuda()
+        after = after.cuda()
+    ours = read.state_dict()
+    theirs = after.state_dict()
     assert ours.keys() == theirs.keys() and all(equal(x, theirs[key]) for key, x in ours.items())
     stacks = [
         p
@@ -172,7 +172,9 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_no_stack_waits_for_another_while_they_are_read(tmp_path, name, monkeypatch):
     """Dense values of stacks, read or made of what was read, while one is quantised: its own."""
-    place, keep, waiting = base(tmp_path, name), four_bits._Stacks.take, []
+    place = base(tmp_path, name)
+    keep = four_bits._Stacks.take
+    waiting = []
 
     def counting(stacks, model, own, stack):
         there = [
@@ -199,7 +201,8 @@ def test_the_bytes_that_live_while_it_is_read(tmp_path):
     """More layers take their codes more, and no stack in 16 or 32 bit more."""
     from memory_of_reading import most_bytes
 
-    peaks, codes = [], []
+    peaks = []
+    codes = []
     for layers in (2, 6):
         place = base(
             tmp_path / str(layers),
@@ -360,7 +363,8 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
     assert any("experts" in key for key in codes)
     assert all(equal(x.cpu(), model.get_parameter(key).cpu()) for key, x in codes.items())
     merge(result.model_dir, tmp_path / "merged")
-    merged, seen = load_model(tmp_path / "merged", torch.float32), saved.model(torch.bfloat16)
+    merged = load_model(tmp_path / "merged", torch.float32)
+    seen = saved.model(torch.bfloat16)
     around = {
         (path.replace(".base_layer", ""), layer.parameter_name): layer
         for path, layer in adapters(seen)
@@ -385,7 +389,8 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
             )
             assert layer is not None or on_card or equal(got, expected)
     assert packed_experts(load_trained(result.model_dir).model)
-    unloaded, ids = saved.model(torch.float32).merge_and_unload(), torch.arange(2, 20)[None]
+    unloaded = saved.model(torch.float32).merge_and_unload()
+    ids = torch.arange(2, 20)[None]
     assert not packed_experts(unloaded)
     expected = saved.model(torch.float32)(ids).logits
     assert torch.allclose(unloaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
@@ -405,10 +410,8 @@ def test_peft_loads_the_adapter_over_the_dequantised_base(tmp_path):
     model = load_model(place, torch.float32, quantization="nf4")
     result = runs.train(tmp_path, model=model, learning_rate=1e-2, **given)
     plain = dequantised(load_model(place, torch.float32, quantization="nf4"))
-    other, ids = (
-        peft.PeftModel.from_pretrained(plain, result.model_dir).eval(),
-        torch.arange(2, 20)[None],
-    )
+    other = peft.PeftModel.from_pretrained(plain, result.model_dir).eval()
+    ids = torch.arange(2, 20)[None]
     got = model.cpu().eval()(ids).logits
     assert torch.allclose(other(ids).logits, got, rtol=1e-4, atol=1e-5)
 
@@ -426,7 +429,8 @@ def test_a_model_with_experts_in_4_bits_is_not_written_whole(tmp_path):
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch, parameters):
     """And with bitsandbytes' layers beside these experts, where PEFT adapts what the run does."""
-    place, right = base(tmp_path, hidden_size=64, head_dim=16), reference.weights_of_experts
+    place = base(tmp_path, hidden_size=64, head_dim=16)
+    right = reference.weights_of_experts
     fields = {"quantization": "nf4", "lora_rank": 4, "lora_target_modules": "q_proj,o_proj"}
     given = runs.config(tmp_path, **fields, lora_target_parameters=parameters), tiny.chat_rows()
     found = verify(load_model(place, torch.float32, quantization="nf4"), tiny.tokenizer(), *given)

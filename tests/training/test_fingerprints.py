@@ -42,13 +42,15 @@ def test_two_elements_that_change_places_are_another_tensor(dtype):
         )  # by more than is rounded off
         exchanged = changed.clone()
         exchanged[0], exchanged[other] = changed[other], changed[0]
-        one, two = fingerprint_over([changed]), fingerprint_over([exchanged])
+        one = fingerprint_over([changed])
+        two = fingerprint_over([exchanged])
         assert one.values == two.values and one.places != two.places
     assert fingerprint([given]) == fingerprint([given.clone()]) != fingerprint([given, given])
 
 
 def test_rows_and_whole_tensors_that_change_places_are_others():
-    a, b = drawn(torch.float32, 4, 6), drawn(torch.float32, 4, 6)
+    a = drawn(torch.float32, 4, 6)
+    b = drawn(torch.float32, 4, 6)
     assert fingerprint([a]) != fingerprint([a.flip(0)]) and fingerprint([a]) != fingerprint(
         [a.t().contiguous().view(4, 6)]
     )
@@ -75,7 +77,8 @@ class Ranks:
     count = 2
 
     def __init__(self, other=None):
-        self.other, self.sent = other, None
+        self.other = other
+        self.sent = None
 
     def gather(self, tensor):
         self.sent = tensor
@@ -92,7 +95,8 @@ def divided(given, monkeypatch):
 def test_values_are_the_same_among_however_many_ranks(monkeypatch):
     """Places are compared among as many only, and tell rows that two ranks exchanged."""
     given = drawn(torch.float32, 4, 6)
-    found, whole = divided(given, monkeypatch), fingerprint_over([given])
+    found = divided(given, monkeypatch)
+    whole = fingerprint_over([given])
     assert found.values == whole.values and (found.divided, whole.divided) == (2, 1)
     exchanged = divided(given.roll(2, 0), monkeypatch)
     assert exchanged.values == found.values and exchanged.places != found.places
@@ -113,7 +117,9 @@ def test_a_part_of_a_configuration_is_told_so_too():
 def test_a_configuration_is_told_by_what_changes_predictions():
     config = tiny.llama().config
     told = digest_of(config)
-    config._name_or_path, config.use_cache, config.eos_token_id = "elsewhere", False, 7
+    config._name_or_path = "elsewhere"
+    config.use_cache = False
+    config.eos_token_id = 7
     assert digest_of(config) == told
     for name, value in (("rope_theta", 123.0), ("rms_norm_eps", 1e-2), ("num_attention_heads", 8)):
         other = tiny.llama().config

@@ -45,13 +45,16 @@ def dequantised(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_path, dtype):
     place = base(tmp_path, dtype, attention_bias=True)
-    read, after = load_model(place, dtype, quantization="nf4"), load_model(place, dtype)
+    read = load_model(place, dtype, quantization="nf4")
+    after = load_model(place, dtype)
     if (
         torch.cuda.is_available()
     ):  # the mean of the scales is summed in another order there, where both are quantised then
-        read, after = read.cuda(), after.cuda()
+        read = read.cuda()
+        after = after.cuda()
     assert quantise_layers(after) == 14 and quantise_layers(after) == 0
-    ours, theirs = read.state_dict(), after.state_dict()
+    ours = read.state_dict()
+    theirs = after.state_dict()
     assert ours.keys() == theirs.keys() and all(equal(x, theirs[name]) for name, x in ours.items())
     assert not [m for m in read.get_decoder().layers.modules() if isinstance(m, nn.Linear)]
     assert type(read.lm_head) is nn.Linear and read.lm_head.weight.dtype == dtype
@@ -60,7 +63,9 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_
 
 
 def test_no_weight_waits_for_another_while_they_are_read(tmp_path, monkeypatch):
-    place, take, waiting = base(tmp_path), module._take, []
+    place = base(tmp_path)
+    take = module._take
+    waiting = []
 
     def counting(model, *others):
         layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, nn.Linear)]
@@ -100,7 +105,8 @@ def test_what_cannot_be_quantised_is_said(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, precision):
-    place, dtype = base(tmp_path), torch.bfloat16 if precision == "bf16" else torch.float32
+    place = base(tmp_path)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     given = {"mixed_precision": precision, "lora_rank": 8, "lora_dropout": 0.0}
     runs.train(
         tmp_path / "ours",
@@ -233,7 +239,8 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targ
 
 
 def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch):
-    place, right = base(tmp_path), reference.dense_weight
+    place = base(tmp_path)
+    right = reference.dense_weight
     given = runs.config(tmp_path, quantization="nf4", lora_rank=4), tiny.chat_rows()
     found = verify(load_model(place, torch.float32, quantization="nf4"), tiny.tokenizer(), *given)
     assert found.passed, found.failures

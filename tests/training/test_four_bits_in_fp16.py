@@ -114,7 +114,10 @@ def overflowing(folder, place, monkeypatch, steps, **changes):
 
 
 def test_an_overflow_changes_nothing_and_the_scale_falls_and_recovers(tmp_path, place, monkeypatch):
-    skipped, scale, before, good = overflowing(tmp_path, place, monkeypatch, 16), 2.0**26, None, 0
+    skipped = overflowing(tmp_path, place, monkeypatch, 16)
+    scale = 2.0**26
+    before = None
+    good = 0
     assert skipped[1] and not all(skipped.values())
     for step, (after, adapters) in sorted(checkpoints(tmp_path).items()):
         same = before is not None and all(equal(x, before[name]) for name, x in adapters.items())
@@ -128,7 +131,8 @@ def test_an_overflow_changes_nothing_and_the_scale_falls_and_recovers(tmp_path, 
             assert after == (2 * scale if good == 2 else scale) and not same, step
             good %= 2
         assert all(torch.isfinite(x).all() for x in adapters.values())
-        scale, before = after, adapters
+        scale = after
+        before = adapters
     first = min(step for step, gone in skipped.items() if not gone)
     found = [scale for step, (scale, _) in sorted(checkpoints(tmp_path).items()) if step >= first]
     assert max(found) > found[0] and any(b == a / 2 for a, b in zip(found, found[1:])), (

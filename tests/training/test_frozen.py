@@ -24,7 +24,9 @@ class Beside(Objective):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.tokenizers, self.seen = 0, [], []
+        self.calls = 0
+        self.tokenizers = []
+        self.seen = []
 
     def bring(self, model, tokenizer, config):
         self.calls += 1
@@ -75,10 +77,12 @@ def test_held_out_data_see_it(tmp_path):
 
 def test_its_documents_do_not_see_each_other(tmp_path):
     """The frozen model's states of a pack are those of each document by itself."""
-    objective, config = Beside(), runs.config(tmp_path)
+    objective = Beside()
+    config = runs.config(tmp_path)
     bring_frozen(objective, tiny.llama(), None, config)
     (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).steps(count=1)
-    batch, frozen = step.batches[0], objective.frozen["reference"]
+    batch = step.batches[0]
+    frozen = objective.frozen["reference"]
     with torch.no_grad(), frozen_attending(objective):
         assert not attention_seam.module_without(frozen.model, SEAM)
         states = frozen.hidden_states(batch)

@@ -49,7 +49,8 @@ def test_a_run_is_that_of_adapters_over_the_dequantised_weights(kind, dora, tmp_
         "use_dora": dora,
         "max_steps": 4,
     }
-    ours, plain = load_model(path, torch.float32), load_gguf(path, torch.float32, packed=False)
+    ours = load_model(path, torch.float32)
+    plain = load_gguf(path, torch.float32, packed=False)
     assert len(in_blocks(ours)) == 14 and not in_blocks(plain)
     before = [layer.weight.clone() for layer in in_blocks(ours)]
     runs.train(tmp_path / "ours", model=ours, **given)
@@ -57,7 +58,8 @@ def test_a_run_is_that_of_adapters_over_the_dequantised_weights(kind, dora, tmp_
     found, expected = (runs.trajectory(tmp_path / name) for name in ("ours", "plain"))
     for (step, *one), (_, *two) in zip(found, expected, strict=True):
         assert one == pytest.approx(two, rel=1e-5 if step == 1 else 2e-4), step
-    weights, others = runs.weights(tmp_path / "ours"), runs.weights(tmp_path / "plain")
+    weights = runs.weights(tmp_path / "ours")
+    others = runs.weights(tmp_path / "plain")
     assert weights.keys() == others.keys()
     assert all(
         equal(layer.weight.cpu(), kept.cpu()) for layer, kept in zip(in_blocks(ours), before)
@@ -161,7 +163,8 @@ def test_it_is_not_trained_whole_nor_quantised_again(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_verify_compares_with_the_dequantised_model(kind, tmp_path, monkeypatch):
-    path, right = base(tmp_path, kind), reference.dense_weight
+    path = base(tmp_path, kind)
+    right = reference.dense_weight
     given = runs.config(tmp_path, use_lora=True, lora_rank=4), tiny.chat_rows()
     found = verify(load_model(path, torch.float32), tiny.tokenizer(), *given)
     assert found.passed, found.failures
@@ -171,7 +174,8 @@ def test_verify_compares_with_the_dequantised_model(kind, tmp_path, monkeypatch)
 
 def test_values_and_bytes_are_counted(tmp_path):
     path = base(tmp_path)
-    packed, plain = load_model(path, torch.bfloat16), load_gguf(path, torch.bfloat16, packed=False)
+    packed = load_model(path, torch.bfloat16)
+    plain = load_gguf(path, torch.bfloat16, packed=False)
     assert count_values(packed) == count_values(plain)
     values = sum(layer.out_features * layer.in_features for layer in in_blocks(packed))
     for model in (packed, plain):

@@ -364,19 +364,15 @@ class Rank(GraphedStep):
     """
 
     def __init__(self, other):
-        self.given_up, self.failed, self.releases, self.of_micro, self.parameters = (
-            False,
-            False,
-            0,
-            {},
-            [],
-        )
-        self.other, self.exchange, self.others_state, self.released = (
-            other,
-            self.tell,
-            [False, 0],
-            0,
-        )
+        self.given_up = False
+        self.failed = False
+        self.releases = 0
+        self.of_micro = {}
+        self.parameters = []
+        self.other = other
+        self.exchange = self.tell
+        self.others_state = [False, 0]
+        self.released = 0
 
     def tell(self, numbers):
         return [numbers, [*self.others_state, *_bounds(self.other), _other_sizes(self.other)]]
@@ -386,7 +382,8 @@ class Rank(GraphedStep):
 
 
 def test_ranks_take_the_largest_bounds_of_all():
-    one, other = batch_of([3, 5], 4), batch_of([6, 1, 1], 2)
+    one = batch_of([3, 5], 4)
+    other = batch_of([6, 1, 1], 2)
     found, alike = Rank(other)._agreed(one, False)
     again, also = Rank(one)._agreed(other, False)
     assert alike and also
@@ -421,7 +418,8 @@ def test_documents_that_segments_count_are_not_made_more():
 
 
 def test_graphs_that_another_rank_released_or_gave_up_are_so_here(caplog):
-    batch, rank = batch_of([3, 5], 4), Rank(batch_of([3, 5], 4))
+    batch = batch_of([3, 5], 4)
+    rank = Rank(batch_of([3, 5], 4))
     rank.others_state = [False, 2]
     rank._agreed(batch, True)
     assert rank.released == 1 and rank.releases == 2 and not rank.given_up
@@ -429,7 +427,8 @@ def test_graphs_that_another_rank_released_or_gave_up_are_so_here(caplog):
     assert rank.released == 1
     rank.others_state = [True, 2]
     weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad, rank.parameters = torch.ones(2), [weight]
+    weight.grad = torch.ones(2)
+    rank.parameters = [weight]
     rank._agreed(batch, True)
     assert rank.given_up and rank.failed and rank.exchange is None and weight.grad is None
     assert "another process could not go on" in caplog.text
@@ -437,10 +436,8 @@ def test_graphs_that_another_rank_released_or_gave_up_are_so_here(caplog):
 
 def test_what_another_rank_could_not_capture_is_not_replayed(caplog):
     rank = Rank(batch_of([3, 5], 4))
-    rank.optimizer, rank._captured = (
-        SimpleNamespace(weights_moved=lambda: None),
-        lambda run: ("graph", run()),
-    )
+    rank.optimizer = SimpleNamespace(weights_moved=lambda: None)
+    rank._captured = lambda run: ("graph", run())
     told = []
     rank.exchange = lambda numbers: told.append(numbers) or [numbers, [1]]
     assert rank._captured_by_all(dict) == ("graph", {}) and not rank.failed

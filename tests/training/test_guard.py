@@ -222,7 +222,8 @@ class Overflows(Callback):
     """A weight of the model becomes infinite after a step."""
 
     def __init__(self, model, step):
-        self.model, self.step = model, step
+        self.model = model
+        self.step = step
 
     def step_done(self, metrics):
         if metrics.step == self.step:

@@ -106,7 +106,8 @@ def test_they_train_as_on_a_frozen_base(tmp_path, fields, monkeypatch):
     before = heads_of(frozen)
     alone = {name: value for name, value in given.items() if "lora" not in name}
     runs.train(tmp_path / "alone", model=frozen.requires_grad_(False), **alone)
-    one, two = heads_of(beside), heads_of(frozen)
+    one = heads_of(beside)
+    two = heads_of(frozen)
     assert one.keys() == two.keys() == before.keys() and all(
         not equal(one[name], before[name]) for name in one
     )
@@ -132,18 +133,17 @@ def test_they_train_as_on_a_frozen_base(tmp_path, fields, monkeypatch):
 @pytest.mark.parametrize("fields", FORMATS, ids=["16 bits", "4 bits"])
 def test_resumed_to_the_bit_and_saved_with_the_adapter(tmp_path, fields, precision):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    whole, broken, given = (
-        tmp_path / "whole",
-        tmp_path / "broken",
-        {**FIELDS, **fields, "mixed_precision": precision},
-    )
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
+    given = {**FIELDS, **fields, "mixed_precision": precision}
     model = loaded(tmp_path, fields, dtype)
     runs.train(whole, model=model, **given)
     shutil.copytree(
         whole / "run/checkpoints/step-00000002", broken / "run/checkpoints/step-00000002"
     )
     runs.train(broken, model=loaded(tmp_path, fields, dtype), resume=True, **given)
-    once, twice = runs.weights(whole), runs.weights(broken)
+    once = runs.weights(whole)
+    twice = runs.weights(broken)
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     assert runs.trajectory(whole)[2:] == runs.trajectory(broken)
     named = {f"base_model.model.{name}" for name in heads_of(loaded(tmp_path))}
@@ -161,10 +161,8 @@ def test_loaded_merged_and_continued(tmp_path, fields):
     untrained = lookahead(loaded(tmp_path), ids())
     saved = SavedModel.find(result.model_dir)
     merge(result.model_dir, tmp_path / "merged")
-    unloaded, merged = (
-        saved.model(torch.float32).merge_and_unload(),
-        load_model(tmp_path / "merged", torch.float32),
-    )
+    unloaded = saved.model(torch.float32).merge_and_unload()
+    merged = load_model(tmp_path / "merged", torch.float32)
     for other in (saved.model(torch.float32), unloaded, merged):
         found = lookahead(other, ids())
         for x, right, before in zip(found, expected, untrained, strict=True):

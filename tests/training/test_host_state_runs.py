@@ -108,7 +108,8 @@ def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch):
     runs.train(tmp_path / "usual", **given, memory=[])
     monkeypatch.setattr(decisions, "_graphs", lambda *_: (True, "emulated"))
     monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
-    usual, captured = EmulatedStep.release, []
+    usual = EmulatedStep.release
+    captured = []
     monkeypatch.setattr(
         EmulatedStep,
         "release",
@@ -158,12 +159,14 @@ def test_the_log_says_it(tmp_path, caplog):
 def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(host_states, "SMALLEST", 5000)
     monkeypatch.setattr(host_states, "BUFFER", host_states.LEAST)
-    found, usual = [], needed_memory.estimate
+    found = []
+    usual = needed_memory.estimate
     monkeypatch.setattr(
         needed_memory, "estimate", lambda *given: found.append(usual(*given)) or found[-1]
     )
     for memory in ([], AWAY):
-        model, config = tiny.llama(), runs.config(tmp_path, **RUNS[kind], memory=memory)
+        model = tiny.llama()
+        config = runs.config(tmp_path, **RUNS[kind], memory=memory)
         if "use_lora" in RUNS[kind]:
             session.attach_adapters(model, config.replace(lora_rank=128))
         decisions.decide(config, present(model, True, True, pack_width=128))

@@ -59,7 +59,8 @@ def test_loss_and_gradients_are_those_of_transformers(name, packed):
         with presented.attending_documents():
             return objective(presented, batch)["cross_entropy"].sum
 
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for call in (alone, together):
         found = []
         gradients.append(
@@ -91,7 +92,8 @@ def test_text_in_a_pack_has_the_positions_of_transformers():
 @ways
 @every_family
 def test_a_run_leaves_what_reads_images_bit_by_bit(name, lora, tmp_path, caplog):
-    made, towers = vision_models.build(name), vision_models.TOWERS[name]
+    made = vision_models.build(name)
+    towers = vision_models.TOWERS[name]
     made.save_pretrained(tmp_path / "base")
     before = load_file(tmp_path / "base" / "model.safetensors")
     model = type(made).from_pretrained(tmp_path / "base")

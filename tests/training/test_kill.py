@@ -13,7 +13,8 @@ from killed_run import CHANGES, in_a_process
 
 from comparison import equal
 
-SHORT, LONG = 4, 20
+SHORT = 4
+LONG = 20
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def kill_and_resume(folder, variant, kill_at, uninterrupted):
     assert code == -9, what
     assert in_a_process(str(folder), variant, True, None, None) == 0, what
     assert runs.trajectory(folder) == runs.trajectory(whole), what
-    left, right = runs.weights(folder), runs.weights(whole)
+    left = runs.weights(folder)
+    right = runs.weights(whole)
     assert left.keys() == right.keys()
     assert all(equal(left[name], right[name]) for name in right), what
     leftovers = [path.name for path in (folder / "run").rglob(".*")]

@@ -53,7 +53,8 @@ class Cards(Mesh):
 
     def __init__(self, other):
         super().__init__(0, 2)
-        self.other, self.told = other, []
+        self.other = other
+        self.told = []
 
     def gather_values(self, value):
         if isinstance(value, dict):
@@ -123,7 +124,8 @@ def test_layers_that_stay_train_bit_equal_and_are_gathered_once(tmp_path):
         expected = traffic(tiny.llama(), config, 2, False, stay=stay).all_gather
         assert found["gathered"] == pytest.approx(expected, rel=0.01), stay
     assert others[1]["gathered"] < others[0]["gathered"] < divided["gathered"]
-    last, none = [False] * (stay_ranks.LAYERS - 1) + [True, True], [False] * (stay_ranks.LAYERS + 1)
+    last = [False] * (stay_ranks.LAYERS - 1) + [True, True]
+    none = [False] * (stay_ranks.LAYERS + 1)
     for rank, found in enumerate(torch.load(tmp_path / "broken.pt")):
         assert found == {
             "decided": 1,

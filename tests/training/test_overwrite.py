@@ -150,7 +150,8 @@ def killed_at(number: int, monkeypatch, run_folder: Path, work) -> bool:
 def test_killed_anywhere_nothing_is_lost(finished, tmp_path, monkeypatch):
     """Also where what puts the earlier run back is killed, at each of its steps."""
     before = contents(finished / "run")
-    number, outcomes = 0, set()
+    number = 0
+    outcomes = set()
     while True:
         folder = tmp_path / str(number)
         shutil.copytree(finished / "run", folder)

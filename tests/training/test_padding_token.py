@@ -17,7 +17,8 @@ def padded():
     """A tokenizer whose padding token has the id behind the last row of the tiny model's
     embedding.
     """
-    tokenizer, rows = tiny.tokenizer(), tiny.llama().get_input_embeddings().weight.shape[0]
+    tokenizer = tiny.tokenizer()
+    rows = tiny.llama().get_input_embeddings().weight.shape[0]
     while len(tokenizer) < rows:
         tokenizer.add_tokens(f"<unused {len(tokenizer)}>")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})

@@ -44,7 +44,8 @@ def stored(folder):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_a_resumed_run_ends_bit_equal(tmp_path, name, caplog):
     caplog.set_level(logging.INFO)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     model = base(tmp_path, name)
     result = runs.train(whole, model=model, **FIELDS)
     assert "experts have no adapters" not in caplog.text and "got no gradient" not in caplog.text
@@ -52,7 +53,8 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, name, caplog):
     first = "run/checkpoints/step-00000003"
     shutil.copytree(whole / first, broken / first)
     runs.train(broken, model=base(tmp_path, name), resume=True, **FIELDS)
-    once, twice = stored(whole), stored(broken)
+    once = stored(whole)
+    twice = stored(broken)
     assert len(once) == 4 + 8 + 2 and once.keys() == twice.keys()
     assert all(equal(once[key], twice[key]) for key in once)
     losses = [loss for _, loss, _ in runs.trajectory(whole)]
@@ -76,12 +78,14 @@ def test_peft_loads_what_a_run_leaves(tmp_path):
     ).eval()
     ids = torch.randint(1, 300, (2, 13))
     with torch.no_grad():
-        expected, got = other(ids).logits, model.float().cpu().eval()(ids).logits
+        expected = other(ids).logits
+        got = model.float().cpu().eval()(ids).logits
     assert (got - expected).norm() <= 1e-2 * expected.norm()
 
 
 def test_a_run_continues_the_adapters_of_a_folder(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     runs.train(first, model=base(tmp_path), **FIELDS)
     model = load_adapter(base(tmp_path), first / "run" / "model")
     runs.train(second, model=model, **{**FIELDS, "learning_rate": 1e-3})

@@ -65,12 +65,14 @@ def test_every_metric_is_everywhere(objective, tmp_path, capsys, caplog):
         eval_steps=2,
         trackers=["tensorboard"],
     )
-    said, expected = capsys.readouterr().err + caplog.text, SHOWN[objective]
+    said = capsys.readouterr().err + caplog.text
+    expected = SHOWN[objective]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps, evaluations = (
         [line for line in lines if name in line] for name in ("loss", "eval_loss")
     )
-    stored, drawn = stored_in_tensorboard(tmp_path), curves(result.report.read_text())
+    stored = stored_in_tensorboard(tmp_path)
+    drawn = curves(result.report.read_text())
     assert len(steps) == STEPS and set(result.evaluation.others) == expected
     for name in expected:
         assert name in drawn

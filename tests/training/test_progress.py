@@ -129,7 +129,8 @@ def clock(monkeypatch):
 def lines_of(clock, seconds, steps, total, monkeypatch, capsys):
     """When lines came, in seconds, of a run whose steps take so long."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    bar, times = ProgressBar(), []
+    bar = ProgressBar()
+    times = []
     bar.run_began(Run(total, "run"))
     with heard():
         for step in range(1, steps + 1):

@@ -175,7 +175,8 @@ def watched(monkeypatch):
     """Makes the watch of the first of two processes over a store in memory, and a list of what
     it leaves with.
     """
-    store, left = dist.HashStore(), []
+    store = dist.HashStore()
+    left = []
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(watch, "PAUSE", 0.02)
 
@@ -313,10 +314,8 @@ def test_each_micro_batch_that_the_card_is_done_with_counts():
     passes = [
         SimpleNamespace(wait=lambda number=number: seen.append(number)) for number in range(3)
     ]
-    began, scalars = (
-        Moment(torch.device("cpu")),
-        {name: torch.ones(()) for name in ("loss", "grad_norm", "applied")},
-    )
+    began = Moment(torch.device("cpu"))
+    scalars = {name: torch.ones(()) for name in ("loss", "grad_norm", "applied")}
     known = {"step": 1, "learning_rate": 0.1, "tokens": 9, "targets": 9, "fill": 1.0, "epoch": 0.5}
     metrics = PendingMetrics(scalars, began, passes, **known).arrive(lambda: seen.append("passed"))
     assert seen == [0, "passed", 1, "passed", 2, "passed"] and metrics.loss == 1.0
@@ -413,7 +412,8 @@ def test_who_waits_outside_of_a_run_ends_with_one_that_is_gone(killed, monkeypat
     """Of those that load together the others would wait in a collective for as long as it may
     take.
     """
-    store, left = dist.HashStore(), []
+    store = dist.HashStore()
+    left = []
     for name, seconds in {"PAUSE": 0.02, "GRACE": 0.2, "LOST": 0.5}.items():
         monkeypatch.setattr(presence, name, seconds)
 

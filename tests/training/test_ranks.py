@@ -84,7 +84,8 @@ def test_two_train_what_one_does(tmp_path, whole, first, then):
     torch.testing.assert_close(
         torch.tensor(runs.trajectory(tmp_path), dtype=torch.float64), steps, rtol=1e-3, atol=0.0
     )
-    ours, theirs = runs.weights(tmp_path), runs.weights(whole)
+    ours = runs.weights(tmp_path)
+    theirs = runs.weights(whole)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
 
 

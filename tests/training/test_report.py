@@ -84,7 +84,9 @@ def test_answers_that_are_compared_are_asked_for_by_their_whole_prompt(objective
 
 
 def test_prompts_for_which_no_time_is_left_have_no_answer(tmp_path, monkeypatch):
-    times, given, inner = iter([0.0, 0.4, 1.1, 0.0, 0.0]), [], samples.generate
+    times = iter([0.0, 0.4, 1.1, 0.0, 0.0])
+    given = []
+    inner = samples.generate
 
     def generate(*asked, seconds):
         given.append(seconds)

@@ -127,7 +127,8 @@ def test_a_checkpoint_that_is_named_is_gone_on_from(run_folder, tmp_path_factory
         assert runs.trajectory(branch) == [
             line for line in runs.trajectory(run_folder) if line[0] >= first
         ]
-        ours, theirs = runs.weights(branch), runs.weights(run_folder)
+        ours = runs.weights(branch)
+        theirs = runs.weights(run_folder)
         assert all(equal(ours[name], theirs[name]) for name in theirs)
 
 

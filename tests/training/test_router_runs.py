@@ -88,14 +88,16 @@ def test_resumed_to_the_bit(objective, family, adapters, teacher, tmp_path):
             "lora_target_modules": "q_proj,o_proj",
             "lora_target_parameters": ("mlp.experts.gate_up_proj"),
         }
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     runs.train(whole, rows, mixture(family), **fields)
     shutil.copytree(
         whole / "run/checkpoints/step-00000002", broken / "run/checkpoints/step-00000002"
     )
     shutil.copy(whole / "run" / FILE, broken / "run" / FILE)
     runs.train(broken, rows, mixture(family), resume=True, **fields)
-    once, twice = runs.weights(whole), runs.weights(broken)
+    once = runs.weights(whole)
+    twice = runs.weights(broken)
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
     assert runs.trajectory(whole)[2:] == runs.trajectory(broken)
     lines = [line for line in read_metrics(whole / "run" / "metrics.jsonl") if "loss" in line]

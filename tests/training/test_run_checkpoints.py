@@ -57,7 +57,9 @@ def test_best_and_last_are_kept_and_the_best_is_left(tmp_path, losses, caplog, l
         )
     assert (result.steps, result.model_step, result.evaluation.loss) == (5, 2, 2.0)
     assert kept(tmp_path) == ([5, 2, 1] if limit == 3 else [5, 2])
-    written, best, memory = runs.weights(tmp_path), best_weights(tmp_path, 2), model.state_dict()
+    written = runs.weights(tmp_path)
+    best = best_weights(tmp_path, 2)
+    memory = model.state_dict()
     assert all(
         equal(written[name], best[name]) and equal(memory[name].cpu(), best[name]) for name in best
     )

@@ -34,7 +34,8 @@ pytestmark = [
 )
 def seen(request, tmp_path_factory):
     """What every rank returned, by case."""
-    folder, count = tmp_path_factory.mktemp("ranks"), request.param
+    folder = tmp_path_factory.mktemp("ranks")
+    count = request.param
     codes, words = two_processes.run(
         scattered_ranks.__file__, folder, *scattered_ranks.CASES, count=count
     )
@@ -107,7 +108,8 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(
     room, memory, runs_in_backward, tmp_path, monkeypatch
 ):
     """``room`` of what two ranks take with all gradients; ``memory`` leaves nothing to decide."""
-    model, estimates = tiny.llama(), []
+    model = tiny.llama()
+    estimates = []
 
     def estimate(*given):
         found = own(*given)

@@ -53,7 +53,8 @@ def written(folder, count=3):
 
 
 def test_pieces_are_put_together(tmp_path):
-    whole, found = written(tmp_path), read_optimizer(tmp_path)
+    whole = written(tmp_path)
+    found = read_optimizer(tmp_path)
     assert found.keys() == whole.keys() and all(equal(found[name], whole[name]) for name in whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"optimizer-rank-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
@@ -100,7 +101,8 @@ def uninterrupted_divided(tmp_path_factory):
 
 
 def same(folder, whole):
-    left, right = runs.weights(folder), runs.weights(whole)
+    left = runs.weights(folder)
+    right = runs.weights(whole)
     return runs.trajectory(folder) == runs.trajectory(whole) and all(
         equal(left[name], right[name]) for name in right
     )

@@ -136,7 +136,8 @@ def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
 def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
     model = by_bitsandbytes(place, load_in_4bit=False, load_in_8bit=True)
     result = train(tmp_path, model=model, use_lora=True, **QUICK)
-    saved, live = SavedModel.find(result.model_dir), answers(model)
+    saved = SavedModel.find(result.model_dir)
+    live = answers(model)
     assert BaseFormat.read(saved.about["base"]).in_8_bits
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-2 * live.norm()
     with pytest.raises(
@@ -166,7 +167,8 @@ def test_a_run_that_is_trained_further_keeps_its_base(tmp_path, place):
     )
     model = SavedModel.find(first.model_dir).model(torch.float32)
     second = train(tmp_path / "second", model=model, **QUICK)
-    live, saved = answers(model), SavedModel.find(second.model_dir)
+    live = answers(model)
+    saved = SavedModel.find(second.model_dir)
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
     merge(second.model_dir, tmp_path / "merged")
     assert (
@@ -314,7 +316,8 @@ def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, act
     pytest.importorskip("peft")
     model = two_adapters(place, active)
     result = train(tmp_path, model=model, **QUICK)
-    saved, live = SavedModel.find(tmp_path / "run"), answers(model)
+    saved = SavedModel.find(tmp_path / "run")
+    live = answers(model)
     assert saved.about["active_adapters"] == active and saved.has_tokenizer()
     assert saved.tokenizer().get_vocab() == tiny.tokenizer().get_vocab()
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-5 * live.norm()

@@ -19,7 +19,8 @@ LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 
 def counted(monkeypatch, owner, name):
     """What ``owner.name`` is called with from here on; it runs as before."""
-    calls, own = [], getattr(owner, name)
+    calls = []
+    own = getattr(owner, name)
 
     def call(*args, **options):
         calls.append((args, options))
@@ -31,7 +32,8 @@ def counted(monkeypatch, owner, name):
 
 def results(monkeypatch, owner, name):
     """What ``owner.name`` returns from here on."""
-    returned, own = [], getattr(owner, name)
+    returned = []
+    own = getattr(owner, name)
 
     def call(*args, **options):
         returned.append(own(*args, **options))
@@ -70,7 +72,8 @@ def sequence_packing(folder, monkeypatch, on):
 
 def gradient_checkpointing(folder, monkeypatch, on):
     """How often a layer's MLP runs in one step of one forward pass."""
-    model, calls = tiny.llama(), []
+    model = tiny.llama()
+    calls = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     changes = {"gradient_accumulation_steps": 1, "use_gradient_checkpointing": on}
     runs.train(folder, model=model, max_steps=1, **changes)

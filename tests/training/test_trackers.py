@@ -71,7 +71,8 @@ class At(Callback):
     """Does something when a step's metrics have arrived."""
 
     def __init__(self, step, do):
-        self.step, self.do = step, do
+        self.step = step
+        self.do = do
 
     def step_done(self, metrics):
         if metrics.step == self.step:
@@ -126,7 +127,9 @@ def wandb_records(path):
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, at, record = path.read_bytes(), 7, b""
+    content = path.read_bytes()
+    at = 7
+    record = b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
@@ -454,7 +457,8 @@ def test_what_failed_is_stored_when_the_network_is_back(tmp_path, monkeypatch, c
     need("mlflow")
     from mlflow import MlflowClient
 
-    log_batch, refused = MlflowClient.log_batch, threading.Event()
+    log_batch = MlflowClient.log_batch
+    refused = threading.Event()
 
     def unreliable(self, run_id, metrics=(), **rest):
         if any(metric.step == 3 for metric in metrics) and not refused.is_set():

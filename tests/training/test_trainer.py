@@ -499,7 +499,8 @@ def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(
 
 def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch):
     """As many as make ``HELD`` bytes, and one more; each weight is updated once a step."""
-    updated, usual = [], in_backward.UpdatesInBackward._update
+    updated = []
+    usual = in_backward.UpdatesInBackward._update
 
     def update(self):
         updated.append([(parameter, parameter.grad.nbytes) for parameter in self.waiting])
@@ -593,7 +594,8 @@ def test_every_callback_is_ended(tmp_path):
 
 def test_a_callback_may_generate(tmp_path):
     """What the model says by then, and the run goes on as if it had not been asked."""
-    asked, model = [], tiny.llama()
+    asked = []
+    model = tiny.llama()
 
     class Asks(Callback):
         def ask(self, *_):

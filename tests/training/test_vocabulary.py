@@ -77,7 +77,8 @@ def test_new_rows_are_trained_whole_and_exported(tmp_path):
         ADDED
     )
     assert len(weights["model.embed_tokens.weight"]) == ROWS + len(ADDED)
-    mean, spread = before.mean(0), before.std(0).norm()
+    mean = before.mean(0)
+    spread = before.std(0).norm()
     assert (weights["model.embed_tokens.weight"][ROWS:] - mean).norm(dim=1).max() < 3 * spread
     made = export(tmp_path / "run", ["gguf-f16"], tmp_path / "artefacts")
     assert not any(exported.proof.failed for exported in made)

@@ -123,7 +123,9 @@ def weights_replayed(ranks: Mesh, replays: bool, sharded: bool) -> dict[str, lis
         sums.norm,
     )
     graphed = EmulatedStep(parts, parameters, parameters, optimizer, with_update=not sharded)
-    chosen, seen, shown = graphed if replays else parts, [], []
+    chosen = graphed if replays else parts
+    seen = []
+    shown = []
     for number in range(6):
         batches = [
             Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1)

@@ -60,7 +60,8 @@ SHAPES = [
 def test_the_same_losses_and_gradients(folder, tmp_path, seed, precision, changes):
     found = compared(folder, tmp_path, precision=precision, seed=seed, **changes)
     assert found.passed, found.failures
-    beside, eps = found.bitsandbytes, {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-9}[precision]
+    beside = found.bitsandbytes
+    eps = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-9}[precision]
     assert isinstance(beside, Beside) and len(beside.losses) == 5
     assert {row.module for row in beside.gradients} == {row.module for row in found.gradients}
     for ours, theirs in zip(found.losses, beside.losses, strict=True):

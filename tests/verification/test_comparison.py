@@ -158,7 +158,8 @@ def test_an_update_is_not_judged_for_its_gradient_again(modules):
 
 
 def test_an_optimizer_may_miss_what_fp32_rounds():
-    weights, changes = torch.tensor([100.0, 100.0, 0.0]), torch.tensor([1e-3, 1.0, 1.0])
+    weights = torch.tensor([100.0, 100.0, 0.0])
+    changes = torch.tensor([1e-3, 1.0, 1.0])
     eps = torch.finfo(torch.float32).eps
     assert optimizer_floors(weights, changes).tolist() == pytest.approx(
         [rounding_walk(1) + 1e5 * eps, rounding_walk(1) + 100 * eps, rounding_walk(1)]

@@ -106,10 +106,12 @@ def test_the_plain_experts_round_as_the_products_do(name):
         torch.rand(23, 2),
     ]
     leaves = [*(x.requires_grad_() for x in leaves), *layer.parameters()]
-    chosen, dy = torch.rand(23, len(layer.down_proj)).topk(2).indices, torch.randn_like(leaves[0])
+    chosen = torch.rand(23, len(layer.down_proj)).topk(2).indices
+    dy = torch.randn_like(leaves[0])
     products = []
     for weight in ("gate_up_proj", "down_proj"):
-        parameter, bias = layer.get_parameter(weight), getattr(layer, f"{weight}_bias", None)
+        parameter = layer.get_parameter(weight)
+        bias = getattr(layer, f"{weight}_bias", None)
         stands = FP8Experts(parameter, layer.is_transposed, parameter.device)
         products.append(ExpertWeights(parameter, layer.is_transposed, bias, in_fp8=stands))
     gate = recognise_experts(layer).forward.args[0](layer)
@@ -128,7 +130,9 @@ def scale_wrongly(monkeypatch, factor, of_weights, where):
     """Scales of weights, or of what they are multiplied by, are off where this layout is asked
     for.
     """
-    weights, usual, usual_weight = set(), FORMAT.fp8_quantize, FP8.dense
+    weights = set()
+    usual = FORMAT.fp8_quantize
+    usual_weight = FP8.dense
 
     def quantize(x, layout="rows", **options):
         made = usual(x, layout=layout, **options)
@@ -159,8 +163,10 @@ def test_the_plain_rounding_is_that_of_the_formula():
 
 
 def test_a_rounded_layer_is_linear_up_to_rounding():
-    layer, x = nn.Linear(64, 48), torch.randn(2, 30, 64, requires_grad=True)
-    exact, dy = layer(x), torch.randn(2, 30, 48)
+    layer = nn.Linear(64, 48)
+    x = torch.randn(2, 30, 64, requires_grad=True)
+    exact = layer(x)
+    dy = torch.randn(2, 30, 48)
     leaves = [x, *layer.parameters()]
     expected = [exact, *torch.autograd.grad(exact, leaves, dy)]
     round_products(layer)

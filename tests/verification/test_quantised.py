@@ -24,12 +24,11 @@ class FourBits(nn.Linear):
 
     def __init__(self, like, rounds_inputs=False):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = (
-            like.in_features,
-            like.out_features,
-            like.bias,
-        )
-        self.rounds_inputs, self.compute_dtype = rounds_inputs, COMPUTE
+        self.in_features = like.in_features
+        self.out_features = like.out_features
+        self.bias = like.bias
+        self.rounds_inputs = rounds_inputs
+        self.compute_dtype = COMPUTE
         self.scale = like.weight.detach().abs().max() / 7
         codes = (
             (like.weight.detach() / self.scale)

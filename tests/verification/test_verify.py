@@ -223,11 +223,9 @@ def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, monkeypatc
         modeling_mixtral, "load_balancing_loss_func", lambda *given: 1.1 * right(*given)
     )
     model = build("Mixtral", 0)
-    (
-        model.config.output_router_logits,
-        model.config.initializer_range,
-        model.router_aux_loss_coef,
-    ) = True, 0.03, 1.0
+    model.config.output_router_logits = True
+    model.config.initializer_range = 0.03
+    model.router_aux_loss_coef = 1.0
     found = compare(tmp_path, model, mixed_precision="fp32", gradient_accumulation_steps=1)
     assert found.passed, found.failures
     assert any(
@@ -291,7 +289,8 @@ def a_wrong_swiglu(monkeypatch, model):
     """The gradient of ``up`` lacks a tenth, in the kernel and in its reference."""
     patch_model(model)
     glu = sys.modules["chronicals.kernels.glu"]
-    reference, launch = glu.REFERENCES["silu"], glu._launch_backward
+    reference = glu.REFERENCES["silu"]
+    launch = glu._launch_backward
 
     def wrong(dy, gate, up, d_gate, d_up, *rest):
         launch(dy, gate, up, d_gate, d_up, *rest)
@@ -322,7 +321,8 @@ def a_mean_of_means(monkeypatch, model):
     """Every micro-batch is divided by its own count."""
     step = sys.modules["chronicals.training.step"]
     objective = sys.modules["chronicals.objectives.next_token"].NextToken
-    right, own = objective.__call__, {}
+    right = objective.__call__
+    own = {}
 
     def remember(self, presented, batch):
         own["weight"] = 2 * batch.trained

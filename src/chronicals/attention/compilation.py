@@ -24,7 +24,8 @@ def main(dtype: str, longest: str, heads: str, key_heads: str, width: str, softc
         heads, key_heads, width: heads of the queries, heads of keys and values, width of a head.
         softcap: 0 for none.
     """
-    tokens, card = min(int(longest), MOST_TOKENS), torch.device("cuda")
+    tokens = min(int(longest), MOST_TOKENS)
+    card = torch.device("cuda")
     q, k, v = (
         torch.zeros(
             tokens, int(n), int(width), device=card, dtype=getattr(torch, dtype), requires_grad=True

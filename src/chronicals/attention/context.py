@@ -79,7 +79,9 @@ def _together(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, split: SplitDocuments, *of_heads: Tensor
 ) -> Tensor:
     """Output for this rank's tokens of split documents, ``[n, H, D]``."""
-    heads, groups, inner = q.shape[1], k.shape[1], split.context.inner
+    heads = q.shape[1]
+    groups = k.shape[1]
+    inner = split.context.inner
     if reason := why_not_divided(heads, groups, inner):
         raise ValueError(reason)
     own = of_heads
@@ -107,11 +109,15 @@ def _to_gathered(
     *of_heads: Tensor,
 ) -> Tensor:
     """Output of queries that attend to the keys and values of all ranks, some heads at a time."""
-    heads, groups = q.shape[1], k.shape[1]
+    heads = q.shape[1]
+    groups = k.shape[1]
     a_head = len(keys.index) * (k.shape[2] + v.shape[2]) * k.element_size()
-    at_once, ratio, outs = max(1, AT_ONCE // a_head), heads // groups, []
+    at_once = max(1, AT_ONCE // a_head)
+    ratio = heads // groups
+    outs = []
     for first in range(0, groups, at_once):
-        of_k, of_q = slice(first, first + at_once), slice(first * ratio, (first + at_once) * ratio)
+        of_k = slice(first, first + at_once)
+        of_q = slice(first * ratio, (first + at_once) * ratio)
         own = k[:, of_k], v[:, of_k]
         gathered = [_Gather.apply(x, split) for x in own]
         with _kept_as(own, gathered, split):
@@ -187,7 +193,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: SplitDocuments, to_heads: bool) -> Tensor:
-        ctx.split, ctx.to_heads = split, to_heads
+        ctx.split = split
+        ctx.to_heads = to_heads
         return _to_heads(x, split) if to_heads else _to_tokens(x, split)
 
     @staticmethod

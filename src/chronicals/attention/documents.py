@@ -57,7 +57,8 @@ def document_attention(
         ValueError: shapes or types do not fit, or ``backend`` cannot do what is asked.
     """
     if cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+        cu_seqlens_k = cu_seqlens_q
+        max_seqlen_k = max_seqlen_q
     if max_seqlen_k is None:
         raise ValueError(
             "cu_seqlens_k was given without max_seqlen_k; give a bound on the keys of a document"
@@ -81,7 +82,8 @@ def document_attention(
     )
     chosen = BACKENDS[name]
     support = chosen.support(q_QHD.device.type)
-    missing, narrow = -head_dim % (support.multiple if support is not None else 1), v_TKD.shape[-1]
+    missing = -head_dim % (support.multiple if support is not None else 1)
+    narrow = v_TKD.shape[-1]
     if missing:
         q_QHD, k_TKD = (F.pad(x, (0, missing)) for x in (q_QHD, k_TKD))
     if narrow < head_dim + missing:
@@ -106,14 +108,13 @@ def _check(
         and v.shape[2] <= k.shape[2] == q.shape[2]
     )
     if not fits or (spans.are_equal and q.shape[0] != k.shape[0]):
-        shapes, queries = (
-            ", ".join(str(tuple(x.shape)) for x in (q, k, v)),
-            "T" if spans.are_equal else "Q",
-        )
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        queries = "T" if spans.are_equal else "Q"
         raise ValueError(
             f"q, k, v have shapes {shapes}; give [{queries}, H, D], [T, K, D], [T, K, D]"
         )
-    heads, groups = q.shape[1], k.shape[1]
+    heads = q.shape[1]
+    groups = k.shape[1]
     if heads % groups:
         raise ValueError(
             f"{heads} query heads cannot be shared among {groups} key heads; give a multiple"

@@ -13,7 +13,8 @@ from chronicals.benchmark.rounds import BEST_PEERS, Options
 from chronicals.benchmark.shapes import SHAPES
 from chronicals.benchmark.work import Work
 
-ROWS, WIDTH = 512, 1024
+ROWS = 512
+WIDTH = 1024
 """Of the product that is timed: large enough for all cores, done in a moment."""
 
 SHARE_OF_PRODUCT = 0.5
@@ -64,7 +65,8 @@ def estimate(work: Work, options: Options) -> Estimate:
     steps = work.warm_up + work.steps
     arm = min(START_SECONDS + step * steps, options.arm_timeout)
     reference = min(START_SECONDS + step * options.reference_steps, options.arm_timeout)
-    ours, peers = 1 + len(options.variants), len(options.against)
+    ours = 1 + len(options.variants)
+    peers = len(options.against)
     rounds = options.rounds * (ours + min(peers, BEST_PEERS))
     whole = START_SECONDS + reference + arm * (ours + peers + len(options.scouted) + rounds)
     if options.time_limit is not None:
@@ -97,7 +99,8 @@ def _product_rate() -> float:
     """FLOPs a second of a matrix product in fp32 here, the best of three."""
     import torch
 
-    x, weight = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH)
+    x = torch.randn(ROWS, WIDTH)
+    weight = torch.randn(WIDTH, WIDTH)
     seconds = []
     for _ in range(3):
         began = time.perf_counter()

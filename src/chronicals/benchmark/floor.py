@@ -117,7 +117,8 @@ class DecoderShape(ModelShape):
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of a layer's projections."""
-        into, inner = (self.width, self.q), (self.width, self.inner)
+        into = (self.width, self.q)
+        inner = (self.width, self.inner)
         of_keys = (self.width, self.kv)
         return dict(
             zip(PROJECTIONS, (into, of_keys, of_keys, into[::-1], inner, inner, inner[::-1]))
@@ -245,7 +246,8 @@ def attention_flops(job: Job) -> float:
 
 def needed_flops(job: Job) -> float:
     """FLOPs that training on a token needs."""
-    shape, attention = job.shape, 3 * attention_flops(job)
+    shape = job.shape
+    attention = 3 * attention_flops(job)
     if not job.rank:
         return 6 * shape.body + 6 * shape.head * job.labelled + attention
     first_layer = 2 * shape.width * (shape.q + 2 * shape.kv)
@@ -314,7 +316,8 @@ def products(job: Job) -> list[Product]:
     grow by R, the sum of the ranks. Four products with one dimension R remain. Two of them read dY,
     which can be read once for both: one is counted.
     """
-    s, T = job.shape, job.tokens
+    s = job.shape
+    T = job.tokens
     layer = {
         "qkv": (T, s.width, s.q + 2 * s.kv),
         "out": (T, s.q, s.width),

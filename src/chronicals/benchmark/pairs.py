@@ -164,7 +164,8 @@ class PairWork(Work):
         from chronicals.data.store import SIDE
 
         stream = self.stream()
-        sides, size = stream.store.columns[SIDE], stream.packs_a_step
+        sides = stream.store.columns[SIDE]
+        size = stream.packs_a_step
         for step in range(first, first + count):
             held = [int(number) for pack in stream.packs_of(step * size) for number in pack]
             yield [_pair_at(stream.store, number) for number in held if sides[number] == 0]
@@ -265,7 +266,8 @@ def random_pairs(
     generator = np.random.default_rng(seed)
     rows: list[dict[str, str]] = []
     longest = width // 2 - BESIDE_A_ROW
-    shortest, median = min(SHORTEST, longest // 8), min(MEDIAN, longest // 2)
+    shortest = min(SHORTEST, longest // 8)
+    median = min(MEDIAN, longest // 2)
     while slots > 0:
         length = min(
             max(int(np.exp(generator.normal(math.log(median), SPREAD))), shortest), longest

@@ -47,7 +47,8 @@ REFERENCE = "reference"
 
 OURS = "ours"
 
-POLL_SECONDS, ENDING_SECONDS = 0.05, 20.0
+POLL_SECONDS = 0.05
+ENDING_SECONDS = 20.0
 """Seconds between two checks for a finished round; seconds for a process to end after it was
 asked to.
 """
@@ -113,7 +114,9 @@ class RunningArm:
     ):
         self.arm = Arm(arm) if isinstance(arm, str) else arm
         stem = re.sub(r"[^\w.=-]+", "-", self.arm.name) + (f"-{label}" if label else "")
-        self.out, self.further, self.rounds = work.folder / "results" / f"{stem}.json", further, 0
+        self.out = work.folder / "results" / f"{stem}.json"
+        self.further = further
+        self.rounds = 0
         for old in self.out.parent.glob(f"{self.out.stem}.*.json"):
             old.unlink()
         given: dict[str, Any] = {
@@ -275,7 +278,8 @@ def environment(work: Work, arm: str) -> dict[str, str]:
     gives itself: their shapes differ from step to step. For the same reason they have Liger's
     rotation in Triton: in CuTe, which Liger takes for large batches where its compiler is
     installed, it is compiled for each new length."""
-    caches, source = work.folder.parent / "caches", str(Path(chronicals.__file__).parent.parent)
+    caches = work.folder.parent / "caches"
+    source = str(Path(chronicals.__file__).parent.parent)
     chosen = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),

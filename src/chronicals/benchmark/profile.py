@@ -56,11 +56,13 @@ def breakdown(
     ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not ran:
         return {}
-    busy, reached = 0.0, float("-inf")
+    busy = 0.0
+    reached = float("-inf")
     for start, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in ran):
         busy += max(end - max(start, reached), 0.0)
         reached = max(reached, end)
-    by_category, by_name = dict.fromkeys([*CATEGORIES, "other"], 0.0), dict[str, list[float]]()
+    by_category = dict.fromkeys([*CATEGORIES, "other"], 0.0)
+    by_name = dict[str, list[float]]()
     for event in ran:
         by_category[category_of(event["name"])] += event["dur"]
         entry = by_name.setdefault(event["name"], [0, 0.0])

@@ -32,18 +32,23 @@ from chronicals.benchmark.floor import (
 from chronicals.benchmark.measurement import Clock, device
 from chronicals.benchmark.work import Work
 
-WARM_UP, MEASURED = 4, 3
+WARM_UP = 4
+MEASURED = 3
 """Steps on a card; elsewhere, where clocks do not change so fast, one of each, with a single
 layer.
 """
 
-LEAD, SIDE = 8, 8192
+LEAD = 8
+SIDE = 8192
 """Before a step the card multiplies square matrices of width SIDE, LEAD times (12 ms) or more
 for a slow host, so that the host queues the step ahead of the card."""
 
-SMALLEST_COPY, LARGEST_COPY = 2**24, 2**31
+SMALLEST_COPY = 2**24
+LARGEST_COPY = 2**31
 
-FORWARD, BACKWARD, COPY = "attention forward", "attention backward", "copy"
+FORWARD = "attention forward"
+BACKWARD = "attention backward"
+COPY = "copy"
 
 ALIGNED = 128
 
@@ -58,7 +63,8 @@ def measure_rates(work: Work) -> dict[str, Any]:
         ``attention``: backend, seconds and FLOP/s of one layer, forward and backward; ``floor``:
         seconds of the reference step by part.
     """
-    job, config = work.job(), work.config()
+    job = work.job()
+    config = work.config()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
         config.mixed_precision
     ]
@@ -115,7 +121,8 @@ def _bytes_of_a_layer(job: Job) -> float:
 
 def order_of_a_step(job: Job, copied: int) -> list[str]:
     """Names of the parts in their order; loss and optimizer are copies of as many bytes."""
-    order, made = list[str](), products(job)
+    order = list[str]()
+    made = products(job)
     layers = job.shape.layers if device().type == "cuda" else 1
     copies = max(round(_bytes_of_a_layer(job) / (2 * copied)), 1)
     for layer in range(layers):
@@ -135,11 +142,9 @@ def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
     A mark between two parts takes time itself. On a card each measured step is therefore followed
     by one without marks, and the difference is subtracted, the same amount from each part.
     """
-    found, whole, on_card = (
-        defaultdict[str, list[float]](list),
-        list[float](),
-        device().type == "cuda",
-    )
+    found = defaultdict[str, list[float]](list)
+    whole = list[float]()
+    on_card = device().type == "cuda"
     square = torch.randn(SIDE if on_card else 0, SIDE, device=device(), dtype=torch.float16)
     warm_up, measured = (WARM_UP, MEASURED) if on_card else (1, 1)
     leading = LEAD if on_card else 0

@@ -39,7 +39,8 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
     """Everything that was measured, raw samples included; an arm that was refused has its losses
     and no speed.
     """
-    work, job = row.work, row.job
+    work = row.work
+    job = row.job
     arms = {name: _arm(row, name) for name in row.runs}
     arms |= {
         name: {"status": "failed", "reason": reason}
@@ -118,7 +119,8 @@ def _doubts(row: Row) -> list[str]:
     """Why the reference step is dropped: a peer in 16 bit, or ours without a variant's fields,
     is faster than it.
     """
-    floor, doubts = _reference_step(row), []
+    floor = _reference_step(row)
+    doubts = []
     if floor is None:
         return []
     for name, runs in row.runs.items():
@@ -135,7 +137,8 @@ def _doubts(row: Row) -> list[str]:
 
 def _beyond(row: Row) -> list[str]:
     """Notes on variants of ours that are faster than the reference step."""
-    floor, notes = _floor(row), []
+    floor = _floor(row)
+    notes = []
     for name, runs in row.runs.items():
         if (
             floor is None

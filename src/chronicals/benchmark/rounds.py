@@ -41,7 +41,8 @@ from chronicals.config import ConfigurationError
 logger = logging.getLogger(__name__)
 
 BEST_PEERS = 2
-SCOUTING, SURVEY = "scout", "survey"
+SCOUTING = "scout"
+SURVEY = "survey"
 CONTEXT_GIB = 0.7
 """Device memory of a process besides its tensors."""
 
@@ -351,10 +352,8 @@ class _Session:
                 )
                 self.say(self.row.notes[-1])
                 return
-            ran, left = (
-                [],
-                [arm for arm in order_of(arms, number + last_goes_on) if self._able(arm)],
-            )
+            ran = []
+            left = [arm for arm in order_of(arms, number + last_goes_on) if self._able(arm)]
             while left:
                 arm = left.pop(0)
                 if (
@@ -387,7 +386,8 @@ class _Session:
             self._stopped(arm, stage)
             return
         self.say(f"{stage}: {arm.name}")
-        row, began = self.row, time.perf_counter()
+        row = self.row
+        began = time.perf_counter()
         self._begin_reference(arm, label)
         try:
             measured = self._measured(arm, label)
@@ -446,7 +446,8 @@ class _Session:
         """Start the arm's process. It can run further rounds unless the arm is only scouted;
         ours is traced when scouted.
         """
-        work, scouting = self.row.work, label == SCOUTING
+        work = self.row.work
+        scouting = label == SCOUTING
         trace = (
             (self.options.trace or work.folder / "results" / "trace.json")
             if scouting and arm == Arm(OURS)
@@ -558,7 +559,8 @@ class _Session:
         """
         while self.begun_references:
             self.begun_references.popitem()[1].end()
-        work, of_row = self.row.work, self.row.reference
+        work = self.row.work
+        of_row = self.row.reference
         if (
             of_row is not None
             and work.kind == "pairs"

@@ -146,7 +146,9 @@ SHAPES = {
 }
 
 DATA = ("fixed", "ragged")
-MEDIAN, SPREAD, SHORTEST = 400, 0.8, 32
+MEDIAN = 400
+SPREAD = 0.8
+SHORTEST = 32
 """Lengths of ragged documents: lognormal with this median and spread, no shorter than this, no
 longer than a pack.
 """
@@ -184,7 +186,8 @@ def byte_tokenizer() -> Any:
     for special in SPECIAL:
         vocabulary[special] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>"
     )
@@ -226,7 +229,8 @@ def random_documents(
     """
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []
-    shortest, median = min(SHORTEST, width // 8), min(MEDIAN, width // 4)
+    shortest = min(SHORTEST, width // 8)
+    median = min(MEDIAN, width // 4)
     while tokens > 0:
         drawn = int(np.exp(generator.normal(math.log(median), SPREAD)))
         length = width if data == "fixed" else min(max(drawn, shortest), width)

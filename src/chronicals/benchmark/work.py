@@ -194,7 +194,8 @@ class Work:
 
     def other_adapters(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Those of the changes of a variant by which its adapters are not the row's."""
-        row, own = self.config(), self.config(**changes)
+        row = self.config()
+        own = self.config(**changes)
         return {
             name: changes[name]
             for name in SHAPE
@@ -257,7 +258,8 @@ class Work:
 
         from chronicals.quantization import NF4
 
-        config, usual = self.config(), ChronicalsConfig()
+        config = self.config()
+        usual = ChronicalsConfig()
         steps = list(self.documents_by_step(self.warm_up + self.steps))[self.warm_up :]
         lengths = np.array([len(document) for step in steps for document in step])
         labelled = sum(int((document.labels != -100).sum()) for step in steps for document in step)
@@ -388,11 +390,9 @@ def documents_of(step: Step) -> list[Document]:
     """The documents of a step, without padding, which has no target."""
     found = []
     for batch in step.batches:
-        bounds, ids, targets = (
-            batch.cu_seqlens.tolist(),
-            batch.input_ids.numpy(),
-            batch.targets.numpy(),
-        )
+        bounds = batch.cu_seqlens.tolist()
+        ids = batch.input_ids.numpy()
+        targets = batch.targets.numpy()
         for start, end in zip(bounds, bounds[1:]):
             if end > start and (targets[start:end] != -100).any():
                 labels = np.concatenate([[-100], targets[start : end - 1]])
@@ -442,7 +442,8 @@ def plan_work(
             f"{unequal[0]}={fields[unequal[0]]!r}: not every arm has it; leave it out, or give it "
             "to ours alone as a variant"
         )
-    shape, kind = SHAPES.get(model), kind_of(fields)
+    shape = SHAPES.get(model)
+    kind = kind_of(fields)
     kind.check(data, fields)
     chosen = {**kind.usual_fields(shape, mode, fields), **fields}
     chosen = kind.placed(folder, {name: value for name, value in chosen.items() if name not in OWN})
@@ -530,7 +531,8 @@ def starting_values(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.model))
     apply_lora(model, replace(adapter_shape(config), use_dora=False))
-    generator, found = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    found = {}
     for path, layer in linear_adapters(model):
         bound = layer.lora_A.shape[1] ** -0.5
         start = torch.rand(layer.lora_A.shape, generator=generator) * 2 * bound - bound

@@ -117,7 +117,8 @@ def benchmark(
     from chronicals.benchmark.work import plan_work
     from chronicals.distributed import require_one_process
 
-    began, console = time.perf_counter(), Console(stderr=True)
+    began = time.perf_counter()
+    console = Console(stderr=True)
     require_one_process("benchmark")
     make_room_for(output)
     if output and output.suffix == ".png":
@@ -300,7 +301,9 @@ def _print(result: dict[str, Any], profile: bool) -> None:
     from rich.markup import escape
 
     console = Console(emoji=False)
-    row, floor, gaps = result["row"], result["floor"], None
+    row = result["row"]
+    floor = result["floor"]
+    gaps = None
     for arm in result["arms"].values():
         gaps = gaps or ((arm.get("profile") or {}).get("share") or {}).get("gaps")
     console.print(_speeds(result), _proofs(result), "")
@@ -315,7 +318,8 @@ def _print(result: dict[str, Any], profile: bool) -> None:
     if floor:
         names = ("products", "attention", "elementwise", "loss", "optimizer")
         parts = ", ".join(f"{name} {1e3 * floor[name]:.2f}" for name in names)
-        rate, time = floor["tokens_per_second"], 1e3 * floor["seconds"]
+        rate = floor["tokens_per_second"]
+        time = 1e3 * floor["seconds"]
         console.print("reference step (best time seen of each part, not a bound): ", end="")
         console.print(f"{rate:,.0f} tokens/s = {time:.2f} ms ({parts})")
     needed = result["needed_flops_a_token"]
@@ -342,7 +346,8 @@ def _speeds(result: dict[str, Any]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    row, arms = result["row"], result["arms"]
+    row = result["row"]
+    arms = result["arms"]
     table = Table(
         title=escape(f"{row['model']}, {row['mode']}, {row['data']}"), title_justify="left"
     )
@@ -359,7 +364,8 @@ def _speeds(result: dict[str, Any]) -> Any:
             table.add_row(escape(name), f"[yellow]{arm['status']}[/]")
             continue
         low, high = arm["tokens_per_second"]["quartiles"]
-        rate, share = rates[name], arm["share_of_floor"]
+        rate = rates[name]
+        share = arm["share_of_floor"]
         table.add_row(
             f"[bold]{escape(name)}[/]" if name.startswith("ours") else name,
             f"{rate:,.0f}",
@@ -423,10 +429,8 @@ def _print_profile(console: Any, result: dict[str, Any]) -> None:
             table.add_row(kind, f"{share:.1%}", f"{found['milliseconds_a_step'][kind]:.2f}")
         longest = Table("kernel", "kind", "calls a step", "ms a step")
         for kernel in found["kernels"][:15]:
-            name, calls, time = (
-                escape(kernel["name"][:70]),
-                kernel["calls_a_step"],
-                kernel["milliseconds_a_step"],
-            )
+            name = escape(kernel["name"][:70])
+            calls = kernel["calls_a_step"]
+            time = kernel["milliseconds_a_step"]
             longest.add_row(name, kernel["kind"], f"{calls:.0f}", f"{time:.2f}")
         console.print(table, longest)

@@ -33,7 +33,9 @@ def doctor(
     from chronicals.verification import inspect_machine, missing_extras, untested_versions
     from chronicals.versions import why_too_old
 
-    machine, extras, untested = inspect_machine(), missing_extras(), untested_versions()
+    machine = inspect_machine()
+    extras = missing_extras()
+    untested = untested_versions()
     too_old = why_too_old()
     results = _tested() if test and too_old is None else []
     failed = [result for result in results if not result.passed]

@@ -80,7 +80,8 @@ def _sizes(given: list[str]) -> dict[str, Any]:
     from chronicals.config import ConfigurationError
     from chronicals.moe import ChronicalsMoeConfig
 
-    known, found = {field.name for field in dataclasses.fields(ChronicalsMoeConfig)}, {}
+    known = {field.name for field in dataclasses.fields(ChronicalsMoeConfig)}
+    found = {}
     for text in given:
         name, sign, value = text.partition("=")
         if not sign:

@@ -99,7 +99,8 @@ def predict_train(
     how = Distillation(
         learning_rate=learning_rate, temperature=temperature, passes=passes or 1, seed=seed
     )
-    sizes, most = HeadSizes(layers_ahead, tokens_ahead, rank), (tokens, held_out_tokens)
+    sizes = HeadSizes(layers_ahead, tokens_ahead, rank)
+    most = (tokens, held_out_tokens)
     if data is None:
         assert trace is not None
         loaded, _ = loaded_mixture(model, base_model, load_in_4bit, trust_remote_code)

@@ -102,8 +102,10 @@ def collected() -> Iterator[Collected]:
     and in logs.
     """
     global _current
-    collecting, before = Collected(), _current
-    show, call_handlers = warnings.showwarning, logging.Logger.callHandlers
+    collecting = Collected()
+    before = _current
+    show = warnings.showwarning
+    call_handlers = logging.Logger.callHandlers
 
     def show_or_collect(
         message: Warning | str,
@@ -130,15 +132,15 @@ def collected() -> Iterator[Collected]:
     ours: Any = (
         logging.Logger
     )  # whose handlers come and go as libraries are imported: one place sees all records
-    warnings.showwarning, ours.callHandlers, _current = (
-        show_or_collect,
-        handle_or_collect,
-        collecting,
-    )
+    warnings.showwarning = show_or_collect
+    ours.callHandlers = handle_or_collect
+    _current = collecting
     try:
         yield collecting
     finally:
-        warnings.showwarning, ours.callHandlers, _current = show, call_handlers, before
+        warnings.showwarning = show
+        ours.callHandlers = call_handlers
+        _current = before
         collecting.close()
 
 

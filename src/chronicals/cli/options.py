@@ -32,7 +32,8 @@ from chronicals.config.values import NAME, divided
 SETTING = re.compile(r"--[a-z]\w*\.[a-z]")
 """Flag of a setting of an objective, ``--dpo.beta``."""
 
-OWN_HEADING, NO_HEADING = "This command", "Other fields"
+OWN_HEADING = "This command"
+NO_HEADING = "Other fields"
 """Headings, in a help text, of options that are no fields of a recipe, and of fields without a
 heading.
 """
@@ -107,7 +108,8 @@ class Command(TyperCommand):
 
 def _with_settings(args: list[str]) -> list[str]:
     """``args`` with ``--dpo.beta 0.1`` as the option that it is: ``--sections dpo.beta=0.1``."""
-    found, rest = [], iter(args)
+    found = []
+    rest = iter(args)
     for arg in rest:
         word, sign, value = arg.partition("=")
         arg = SHORT.get(word, word) + sign + value
@@ -166,7 +168,8 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         _put_under_a_heading(parameter.annotation)
     options = [*required, *own, *others]
     wrapper.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+    wrapper.__name__ = command.__name__
+    wrapper.__doc__ = command.__doc__
     wrapper.__annotations__ = {p.name: p.annotation for p in options}
     return wrapper
 
@@ -175,7 +178,8 @@ def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
     """Return an option for each field of ``Recipe``: those of the group of the required ones,
     these first, and the others.
     """
-    hints, headings = typing.get_type_hints(Recipe), headings_of(Recipe)
+    hints = typing.get_type_hints(Recipe)
+    headings = headings_of(Recipe)
     fields = sorted(dataclasses.fields(Recipe), key=lambda field: not _is_required(field))
     first = headings.get(fields[0].name)
     options = {
@@ -334,7 +338,8 @@ def _flag_type(annotation: Any) -> Any:
 
 def without_option(args: Sequence[str], name: str) -> list[str]:
     """``args`` without an option that has a value: ``--name value`` or ``--name=value``."""
-    found, rest = [], iter(args)
+    found = []
+    rest = iter(args)
     for arg in rest:
         if arg == name:
             next(rest, None)

@@ -76,7 +76,8 @@ def quickstart(
             console.print(" ".join(text.split()) or "(nothing)", markup=False)
     last = done.result
     if preferences is not None:
-        last, (pairs, held) = preferences.result, preferences.pairs
+        last = preferences.result
+        (pairs, held) = preferences.pairs
         console.print()
         chosen = Table(
             "held-out pairs",

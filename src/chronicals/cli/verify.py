@@ -64,7 +64,8 @@ def verify(
     from chronicals.training.adapters import watcher
     from chronicals.verification import verify as compare
 
-    config, console = plan.config(), Console(stderr=True)
+    config = plan.config()
+    console = Console(stderr=True)
     build_objective(config)
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)

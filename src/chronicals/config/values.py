@@ -17,7 +17,8 @@ from pydantic_core import PydanticCustomError
 from chronicals.config.foreign import own_value
 from chronicals.config.lora_init import INITS, is_init
 
-OPENING, CLOSING = "([{", ")]}"
+OPENING = "([{"
+CLOSING = ")]}"
 """Brackets within which a comma belongs to the value, as in the regular expression ``a{1,2}``."""
 
 
@@ -32,7 +33,9 @@ def divided(text: str) -> list[str]:
         PydanticCustomError: there is nothing between two commas, or before or after one.
     """
     closed = _matches(text)
-    parts, depth, characters = [""], 0, iter(text)
+    parts = [""]
+    depth = 0
+    characters = iter(text)
     for character in characters:
         if character == "\\":
             following = next(characters, "")

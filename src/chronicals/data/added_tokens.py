@@ -53,7 +53,8 @@ class Cuts:
         Each is the first of its kind after the one before it: an earlier one would have been cut
             out, too.
         """
-        begins, ends = [], []
+        begins = []
+        ends = []
         end = 0
         for token in ids[places].tolist():
             content = self.contents[token]

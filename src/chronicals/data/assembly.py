@@ -28,7 +28,9 @@ holds 128 rows more for each.
 FILLER = -1
 """In the place of a document's number."""
 
-LONGEST, ENTRIES, TRAINED = 0, 1, 2
+LONGEST = 0
+ENTRIES = 1
+TRAINED = 2
 """What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its
 targets.
 """
@@ -149,12 +151,14 @@ def _assemble_batch(
     bounds[0] = 0
     held[:] = FILLER
     for number in range(packs.size):
-        at, end = number * sizes.width, (number + 1) * sizes.width
+        at = number * sizes.width
+        end = (number + 1) * sizes.width
         for document in documents.packed[
             documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]
         ]:
             length = documents.lengths[document]
-            first, first_trained = documents.id_starts[document], documents.trained_starts[document]
+            first = documents.id_starts[document]
+            first_trained = documents.trained_starts[document]
             inside = (
                 0 <= first <= documents.ids.size - length
                 and 0 <= first_trained <= documents.trained.size - length
@@ -202,7 +206,9 @@ def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray, b
     """Ids, targets (the next token where it is trained) and positions; three loops, for each
     becomes vector code.
     """
-    written, targets, positions = columns[0], columns[1], columns[2]
+    written = columns[0]
+    targets = columns[1]
+    positions = columns[2]
     last = ids.size - 1
     for place in range(ids.size):
         written[place] = ids[place]

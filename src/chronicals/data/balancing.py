@@ -39,7 +39,8 @@ def balance(costs: np.ndarray, accumulation: int, ranks: int, batch_size: int) -
         total[chosen] += costs[place]
     first = np.empty(bins, np.int64)
     for turn, chosen in enumerate(np.argsort(-total, kind="mergesort")):
-        micro, rank = turn // ranks, turn % ranks
+        micro = turn // ranks
+        rank = turn % ranks
         first[chosen] = (
             micro * ranks + (rank if micro % 2 == 0 else ranks - 1 - rank)
         ) * batch_size

@@ -65,7 +65,8 @@ class BatchEncoder:
         self.encoder = encoder
         self.fast = is_plain(encoder.tokenizer)
         self.cuts = Cuts.of(encoder.tokenizer) if self.fast else None
-        self.beginning, self.ending = encoder.tokenizer.bos_token_id, encoder.tokenizer.eos_token_id
+        self.beginning = encoder.tokenizer.bos_token_id
+        self.ending = encoder.tokenizer.eos_token_id
         self._begin_kind: dict[str, Callable[[Record, str, Texts], Finish | Conversation]] = {}
         if self.fast:
             self._begin_kind = {
@@ -331,14 +332,14 @@ class BatchEncoder:
         """What ``trained_span`` gives for this message, or None where the text does not decide
         it.
         """
-        before, message = chat.before.get(number), chat.conversation.messages[number]
-        template, whole = self.encoder.template, row.text
+        before = chat.before.get(number)
+        message = chat.conversation.messages[number]
+        template = self.encoder.template
+        whole = row.text
         if before is None or not before.entire:
             return None
-        start, closed = (
-            self._place(row, before.letters),
-            self._closing(chat, number, row, before.letters, where),
-        )
+        start = self._place(row, before.letters)
+        closed = self._closing(chat, number, row, before.letters, where)
         if start is None or closed is None:
             return None
         span = start, row.places[closed] + 1
@@ -464,13 +465,15 @@ def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | Non
 
 def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T]]:
     """The items in order, as many at a time as have ``LETTERS_AT_ONCE``."""
-    group, held = list[T](), 0
+    group = list[T]()
+    held = 0
     for item in items:
         group.append(item)
         held += letters(item)
         if held >= LETTERS_AT_ONCE:
             yield group
-            group, held = [], 0
+            group = []
+            held = 0
     if group:
         yield group
 
@@ -491,7 +494,8 @@ def _common_prefix(left: str, right: str) -> int:
     """Letters that two texts have in common at their beginning, by halving: slices are compared
     at once.
     """
-    low, high = 0, min(len(left), len(right))
+    low = 0
+    high = min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
         if left[low:middle] == right[low:middle]:

@@ -50,7 +50,8 @@ EARLIER_FORMATS = (9, 8, 7)
 on.
 """
 
-MINUTE, PATIENCE = 60.0, 30
+MINUTE = 60.0
+PATIENCE = 30
 """Minutes without a byte written after which whoever waits for another process gives it up."""
 
 
@@ -162,7 +163,8 @@ def open_held_out(
     Raises:
         DataError: it holds nothing that is trained.
     """
-    kinds, before = held_out.rows_by_kind, held_out.report
+    kinds = held_out.rows_by_kind
+    before = held_out.report
     own = DataReport(
         sum(kinds.values()), kinds=kinds, forms=dict(before.forms), answers=before.answers
     )
@@ -179,7 +181,8 @@ def open_held_out(
 def _with_documents_of(store: TokenStore, report: DataReport) -> DataReport:
     """``report`` with the documents and tokens of ``store``."""
     prompts, mismatched = (0, 0) if store.items is None else (store.prompts, store.mismatched)
-    tokens, targets = int(store.lengths.sum()), int(store.targets.sum())
+    tokens = int(store.lengths.sum())
+    targets = int(store.targets.sum())
     return replace(
         report,
         documents=len(store),
@@ -370,7 +373,9 @@ def _wait_for(path: Path) -> None:
     Raises:
         DataError: it has written nothing for half an hour.
     """
-    waited, quiet, before = 0.0, 0, -1
+    waited = 0.0
+    quiet = 0
+    before = -1
     while not path.exists():
         if waited % MINUTE == 0:
             logger.info("waiting for another process to tokenise %s", path.name)
@@ -405,7 +410,8 @@ def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses
     """Write the tokens aside, then the description, and last give the tokens their name: who
     sees it sees all.
     """
-    schema, kinds = SCHEMA, tokenising.encoder.tokenizer.kinds
+    schema = SCHEMA
+    kinds = tokenising.encoder.tokenizer.kinds
     if _has_items(tokenising.encoder.tokenizer):
         for name in OF_ITEMS:
             schema = schema.append(pa.field(name, pa.int64()))

@@ -122,7 +122,8 @@ class BytePairs:
                 padded.
         """
         described = json.loads(backend.to_str())
-        pattern, around = _pattern(described), _around(rust, described["post_processor"])
+        pattern = _pattern(described)
+        around = _around(rust, described["post_processor"])
         if pattern is None or around is None or not _cuts_plainly(described):
             return None
         ranks = _ranks(described["model"])
@@ -143,7 +144,8 @@ class BytePairs:
         """Whether both give the same for a few texts, as they do not where a text is put between
         special tokens twice.
         """
-        found, expected = self.encode(PROBES, special), self.rust(PROBES, special)
+        found = self.encode(PROBES, special)
+        expected = self.rust(PROBES, special)
         return [encoding.ids for encoding in found] == [encoding.ids for encoding in expected]
 
     def encode(self, texts: Sequence[str], special: bool) -> list[HasIds]:
@@ -210,7 +212,8 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
     """Ids of the tokens that merging may give, by their bytes; None where merging by lowest id
     may give others.
     """
-    vocabulary, merges = model["vocab"], [(left, right) for left, right in model.get("merges", ())]
+    vocabulary = model["vocab"]
+    merges = [(left, right) for left, right in model.get("merges", ())]
     altered = any(
         model.get(name)
         for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")

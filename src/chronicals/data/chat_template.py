@@ -107,10 +107,8 @@ class ChatTemplate:
     @functools.cached_property
     def dialect(self) -> Dialect:
         """Found by asking the template for an answer and for a call, in either form."""
-        question, answer = (
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "chronicals"},
-        )
+        question = {"role": "user", "content": "?"}
+        answer = {"role": "assistant", "content": "chronicals"}
         in_parts = [Dialect(parts=True).message(message) for message in (question, answer)]
         parts = not self._shows("chronicals", [question, answer]) and self._shows(
             "chronicals", in_parts

@@ -55,7 +55,8 @@ from chronicals.data.shared_prompts import share_prompt
 from chronicals.data.template import Tokenizer
 from chronicals.data.unusable_rows import refuse, refuse_halves
 
-CHUNK_ROWS, CHUNK_LETTERS = 512, 1 << 22
+CHUNK_ROWS = 512
+CHUNK_LETTERS = 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
 
 SEVERAL = 3
@@ -88,8 +89,10 @@ def chunks_of(rows: Iterable[Unparsed], earlier: int = 0) -> Iterator[Chunk]:
     Args:
         earlier: how many rows before it a chunk has.
     """
-    first, letters = 0, 0
-    wheres, records = list[str](), list[Record | BadRow | Line]()
+    first = 0
+    letters = 0
+    wheres = list[str]()
+    records = list[Record | BadRow | Line]()
     before = deque[Record | BadRow | Line](maxlen=earlier)
     for where, record in rows:
         wheres.append(where)
@@ -98,8 +101,10 @@ def chunks_of(rows: Iterable[Unparsed], earlier: int = 0) -> Iterator[Chunk]:
         if len(records) == CHUNK_ROWS or letters >= CHUNK_LETTERS:
             yield Chunk(first, wheres, records, letters, [*before])
             before.extend(records)
-            first, letters = first + len(records), 0
-            wheres, records = [], []
+            first = first + len(records)
+            letters = 0
+            wheres = []
+            records = []
     if records:
         yield Chunk(first, wheres, records, letters, [*before])
 
@@ -166,11 +171,10 @@ class _Recognised:
             if rows
             else range(len(self.rows))
         )
-        self.rows, self.sides = [self.rows[at] for at in kept], [self.sides[at] for at in kept]
-        self.wheres, self.normal = (
-            [self.wheres[at] for at in kept],
-            [self.normal[at] for at in kept],
-        )
+        self.rows = [self.rows[at] for at in kept]
+        self.sides = [self.sides[at] for at in kept]
+        self.wheres = [self.wheres[at] for at in kept]
+        self.normal = [self.normal[at] for at in kept]
 
 
 @dataclass
@@ -279,7 +283,8 @@ class ChunkEncoder:
         mismatched = with_answer_of(own, other)
         kind = kind_of(mismatched, where)
         if kind == "completion" and self.tokenizer.completions_as_chat:
-            kind, mismatched = "instruction", as_instruction(mismatched)
+            kind = "instruction"
+            mismatched = as_instruction(mismatched)
         return NormalRow.of(mismatched, kind, where)
 
     def _with_other_answers(
@@ -295,7 +300,8 @@ class ChunkEncoder:
         if not wanting:
             return encoded
         others = zip(good, of_other_prompts([found.judged[row] for row in good]), strict=True)
-        given, alone = dict[int, NormalRow](), set[int]()
+        given = dict[int, NormalRow]()
+        alone = set[int]()
         for row, other in others:
             if row not in wanting:
                 continue
@@ -397,7 +403,8 @@ class ChunkEncoder:
         if kind != "chat":
             return
         messages, prompt = messages_of(record)
-        roles, turns = self.tokenizer.train_on_roles, self.tokenizer.train_on_turns
+        roles = self.tokenizer.train_on_roles
+        turns = self.tokenizer.train_on_turns
         if not check_answers(messages, prompt, where) and not chosen(
             messages, prompt, roles, turns, where
         ):
@@ -415,7 +422,8 @@ class ChunkEncoder:
         texts = [text for normal in documents for text in texts_of(normal.record)]
         if documents[0].kind == "text" and sum(map(len, texts)) == 1:
             report.note("single_token", row, where)
-        garbled, written = False, None
+        garbled = False
+        written = None
         for text in texts:
             garbled = garbled or "\ufffd" in text
             written = written or (self.marks.special and self.marks.special.search(text))
@@ -428,7 +436,8 @@ class ChunkEncoder:
         """The documents, counted; rows that were refused or hold no target are left out."""
         if found.judged:
             encoded = self._with_other_answers(found, encoded)
-        items, report = dict[int, tuple[str, list[Piece]]](), found.report
+        items = dict[int, tuple[str, list[Piece]]]()
+        report = found.report
         refused = dict[int, DataError]()
         for row, side, normal, tokens in zip(
             found.rows, found.sides, found.normal, encoded, strict=True
@@ -459,12 +468,11 @@ class ChunkEncoder:
             found.left_out[int(row)] = "masked_by_cut" if lost else "masked_row"
             report.note(found.left_out[int(row)], int(row))
         hashes = read.hashes_of(kept.rows)
-        report.documents, report.tokens, report.targets = (
-            len(kept),
-            len(kept.ids),
-            int(kept.targets.sum()),
-        )
-        report.prompts, report.mismatched = kept.prompts, kept.mismatched
+        report.documents = len(kept)
+        report.tokens = len(kept.ids)
+        report.targets = int(kept.targets.sum())
+        report.prompts = kept.prompts
+        report.mismatched = kept.mismatched
         row_kinds = _row_kinds(found, kept)
         for finding in report.findings.values():
             if not finding.example and finding.rows:
@@ -478,7 +486,8 @@ class ChunkEncoder:
         """A row's item in documents of at most the width together, or the pieces of a text;
         nothing of a pair without a difference."""
         whole = kind != "text" and self.tokenizer.train_on == "answers"
-        row, overlong = item[0].row, self.overlong or ("cut" if whole else "split")
+        row = item[0].row
+        overlong = self.overlong or ("cut" if whole else "split")
         fitted = fit(share_prompt(item), self.width, overlong, found.report)
         if not fitted:
             found.left_out[row] = "dropped_row" if overlong == "drop" else "masked_by_cut"
@@ -493,12 +502,14 @@ def _row_kinds(found: _Recognised, kept: Documents) -> np.ndarray:
     """Count the rows of a chunk by kind, and by cause those that gave no document; return the
     kinds of the documents' rows.
     """
-    report, there = found.report, {*kept.rows.tolist()}
+    report = found.report
+    there = {*kept.rows.tolist()}
     for row in range(found.chunk.first, found.chunk.first + len(found.chunk.records)):
         kind = found.row_kinds.get(row, UNRECOGNISED)
         report.kinds[kind] = report.kinds.get(kind, 0) + 1
         if row not in there:
-            causes, rule = report.left_out.setdefault(kind, {}), found.left_out[row]
+            causes = report.left_out.setdefault(kind, {})
+            rule = found.left_out[row]
             causes[rule] = causes.get(rule, 0) + 1
     return np.array([ROW_KINDS.index(found.row_kinds[row]) for row in kept.rows.tolist()], np.int8)
 
@@ -507,7 +518,8 @@ def _repeats(record: Record) -> bool:
     """Whether the completion, a text, begins with the prompt, of several words; a greeting may
     well be greeted back.
     """
-    prompt, completion = record["prompt"], record["completion"]
+    prompt = record["prompt"]
+    completion = record["completion"]
     both = isinstance(prompt, str) and isinstance(completion, str)
     return both and completion.startswith(prompt) and len(prompt.split(None, SEVERAL)) >= SEVERAL
 

@@ -50,8 +50,11 @@ def main() -> None:
         np.arange(2),
         bytes(16),
     )  # arrays over a file cannot be written, and numba tells them apart
-    ids, trained = np.frombuffer(content, np.int32), np.frombuffer(content, np.uint8)
-    lengths, starts, hashes = np.full(2, 2), 2 * numbers, numbers.astype(np.uint64)
+    ids = np.frombuffer(content, np.int32)
+    trained = np.frombuffer(content, np.uint8)
+    lengths = np.full(2, 2)
+    starts = 2 * numbers
+    hashes = numbers.astype(np.uint64)
     store = TokenStore(
         Path(), lengths, lengths - 1, numbers, hashes, DataReport(), 0, ids, trained, starts, starts
     )

@@ -99,8 +99,10 @@ def share_of(bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: i
         ValueError: its documents are more than T / c tokens.
     """
     bounds = bounds.astype(np.int64)
-    lengths, size = np.diff(bounds), int(bounds[-1]) // context.count
-    split, own = np.flatnonzero(ranks == SPLIT), np.flatnonzero(ranks == context.rank)
+    lengths = np.diff(bounds)
+    size = int(bounds[-1]) // context.count
+    split = np.flatnonzero(ranks == SPLIT)
+    own = np.flatnonzero(ranks == context.rank)
     chunk = -(-lengths[split] // (2 * context.count))
     starts = bounds[split][:, None] + chunk[:, None] * np.array(context.chunks(context.rank))
     begins = np.append(starts.ravel(), bounds[own])
@@ -114,7 +116,8 @@ def share_of(bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: i
             f"{len(rows)} of {bounds[-1]} tokens on one of {context.count} ranks: more than it "
             "has room for"
         )
-    longest, share = int(lengths[own].max(initial=1)), BUCKETS
+    longest = int(lengths[own].max(initial=1))
+    share = BUCKETS
     while -(-size // share) < longest and share > 1:
         share //= 2
     longest = -(-size // share)
@@ -124,7 +127,8 @@ def share_of(bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: i
     ends = np.cumsum(np.concatenate([[0], 2 * chunk, lengths[own], filler]))
     documents = np.concatenate([split, own, np.full(len(filler), FILLER)])
     missing = -len(documents) % entries
-    ends, documents = np.append(ends, [size] * missing), np.append(documents, [FILLER] * missing)
+    ends = np.append(ends, [size] * missing)
+    documents = np.append(documents, [FILLER] * missing)
     positions = np.append(np.zeros(size - left, np.int64), ranges(np.zeros_like(filler), filler))
     rows = np.append(rows, np.full(left, FILLER))
     parts = None
@@ -154,7 +158,9 @@ def _split(chunk: np.ndarray, context: Context, whole: np.ndarray, longest: int)
         whole, longest: bounds of its other documents in its own tokens, and the one on their
             lengths.
     """
-    inner, outer, tokens = context.inner, context.outer, int(2 * chunk.sum())
+    inner = context.inner
+    outer = context.outer
+    tokens = int(2 * chunk.sum())
     before = 2 * (np.cumsum(chunk) - chunk)
     first = context.rank - context.rank % inner
     held = sorted(
@@ -169,7 +175,8 @@ def _split(chunk: np.ndarray, context: Context, whole: np.ndarray, longest: int)
         (sender * tokens + before[:, None] + place * chunk[:, None]).ravel(),
         np.repeat(chunk, 2 * inner),
     )
-    lengths, keys = 2 * inner * chunk, None
+    lengths = 2 * inner * chunk
+    keys = None
     if outer > 1:
         lengths = np.repeat(inner * chunk, 2)
         keys = _gathered_keys(chunk, context, inner * tokens)
@@ -195,12 +202,12 @@ def _gathered_keys(chunk: np.ndarray, context: Context, tokens: int) -> SharedKe
         tokens: that each of ``outer`` neighbourhoods sends, a piece from the front and one from the
             back of each document.
     """
-    outer, piece = context.outer, context.inner * chunk
-    own, numbers = context.rank // context.inner, np.arange(2 * outer)
-    sender, place = (
-        np.minimum(numbers, 2 * outer - 1 - numbers),
-        (numbers >= outer).astype(np.int64),
-    )
+    outer = context.outer
+    piece = context.inner * chunk
+    own = context.rank // context.inner
+    numbers = np.arange(2 * outer)
+    sender = np.minimum(numbers, 2 * outer - 1 - numbers)
+    place = (numbers >= outer).astype(np.int64)
     begins = sender * tokens + 2 * (np.cumsum(piece) - piece)[:, None] + place * piece[:, None]
     order = ranges(begins.ravel(), np.repeat(piece, 2 * outer))
     seen = (piece[:, None] * np.array([own + 1, 2 * outer - own])).ravel()
@@ -226,7 +233,8 @@ def part_of(batch: Batch, ranks: np.ndarray, context: Context, filler: int = 0) 
     if batch.keys is not None:
         raise ValueError("documents that share prompts are dealt where a Batch is assembled")
     share = share_of(batch.cu_seqlens.numpy(), ranks, context)
-    at, documents = torch.as_tensor(share.rows), torch.as_tensor(share.documents)
+    at = torch.as_tensor(share.rows)
+    documents = torch.as_tensor(share.documents)
 
     def taken(column: Tensor, places: Tensor, filler: int) -> Tensor:
         found = column[places.clamp(min=0)]

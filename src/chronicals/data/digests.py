@@ -55,7 +55,9 @@ class FileDigests:
             DataError: it cannot be read, or was written to meanwhile.
         """
         try:
-            name, stamp, began = str(file.resolve()), _stamp(file), time.time()
+            name = str(file.resolve())
+            stamp = _stamp(file)
+            began = time.time()
             known = self._known.get(name, {})
             if known.get("stamp") == stamp:
                 return known["sha256"]

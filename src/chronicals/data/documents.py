@@ -188,7 +188,8 @@ class Documents:
 
     def inspect(self, marks: Marks, report: DataReport) -> None:
         """Count what the gate finds in tokens."""
-        starts, lengths = self.offsets[:-1], self.lengths
+        starts = self.offsets[:-1]
+        lengths = self.lengths
         for row in np.unique(self.rows[lengths == 1]):
             report.note("single_token", int(row))
         longer = np.flatnonzero(lengths > 1)
@@ -260,10 +261,8 @@ def _judged_first(item: list[Piece], width: int, report: DataReport) -> list[Pie
     beside it, a target at least. Where there is no room for that the judged one stands alone,
     unless it is too long by itself, and cut in any case."""
     other = next(piece for piece in item if piece.side == MISMATCHED)
-    least, room = (
-        int(np.argmax(other.trained[1:])) + 2,
-        width - sum(len(piece.ids) for piece in item if piece is not other),
-    )
+    least = int(np.argmax(other.trained[1:])) + 2
+    room = width - sum(len(piece.ids) for piece in item if piece is not other)
     if len(other.ids) <= room:
         return item
     if 0 <= room < least:
@@ -276,7 +275,8 @@ def _judged_first(item: list[Piece], width: int, report: DataReport) -> list[Pie
 
 def _with_prompt(item: list[Piece]) -> Piece:
     """The first document of an item, behind the prompt where it is shared."""
-    first, last = item[0], item[-1]
+    first = item[0]
+    last = item[-1]
     if last.shared >= 0:
         return first
     ids, trained = (
@@ -293,7 +293,8 @@ def are_identical(item: Sequence[Piece]) -> bool:
 
 def _common_length(lengths: list[int], width: int) -> int:
     """The most tokens that each document may keep so that all of them have ``width`` together."""
-    left, most = width, width
+    left = width
+    most = width
     for done, length in enumerate(sorted(lengths)):
         most = left // (len(lengths) - done)
         if length > most:

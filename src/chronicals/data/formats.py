@@ -110,12 +110,15 @@ def _read_text(path: Path) -> Iterator[Row]:
     anywhere.
     """
     with _open_text(path, newline=None) as stream:
-        text, where, lines = stream.read(LONGEST_TEXT + 1), f"{path}", 0
+        text = stream.read(LONGEST_TEXT + 1)
+        where = f"{path}"
+        lines = 0
         while len(text) > LONGEST_TEXT:
             end = _end_of_part(text)
             yield f"{path}:{lines + 1}", {"text": text[:end]}
             lines += text.count("\n", 0, end)
-            text, where = text[end:] + stream.read(end), f"{path}:{lines + 1}"
+            text = text[end:] + stream.read(end)
+            where = f"{path}:{lines + 1}"
         yield where, {"text": text}
 
 
@@ -218,8 +221,12 @@ class _Window:
     _space = re.compile(r"[ \t\n\r]*")
 
     def __init__(self, path: Path, stream: io.TextIOWrapper):
-        self.path, self._stream = path, stream
-        self._text, self._at, self._lines, self._ended = "", 0, 0, False
+        self.path = path
+        self._stream = stream
+        self._text = ""
+        self._at = 0
+        self._lines = 0
+        self._ended = False
 
     def next(self) -> str:
         """The next character that is no white space, left where it is; empty at the end."""
@@ -252,7 +259,8 @@ class _Window:
                 raise self.fault(str(error)) from error
             else:
                 if self._ended or end + 2 < len(self._text):  # 1e-7 may be cut after 1, 1e or 1e-
-                    text, self._at = self._text[self._at : end], end
+                    text = self._text[self._at : end]
+                    self._at = end
                     return encodable(value, text)
             self._read_on()
 
@@ -274,7 +282,9 @@ class _Window:
         self._lines += self._text.count("\n", 0, self._at)
         kept = self._text[self._at :]
         more = self._stream.read(max(CHARACTERS_AT_ONCE, len(kept)))
-        self._text, self._at, self._ended = kept + more, 0, not more
+        self._text = kept + more
+        self._at = 0
+        self._ended = not more
 
 
 def _is_cut(error: json.JSONDecodeError) -> bool:

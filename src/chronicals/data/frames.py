@@ -95,7 +95,8 @@ def _sign_of(name: str, value: Any) -> int:
 
 
 def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
-    records, end = list[Any](), 0
+    records = list[Any]()
+    end = 0
     for length in header["lengths"]:
         records.append(Line(body[end : end + length]))
         end += length
@@ -124,10 +125,12 @@ def frame_of_encoded(encoded: Encoded) -> Frame:
 
 
 def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
-    documents, tokens = header["documents"], header["tokens"]
+    documents = header["documents"]
+    tokens = header["tokens"]
     numbers = (np.int64, documents + 1), *[(np.int64, documents)] * 4, (np.uint64, documents)
     kinds = *numbers, (np.int32, tokens), (np.uint8, tokens), (np.int8, documents)
-    arrays, begin = [], 0
+    arrays = []
+    begin = 0
     for kind, count in kinds:
         arrays.append(np.frombuffer(body, kind, count, begin))
         begin += arrays[-1].nbytes

@@ -343,10 +343,8 @@ class DataReport:
             ledger: of the data, where some of them are held out.
         """
         ledger = ledger or self.ledger
-        share, what = (
-            self.targets / max(self.tokens, 1),
-            "scored" if ledger.is_scored else "trained",
-        )
+        share = self.targets / max(self.tokens, 1)
+        what = "scored" if ledger.is_scored else "trained"
         return (
             f"{ledger.words()}, {self.documents_in_words()}, {self.tokens:,} tokens, "
             f"{self.targets:,} of them {what} "

@@ -76,7 +76,8 @@ class Ledger:
         """Return the ledger in one line; what became of the rows is left out where all are
         trained, or all held out.
         """
-        read, left_out = sum(self.read.values()), sum(self.causes.values())
+        read = sum(self.read.values())
+        left_out = sum(self.causes.values())
         parts = []
         if self.trained and (self.held_out or left_out):
             parts.append(f"{_by_kind(self.trained)} trained")

@@ -52,15 +52,18 @@ from chronicals.data.target_columns import TargetColumn
 
 logger = logging.getLogger(__name__)
 
-PREFETCHED_STEPS, PREFETCHED_BYTES = (2, 64), 1 << 26
+PREFETCHED_STEPS = (2, 64)
+PREFETCHED_BYTES = 1 << 26
 """Steps that are prefetched: so many as take 64 MiB, within these bounds."""
 
-SUMS, COST = ("targets", "tokens", "documents", "items", "first_targets"), 5
+SUMS = ("targets", "tokens", "documents", "items", "first_targets")
+COST = 5
 """Names of what is summed over the documents of each pack, ``first_targets`` over the first ones
 of items alone; and the column behind them: what attention costs, Σ length² of documents that
 stand behind no prompt."""
 
-WEIGHT, GROUP = "weight", "group"
+WEIGHT = "weight"
+GROUP = "group"
 """The column that becomes ``Batch.weights``, and the segment that numbers the items of a Batch."""
 
 CALLS = 4
@@ -71,7 +74,8 @@ longer than a small step takes."""
 
 def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
     """The packs of one epoch, in as many parts as processes share them."""
-    items, parts = store.items, config.pack_parts or config.context_parallel
+    items = store.items
+    parts = config.pack_parts or config.context_parallel
     widest = 1 if items is None else int(np.diff(items).max(initial=1))
     limit = config.max_documents if config.use_sequence_packing else widest * parts
     return plan_parts(
@@ -135,14 +139,15 @@ class BatchStream:
         context: Context | None = None,
     ):
         self.in_order = config.packing_strategy == IN_ORDER
-        self.store, self.epochs, self.shuffle, self.pin = (
-            store,
-            epochs,
-            shuffle and not self.in_order,
-            pin,
-        )
-        self.width, self.batch_size = config.max_seq_length, config.batch_size
-        self.accumulation, self.rank, self.ranks = config.gradient_accumulation_steps, rank, ranks
+        self.store = store
+        self.epochs = epochs
+        self.shuffle = shuffle and not self.in_order
+        self.pin = pin
+        self.width = config.max_seq_length
+        self.batch_size = config.batch_size
+        self.accumulation = config.gradient_accumulation_steps
+        self.rank = rank
+        self.ranks = ranks
         self.seed = config.seed
         self.plan = plan_of(store, config) if plan is None else plan
         self._dealing = None if context is None else Dealing.of(self.plan, context)
@@ -168,7 +173,8 @@ class BatchStream:
             if store.items is None
             else (store.columns[SIDE] == 0).astype(np.int64)
         )
-        lengths, attended = store.lengths, (store.lengths + store.before) ** 2 - store.before**2
+        lengths = store.lengths
+        attended = (store.lengths + store.before) ** 2 - store.before**2
         summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets
         cost = (
             self._sum_in_packs(attended)
@@ -295,7 +301,8 @@ class BatchStream:
         """The documents of each pack of the step that begins at ``position``, of all ranks, by
         their number in the store.
         """
-        packed, offsets = self._documents.packed, self._documents.offsets
+        packed = self._documents.packed
+        offsets = self._documents.offsets
         return [packed[offsets[pack] : offsets[pack + 1]] for pack in self._packs_at(position)]
 
     def _packs_at(self, position: int) -> np.ndarray:
@@ -386,32 +393,27 @@ class Memory:
         dealing: Dealing | None = None,
     ):
         self.dealing = dealing
-        self.sizes, self.pin, self.of_documents, self.of_targets = (
-            sizes,
-            pin,
-            columns or {},
-            of_targets or {},
-        )
-        of_columns, of_bounds = (
-            (steps, sizes.batches, 3, sizes.tokens),
-            (steps, sizes.batches, sizes.bounds),
-        )
+        self.sizes = sizes
+        self.pin = pin
+        self.of_documents = columns or {}
+        self.of_targets = of_targets or {}
+        of_columns = (steps, sizes.batches, 3, sizes.tokens)
+        of_bounds = (steps, sizes.batches, sizes.bounds)
         self.columns: Any
         self.bounds: Any
         if pin:
             self.columns = torch.empty(of_columns, dtype=torch.int64, pin_memory=True)
             self.bounds = torch.empty(of_bounds, dtype=torch.int32, pin_memory=True)
         else:
-            self.columns, self.bounds = (
-                np.empty(of_columns, np.int64),
-                np.empty(of_bounds, np.int32),
-            )
+            self.columns = np.empty(of_columns, np.int64)
+            self.bounds = np.empty(of_bounds, np.int32)
         self.held = np.empty((steps, sizes.batches, sizes.bounds), np.int64)
         self.facts = np.zeros((steps, sizes.batches, 3), np.int64)
 
     def assemble(self, packs: np.ndarray, documents: PackedDocuments) -> tuple[int, int]:
         """As ``assembly.assemble``."""
-        columns, bounds = np.asarray(self.columns), np.asarray(self.bounds)
+        columns = np.asarray(self.columns)
+        bounds = np.asarray(self.bounds)
         return assemble(columns, bounds, self.held, packs, self.facts, documents, self.sizes)
 
     def batches(self, steps: int) -> Iterator[list[Batch]]:
@@ -426,11 +428,9 @@ class Memory:
 
     def _batch(self, columns: Any, bounds: Any, held: np.ndarray, fact: list[int]) -> Batch:
         """All of a micro-batch."""
-        (ids, targets, positions), numbers, ends = (
-            columns,
-            held[: fact[ENTRIES]],
-            bounds[: fact[ENTRIES] + 1],
-        )
+        (ids, targets, positions) = columns
+        numbers = held[: fact[ENTRIES]]
+        ends = bounds[: fact[ENTRIES] + 1]
         return Batch(
             torch.as_tensor(ids),
             torch.as_tensor(targets),
@@ -445,7 +445,8 @@ class Memory:
     def _dealt(self, columns: Any, bounds: Any, held: np.ndarray, fact: list[int]) -> Batch:
         """This rank's share of it."""
         assert self.dealing is not None
-        (ids, targets, positions), numbers = np.asarray(columns), held[: fact[ENTRIES]]
+        (ids, targets, positions) = np.asarray(columns)
+        numbers = held[: fact[ENTRIES]]
         share = self.dealing.share(
             numbers, np.asarray(bounds[: fact[ENTRIES] + 1]), self.sizes.share
         )
@@ -488,7 +489,8 @@ class Memory:
             name: np.where(there, values[numbers], FILLER).astype(values.dtype)
             for name, values in self.of_documents.items()
         }
-        weights, shared = segments.pop(WEIGHT, None), segments.pop(SHARED, None)
+        weights = segments.pop(WEIGHT, None)
+        shared = segments.pop(SHARED, None)
         first = segments[SIDE] == 0 if SIDE in segments else there
         segments[GROUP] = np.where(there, np.cumsum(first) - 1, FILLER)
         found: dict[str, Any] = {

@@ -111,7 +111,8 @@ def plan_packs(
     if items is None:
         documents, offsets = STRATEGIES[strategy](sizes, max_seq_length, limit, *NO_PACKS)
     else:
-        totals, widest = np.add.reduceat(sizes, items[:-1]), int(np.diff(items).max())
+        totals = np.add.reduceat(sizes, items[:-1])
+        widest = int(np.diff(items).max())
         if totals.max() > max_seq_length:
             wrong = int(np.argmax(totals > max_seq_length))
             raise ValueError(
@@ -199,7 +200,8 @@ def _best_fit_decreasing(
     for rank, size in enumerate(decreasing):
         room = _lowest_set_at_least(words, summary, size)
         if room < 0:
-            pack, room = packs, width
+            pack = packs
+            room = width
             packs += 1
         else:
             pack = head[room]
@@ -273,7 +275,9 @@ def _next_fit(
     for document in range(sizes.size):
         if not packs or room < sizes[document] or held == limit:
             offsets[packs] = document
-            packs, held, room = packs + 1, 0, width
+            packs = packs + 1
+            held = 0
+            room = width
         held += 1
         room -= sizes[document]
     offsets[packs] = sizes.size
@@ -293,7 +297,8 @@ def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarra
     decreasing = np.empty(sizes.size, np.int64)
     for document, size in enumerate(sizes):
         place = start[width - size]
-        order[place], decreasing[place] = document, size
+        order[place] = document
+        decreasing[place] = size
         start[width - size] += 1
     return order, decreasing
 
@@ -370,9 +375,11 @@ class SequencePacker:
             ValueError: a row is empty, or its labels are not as long as its ids.
         """
         self.truncated_documents = 0
-        ids, labels = [], []
+        ids = []
+        labels = []
         for number, row in enumerate(dataset):
-            tokens, marks = list(row["input_ids"]), list(row.get("labels", row["input_ids"]))
+            tokens = list(row["input_ids"])
+            marks = list(row.get("labels", row["input_ids"]))
             if not tokens or len(tokens) != len(marks):
                 raise ValueError(
                     f"row {number}: {len(tokens)} input_ids and {len(marks)} labels; need equal, "

@@ -49,14 +49,16 @@ def plan_parts(
             f"{2 * parts}"
         )
     plan_packs(lengths[:0], max_seq_length, max_documents, strategy)  # its checks
-    sizes, width = np.ascontiguousarray(lengths, np.int64), max_seq_length // parts
+    sizes = np.ascontiguousarray(lengths, np.int64)
+    width = max_seq_length // parts
     if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
         raise ValueError(
             f"lengths of {sizes.min()} to {sizes.max()}: must be between 1 and "
             f"max_seq_length={max_seq_length}"
         )
     bounds = np.arange(sizes.size + 1) if items is None else items
-    totals, counts = np.add.reduceat(sizes, bounds[:-1]) if sizes.size else sizes, np.diff(bounds)
+    totals = np.add.reduceat(sizes, bounds[:-1]) if sizes.size else sizes
+    counts = np.diff(bounds)
     if (wrong := np.flatnonzero((totals > width) & (counts > 1))).size:
         raise ValueError(
             f"item {wrong[0]} has {totals[wrong[0]]} tokens in {counts[wrong[0]]} documents, "
@@ -97,7 +99,8 @@ def _sorted(
     totals: np.ndarray, costs: np.ndarray, width: int, limit: int, parts: int, strategy: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Items, and the pack and the part of each."""
-    long, short = np.flatnonzero(totals > width), np.flatnonzero(totals <= width)
+    long = np.flatnonzero(totals > width)
+    short = np.flatnonzero(totals <= width)
     sizes = _split_size(totals[long], parts)
     placed, offsets = STRATEGIES[strategy](sizes, width, limit, *NO_PACKS)
     first = len(offsets) - 1
@@ -108,7 +111,8 @@ def _sorted(
         totals[short], width, limit, np.repeat(rooms, parts), np.repeat(held, parts)
     )
     bins = len(ends) - 1
-    bin_of, items = np.repeat(np.arange(bins), np.diff(ends)), short[filled]
+    bin_of = np.repeat(np.arange(bins), np.diff(ends))
+    items = short[filled]
     cost = np.bincount(bin_of, costs[items], bins)
     place = np.arange(bins)  # new parts of like cost share a pack
     place[first * parts + np.argsort(-cost[first * parts :], kind="stable")] = np.arange(
@@ -133,7 +137,9 @@ def _evened(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same pack after pack, the longest items of each first, dealt to its parts evenly."""
     by_pack = np.lexsort((-totals[order], pack_of))
-    order, pack_of, part_of = order[by_pack], pack_of[by_pack], part_of[by_pack]
+    order = order[by_pack]
+    pack_of = pack_of[by_pack]
+    part_of = part_of[by_pack]
     offsets = np.append(0, np.cumsum(np.bincount(pack_of)))
     sizes = np.where(part_of == SPLIT, _split_size(totals[order], parts), totals[order])
     _deal(part_of, offsets, sizes, costs[order], width, limit, parts)
@@ -153,9 +159,12 @@ def _deal(
 ) -> None:
     """Change ``part_of`` in each pack where all items fit and the costliest part costs less."""
     for pack in range(offsets.size - 1):
-        first, end = offsets[pack], offsets[pack + 1]
-        before, cost = np.zeros(parts, np.int64), np.zeros(parts, np.int64)
-        room, held = np.full(parts, width), np.zeros(parts, np.int64)
+        first = offsets[pack]
+        end = offsets[pack + 1]
+        before = np.zeros(parts, np.int64)
+        cost = np.zeros(parts, np.int64)
+        room = np.full(parts, width)
+        held = np.zeros(parts, np.int64)
         dealt = part_of[first:end].copy()
         for item in range(first, end):
             if part_of[item] < 0:
@@ -198,26 +207,32 @@ def _in_order(
 def _next_parts(
     sizes: np.ndarray, split: np.ndarray, width: int, limit: int, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    pack_of, part_of = np.empty(sizes.size, np.int64), np.empty(sizes.size, np.int64)
-    room, held = np.full(parts, width), np.zeros(parts, np.int64)
+    pack_of = np.empty(sizes.size, np.int64)
+    part_of = np.empty(sizes.size, np.int64)
+    room = np.full(parts, width)
+    held = np.zeros(parts, np.int64)
     pack = last = 0
     for item, size in enumerate(sizes):
         if size > width:
             if room.min() < split[item] or held.max() >= limit:
-                pack, last = pack + 1, 0
+                pack = pack + 1
+                last = 0
                 room[:] = width
                 held[:] = 0
             room -= split[item]
             held += 1
-            pack_of[item], part_of[item] = pack, -1
+            pack_of[item] = pack
+            part_of[item] = -1
             continue
         while last < parts and (room[last] < size or held[last] >= limit):
             last += 1
         if last == parts:
-            pack, last = pack + 1, 0
+            pack = pack + 1
+            last = 0
             room[:] = width
             held[:] = 0
         room[last] -= size
         held[last] += 1
-        pack_of[item], part_of[item] = pack, last
+        pack_of[item] = pack
+        part_of[item] = last
     return pack_of, part_of

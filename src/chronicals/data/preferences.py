@@ -75,7 +75,8 @@ def rows_of(
             )
         if not answer or (isinstance(answer, str) and not answer.strip()):
             raise DataError(f"{where}: {name} is empty", "empty_answer")
-    named, found = " and ".join(given), [*given.values()]
+    named = " and ".join(given)
+    found = [*given.values()]
     prompt, found = alike(
         *_divided(record, prompt_names(record, answers), found, named, where, tell)
     )

@@ -62,7 +62,10 @@ class Prefixes:
     """
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message], tools: Any, whole: str):
-        self._template, self._messages, self._tools, self._whole = template, messages, tools, whole
+        self._template = template
+        self._messages = messages
+        self._tools = tools
+        self._whole = whole
         self._rests: dict[tuple[bool, State], str | None] = {}
         self._runs: dict[bool, _Run] = {}
         compiled = template.compiled(tools)
@@ -87,7 +90,8 @@ class Prefixes:
         run = self._runs.get(generation)
         if run is None or count >= len(run.places):
             return None
-        place, state = run.places[count], run.states[count]
+        place = run.places[count]
+        state = run.states[count]
         if place is None:
             return None
         if not self._whole.startswith(run.text[run.compared : place], run.compared):
@@ -178,8 +182,11 @@ class _Run:
         self.places: list[int | None] = []
         self.states: list[State] = []
         self.ended: int | None = None
-        self.looked_again, self.compared, self.loops = False, 0, 0
-        self._seen_end, self._letters = False, 0
+        self.looked_again = False
+        self.compared = 0
+        self.loops = 0
+        self._seen_end = False
+        self._letters = 0
         self._state: dict[tuple[int, str], str] = {}
         self._known: dict[State, State] = {}
         self._recording = True
@@ -238,7 +245,8 @@ class _Run:
             self._stop_recording()
 
     def _recorded_namespace(self, *args: Any, **attributes: Any) -> Namespace:
-        record, number = self._record, len(self._namespaces)
+        record = self._record
+        number = len(self._namespaces)
 
         class Recorded(Namespace):
             def __setitem__(self, name: str, value: Any) -> None:
@@ -256,7 +264,8 @@ class _Watched(Sequence[Message]):
     """The messages of a run from ``first`` on."""
 
     def __init__(self, run: _Run, first: int = 0):
-        self._run, self._first = run, first
+        self._run = run
+        self._first = first
 
     def __iter__(self) -> Iterator[Message]:
         self._run.loops += 1
@@ -305,13 +314,15 @@ class _Watched(Sequence[Message]):
 
 class _Loop(Iterator[Message]):
     def __init__(self, run: _Run, first: int):
-        self._run, self._next = run, first
+        self._run = run
+        self._next = first
 
     def __next__(self) -> Message:
         caller: Any = sys._getframe(1)
         if caller.f_code is LoopContext.__next__.__code__:
             caller = caller.f_back
-        run, number = self._run, self._next
+        run = self._run
+        number = self._next
         run.look(number, in_loop=caller.f_code.co_name == "root")
         if number >= len(run.messages):
             raise StopIteration

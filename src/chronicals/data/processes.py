@@ -39,7 +39,8 @@ from chronicals.data.worker import HOW
 
 logger = logging.getLogger(__name__)
 
-LETTERS_ALONE, BYTES_AT_LEAST = 1 << 21, 1 << 24
+LETTERS_ALONE = 1 << 21
+BYTES_AT_LEAST = 1 << 24
 """Letters that the building process takes before it asks for help, a second of work: a process
 starts in two. Of files that hold so many bytes it asks at once."""
 
@@ -74,10 +75,13 @@ class TokenizingProcesses:
     """
 
     def __init__(self, encoder: ChunkEncoder, count: int | None = None, expected: int = 0):
-        self.encoder, self.expected = encoder, expected
+        self.encoder = encoder
+        self.expected = expected
         self.count = one_a_core() if count is None else count
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
-        self._changing, self._ended, self._doubted = threading.Lock(), False, False
+        self._changing = threading.Lock()
+        self._ended = False
+        self._doubted = False
         self._program: _Program | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -111,7 +115,8 @@ class TokenizingProcesses:
         yield from self._by_others(chunks)
 
     def _until_helped(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        letters, asked = 0, self.count < 2
+        letters = 0
+        asked = self.count < 2
         for chunk in chunks:
             letters += chunk.letters
             if not asked and (letters >= LETTERS_ALONE or self.expected >= BYTES_AT_LEAST):
@@ -168,7 +173,8 @@ class TokenizingProcesses:
         import transformers
 
         tokenizer = self.encoder.tokenizer
-        inner, kind = tokenizer.tokenizer, type(tokenizer.tokenizer)
+        inner = tokenizer.tokenizer
+        kind = type(tokenizer.tokenizer)
         changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
         if getattr(transformers, kind.__name__, None) is not kind or not is_plain(inner) or changed:
             raise TypeError(

@@ -26,12 +26,11 @@ def shared_keys(
         bounds: int32 ``[N + 1]``, of the documents.
         width: tokens of a pack.
     """
-    starts, lengths, tokens = (
-        bounds[:-1].astype(np.int64),
-        np.diff(bounds).astype(np.int64),
-        int(bounds[-1]),
-    )
-    before, number = np.maximum(shared, 0), np.arange(len(shared))
+    starts = bounds[:-1].astype(np.int64)
+    lengths = np.diff(bounds).astype(np.int64)
+    tokens = int(bounds[-1])
+    before = np.maximum(shared, 0)
+    number = np.arange(len(shared))
     prompts = np.where(shared == IS_SHARED, number, len(shared) - 1)
     prompt = starts[
         np.minimum.accumulate(prompts[::-1])[::-1]
@@ -47,7 +46,8 @@ def shared_keys(
     share = -(-tokens // KEY_SHARES)
     filled = np.zeros(-(-len(index) // share) * share, np.int64)
     filled[: len(index)] = index
-    longest, divisor = int((before + lengths).max(initial=1)), BUCKETS
+    longest = int((before + lengths).max(initial=1))
+    divisor = BUCKETS
     while -(-width // divisor) < longest and divisor > 1:
         divisor //= 2
     return SharedKeys(

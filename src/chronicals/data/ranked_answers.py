@@ -13,7 +13,8 @@ from chronicals.data.plain_values import items_of
 from chronicals.data.records import Record
 from chronicals.data.rows import json_list
 
-ANSWERS, SCORES = "responses", "scores"
+ANSWERS = "responses"
+SCORES = "scores"
 
 
 def best_and_worst(record: Record, where: str) -> Record:

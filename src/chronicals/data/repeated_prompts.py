@@ -33,7 +33,8 @@ def shared_messages(chats: Sequence[list[Any]]) -> int:
 
 def holds(messages: list[Any], asked: list[Any]) -> bool:
     """Whether ``asked`` stands in ``messages``, side by side; nothing stands in all."""
-    there, wanted = said_in(messages), said_in(asked)
+    there = said_in(messages)
+    wanted = said_in(asked)
     return any(there[at : at + len(wanted)] == wanted for at in range(len(there) - len(wanted) + 1))
 
 
@@ -68,7 +69,8 @@ def _behind(prompt: list[Any], chat: list[Any]) -> list[Any]:
 
 def _repeated(prompt: list[Any], messages: list[Any]) -> int:
     """How many of the last messages of the prompt are the first of others."""
-    asked, there = said_in(prompt), said_in(messages)
+    asked = said_in(prompt)
+    there = said_in(messages)
     return next(
         (n for n in range(min(len(asked), len(there)), 0, -1) if asked[-n:] == there[:n]), 0
     )

@@ -124,7 +124,8 @@ FIRST = ("system", "developer")
 """Roles that belong before all others."""
 
 WORDS = ("content", "value")
-SPEAKER, SPOKEN = ("role", "from"), (*WORDS, "tool_calls")
+SPEAKER = ("role", "from")
+SPOKEN = (*WORDS, "tool_calls")
 """Fields of a message: who speaks, and what is said."""
 
 SPEAKERS = {
@@ -605,7 +606,8 @@ def _message(message: Any, where: str) -> Message:
     content = fields.pop("value", None) if "content" not in fields else fields["content"]
     if speaker == "function_call":
         calls = _parsed(content, "value", where)
-        fields["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+        fields["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        content = None
     if fields.get("tool_calls") and is_missing(content):
         content = None
     if content is None and not fields.get("tool_calls"):

@@ -166,7 +166,8 @@ def _rows(part: DataSource) -> Iterator[Unparsed]:
     """Every row of a source once, with our names of columns, and its place behind the source's
     name.
     """
-    rows, columns = _read(part), part.columns
+    rows = _read(part)
+    columns = part.columns
     if columns:
         rows = ((where, _renamed(parsed(record), columns)) for where, record in rows)
     if part.name:
@@ -317,7 +318,9 @@ def _visible_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
     Links are followed, those to nowhere are there.
     """
-    found, own, seen = list[Path](), list[Path](), set[str]()
+    found = list[Path]()
+    own = list[Path]()
+    seen = set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
         ours = own_files(Path(place), {*folders, *names}) if real not in seen else set()
@@ -340,7 +343,8 @@ def _visible_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _is_saved_dataset(path: Path) -> bool:
     """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
-    several, single = ("dataset_dict.json",), ("state.json", "dataset_info.json")
+    several = ("dataset_dict.json",)
+    single = ("state.json", "dataset_info.json")
     return any(all((path / name).is_file() for name in names) for names in (several, single))
 
 

@@ -45,7 +45,8 @@ def trained_span(
 def _answer(
     template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], where: str
 ) -> tuple[int, int]:
-    messages, tools = conversation.messages, conversation.tools
+    messages = conversation.messages
+    tools = conversation.tools
     if number == 0:
         raise TemplateError(
             f"{where}: the conversation begins with the assistant; it needs a message to answer"
@@ -85,7 +86,8 @@ def _answer_end(
     where: str,
 ) -> int:
     """Where the answer that begins at ``start`` ends; ``start`` if nothing closes it."""
-    messages, tools = conversation.messages, conversation.tools
+    messages = conversation.messages
+    tools = conversation.tools
     for seen in (messages[: number + 1], followed_by_another(messages, number)):
         end = common_prefix(template.ids(seen, tools, where=where), ids)
         while end > start and ids[end - 1] != template.stop:
@@ -127,7 +129,8 @@ def _as_read(template: ChatTemplate, text: str) -> str:
 def _other(
     template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], here: str
 ) -> tuple[int, int]:
-    messages, tools = conversation.messages, conversation.tools
+    messages = conversation.messages
+    tools = conversation.tools
     message = messages[number]
     content = _content(message)
     replaced = [*messages[:number], _saying(message, _unlike(content)), *messages[number + 1 :]]

@@ -134,11 +134,9 @@ class TokenStore:
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int32) and mask (uint8) of a document, as views of the file."""
-        first, first_trained, length = (
-            self.id_starts[index],
-            self.trained_starts[index],
-            self.lengths[index],
-        )
+        first = self.id_starts[index]
+        first_trained = self.trained_starts[index]
+        length = self.lengths[index]
         return self.ids[first : first + length], self.trained[
             first_trained : first_trained + length
         ]
@@ -227,7 +225,8 @@ class TokenStore:
         Equal rows stay on one side, and items whole; pieces of one row need not.
         """
         items = np.arange(len(self) + 1) if self.items is None else self.items
-        rows, hashes = self.rows[items[:-1]], self.hashes[items[:-1]]
+        rows = self.rows[items[:-1]]
+        hashes = self.hashes[items[:-1]]
         piece = np.arange(len(rows)) - np.searchsorted(rows, rows)
         _, group = np.unique(hashes + piece.astype(np.uint64) * ODD, return_inverse=True)
         order = np.random.default_rng([seed, 1 << 32]).permutation(group.max(initial=-1) + 1)

@@ -120,7 +120,8 @@ class Tokenizer:
         record = plain_row(with_conversations(record), where)
         kind = kind_of(record, where)
         if kind == "completion" and self.completions_as_chat:
-            kind, record = "instruction", as_instruction(record)
+            kind = "instruction"
+            record = as_instruction(record)
         return self.encode_normalised(NormalRow.of(record, kind, where), where)
 
     def encode_normalised(self, row: NormalRow, where: str) -> Tokens:
@@ -267,7 +268,8 @@ class Tokenizer:
         return ids, [True] * len(ids)
 
     def _tokens(self, record: Record, where: str) -> Tokens:
-        ids, labels = _integers(record["input_ids"]), record.get("labels")
+        ids = _integers(record["input_ids"])
+        labels = record.get("labels")
         if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
             raise DataError(f"{where}: input_ids must be a list of token ids")
         seen = _attended(record.get("attention_mask"), len(ids), where)
@@ -282,7 +284,8 @@ class Tokenizer:
                 "not shifted"
             )
         for position in np.flatnonzero((labels != -100) & (labels != ids))[:1]:
-            label, token = labels[position], ids[position]
+            label = labels[position]
+            token = ids[position]
             raise DataError(
                 f"{where}: labels[{position}]={label} is neither -100 nor "
                 f"input_ids[{position}]={token}"

@@ -46,7 +46,8 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
 
 
 def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:
-    chunks, out = os.fdopen(pipes[0], "rb"), os.fdopen(pipes[1], "wb")
+    chunks = os.fdopen(pipes[0], "rb")
+    out = os.fdopen(pipes[1], "wb")
     write_frame(out, {"same": same})
     while (frame := read_frame(chunks)) is not None:
         for _, encoded in encoder.encoded([chunk_of_frame(*frame)]):

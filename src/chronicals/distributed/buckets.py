@@ -26,7 +26,8 @@ def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor
     """The gradients in order, those together that are in one bucket: neighbours of one dtype, no
     more than ``size`` bytes.
     """
-    found, room = list[list[Tensor]](), 0
+    found = list[list[Tensor]]()
+    room = 0
     for gradient in gradients:
         if not found or gradient.nbytes > room or gradient.dtype != found[-1][0].dtype:
             found.append([])

@@ -52,11 +52,11 @@ class EmbeddingInShards(nn.Module):
         group: Any = None,
     ):
         super().__init__()
-        (self.num_embeddings, self.embedding_dim), self.padding_idx = (
-            embedding.weight.shape,
-            embedding.padding_idx,
-        )
-        self.count, self.group, self.equal_lengths = count, group, False
+        (self.num_embeddings, self.embedding_dim) = embedding.weight.shape
+        self.padding_idx = embedding.padding_idx
+        self.count = count
+        self.group = group
+        self.equal_lengths = False
         own = embedding.weight.detach().chunk(count, dim=1)[rank].to(device, copy=True).contiguous()
         self.weight = nn.Parameter(own, requires_grad=False)
         setattr(self.weight, PART, count)
@@ -106,10 +106,8 @@ def why_embedding_stays_whole(model: Any, count: int) -> str | None:
     layer = model.get_input_embeddings()
     if isinstance(layer, EmbeddingInShards):
         return None
-    own, width = (
-        [p for module in model.modules() for p in module._parameters.values()],
-        embedding_table(model).shape[1],
-    )
+    own = [p for module in model.modules() for p in module._parameters.values()]
+    width = embedding_table(model).shape[1]
     reasons = {
         "it has an adapter, or tokens that are trained": lambda: hasattr(layer, "base_layer"),
         "it is trained": lambda: any(p.requires_grad for p in layer.parameters()),

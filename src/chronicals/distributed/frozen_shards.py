@@ -107,7 +107,8 @@ class PackedRows:
     @staticmethod
     def divides(packed: Packed, count: int) -> bool:
         """Whether so many ranks can have as many rows each, which begin at a block of scales."""
-        (rows, width), scales = packed.shape, packed.scales
+        (rows, width) = packed.shape
+        scales = packed.scales
         whole = packed.block * (scales.block2 if scales.nested else 1)
         return rows % count == 0 and rows // count * width % whole == 0
 
@@ -116,7 +117,8 @@ class PackedRows:
         """A rank's rows; None where they would not begin at a block of scales."""
         if not cls.divides(packed, count):
             return None
-        (rows, width), scales = packed.shape, packed.scales
+        (rows, width) = packed.shape
+        scales = packed.scales
         own = replace(
             scales,
             absmax=scales.absmax.view(-1).chunk(count)[rank].clone(),
@@ -138,7 +140,9 @@ class Gathers:
     """
 
     def __init__(self, rank: int, count: int, group: Any = None):
-        self.rank, self.count, self.group = rank, count, group
+        self.rank = rank
+        self.count = count
+        self.group = group
         self.units: list[Unit] = []
         self._buffers: list[Tensor] = []
         self._holds: list[Unit | None] = [None, None]
@@ -179,7 +183,9 @@ class Gathers:
         for flying, buffer in zip(self._flying, self._buffers):
             if flying is not None and not buffer.is_cuda:
                 flying.wait()
-        self._holds, self._flying, self._now = [None, None], [None, None], None
+        self._holds = [None, None]
+        self._flying = [None, None]
+        self._now = None
 
     def of(self, unit: Unit) -> Tensor:
         """The bytes of all ranks, uint8 ``[ranks, bytes]``, valid until the layer after the next
@@ -329,7 +335,9 @@ class LinearInShards(PackedLinear):
         self, form: Form, unit: Unit, outputs: int, dtype: torch.dtype, bias: Tensor | None
     ):
         super().__init__(torch.empty(0, dtype=torch.uint8), (outputs, form.shape[1]), dtype, bias)
-        self.form, self.unit, self.places = form, unit, unit.place(form)
+        self.form = form
+        self.unit = unit
+        self.places = unit.place(form)
         self.in_4_bits = isinstance(form, PackedRows)
 
     @torch.no_grad()
@@ -340,10 +348,8 @@ class LinearInShards(PackedLinear):
             self.unit.own[begin : begin + size].copy_(
                 tensor.contiguous().view(-1).view(torch.uint8)
             )
-        first, (last, size, _, _) = (
-            min(begin for begin, *_ in self.places.values()),
-            max(self.places.values(), key=_begins),
-        )
+        first = min(begin for begin, *_ in self.places.values())
+        (last, size, _, _) = max(self.places.values(), key=_begins)
         self.weight = nn.Parameter(self.unit.own[first : last + size], requires_grad=False)
         setattr(self.weight, PART, self.unit.gathers.count)
         setattr(self.weight, CODES, next(iter(self.places.values()))[1])
@@ -402,7 +408,8 @@ def _without_data(form: Form, device: torch.device) -> Form:
     if isinstance(form, DenseRows):
         return replace(form, rows=form.rows.to("meta"))
     assert isinstance(form, PackedRows)
-    packed, scales = form.packed, form.packed.scales
+    packed = form.packed
+    scales = form.packed.scales
     absmax2, code2, offset = (
         None if tensor is None else tensor.to(place)
         for tensor, place in (
@@ -446,8 +453,10 @@ class RowsRead(nn.Module):
 
     def __init__(self, linear: nn.Linear, form: Form | None, whole: nn.Linear | PackedLinear):
         super().__init__()
-        self.form, self.bias = form, linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.form = form
+        self.bias = linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         first = whole.weight if form is None else next(iter(form.parts().values()))
         self.weight = nn.Parameter(first.detach(), requires_grad=False)
         self.whole = [whole] if form is None else []
@@ -539,9 +548,12 @@ def shard_frozen(
     """
     group = _group_of(ranks, sharing)
     form_of = form_of or rows_of_layer
-    gathers, whole, cut = Gathers(ranks.rank % sharing, sharing, group), list[str](), 0
+    gathers = Gathers(ranks.rank % sharing, sharing, group)
+    whole = list[str]()
+    cut = 0
     for layer in layers:
-        unit, replaced = gathers.unit(), list[LinearInShards]()
+        unit = gathers.unit()
+        replaced = list[LinearInShards]()
         for path, child in frozen_linears([layer]):
             form = form_of(child, gathers.rank, sharing, dtype)
             if form is None:

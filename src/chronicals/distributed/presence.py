@@ -52,7 +52,8 @@ class Waiting:
     @contextmanager
     def within(self) -> Iterator[None]:
         """Of the main thread, which takes part in collectives."""
-        before, self.since = self.since, time.monotonic()
+        before = self.since
+        self.since = time.monotonic()
         try:
             yield
         finally:
@@ -95,7 +96,9 @@ class Presence:
     current: ClassVar[Presence | None] = None
 
     def __init__(self, rank: int, count: int, store: dist.Store):
-        self.rank, self.count, self.store = rank, count, store
+        self.rank = rank
+        self.count = count
+        self.store = store
         self._own = store.clone()  # type: ignore[attr-defined]  # in the other the main thread may wait, as for new groups
         self._heard = {other: (-1, time.monotonic()) for other in range(count)}
         self._first: Gone | None = None
@@ -140,7 +143,8 @@ class Presence:
                 return
             waiting = None if WAITING.in_run else WAITING.since
             if self._first is None:
-                self._first, found_at = self._look(beat, waiting is not None), time.monotonic()
+                self._first = self._look(beat, waiting is not None)
+                found_at = time.monotonic()
             elif waiting is not None and time.monotonic() - max(found_at, waiting) > GRACE:
                 self._leave(self._first.said())
 
@@ -153,7 +157,8 @@ class Presence:
             return Gone(0, "is gone, and with it the store of the processes", str(failure))
 
     def _post(self, beat: int) -> None:
-        now, waiting = time.monotonic(), WAITING.since
+        now = time.monotonic()
+        waiting = WAITING.since
         about = {
             "beat": beat,
             "place": "outside of train()",
@@ -169,7 +174,8 @@ class Presence:
         if (first := Gone.first(self._own)) is not None:
             return first
         for other in range(1, self.count) if self.rank == 0 else [0]:
-            about, (beat, at) = present(self._own, other), self._heard[other]
+            about = present(self._own, other)
+            (beat, at) = self._heard[other]
             if about is None or about["beat"] != beat:
                 self._heard[other] = (-1 if about is None else about["beat"]), time.monotonic()
             elif time.monotonic() - at > LOST:

@@ -49,8 +49,10 @@ class RankFiles:
     """
 
     def __init__(self, ranks: Mesh, error: type[Exception]):
-        self.ranks, self.error = ranks, error
-        self._key, self._token = f"chronicals/files/{next(_folders)}", f".{uuid.uuid4().hex}"
+        self.ranks = ranks
+        self.error = error
+        self._key = f"chronicals/files/{next(_folders)}"
+        self._token = f".{uuid.uuid4().hex}"
         self._seeing = [0]
 
     @property
@@ -103,7 +105,8 @@ class RankFiles:
         place = json.loads(awaited(self._store, f"{self._key}/place"))
         if place is None:
             return
-        folder, token = Path(place[0]), place[1]
+        folder = Path(place[0])
+        token = place[1]
         seen = is_seen(folder, token)
         with self._saying_failures():
             if seen:

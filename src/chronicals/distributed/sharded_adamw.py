@@ -82,7 +82,8 @@ class ShardedAdamW(FusedAdamW):
         """This rank's states of a weight, as parts of whole ones; how often it was updated is
         the first rank's to say.
         """
-        own, begin = self.state_of(parameter), self.shards.begin(parameter)
+        own = self.state_of(parameter)
+        begin = self.shards.begin(parameter)
         if not self.shards.keeps:
             return {}
         found = {

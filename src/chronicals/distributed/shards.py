@@ -73,7 +73,9 @@ class Shards:
     """
 
     def __init__(self, ranks: Mesh, weights: Sequence[Tensor], size: int = BUCKET):
-        self.ranks, self.weights, self.size = ranks, list(weights), size
+        self.ranks = ranks
+        self.weights = list(weights)
+        self.size = size
         self.shares = {
             weight: _as(weight, self.own_part(weight)).clone() for weight in self.weights
         }
@@ -128,7 +130,8 @@ class Shards:
 
     def _together(self) -> list[list[Tensor]]:
         """The weights in order, neighbours of one dtype in a bucket."""
-        found, room = list[list[Tensor]](), 0
+        found = list[list[Tensor]]()
+        room = 0
         for weight in self.weights:
             needed = 4 * self.ranks.count * width_of(weight.numel(), self.ranks.count)
             if not found or needed > room or weight.dtype != found[-1][0].dtype:
@@ -282,12 +285,14 @@ def _spread(place: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]
     """Where the shares of all ranks lie in a bucket, ``[ranks, width]``, and what is to be
     copied there: a row at a time, which one launch does for many weights, or, of many rows, all
     that are whole at once."""
-    flat, width = gradient.detach().reshape(-1), place.shape[1]
+    flat = gradient.detach().reshape(-1)
+    width = place.shape[1]
     if len(place) <= ROWS:
         parts = flat.split(width)
         return [row[: len(part)] for row, part in zip(place, parts)], list(parts)
     whole, rest = divmod(len(flat), width)
-    there, given = [place[:whole]], [flat[: whole * width].view(whole, width)]
+    there = [place[:whole]]
+    given = [flat[: whole * width].view(whole, width)]
     if rest:
         there.append(place[whole, :rest])
         given.append(flat[whole * width :])

@@ -43,7 +43,9 @@ class RankWatch:
     """
 
     def __init__(self, ranks: Mesh, patience: float, error: type[Exception]):
-        self.ranks, self.patience, self.error = ranks, patience, error
+        self.ranks = ranks
+        self.patience = patience
+        self.error = error
         self._place: tuple[str, float] = "before the first step", time.monotonic()
         self._limited: str | None = None
         self._passed_at = 0.0
@@ -113,11 +115,13 @@ class RankWatch:
             called: the work, where it took too long; ``doing`` by default.
         """
         before, _ = self._place
-        self._place, self._limited = (doing, time.monotonic()), called or doing
+        self._place = (doing, time.monotonic())
+        self._limited = called or doing
         try:
             yield
         finally:
-            self._place, self._limited = (before, time.monotonic()), None
+            self._place = (before, time.monotonic())
+            self._limited = None
 
     def passed(self) -> None:
         """Within a step: a micro-batch is done, which took its time and did not hang."""
@@ -126,19 +130,23 @@ class RankWatch:
     @contextmanager
     def alone(self, doing: str) -> Iterator[None]:
         """Within a step: work for which this process needs no other; they wait, however long."""
-        before, limited = self._place, self._limited
-        self._place, self._limited = (doing, time.monotonic()), None
+        before = self._place
+        limited = self._limited
+        self._place = (doing, time.monotonic())
+        self._limited = None
         try:
             yield
         finally:
-            self._place, self._limited = before, limited
+            self._place = before
+            self._limited = limited
             self.passed()
 
     # --- the thread
     # ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        reason, since = None, 0.0
+        reason = None
+        since = 0.0
         for beat in itertools.count():
             if self._over.wait(PAUSE * (beat > 0)):
                 return
@@ -150,7 +158,8 @@ class RankWatch:
             except RuntimeError as failure:
                 found = reason or f"the store of the processes is gone, and so is rank 0: {failure}"
             if found is None or reason is None:
-                reason, since = found, time.monotonic()
+                reason = found
+                since = time.monotonic()
             elif time.monotonic() - since > GRACE:
                 self._leave(reason)
             if hung is not None:
@@ -162,7 +171,8 @@ class RankWatch:
 
     def _post(self, beat: int) -> None:
         place, began = self._place
-        now, waiting = time.monotonic(), self._waiting_since()
+        now = time.monotonic()
+        waiting = self._waiting_since()
         about = {
             "beat": beat,
             "place": place,
@@ -192,7 +202,8 @@ class RankWatch:
         since = self._waiting_since()
         if since is None or time.monotonic() - max(since, self._all_waiting_since) <= self.patience:
             return None
-        table, now = self._posts(), time.monotonic()
+        table = self._posts()
+        now = time.monotonic()
         for rank, about in table.items():
             if self._is_waited_for(about):
                 if self._all_waiting_since < since:  # for the first time
@@ -224,7 +235,8 @@ class RankWatch:
         other, the others at the first, so that the store is asked a few times a process and
         second."""
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
-            (beat, at), found = self._heard[rank], self._posted(rank) or present(self._store, rank)
+            (beat, at) = self._heard[rank]
+            found = self._posted(rank) or present(self._store, rank)
             if found is None:
                 continue
             if found["beat"] != beat:
@@ -282,7 +294,8 @@ class RankWatch:
             wait: seconds to wait for it: the connections of a process that was killed break before
                 it can say why, or never.
         """
-        ends, key = time.monotonic() + wait, f"{self._key}/error"
+        ends = time.monotonic() + wait
+        key = f"{self._key}/error"
         while True:
             if self._store.check([key]):
                 rank, words = json.loads(self._store.get(key))

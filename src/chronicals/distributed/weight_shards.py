@@ -107,7 +107,8 @@ def shard_weights(
         else torch.device("cpu")
     )
     shard = mesh["shard"]
-    place, count = shard.get_local_rank(), shard.size()
+    place = shard.get_local_rank()
+    count = shard.size()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
     names = {id(p): name for name, p in model.named_parameters()}
     laid = 0
@@ -214,9 +215,11 @@ class WeightShards:
     """
 
     def __init__(self, ranks: Mesh, weights: Sequence[Tensor]):
-        self.ranks, self.weights = ranks, list(weights)
+        self.ranks = ranks
+        self.weights = list(weights)
         self.mesh: DeviceMesh = weights[0].device_mesh  # type: ignore[attr-defined]
-        self.place, self.count = self.mesh["shard"].get_local_rank(), self.mesh["shard"].size()
+        self.place = self.mesh["shard"].get_local_rank()
+        self.count = self.mesh["shard"].size()
         self.copies = ranks.count // self.count
         self.shares = {weight: local(weight.detach()) for weight in self.weights}
         self._norm: Tensor | None = None

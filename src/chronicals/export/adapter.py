@@ -71,10 +71,8 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     if rows > base.get_input_embeddings().weight.shape[0]:
         base.resize_token_embeddings(rows)
     theirs = on_device(PeftModel.from_pretrained(base, aside))
-    found, expected = (
-        logits_of(theirs, source.documents),
-        logits_of(source.trained(), source.documents),
-    )
+    found = logits_of(theirs, source.documents)
+    expected = logits_of(source.trained(), source.documents)
     with theirs.disable_adapter():
         without = logits_of(theirs, source.documents)
     error = largest_error(found, expected)

@@ -54,7 +54,8 @@ class Part:
 
     def of(self, matrix: Tensor) -> Tensor:
         """Of one expert's matrix."""
-        (top, bottom), (left, right) = self.rows, self.columns
+        (top, bottom) = self.rows
+        (left, right) = self.columns
         height, width = matrix.shape
         part = matrix[
             round(top * height) : round(bottom * height), round(left * width) : round(right * width)
@@ -203,9 +204,13 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
             continue
         if tensor.ndim != 2:
             raise ValueError(f"{written} {NO_BLOCK}")
-        first, last = int(tensor[0, 0]), int(tensor[-1, -1])
-        expert, top, left = first // SMALL**2, first // SMALL % SMALL, first % SMALL
-        bottom, right = last // SMALL % SMALL + 1, last % SMALL + 1
+        first = int(tensor[0, 0])
+        last = int(tensor[-1, -1])
+        expert = first // SMALL**2
+        top = first // SMALL % SMALL
+        left = first % SMALL
+        bottom = last // SMALL % SMALL + 1
+        right = last % SMALL + 1
         transposed = tensor.shape != (bottom - top, right - left) or (
             len(tensor) > 1 and int(tensor[1, 0]) != first + SMALL
         )

@@ -62,7 +62,8 @@ def older_names(config: dict[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     rope = config.get("rope_parameters") or {}
-    whole, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    whole = rope.get("full_attention", rope)
+    local = rope.get("sliding_attention")
     if "rope_theta" in whole:
         found["rope_theta"] = whole["rope_theta"]
         scaling = {

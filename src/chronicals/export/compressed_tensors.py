@@ -154,7 +154,8 @@ class INT4(Layout):
         )
 
     def written(self, stored: StoredTensor) -> list[NewTensor]:
-        path, (rows, wide) = stored.name, stored.shape
+        path = stored.name
+        (rows, wide) = stored.shape
         return [
             NewTensor(
                 f"{path}_packed",

@@ -39,7 +39,10 @@ class DequantisedExperts:
         stored: Mapping[str, StoredTensor],
         kinds: Mapping[str, FourBits],
     ):
-        self.stacks, self.parts, self.stored, self.kinds = stacks, parts, stored, kinds
+        self.stacks = stacks
+        self.parts = parts
+        self.stored = stored
+        self.kinds = kinds
         self._owners = {name: stack for stack, inside in parts.items() for name in inside}
         self._values = functools.lru_cache(KEPT)(self._dequantised)
 
@@ -57,13 +60,16 @@ class DequantisedExperts:
         Raises:
             ValueError: a stack is not in the files, or made of other than blocks of theirs.
         """
-        stacks, parts, kinds = {}, {}, {}
+        stacks = {}
+        parts = {}
+        kinds = {}
         for path, module in stacked_experts(model).items():
             kind = form.kind_of_experts(path)
             for own, parameter in module.named_parameters(recurse=False):
                 if kind is not None and parameter.ndim == 3:
                     name = f"{path}.{own}"
-                    stacks[name], kinds[name] = tuple(parameter.shape), kind
+                    stacks[name] = tuple(parameter.shape)
+                    kinds[name] = kind
                     parts[name] = _found(model, name, parameter.shape, there)
         return cls(stacks, parts, stored, kinds)
 
@@ -89,7 +95,8 @@ class DequantisedExperts:
         source = next(self.stored[name].read().dtype for name in self.parts[stack])
         whole = torch.empty(self.stacks[stack], dtype=source)
         for name, part in self.parts[stack].items():
-            value, place = self.stored[name].read(), _within(whole, part)
+            value = self.stored[name].read()
+            place = _within(whole, part)
             if value.shape != place.shape:
                 shapes = f"{list(value.shape)} there, {list(place.shape)} here"
                 raise ValueError(f"{name} ({shapes}): of another shape than config.json says")

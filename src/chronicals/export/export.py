@@ -293,7 +293,8 @@ def _stored(model: Any, tokenizer: Any, place: Path) -> str | Path:
 
 def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:
     """Raises ExportError where the disk has too little."""
-    needed, free = sum(FORMATS[one].size(source) for one in asked), shutil.disk_usage(folder).free
+    needed = sum(FORMATS[one].size(source) for one in asked)
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(
             f"output={str(folder)!r}: {', '.join(asked)} take {needed / 2**30:.2f} GiB, the disk "
@@ -305,7 +306,8 @@ def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:
 def _one(
     asked: str, target: Path, source: Source, place: Path, ollama: bool, eyes: Path | None
 ) -> Exported:
-    chosen, aside = FORMATS[asked], place / target.name
+    chosen = FORMATS[asked]
+    aside = place / target.name
     about: dict[str, Any] = {
         "format": asked,
         "model": str(source.saved.place),

@@ -59,12 +59,14 @@ may be further off).
 BOUNDS = {"f32": 1e-5, "f16": 5e-3, "bf16": 2e-2}
 """Of llama.cpp's logits beside those of torch with the very weights of the file."""
 
-QUANTISED, TABULATED = 0.1, 1e-3
+QUANTISED = 0.1
+TABULATED = 1e-3
 """The same where llama.cpp quantises activations to 8 bits, and where its activation is a table
 (GELU).
 """
 
-OF_ROUNDING, BLOCK = 2.0, 32
+OF_ROUNDING = 2.0
+BLOCK = 32
 """The same as a multiple of what such rounding of activations does in torch, where a model makes
 more of it; and how many elements share a scale."""
 
@@ -154,10 +156,8 @@ def _about(source: Source) -> dict[str, str]:
 
 def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
     """Read it back, by the package gguf and, where it is there, by llama.cpp."""
-    planned, written = (
-        gguf_file.plan(source.text_config, source.language, _written_as(source, kind)),
-        gguf_file.File(file),
-    )
+    planned = gguf_file.plan(source.text_config, source.language, _written_as(source, kind))
+    written = gguf_file.File(file)
     proof.about["types"] = _counted(written)
     _prove_tokenizer(source, written, proof)
     found = written.restored(

@@ -30,7 +30,8 @@ READER = "gguf"
 ERROR = 1e-6
 """Of ``B A`` with its scale, relative."""
 
-BOUND, TABULATED = 1e-4, 1e-3
+BOUND = 1e-4
+TABULATED = 1e-3
 """Of llama.cpp's logits beside those of the trained model in fp32; the latter where its
 activation is a table.
 """
@@ -120,12 +121,14 @@ def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
 
 def prove(source: Source, file: Path, proof: Proof) -> None:
     """Read it back; and by llama.cpp over the base in fp32, where it is there."""
-    pairs, written = _pairs(source), gguf_file.File(file)
+    pairs = _pairs(source)
+    written = gguf_file.File(file)
     alpha = written.value("adapter.lora.alpha")
     proof.equal("every pair is there", READER, 2 * len(pairs), len(written.tensors))
     errors = {}
     for path, (piece, a, b, scale) in pairs.items():
-        read_a, laid = written.read(f"{piece.name}.lora_a"), written.read(f"{piece.name}.lora_b")
+        read_a = written.read(f"{piece.name}.lora_a")
+        laid = written.read(f"{piece.name}.lora_b")
         ((_, _, read_b),) = piece.backward(laid)
         errors[path] = relative_error((alpha / len(read_a)) * read_b @ read_a, scale * b @ a)
     worst = max(errors, key=lambda path: errors[path])
@@ -155,20 +158,16 @@ def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
             gguf.write(
                 Source(source.saved, folder_of(source.saved.base)), Path(place) / "base.gguf", "f32"
             )
-        tokens, over = (
-            max(map(len, source.documents)) + 1,
-            trained_over or Path(place) / "base.gguf",
-        )
+        tokens = max(map(len, source.documents)) + 1
+        over = trained_over or Path(place) / "base.gguf"
         with_it, without = (llama_cpp.LlamaCpp(over, tokens, adapter=path) for path in (file, None))
         theirs, plain = (
             [torch.from_numpy(c.logits(ids)) for ids in source.documents]
             for c in (with_it, without)
         )
     model = source.trained()
-    expected, kind = (
-        logits_of(model, source.documents),
-        "f32" if trained_over is None else _kind(trained_over),
-    )
+    expected = logits_of(model, source.documents)
+    kind = "f32" if trained_over is None else _kind(trained_over)
     with gguf.as_rounded(model, kind):
         rounded = gguf.OF_ROUNDING * largest_error(logits_of(model, source.documents), expected)
     error = gguf.prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)

@@ -148,11 +148,9 @@ def processor_of(folder: Path) -> dict[str, Any]:
 
 def settings_of(source: Source) -> Settings:
     """Everything that the file says."""
-    vision, processor, part = (
-        vision_of(source.config),
-        processor_of(source.folder),
-        source.config.vision_config,
-    )
+    vision = vision_of(source.config)
+    processor = processor_of(source.folder)
+    part = source.config.vision_config
     return {
         "clip_has_vision_encoder": True,
         "clip_projector_type": vision.projector,
@@ -175,7 +173,8 @@ def tensors_of(source: Source) -> dict[str, StoredTensor]:
     Raises:
         NotExpressible: a tensor belongs to no part that is known.
     """
-    vision, found = vision_of(source.config), {}
+    vision = vision_of(source.config)
+    found = {}
     for stored in source.beside_language:
         name = vision_name(stored.name)
         if name is None:
@@ -278,7 +277,8 @@ def write(source: Source, target: Path, kind: str) -> None:
     require_gguf()
     import gguf
 
-    settings, tensors = settings_of(source), tensors_of(source)
+    settings = settings_of(source)
+    tensors = tensors_of(source)
     pieces = pieces_of(tensors)
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
     writer.add_type(gguf.GGUFType.MMPROJ)
@@ -418,7 +418,8 @@ def _of_idefics3(config: Any, processor: Mapping[str, Any]) -> Settings:
 
 def _of_llava(config: Any, processor: Mapping[str, Any]) -> Settings:
     """Neither of two activations named is CLIP's ``quick_gelu``."""
-    part, layers = config.vision_config, _feature_layer(config)
+    part = config.vision_config
+    layers = _feature_layer(config)
     return {
         "vision_use_gelu": part.hidden_act == "gelu",
         "vision_attention_layernorm_eps": part.layer_norm_eps,

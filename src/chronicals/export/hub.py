@@ -202,7 +202,8 @@ def _first_line(error: Exception) -> str:
     """Return the first line of a message, without the token where it stands there."""
     from huggingface_hub import get_token
 
-    text, token = str(error), get_token()
+    text = str(error)
+    token = get_token()
     if token:
         text = text.replace(token, "…")
     return text.strip().partition("\n")[0]

@@ -50,7 +50,8 @@ class Squares:
         """
         if stack not in self._sums:
             return None
-        sums, rows = self._sums[stack], self._rows[stack]
+        sums = self._sums[stack]
+        rows = self._rows[stack]
         return torch.where(rows > 0, sums / rows.clamp(min=1), 1.0).float().numpy()
 
     def unseen(self) -> int:
@@ -124,7 +125,8 @@ def _add_experts(squares: Squares, model: nn.Module, path: str, expert: int, x: 
 
 
 def _run(model: Any, documents: list[list[int]]) -> None:
-    seen, device = 0, next(model.parameters()).device
+    seen = 0
+    device = next(model.parameters()).device
     for ids in documents:
         model(torch.tensor([ids], device=device))
         seen += len(ids)

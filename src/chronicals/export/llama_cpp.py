@@ -77,7 +77,8 @@ def quantise(
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.nthread = file_type, 0
+    options.ftype = file_type
+    options.nthread = 0
     values = {
         name.encode(): np.ascontiguousarray(x, np.float32) for name, x in (importance or {}).items()
     }
@@ -85,11 +86,9 @@ def quantise(
         llama_cpp.llama_model_imatrix_data * (len(values) + 1)
     )()  # the last one has no name, and ends the list
     for entry, (name, x) in zip(entries, values.items()):
-        entry.name, entry.data, entry.size = (
-            name,
-            x.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
-            x.size,
-        )
+        entry.name = name
+        entry.data = x.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        entry.size = x.size
     if values:
         options.imatrix = ctypes.cast(entries, ctypes.POINTER(llama_cpp.llama_model_imatrix_data))
     said = heard()
@@ -264,12 +263,15 @@ class Eyes:
         import llama_cpp
         from llama_cpp import mtmd_cpp
 
-        self.language, said = language, heard()
+        self.language = language
+        said = heard()
         mtmd_cpp.mtmd_log_set(_callbacks[0], None)
         mtmd_cpp.mtmd_helper_log_set(_callbacks[0], None)
         said.clear()
         options = mtmd_cpp.mtmd_context_params_default()
-        options.use_gpu, options.print_timings, options.warmup = False, False, False
+        options.use_gpu = False
+        options.print_timings = False
+        options.warmup = False
         options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = mtmd_cpp.mtmd_init_from_file(
             str(projector).encode(), language.model._model.model, options
@@ -355,7 +357,8 @@ class Eyes:
             return None
         model.reset()
         model._ctx.kv_cache_clear()
-        context, past = model._ctx.ctx, llama_cpp.llama_pos(0)
+        context = model._ctx.ctx
+        past = llama_cpp.llama_pos(0)
         given = [
             mtmd_cpp.mtmd_input_chunks_get(chunks, n)
             for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks))

@@ -114,7 +114,8 @@ class Change:
         def rounded_off(dtype: torch.dtype) -> Tensor:
             return (total.to(dtype).float() - weight - added).norm()
 
-        off, change = rounded_off(dtype), added.norm()
+        off = rounded_off(dtype)
+        change = added.norm()
         lost_in = {
             name: _ratio(rounded_off(DTYPES_OF_FILES[name]), change) for name in ("BF16", "F16")
         }
@@ -159,7 +160,8 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
             than is plausible.
         CheckpointError: the files cannot be written; nothing stays.
     """
-    output, saved = Path(output), SavedModel.find(model, base_model)
+    output = Path(output)
+    saved = SavedModel.find(model, base_model)
     if not saved.adapted:
         raise MergeError(
             f"{model}: holds no adapter; a model that was trained whole needs no merging, use it "
@@ -258,7 +260,9 @@ class Sums:
     """
 
     def __init__(self, saved: SavedModel, base: Path, exact: bool = False):
-        self.saved, self.base, self.exact = saved, base, exact
+        self.saved = saved
+        self.base = base
+        self.exact = exact
         self.is_of_gguf = gguf_of(str(saved.base)) is not None
         self.adapter = _Adapter(
             Path(saved.place), BaseFormat.read(saved.about.get("base")), self.dtype_of
@@ -273,7 +277,8 @@ class Sums:
     @property
     def summands(self) -> str:
         """In words, what is added up."""
-        file, base = gguf_of(str(self.saved.base)), str(self.saved.base)
+        file = gguf_of(str(self.saved.base))
+        base = str(self.saved.base)
         values = (
             self.adapter.values_of(base)
             if file is None
@@ -324,10 +329,8 @@ class Sums:
         total = 0
         for tensors in self.files.values():
             for stored in tensors:
-                dtype, shape = (
-                    self.dtype_of(stored),
-                    self.adapter.shapes.get(stored.name, stored.shape),
-                )
+                dtype = self.dtype_of(stored)
+                shape = self.adapter.shapes.get(stored.name, stored.shape)
                 whole = torch.Size(shape).numel()
                 total += (
                     whole * DTYPES_OF_FILES[dtype].itemsize
@@ -386,7 +389,9 @@ class _Adapter:
         self, folder: Path, quantised: BaseFormat | None, dtype_of: Callable[[StoredTensor], str]
     ):
         self._dtype_of = dtype_of
-        self.folder, self.described, self.quantised = folder, describe_adapter(folder), quantised
+        self.folder = folder
+        self.described = describe_adapter(folder)
+        self.quantised = quantised
         self._read = functools.lru_cache(KEPT)(self._load)
         self.shape = shape_of(self.described, self.described["target_modules"])
         if whole := [name for name in self.shape.modules_to_save or () if not is_of_head(name)]:
@@ -522,7 +527,8 @@ class _Adapter:
         for path in (
             self.quantised.layers if self.quantised.layers is not None else linear_layers(model)
         ):
-            found, kind = self.there.find(f"{path}.weight"), self.quantised.kind_of(path)
+            found = self.there.find(f"{path}.weight")
+            kind = self.quantised.kind_of(path)
             if found is None or kind is None or path not in modules:
                 raise MergeError(
                     f"{self.folder}: the adapter was trained over a base in 4 bits, whose files "
@@ -626,8 +632,10 @@ class _Adapter:
             update: what is added to it.
             total: their sum, which is rounded to the dtype that is written.
         """
-        dtype, moved = self._written(stored), 0.0
-        written, there = total.to(dtype).float(), weight.float()
+        dtype = self._written(stored)
+        moved = 0.0
+        written = total.to(dtype).float()
+        there = weight.float()
         if written.shape == there.shape:  # else the adapter has an embedding of its own
             moved = _ratio((written - there).norm(), there.norm())
         return Change.of(exact, update, total, dtype, (exact.norm(), total.norm()), moved)

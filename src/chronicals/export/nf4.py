@@ -40,7 +40,8 @@ PACKAGE = "bitsandbytes"
 ERROR = 0.13
 """Of a weight, relative; NF4 in blocks of 64 changes Gaussian numbers by 0.09."""
 
-BOUND, OF_ROUNDING = 3e-2, 2.0
+BOUND = 3e-2
+OF_ROUNDING = 2.0
 """Of logits beside torch with the same weights, products in bf16; the same as a multiple of what
 bf16 rounds in torch.
 """
@@ -105,7 +106,8 @@ def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
     """What bitsandbytes stores of a weight, which is quantised when the first of it is written,
     and let go with the last.
     """
-    name, (rows, columns) = stored.name, stored.shape
+    name = stored.name
+    (rows, columns) = stored.shape
     made: dict[str, Tensor] = {}
     blocks = -(-rows * columns // BLOCK)
     like = {
@@ -153,7 +155,8 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     """Read the weights back; load them by transformers with bitsandbytes, and compare with the
     same weights in torch.
     """
-    packed, stored_names = load_model(aside, torch.bfloat16), _quantised_names(source)
+    packed = load_model(aside, torch.bfloat16)
+    stored_names = _quantised_names(source)
     layers = {
         f"{path}.weight": layer
         for path, layer in packed.named_modules()

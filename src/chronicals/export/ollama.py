@@ -44,7 +44,8 @@ class Turns:
 
 def modelfile(source: Source, file: Path) -> tuple[str, str | None]:
     """The text for a GGUF file beside it, and in words what Ollama has to guess."""
-    lines, guessed = [f"FROM ./{file.name}"], None
+    lines = [f"FROM ./{file.name}"]
+    guessed = None
     if source.conversation is not None:
         turns = turns_of(source.tokenizer)
         if turns is None:
@@ -75,11 +76,9 @@ def turns_of(tokenizer: Any) -> Turns | None:
 
     begins = tokenizer.bos_token or ""
     try:
-        one, two, asked = (
-            rendered("user"),
-            rendered("user", "assistant"),
-            rendered("user", asks=True),
-        )
+        one = rendered("user")
+        two = rendered("user", "assistant")
+        asked = rendered("user", asks=True)
         system = rendered("system", "user")
     except Exception:  # a template refuses a role by whatever exception it likes
         return None

@@ -118,7 +118,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """Of Frobenius norms; infinite where shapes differ, or something is not a number."""
     if found.shape != expected.shape:
         return math.inf
-    found, expected = found.float(), expected.float()
+    found = found.float()
+    expected = expected.float()
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
     return math.inf if math.isnan(error) else error  # of which ``max`` would not hear
 

@@ -246,7 +246,8 @@ class Source:
 
     def _recipe(self, data: str) -> Recipe:
         """Of evaluation, with the settings of data that the run had."""
-        taught, place = self.saved.about.get("taught", {}), str(self.saved.place)
+        taught = self.saved.about.get("taught", {})
+        place = str(self.saved.place)
         fields = {
             "max_seq_length": 2048,
             **taught,
@@ -268,7 +269,8 @@ class Source:
         """Reports how much of the training an artefact's weights keep, where data are given."""
         if self.data is None:
             return
-        own, before = self.loss_of(model), self.losses
+        own = self.loss_of(model)
+        before = self.losses
         for name, loss in (*before.items(), ("exported", own)):
             proof.reported(f"loss on the data, {name}", "torch", loss)
         if "base" in before and before["base"] != before["trained"]:
@@ -337,7 +339,8 @@ def documents_of(tokenizer: Any) -> list[list[int]]:
     return found
 
 
-MERGED, IN_16_BITS = 1e-4, 5e-2
+MERGED = 1e-4
+IN_16_BITS = 5e-2
 """Of logits of merged weights, which are fp32, beside those of weights and adapter apart,
 computed in fp32 and in 16 bits.
 """

@@ -40,7 +40,8 @@ DISORDER = (
     "images are read worse than by transformers until that is mended there; the file is right"
 )
 
-BEFORE, AFTER = "What is this: ", " Answer in a word."
+BEFORE = "What is this: "
+AFTER = " Answer in a word."
 
 POSITIONS = 2048
 """Tokens of a text with an image, at most."""
@@ -51,7 +52,8 @@ GRID = (8, 10)
 
 def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
     """Read it back, by the package gguf and, where it is there, by llama.cpp."""
-    written, tensors = File(file), gguf_vision.tensors_of(source)
+    written = File(file)
+    tensors = gguf_vision.tensors_of(source)
     pieces = gguf_vision.pieces_of(tensors)
     proof.equal(
         "settings", gguf.READER, _plain(gguf_vision.settings_of(source)), _said(source, written)
@@ -154,7 +156,8 @@ def _in_torch(
 def _prove_image(
     source: Source, model: Any, file: Path, language: Path, bound: float, proof: Proof
 ) -> None:
-    image, processor = image_for(source.config), gguf_vision.processor_of(source.folder)
+    image = image_for(source.config)
+    processor = gguf_vision.processor_of(source.folder)
     inputs = inputs_of(source.config, image, processor)
     try:
         seen = llama_cpp.see(file, language, BEFORE, image, AFTER, POSITIONS)
@@ -163,7 +166,8 @@ def _prove_image(
         return
     lacking = sum(token < 0 for text in seen.texts for token in text)
     proof.equal("tokens around an image that the vocabulary lacks", "llama.cpp", 0, lacking)
-    theirs, expected = torch.from_numpy(seen.images[-1]), embeddings_of(model, inputs)
+    theirs = torch.from_numpy(seen.images[-1])
+    expected = embeddings_of(model, inputs)
     error = relative_error(theirs, expected)
     order: AbstractContextManager[None] = nullcontext()
     if source.config.model_type == "llava":
@@ -174,11 +178,9 @@ def _prove_image(
                 "embeddings that change as the class token comes last", "llama.cpp", error, DISORDER
             )
             logger.warning("%s: %s", file.name, DISORDER)
-            error, expected, order = (
-                relative_error(theirs, disordered),
-                disordered,
-                _class_token_last(model),
-            )
+            error = relative_error(theirs, disordered)
+            expected = disordered
+            order = _class_token_last(model)
     with order:
         with gguf.as_rounded(model, "f32"):
             rounded = relative_error(embeddings_of(model, inputs), expected)
@@ -254,7 +256,9 @@ def inputs_of(config: Any, image: np.ndarray, processor: dict[str, Any]) -> dict
     if not hasattr(part, "spatial_merge_size"):
         several = config.model_type in ("idefics3", "smolvlm")  # which take several images a text
         return {"pixel_values": pixels[None, None] if several else pixels[None]}
-    side, merged, twice = part.patch_size, part.spatial_merge_size, part.temporal_patch_size
+    side = part.patch_size
+    merged = part.spatial_merge_size
+    twice = part.temporal_patch_size
     rows, columns = (n // side for n in pixels.shape[1:])
     cut = pixels.view(3, rows // merged, merged, side, columns // merged, merged, side)
     patches = cut.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(
@@ -285,7 +289,8 @@ def _logits(config: Any, model: Any, seen: Seen, inputs: dict[str, Tensor]) -> T
         for name in ("image_token_id", "image_token_index")
         if (n := getattr(config, name, None)) is not None
     )
-    ids, kinds = list(seen.texts[0]), [0] * len(seen.texts[0])
+    ids = list(seen.texts[0])
+    kinds = [0] * len(seen.texts[0])
     for found, text in zip(seen.images, seen.texts[1:], strict=True):
         ids += [image] * len(found) + text
         kinds += [1] * len(found) + [0] * len(text)

@@ -47,7 +47,8 @@ TIME_LIMIT = 1800
 
 CLIENT = "vLLM"
 
-OF_ROUNDING, LEAST = 4.0, 0.02
+OF_ROUNDING = 4.0
+LEAST = 0.02
 """The mean difference of log-probabilities, in nats, may be so many times what bf16 changes in
 torch, and always this much.
 """

@@ -33,7 +33,8 @@ KINDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 BOUNDS = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-4}
 """Of logits beside those of the trained model, by what rounding the weights changes."""
 
-CLIENT, FILES = "transformers", "safetensors"
+CLIENT = "transformers"
+FILES = "safetensors"
 
 ROUNDED = "weights beside the trained ones rounded once"
 """Name of the comparison that tells whether anything was rounded on the way."""
@@ -156,7 +157,8 @@ def prove_rounded(
 
 def prove_beside(source: Source, aside: Path, proof: Proof) -> Any:
     """Compares everything but the weights; the model that was loaded."""
-    ours, theirs = source.config.to_dict(), load_config(aside).to_dict()
+    ours = source.config.to_dict()
+    theirs = load_config(aside).to_dict()
     unlike = {
         "dtype",
         "torch_dtype",

@@ -99,7 +99,8 @@ def load_trained(
     dtype = computing_dtype(
         saved.about, torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     )
-    model, tokenizer = load(saved, dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
+    model = load(saved, dtype, trust_remote_code)
+    tokenizer = saved.tokenizer(trust_remote_code)
     model = model.to("cuda") if torch.cuda.is_available() else model
     data_config = saved.about.get("taught", {})  # its name in the file
     return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), data_config)
@@ -190,7 +191,8 @@ def generate(
         raise ValueError("ids is empty: a model goes on from at least one token; ask something")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
-    model, ending = trained.model, trained.ending
+    model = trained.model
+    ending = trained.ending
     stops = ending.tokens
     last = last_position(model, len(ids) + max_new_tokens)
     limit = max_new_tokens if last is None else last - len(ids)

@@ -28,7 +28,8 @@ class Chat:
                 f"system={system!r}: this model continues plain text and has no system prompt; "
                 "leave it out"
             )
-        self.trained, self.settings = trained, settings
+        self.trained = trained
+        self.settings = settings
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
 

@@ -58,7 +58,9 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        top_p, top_k, penalty = self.top_p, self.top_k, self.repetition_penalty
+        top_p = self.top_p
+        top_k = self.top_k
+        penalty = self.repetition_penalty
         for name, valid, expected in (
             ("temperature", 0 <= self.temperature < math.inf, "a number from 0"),
             ("top_p", top_p is None or 0 < top_p <= 1, "a number above 0 and at most 1"),

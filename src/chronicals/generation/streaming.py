@@ -18,7 +18,9 @@ class Stream:
     """
 
     def __init__(self, say: Callable[[str], None], stop_strings: Sequence[str] = ()):
-        self.say, self.stop_strings, self.said = say, stop_strings, 0
+        self.say = say
+        self.stop_strings = stop_strings
+        self.said = 0
 
     def __call__(self, text: str) -> None:
         """The text so far, without white space at its ends."""

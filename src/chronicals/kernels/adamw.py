@@ -99,17 +99,13 @@ def _adamw_kernel(
         applies = tl.load(apply_ptr).to(tl.int1)
     if applies:
         tensor = tl.load(tensors_ptr + tl.program_id(0))
-        start, size = (
-            (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK,
-            tl.load(sizes_ptr + tensor),
-        )
+        start = (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK
+        size = tl.load(sizes_ptr + tensor)
         if ALIGNED:
             size = tl.multiple_of(size, 8)
         lr = tl.load(lr_ptr).to(tl.float32)
-        rate, of_square = (
-            lr / tl.load(corrections_ptr + tensor),
-            1.0 / tl.load(corrections_ptr + count + tensor),
-        )
+        rate = lr / tl.load(corrections_ptr + tensor)
+        of_square = 1.0 / tl.load(corrections_ptr + count + tensor)
         decay = 1.0 - lr * weight_decay
         factor = 1.0
         if HAS_FACTOR:
@@ -275,7 +271,8 @@ def fused_adamw_part_(
             "one set of types at a time, squares like means, lows in int16"
         )
     count = len(tensors.weights)
-    apply, corrections = part.applies(apply, count), part.of_each(part.corrections, count)
+    apply = part.applies(apply, count)
+    corrections = part.of_each(part.corrections, count)
     if not runs_here(tensors):
         _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
         return
@@ -404,7 +401,8 @@ def _reference_part_(
     for n, (weight, gradient, mean, square) in enumerate(
         zip(tensors.weights, tensors.gradients, tensors.means, tensors.squares, strict=True)
     ):
-        number, begin = part.tensor + n, 0 if n else part.begin
+        number = part.tensor + n
+        begin = 0 if n else part.begin
         step = part.steps[number]
         g = gradient.float() if factor is None else gradient.float() * factor
         value = (

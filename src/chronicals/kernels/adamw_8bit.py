@@ -45,7 +45,8 @@ from chronicals.kernels.tensor_lists import Table, of_triton, table_of
 SIZE = 256
 """Elements that share a scale."""
 
-BLOCK, CHUNK = 2048, 8192
+BLOCK = 2048
+CHUNK = 8192
 """Elements that four warps hold at a time, and of a chunk, whose beginning takes as long as 200
 instructions of each thread.
 """
@@ -219,10 +220,8 @@ def _adamw_8bit_kernel(
         applies = tl.load(apply_ptr).to(tl.int1)
     if applies:
         tensor = tl.load(tensors_ptr + tl.program_id(0))
-        start, size = (
-            (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK,
-            tl.load(sizes_ptr + tensor),
-        )
+        start = (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK
+        size = tl.load(sizes_ptr + tensor)
         if ALIGNED:
             size = tl.multiple_of(size, 8)
         lr = tl.load(lr_ptr).to(tl.float32)
@@ -247,10 +246,8 @@ def _adamw_8bit_kernel(
         for offset in range(0, CHUNK, BLOCK):
             at = start + offset + inner
             inside = at < size
-            scale_at, has_scale = (
-                (start + offset) // SIZE + blocks,
-                start + offset + blocks * SIZE < size,
-            )
+            scale_at = (start + offset) // SIZE + blocks
+            has_scale = start + offset + blocks * SIZE < size
             w = tl.load(w_ptr + at, mask=inside, other=0.0)
             g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
             m = _value(tl.load(m_ptr + at, mask=inside, other=127), True)
@@ -262,7 +259,8 @@ def _adamw_8bit_kernel(
                 beta2 * under * (7 / V_LARGEST)
             )
             g *= factor * rest1
-            m, v = tl.fma(m, m_scale[:, None], g), tl.fma(v, v_scale[:, None], g * g)
+            m = tl.fma(m, m_scale[:, None], g)
+            v = tl.fma(v, v_scale[:, None], g * g)
             if HAS_LOW:
                 w = _joined(w, tl.load(low_ptr + at, mask=inside, other=0))
             w = tl.fma(
@@ -279,7 +277,8 @@ def _adamw_8bit_kernel(
                     tl.where(w == w, w, float("nan")), dice, W
                 )  # of the NaN whose bits have no carry
             tl.store(w_ptr + at, w, mask=inside)
-            m_scale, v_scale = tl.max(tl.abs(m), axis=1), tl.max(v, axis=1)
+            m_scale = tl.max(tl.abs(m), axis=1)
+            v_scale = tl.max(v, axis=1)
             tl.store(m_scale_ptr + scale_at, m_scale, mask=has_scale)
             tl.store(v_scale_ptr + scale_at, v_scale * over, mask=has_scale)
             tl.store(
@@ -345,11 +344,13 @@ def adamw_8bit_part_(
             f"weights and gradients are {dtypes}, codes also {codes}: one set of dtypes at a "
             "time, codes in uint8"
         )
-    apply, corrections = part.applies(apply, count), part.of_each(part.corrections, count)
+    apply = part.applies(apply, count)
+    corrections = part.of_each(part.corrections, count)
     if not runs_here(tensors):
         _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
         return
-    table, scales = _table(tensors, CHUNK), _scales(tensors)
+    table = _table(tensors, CHUNK)
+    scales = _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     over = (1 - betas[1]) / (1 - betas[0]) ** 2

@@ -28,7 +28,8 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.products import product, product_into
 
-LAYERS, WIDEST_RANK = 3, 32
+LAYERS = 3
+WIDEST_RANK = 32
 """What a launch takes; more layers, and wider adapters, whose shares would be half of dy, go by
 products.
 """
@@ -68,20 +69,30 @@ def _passing_kernel(
     """Strips along the first axis of programs, those of a layer behind those of another; chunks
     of rows along the second.
     """
-    strip, part = tl.program_id(0), tl.program_id(1)
-    inner, size, rank, above, beside = strip, size0, rank0, 0, 0
+    strip = tl.program_id(0)
+    part = tl.program_id(1)
+    inner = strip
+    size = size0
+    rank = rank0
+    above = 0
+    beside = 0
     if strip >= strips0:
-        inner, size, rank, above, beside = strip - strips0, size1, rank1, size0, rank0
+        inner = strip - strips0
+        size = size1
+        rank = rank1
+        above = size0
+        beside = rank0
     if strip >= strips0 + strips1:
-        inner, size, rank, above, beside = (
-            strip - strips0 - strips1,
-            size2,
-            rank2,
-            size0 + size1,
-            rank0 + rank1,
-        )
-    at, r = inner * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
-    column, wide, thin = above + at, at < size, (r < rank)[None, :]
+        inner = strip - strips0 - strips1
+        size = size2
+        rank = rank2
+        above = size0 + size1
+        beside = rank0 + rank1
+    at = inner * COLUMNS + tl.arange(0, COLUMNS)
+    r = tl.arange(0, RANK)
+    column = above + at
+    wide = at < size
+    thin = (r < rank)[None, :]
     up_at = up_ptr + column.to(tl.int64)[:, None] * up_stride + beside + r[None, :]
     up = tl.load(up_at, mask=wide[:, None] & thin, other=0.0).to(KIND)
     of_up = tl.zeros((COLUMNS, RANK), tl.float32)
@@ -131,18 +142,36 @@ def _summing_kernel(
     """Layers along the second axis of programs; along the first ``of_rows`` of them sum g, the
     rest dB.
     """
-    layer, program = tl.program_id(1), tl.program_id(0)
-    begin, strips, size, rank, factor, beside, before = 0, strips0, size0, rank0, factor0, 0, 0
+    layer = tl.program_id(1)
+    program = tl.program_id(0)
+    begin = 0
+    strips = strips0
+    size = size0
+    rank = rank0
+    factor = factor0
+    beside = 0
+    before = 0
     if layer == 1:
-        begin, strips, size, rank, factor = strips0, strips1, size1, rank1, factor1
-        beside, before = rank0, size0 * rank0
+        begin = strips0
+        strips = strips1
+        size = size1
+        rank = rank1
+        factor = factor1
+        beside = rank0
+        before = size0 * rank0
     if layer == 2:
-        begin, strips, size, rank, factor = strips0 + strips1, strips2, size2, rank2, factor2
-        beside, before = rank0 + rank1, size0 * rank0 + size1 * rank1
+        begin = strips0 + strips1
+        strips = strips2
+        size = size2
+        rank = rank2
+        factor = factor2
+        beside = rank0 + rank1
+        before = size0 * rank0 + size1 * rank1
     total = tl.zeros((BLOCK,), tl.float32)
     if program < of_rows:
         at = program * BLOCK + tl.arange(0, BLOCK)
-        row, r = at // RANK, at % RANK
+        row = at // RANK
+        r = at % RANK
         inside = (row < rows) & (r < rank)
         for strip in range(strips):
             share = ((begin + strip) * rows + row.to(tl.int64)) * RANK + r
@@ -163,7 +192,8 @@ def _summing_kernel(
             )
     else:
         at = (program - of_rows) * BLOCK + tl.arange(0, BLOCK)
-        row, r = at // RANK, at % RANK
+        row = at // RANK
+        r = at % RANK
         inside = (row < size) & (r < rank)
         for part in range(parts):
             first = (part * (strips0 + strips1 + strips2) + begin) * COLUMNS + row
@@ -215,11 +245,14 @@ def adapter_gradients(
     if len(sizes) > LAYERS or not 0 < max(ranks) <= WIDEST_RANK or not runs_in_16_bit(dy, up, u, g):
         return _by_products(dy, up, u, g, sizes, ranks, factors, kind)
     constants, launch = _constants(dy, max(ranks))
-    columns, rank = constants["COLUMNS"], constants["RANK"]
+    columns = constants["COLUMNS"]
+    rank = constants["RANK"]
     none = [0] * (LAYERS - len(sizes))
     strips = [triton.cdiv(size, columns) if r else 0 for size, r in zip(sizes, ranks)]
-    count, empty = sum(strips), g.shape[1] - sum(ranks)
-    rows, tiles = len(dy), triton.cdiv(len(dy), ROWS)
+    count = sum(strips)
+    empty = g.shape[1] - sum(ranks)
+    rows = len(dy)
+    tiles = triton.cdiv(len(dy), ROWS)
     parts = max(1, min(tiles, multiprocessors(dy.device) // count))
     chunk = triton.cdiv(tiles, parts) * ROWS
     of_g = dy.new_empty((count, rows, rank), dtype=torch.float32)
@@ -283,7 +316,8 @@ def _by_products(
     kind: torch.dtype,
 ) -> list[Tensor]:
     product_into(g, dy, up)
-    rows, columns = dy.split(list(sizes), 1), u[:, : sum(ranks)].split(list(ranks), 1)
+    rows = dy.split(list(sizes), 1)
+    columns = u[:, : sum(ranks)].split(list(ranks), 1)
     return [
         product(of_layer.t(), part, kind, factor) if rank else dy.new_empty((size, 0), dtype=kind)
         for of_layer, part, factor, size, rank in zip(rows, columns, factors, sizes, ranks)

@@ -45,21 +45,31 @@ def _write_kernel(
     write A, the others s·B.
     """
     layer = tl.program_id(1)
-    a_ptr, b_ptr, size, rank, scale, row, column = a0_ptr, b0_ptr, size0, rank0, scale0, 0, 0
+    a_ptr = a0_ptr
+    b_ptr = b0_ptr
+    size = size0
+    rank = rank0
+    scale = scale0
+    row = 0
+    column = 0
     if layer == 1:
-        a_ptr, b_ptr, size, rank, scale, row, column = (
-            a1_ptr,
-            b1_ptr,
-            size1,
-            rank1,
-            scale1,
-            size0,
-            rank0,
-        )
+        a_ptr = a1_ptr
+        b_ptr = b1_ptr
+        size = size1
+        rank = rank1
+        scale = scale1
+        row = size0
+        column = rank0
     if layer == 2:
-        a_ptr, b_ptr, size, rank, scale = a2_ptr, b2_ptr, size2, rank2, scale2
-        row, column = size0 + size1, rank0 + rank1
-    a_elements, b_elements = rank * width, size * rank
+        a_ptr = a2_ptr
+        b_ptr = b2_ptr
+        size = size2
+        rank = rank2
+        scale = scale2
+        row = size0 + size1
+        column = rank0 + rank1
+    a_elements = rank * width
+    b_elements = size * rank
     of_a = tl.cdiv(a_elements, BLOCK)
     kind = down_ptr.dtype.element_ty
     if tl.program_id(0) < of_a:
@@ -100,7 +110,8 @@ def write_adapters(
     if not fits or not runs_triton(up, *there):
         write_adapters_reference(down, up, sizes, ranks, downs, ups, scales)
         return
-    missing, width = LAYERS - len(sizes), down.shape[1]
+    missing = LAYERS - len(sizes)
+    width = down.shape[1]
     of_a, of_b = (
         [there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups)
     )
@@ -136,9 +147,11 @@ def write_adapters_reference(
     ups: Sequence[Tensor | None],
     scales: Sequence[float],
 ) -> None:
-    row, column = 0, 0
+    row = 0
+    column = 0
     for size, rank, a, b, scale in zip(sizes, ranks, downs, ups, scales, strict=True):
         if a is not None and b is not None:
             down[column : column + rank].copy_(a)
             up[row : row + size, column : column + rank].copy_(b * scale)
-        row, column = row + size, column + rank
+        row = row + size
+        column = column + rank

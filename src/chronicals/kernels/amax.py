@@ -70,7 +70,8 @@ class Amax:
 
     def take(self, x: Tensor) -> Tensor | None:
         """fp32 ``[1]``."""
-        found, self._found = self._found, None
+        found = self._found
+        self._found = None
         if found is None or found.identity != _identity(x) or found.storage.expired():
             return None
         return found.amax

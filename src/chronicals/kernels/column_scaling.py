@@ -15,7 +15,8 @@ from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
 
-ROWS, BLOCK = 8, 256
+ROWS = 8
+BLOCK = 256
 """Rows and columns of a tile."""
 
 CHUNK = 256

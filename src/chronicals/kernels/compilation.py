@@ -49,7 +49,8 @@ def compiling_only() -> Iterator[None]:
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
-    launch, kernels = triton.JITFunction.run, dict[int, Any]()
+    launch = triton.JITFunction.run
+    kernels = dict[int, Any]()
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
         mode = AsyncCompileMode(threads)
 

@@ -139,7 +139,9 @@ class DistillationOptions:
     of_cross_entropy: float = 0.0
 
 
-FORWARD, REVERSE, MIXTURE = 0, 1, 2
+FORWARD = 0
+REVERSE = 1
+MIXTURE = 2
 
 
 def _kind(divergence: Divergence) -> int:
@@ -171,7 +173,8 @@ def _row(
             x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last"
         )
         z = tl.where(column < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
-        z, column = tl.reshape(z, (BLOCK // 8, 8)), tl.reshape(column, (BLOCK // 8, 8))
+        z = tl.reshape(z, (BLOCK // 8, 8))
+        column = tl.reshape(column, (BLOCK // 8, 8))
         top = tl.max(z, axis=1)
         place = tl.where(
             top > largest, tl.min(tl.where(z == top[:, None], column, vocabulary), axis=1), place
@@ -194,7 +197,8 @@ def _row(
 @triton.jit
 def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
     """q, a column's part of D, and its h."""
-    q, p = tl.exp(log_q), tl.exp(log_p)
+    q = tl.exp(log_q)
+    p = tl.exp(log_p)
     d = log_p - log_q
     if KIND == 0:  # m is q
         divergence = tl.where(p == 0.0, 0.0, p * d)
@@ -206,7 +210,8 @@ def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
         d = tl.minimum(
             tl.maximum(tl.where(d == d, d, 0.0), -1.0e4), 1.0e4
         )  # a banned token's is infinite, or no number
-        p_below, q_below = tl.minimum(d, 0.0), tl.minimum(-d, 0.0)
+        p_below = tl.minimum(d, 0.0)
+        q_below = tl.minimum(-d, 0.0)
         p_share = tl.exp(p_below)
         m = share * p_share + (1.0 - share) * tl.exp(q_below)
         log_m = tl.log(m)
@@ -298,7 +303,8 @@ def _divergence_kernel(
                 sums += tl.where(there, h, 0.0)
             sum_of_h = tl.sum(sums, axis=0)
         if WANTS_GRADIENT:
-            of_d, of_c = weight * of_divergence / temperature, weight * of_cross_entropy
+            of_d = weight * of_divergence / temperature
+            of_c = weight * of_cross_entropy
             for back in range(blocks):
                 column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
                 there = column < vocabulary
@@ -350,12 +356,10 @@ def divergence_and_gradient_(
         return divergence_and_gradient_reference_(x, y, targets, weights, options, wants_gradient)
     rows, vocabulary = x.shape
     found = x.new_empty((len(FOUND), rows), dtype=torch.float32)
-    tile, of, student, teacher = (
-        tile_of(vocabulary),
-        options.divergence,
-        options.student,
-        options.teacher,
-    )
+    tile = tile_of(vocabulary)
+    of = options.divergence
+    student = options.student
+    teacher = options.teacher
     if rows:
         _divergence_kernel[(rows,)](
             x,
@@ -405,10 +409,8 @@ def divergence_reference(
     z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float
 ) -> Tensor:
     """The definition: D of each row of two sides' logits ``[..., V]``; differentiable in ``z``."""
-    log_q, log_p = (
-        torch.log_softmax(z / temperature, -1),
-        torch.log_softmax(teacher_z / temperature, -1),
-    )
+    log_q = torch.log_softmax(z / temperature, -1)
+    log_p = torch.log_softmax(teacher_z / temperature, -1)
     log_m = _log_mixture(log_p, log_q, of.share)
     found = torch.zeros_like(log_q[..., 0])
     for coefficient, log in ((of.of_teacher, log_p), (of.of_student, log_q)):
@@ -428,15 +430,16 @@ def divergence_and_gradient_reference_(
     options: DistillationOptions,
     wants_gradient: bool,
 ) -> Tensor:
-    of, at_target = options.divergence, places_of(targets, x.shape[1])
-    z, teacher_z = (
-        shaped_reference(x, options.student),
-        shaped_reference(y, options.teacher).to(x.device),
-    )
+    of = options.divergence
+    at_target = places_of(targets, x.shape[1])
+    z = shaped_reference(x, options.student)
+    teacher_z = shaped_reference(y, options.teacher).to(x.device)
     wide = torch.promote_types(z.dtype, teacher_z.dtype)
-    z, teacher_z = z.to(wide), teacher_z.to(wide)
+    z = z.to(wide)
+    teacher_z = teacher_z.to(wide)
     log_chances = torch.log_softmax(z, 1)
-    best, teachers_best = z.argmax(1), teacher_z.argmax(1)
+    best = z.argmax(1)
+    teachers_best = teacher_z.argmax(1)
     divergence = divergence_reference(z, teacher_z, of, options.temperature)
     losses = [
         -log.gather(1, at_target).squeeze(1)
@@ -463,11 +466,11 @@ def divergence_and_gradient_reference_(
 
 def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
     """``dD/d(z / τ)`` by the formula of the module's docstring."""
-    log_q, log_p = (
-        torch.log_softmax(z / temperature, 1),
-        torch.log_softmax(teacher_z / temperature, 1),
-    )
-    log_m, q, p = _log_mixture(log_p, log_q, of.share), log_q.exp(), log_p.exp()
+    log_q = torch.log_softmax(z / temperature, 1)
+    log_p = torch.log_softmax(teacher_z / temperature, 1)
+    log_m = _log_mixture(log_p, log_q, of.share)
+    q = log_q.exp()
+    p = log_p.exp()
     h = torch.zeros_like(q)
     if of.of_student:
         h += of.of_student * _zero_where(q, log_q - log_m)

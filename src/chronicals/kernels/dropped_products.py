@@ -31,7 +31,9 @@ from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
 WIDEST_RANK = 256
 """Columns of u that a program holds; wider adapters are taken in slices."""
 
-ROWS, FEW, BLOCK = 64, 32, 128
+ROWS = 64
+FEW = 32
+BLOCK = 128
 """Rows and columns of x in a program; of adapters of rank 32 and less few rows, so that more
 programs run at once.
 """
@@ -240,9 +242,12 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
         return
     rows, width = x.shape
     for part in _slices(x, len(a)):
-        of_a, of_out = a[part], out[:, part.start :]
-        rank, columns = len(of_a), of_out.shape[1]
-        (bound, factor), (constants, launch, resident) = _bound(dropout), _constants(x, rank)
+        of_a = a[part]
+        of_out = out[:, part.start :]
+        rank = len(of_a)
+        columns = of_out.shape[1]
+        (bound, factor) = _bound(dropout)
+        (constants, launch, resident) = _constants(x, rank)
         blocks = triton.cdiv(rows, constants["ROWS"])
         chunk = triton.cdiv(triton.cdiv(width, BLOCK), max(1, resident // blocks)) * BLOCK
         shares = x.new_empty((triton.cdiv(width, chunk), rows, rank), dtype=torch.float32)
@@ -286,7 +291,8 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
     for part in _slices(x, g.shape[1]):
         of_g = g[:, part]
         rank = of_g.shape[1]
-        (bound, factor), (constants, launch, resident) = _bound(dropout), _constants(x, rank)
+        (bound, factor) = _bound(dropout)
+        (constants, launch, resident) = _constants(x, rank)
         parts = min(triton.cdiv(rows, constants["ROWS"]), max(1, resident // blocks))
         shares = x.new_empty((parts, rank, width), dtype=torch.float32)
         _of_a_kernel[(blocks, parts)](
@@ -314,8 +320,10 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
         return dx.add_(dropped_reference(g @ a, seed, dropout))
     rows, width = dx.shape
     for part in _slices(dx, len(a)):
-        of_g, of_a = g[:, part], a[part]
-        (bound, factor), (constants, launch, _) = _bound(dropout), _constants(dx, len(of_a))
+        of_g = g[:, part]
+        of_a = a[part]
+        (bound, factor) = _bound(dropout)
+        (constants, launch, _) = _constants(dx, len(of_a))
         _of_x_kernel[(triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, BLOCK),)](
             dx,
             of_g,
@@ -342,5 +350,6 @@ def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     bits = lowbias32_reference((torch.arange(rows * pairs, device=x.device) & WHOLE) ^ seed).view(
         rows, pairs, 1
     )
-    (bound, factor), halves = _bound(dropout), torch.cat((bits & 0xFFFF, bits >> 16), 2)
+    (bound, factor) = _bound(dropout)
+    halves = torch.cat((bits & 0xFFFF, bits >> 16), 2)
     return torch.where(halves.view(rows, 2 * pairs)[:, :width] >= bound, x * factor, 0.0)

@@ -49,7 +49,8 @@ def _combine_kernel(
 
 @operator("chronicals::expert_combine")
 def _combine(z: Tensor, places: Tensor, shares: Tensor | None, each: int) -> Tensor:
-    tokens, width = len(places) // each, z.shape[1]
+    tokens = len(places) // each
+    width = z.shape[1]
     y = z.new_empty(tokens, width)
     block = min(2048, next_power_of_2(width))
     _combine_kernel[(tokens, triton.cdiv(width, block))](

@@ -33,7 +33,8 @@ PAIRS = 128
 SPAN = 128
 """Experts, or tiles, that a program compares with at once."""
 
-TALL, LOW = 128, 64
+TALL = 128
+LOW = 64
 """Rows of a tile."""
 
 FEW = 96
@@ -82,7 +83,8 @@ _watcher: Callable[[Dispatch], None] | None = None
 def watching_dispatches(see: Callable[[Dispatch], None]) -> Iterator[None]:
     """Within: ``see`` is given every dispatch that is made."""
     global _watcher
-    before, _watcher = _watcher, see
+    before = _watcher
+    _watcher = see
     try:
         yield
     finally:
@@ -179,7 +181,9 @@ def _place_kernel(
 def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order, places, bounds, tiles = _empty(experts_S, experts, rows)
     pairs = len(experts_S)
-    blocks, most, wide = triton.cdiv(pairs, PAIRS), tiles.shape[1], next_power_of_2(experts + 1)
+    blocks = triton.cdiv(pairs, PAIRS)
+    most = tiles.shape[1]
+    wide = next_power_of_2(experts + 1)
     counts, totals = (order.new_empty(size) for size in (experts * blocks, experts))
     _count_kernel[(blocks,)](experts_S, counts, pairs, blocks, experts, PAIRS, SPAN)
     _sum_kernel[(experts,)](counts, totals, blocks, min(1024, next_power_of_2(blocks)))

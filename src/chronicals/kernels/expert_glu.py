@@ -90,7 +90,8 @@ def _unit(
 ):
     gate, up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
     if LIMITED:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
     activated, _ = _activated(gate, alpha, ACTIVATION)
     return activated * (up + offset)
 
@@ -191,14 +192,17 @@ def _gradients(
 ):
     """dgate, dup, the unit and g · unit."""
     raw_gate, raw_up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
-    gate, up = raw_gate, raw_up
+    gate = raw_gate
+    up = raw_up
     if LIMITED:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
     activated, slope = _activated(gate, alpha, ACTIVATION)
     g = tl.load(g_ptr + row * g_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = activated * (up + offset)
     d_u = share * g
-    d_gate, d_up = d_u * (up + offset) * slope, d_u * activated
+    d_gate = d_u * (up + offset) * slope
+    d_up = d_u * activated
     if LIMITED:
         d_gate = tl.where(raw_gate <= limit, d_gate, 0.0)
         d_up = tl.where((raw_up <= limit) & (raw_up >= -limit), d_up, 0.0)
@@ -338,7 +342,8 @@ def _block(width: int) -> int:
 def _forward(
     h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool
 ) -> Tensor:
-    rows, width = len(h), h.shape[1] // 2
+    rows = len(h)
+    width = h.shape[1] // 2
     u = h.new_empty(rows, width)
     block = _block(width)
     held = ELEMENTS // block
@@ -483,7 +488,8 @@ def _parts(h: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
     """a(γ) and υ + o."""
     of_gate, up = (h[:, ::2], h[:, 1::2]) if gate.interleaved else h.chunk(2, 1)
     if gate.limit is not None:
-        of_gate, up = of_gate.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+        of_gate = of_gate.clamp(max=gate.limit)
+        up = up.clamp(-gate.limit, gate.limit)
     if gate.activation == "silu":
         return of_gate * torch.sigmoid(gate.alpha * of_gate), up + gate.offset
     return F.gelu(
@@ -495,7 +501,8 @@ def expert_glu_gradient_reference(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(h.dtype, torch.float32)
-    g, pairs = g.to(wide), order.long()
+    g = g.to(wide)
+    pairs = order.long()
     share = shares.to(wide)[pairs, None]
     with torch.enable_grad():
         leaf = h.detach().to(wide).requires_grad_()

@@ -54,7 +54,8 @@ def _forward(
     interleaved: bool,
     dense: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = len(h), h.shape[1] // 2
+    rows = len(h)
+    width = h.shape[1] // 2
     u, values, scale = _empty(h, width, dense)
     block = _block(width)
     held = ELEMENTS // block

@@ -187,7 +187,10 @@ def _scales(
 def _largest(a, b, c, d):
     """Of their sizes, in their own type: in fp32 they would stay for what comes after."""
     if INTERPRETED:  # which has no order of bf16 with what is no number
-        a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+        c = c.to(tl.float32)
+        d = d.to(tl.float32)
     return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))).to(
         tl.float32
     )
@@ -208,8 +211,10 @@ def _apart(x):
 @triton.jit
 def _four(a, b, c, d, inverse, KIND: tl.constexpr):
     """The bytes of four rows' values as a number, the first row's the lowest."""
-    a, b = _apart(a) * inverse, _apart(b) * inverse
-    c, d = _apart(c) * inverse, _apart(d) * inverse
+    a = _apart(a) * inverse
+    b = _apart(b) * inverse
+    c = _apart(c) * inverse
+    d = _apart(d) * inverse
     if INTERPRETED:
         low = (
             a.to(KIND).to(tl.uint8, bitcast=True)
@@ -233,7 +238,8 @@ def _four(a, b, c, d, inverse, KIND: tl.constexpr):
 
 @triton.jit
 def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.constexpr):
-    transposed, there = tl.trans(fours), ((column < width) | WHOLE)[:, None]
+    transposed = tl.trans(fours)
+    there = ((column < width) | WHOLE)[:, None]
     if columns_ptr.dtype.element_ty == tl.uint32:
         place = columns_ptr + column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]
         tl.store(place, transposed, mask=there & ((four < rows // 4) | WHOLE)[None, :])
@@ -271,10 +277,13 @@ def _tiles_kernel(
     are a number of 32 bits before they are transposed. Maxima of tensors and rows are there, or
     a tensor's scale is; others are found here. The last tile goes first: what was written or
     read last is still near."""
-    across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
+    across = tl.cdiv(width, BLOCK)
+    down = tl.cdiv(rows, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
-    left, top = last % across, last // across
-    four, column = top * (BLOCK // 4) + tl.arange(0, BLOCK // 4), left * BLOCK + tl.arange(0, BLOCK)
+    left = last % across
+    top = last // across
+    four = top * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    column = left * BLOCK + tl.arange(0, BLOCK)
     row = 4 * four
     a, of_a = _values(x_ptr, row, column, rows, width, stride, WHOLE)
     b, of_b = _values(x_ptr, row + 1, column, rows, width, stride, WHOLE)
@@ -295,7 +304,9 @@ def _tiles_kernel(
         fours = _four(a, b, c, d, _inverse(scale)[None, :], rows_ptr.dtype.element_ty)
         _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE)
     if ROWS:
-        tile, given, inside = top * across + left, (a, b, c, d), (of_a, of_b, of_c, of_d)
+        tile = top * across + left
+        given = (a, b, c, d)
+        inside = (of_a, of_b, of_c, of_d)
         for n in tl.static_range(4):
             values = given[n].to(tl.float32)
             if SCALING == "block":
@@ -366,8 +377,11 @@ def _quantize(
         for tensor in made:
             tensor.fill_(1.0)
         return made
-    by_rows, by_columns = made[:2], made[2:]
-    (rows, width), stride, limit = x.shape, x.stride(0), LIMITS[dtype]
+    by_rows = made[:2]
+    by_columns = made[2:]
+    (rows, width) = x.shape
+    stride = x.stride(0)
+    limit = LIMITS[dtype]
     if scaling == "row" and layout == "rows" and width <= WIDEST:
         block = next_power_of_2(width)
         warps = min(max(block // 1024, 1), 16)
@@ -414,12 +428,14 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which
     find their own.
     """
-    (rows, width), of_all = x.shape, scaling == "tensor"
+    (rows, width) = x.shape
+    of_all = scaling == "tensor"
     if scaling in ("block", "square"):
         return x, x
     bits = new_amax(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
-    (high, part), stride = STRIP, x.stride(0)
+    (high, part) = STRIP
+    stride = x.stride(0)
     whole = rows % high == width % BLOCK == 0
     programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
     _extremes_kernel[(programs,)](
@@ -492,7 +508,8 @@ def fp8_quantize(
         in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, amax
     )
     if scaling == "block":
-        of_rows, of_columns = of_rows.t(), of_columns.t()
+        of_rows = of_rows.t()
+        of_columns = of_columns.t()
     return Scaled(rows, of_rows) if layout != "columns" else None, Scaled(
         columns, of_columns
     ) if layout != "rows" else None
@@ -527,7 +544,8 @@ def fp8_transposed(scaled: Scaled) -> Scaled:
         )
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
-    (rows, width), out = values.shape, values.new_empty(values.shape[::-1])
+    (rows, width) = values.shape
+    out = values.new_empty(values.shape[::-1])
     whole = rows % BLOCK == width % BLOCK == 0
     _transpose_kernel[(_tiles(values),)](
         values.view(torch.uint8), _in_fours(out), rows, width, whole, BLOCK, num_warps=4
@@ -580,7 +598,8 @@ def dequantize(scaled: Scaled) -> Tensor:
     if scale.ndim == 0:
         return values.float() * scale
     rows, width = values.shape
-    high, wide = 1 if len(scale) == rows else BLOCK, width if scale.shape[1] == 1 else BLOCK
+    high = 1 if len(scale) == rows else BLOCK
+    wide = width if scale.shape[1] == 1 else BLOCK
     return values.float() * _spread(scale, high, wide, rows, width)
 
 

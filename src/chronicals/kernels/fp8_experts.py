@@ -72,12 +72,15 @@ def _expert_tiles_kernel(
 ):
     """A tile of one expert, read once, as four tensors, of every fourth row each (``fp8.py``).
     The last tile goes first: what was read last is still near."""
-    across, down = tl.cdiv(width, BLOCK), tl.cdiv(height, BLOCK)
+    across = tl.cdiv(width, BLOCK)
+    down = tl.cdiv(height, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
-    expert, tile = (last // (across * down)).to(tl.int64), last % (across * down)
+    expert = (last // (across * down)).to(tl.int64)
+    tile = last % (across * down)
     four = tile // across * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     column = tile % across * BLOCK + tl.arange(0, BLOCK)
-    row, place = 4 * four, expert * height * width
+    row = 4 * four
+    place = expert * height * width
     a, of_a = _values(w_ptr + place, row, column, height, width, width, WHOLE)
     b, of_b = _values(w_ptr + place, row + 1, column, height, width, width, WHOLE)
     c, of_c = _values(w_ptr + place, row + 2, column, height, width, width, WHOLE)
@@ -90,7 +93,8 @@ def _expert_tiles_kernel(
         into = columns_ptr + (place // 4 if columns_ptr.dtype.element_ty == tl.uint32 else place)
         _put_columns(into, fours, four, column, height, width, WHOLE)
     if ROWS:
-        given, inside = (a, b, c, d), (of_a, of_b, of_c, of_d)
+        given = (a, b, c, d)
+        inside = (of_a, of_b, of_c, of_d)
         for n in tl.static_range(4):
             values = (given[n].to(tl.float32) * _inverse(scale)[None, :]).to(
                 rows_ptr.dtype.element_ty
@@ -104,13 +108,13 @@ def _expert_transpose_kernel(
     values_ptr, out_ptr, height, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Bytes, whatever they stand for."""
-    across, down = tl.cdiv(width, BLOCK), tl.cdiv(height, BLOCK)
-    expert, tile = (
-        (tl.program_id(0) // (across * down)).to(tl.int64),
-        tl.program_id(0) % (across * down),
-    )
+    across = tl.cdiv(width, BLOCK)
+    down = tl.cdiv(height, BLOCK)
+    expert = (tl.program_id(0) // (across * down)).to(tl.int64)
+    tile = tl.program_id(0) % (across * down)
     four = tile // across * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    column, place = tile % across * BLOCK + tl.arange(0, BLOCK), expert * height * width
+    column = tile % across * BLOCK + tl.arange(0, BLOCK)
+    place = expert * height * width
     fours = tl.zeros((BLOCK // 4, BLOCK), tl.uint32)
     for n in tl.static_range(4):
         given, _ = _values(values_ptr + place, 4 * four + n, column, height, width, width, WHOLE)
@@ -132,8 +136,10 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
     rows, columns, found = _empty(w, layout)
     known = scale
     if known is None:
-        (steps, block), size = STRIP, w[0].numel()
-        cells, programs = w.new_zeros(len(w), dtype=torch.int32), triton.cdiv(size, steps * block)
+        (steps, block) = STRIP
+        size = w[0].numel()
+        cells = w.new_zeros(len(w), dtype=torch.int32)
+        programs = triton.cdiv(size, steps * block)
         _amax_kernel[(len(w) * programs,)](w, cells, size, programs, steps, block, num_warps=8)
         known = cells.view(torch.float32)
     there = (
@@ -221,7 +227,8 @@ def fp8_experts_transposed(scaled: Scaled) -> Scaled:
 def fp8_quantize_experts_reference(
     w: Tensor, layout: str = "rows", scale: Tensor | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
-    wide, limit = w.float(), LIMITS[KIND]
+    wide = w.float()
+    limit = LIMITS[KIND]
     if scale is None:
         sizes = wide.abs().nan_to_num(0.0, posinf=float("inf")).flatten(1)
         most = sizes.amax(1) if sizes.shape[1] else sizes.new_zeros(len(w))

@@ -187,5 +187,6 @@ def fp8_grouped_product_reference(
 ) -> Tensor:
     """The product of what both stand for, in fp32, fp64 where that is asked for."""
     wide = torch.promote_types(dtype, torch.float32)
-    rows, dense = x.values.to(wide) * x.scale, weight.values.to(wide) * weight.scale[:, None, None]
+    rows = x.values.to(wide) * x.scale
+    dense = weight.values.to(wide) * weight.scale[:, None, None]
     return grouped_product_reference(rows, dense, to, of_tokens, bias, adapted).to(dtype)

@@ -81,7 +81,8 @@ def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
     """In bf16; ``left`` scaled by runs of 128, ``right`` by such or by squares. cuBLAS wants the
     scales of runs in columns, those of squares in rows of a multiple of 4 (its manual, "Scaling
     factors layouts")."""
-    runs, squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    runs = F.ScalingType.BlockWise1x128
+    squares = F.ScalingType.BlockWise128x128
     by_runs = len(right.scale) == len(right.values)
     of_right = (
         _columns(right.scale) if by_runs else F.pad(right.scale, (0, -right.scale.shape[1] % 4)).t()

@@ -224,7 +224,8 @@ class _FusedExperts(torch.autograd.Function):
         to: Dispatch,
         kept: _Kept,
     ) -> Tensor:
-        first, second = kept.product(0, w1, b1, a1, u1), kept.product(1, w2, b2, a2, u2)
+        first = kept.product(0, w1, b1, a1, u1)
+        second = kept.product(1, w2, b2, a2, u2)
         thin = _thin(x, first, to, True)
         h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
         if second.in_fp8 is None:
@@ -234,7 +235,8 @@ class _FusedExperts(torch.autograd.Function):
         z, of_second = _through(
             unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype
         )
-        ctx.kept, ctx.sizes = kept, (to.each, to.rows)
+        ctx.kept = kept
+        ctx.sizes = (to.each, to.rows)
         read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None
         ctx.save_for_backward(
             read,
@@ -279,7 +281,8 @@ class _FusedExperts(torch.autograd.Function):
         ) = ctx.saved_tensors
         kept: _Kept = ctx.kept
         to = Dispatch(*placed, *ctx.sizes)
-        first, second = kept.product(0, w1, b1, a1, u1), kept.product(1, w2, b2, a2, u2)
+        first = kept.product(0, w1, b1, a1, u1)
+        second = kept.product(1, w2, b2, a2, u2)
         wanted = dict(
             zip(
                 ("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"),
@@ -368,7 +371,8 @@ def fused_experts(
     to = dispatch_to_experts(experts, first.sizes[0])
     held = first.held, second.held
     given = (first.weight if held[0] is None else None, second.weight if held[1] is None else None)
-    scales, in_fp8 = (first.scale, second.scale), (first.in_fp8, second.in_fp8)
+    scales = (first.scale, second.scale)
+    in_fp8 = (first.in_fp8, second.in_fp8)
     kept = _Kept(gate, (first.transposed, second.transposed), scales, given, in_fp8)
     of_first = held[0], first.bias, first.down, first.up
     of_second = held[1], second.bias, second.down, second.up

@@ -54,7 +54,8 @@ def dequantize_gguf(packed: Tensor, out: Tensor, kind: str) -> Tensor:
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: give one of {', '.join(KINDS)}")
-    (rows, columns), (block, size) = out.shape, KINDS[kind]
+    (rows, columns) = out.shape
+    (block, size) = KINDS[kind]
     if (
         columns % block
         or packed.dtype != torch.uint8
@@ -78,7 +79,8 @@ def _dequantize(packed: Tensor, out: Tensor, kind: str) -> None:
         out.copy_(dequantize_gguf_reference(packed, (rows, columns), out.dtype, kind))
     elif rows * columns:
         size = GROUPS[kind]
-        groups, a_program = rows * columns // size, ELEMENTS // size
+        groups = rows * columns // size
+        a_program = ELEMENTS // size
         _dequantize_gguf_kernel[(triton.cdiv(groups, a_program),)](
             packed,
             out,
@@ -95,10 +97,8 @@ def _dequantize(packed: Tensor, out: Tensor, kind: str) -> None:
 @triton.jit
 def _half(ptr, there):
     """fp32 of an fp16 that may begin at any byte."""
-    low, high = (
-        tl.load(ptr, mask=there, other=0).to(tl.uint16),
-        tl.load(ptr + 1, mask=there, other=0).to(tl.uint16),
-    )
+    low = tl.load(ptr, mask=there, other=0).to(tl.uint16)
+    high = tl.load(ptr + 1, mask=there, other=0).to(tl.uint16)
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -120,7 +120,8 @@ def _dequantize_gguf_kernel(
     SIZE: tl.constexpr,
 ):
     """``KIND``: place in ``KINDS``. All that a group shares is computed once for it."""
-    group, element = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, SIZE)[None, :]
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    element = tl.arange(0, SIZE)[None, :]
     there = group < groups
     mask = there[:, None]
     if KIND == 0:
@@ -130,36 +131,43 @@ def _dequantize_gguf_kernel(
             * _half(at, there)[:, None]
         )
     elif KIND == 1:
-        at, half = packed_ptr + (group // 2).to(tl.int64) * 18, group % 2
+        at = packed_ptr + (group // 2).to(tl.int64) * 18
+        half = group % 2
         code = (
             tl.load(at[:, None] + 2 + element, mask=mask, other=0).to(tl.int32)
             >> (4 * half)[:, None]
         )
         values = _half(at, there)[:, None] * ((code & 15) - 8).to(tl.float32)
     elif KIND == 2:
-        at, j = packed_ptr + (group // 8).to(tl.int64) * 144, group % 8
-        scales, late = at + 4 + j % 4, j >= 4
+        at = packed_ptr + (group // 8).to(tl.int64) * 144
+        j = group % 8
+        scales = at + 4 + j % 4
+        late = j >= 4
         first = tl.load(scales, mask=there, other=0).to(tl.int32)
         second = tl.load(scales + 4, mask=there, other=0).to(tl.int32)
         third = tl.load(scales + 8, mask=there & late, other=0).to(tl.int32)
         s = tl.where(late, (third & 15) | ((first >> 2) & 48), first & 63).to(tl.float32)
         m = tl.where(late, (third >> 4) | ((second >> 2) & 48), second & 63).to(tl.float32)
-        scale, least = _half(at, there) * s, _half(at + 2, there) * m
+        scale = _half(at, there) * s
+        least = _half(at + 2, there) * m
         code = (
             tl.load((at + 16 + j // 2 * 32)[:, None] + element, mask=mask, other=0).to(tl.int32)
             >> (4 * (j % 2))[:, None]
         )
         values = scale[:, None] * (code & 15).to(tl.float32) - least[:, None]
     else:
-        at, j = packed_ptr + (group // 16).to(tl.int64) * 210, group % 16
-        half, quarter = j // 8, j % 8 // 2
+        at = packed_ptr + (group // 16).to(tl.int64) * 210
+        j = group % 16
+        half = j // 8
+        quarter = j % 8 // 2
         low = tl.load((at + 64 * half + j % 4 * 16)[:, None] + element, mask=mask, other=0).to(
             tl.int32
         )
         high = tl.load(
             (at + 128 + 32 * half + j % 2 * 16)[:, None] + element, mask=mask, other=0
         ).to(tl.int32)
-        low, high = (low >> (quarter // 2 * 4)[:, None]) & 15, (high >> (2 * quarter)[:, None]) & 3
+        low = (low >> (quarter // 2 * 4)[:, None]) & 15
+        high = (high >> (2 * quarter)[:, None]) & 3
         scale = _half(at + 208, there) * _signed(tl.load(at + 192 + j, mask=there, other=0)).to(
             tl.float32
         )
@@ -201,7 +209,8 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low, high = blocks[:, :128].view(-1, 2, 1, 64), blocks[:, 128:192].view(-1, 2, 1, 32)
+    low = blocks[:, :128].view(-1, 2, 1, 64)
+    high = blocks[:, 128:192].view(-1, 2, 1, 32)
     low = torch.cat([low & 15, low >> 4], 2).view(-1, 2, 4, 32)
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 2)
     scales = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()

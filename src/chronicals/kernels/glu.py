@@ -130,7 +130,8 @@ def _glu_backward_kernel(
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _activate(gate, ACTIVATION)
     kind = d_gate_ptr.dtype.element_ty
-    d_gate, d_up = (dy * up * slope).to(kind), (dy * activated).to(kind)
+    d_gate = (dy * up * slope).to(kind)
+    d_up = (dy * activated).to(kind)
     tl.store(d_gate_ptr + row * d_gate_stride + column, d_gate, mask=inside)
     tl.store(d_up_ptr + row * d_up_stride + column, d_up, mask=inside)
     if HAS_AMAX:
@@ -154,7 +155,8 @@ def _forward(
     gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:
     """y and its amax, ``absent`` if not wanted."""
-    y, amax = with_padding(gate, gate.shape, padding), new_amax(gate, finds_amax)
+    y = with_padding(gate, gate.shape, padding)
+    amax = new_amax(gate, finds_amax)
     if gate.numel():
         grid, width, strides, tile = _grid([gate, up, y])
         _glu_forward_kernel[grid](
@@ -182,7 +184,8 @@ def _(
 
 @operator("chronicals::glu_backward")
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    d_gate = gate.new_empty(gate.shape)
+    d_up = gate.new_empty(gate.shape)
     _launch_backward(dy, gate, up, d_gate, d_up, None, activation)
     return d_gate, d_up
 
@@ -197,8 +200,10 @@ def _backward_of_both(
     dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of both, and its amax, ``absent`` if not wanted."""
-    d_both, amax = with_padding(both, both.shape, padding), new_amax(both, finds_amax)
-    (gate, up), (d_gate, d_up) = both.chunk(2, -1), d_both.chunk(2, -1)
+    d_both = with_padding(both, both.shape, padding)
+    amax = new_amax(both, finds_amax)
+    (gate, up) = both.chunk(2, -1)
+    (d_gate, d_up) = d_both.chunk(2, -1)
     _launch_backward(dy, gate, up, d_gate, d_up, amax if finds_amax else None, activation)
     return d_both, amax
 
@@ -266,10 +271,8 @@ class _GLUOfBoth(torch.autograd.Function):
         gradient_amax: Amax | None,
     ) -> Tensor:
         ctx.save_for_backward(both)
-        ctx.options, ctx.amax = (
-            (activation, gradient_padding, gradient_amax is not None),
-            gradient_amax,
-        )
+        ctx.options = (activation, gradient_padding, gradient_amax is not None)
+        ctx.amax = gradient_amax
         y, cell = _forward(*both.chunk(2, -1), activation, padding, amax is not None)
         return with_amax(amax, own_tensor(y), cell)
 

@@ -36,7 +36,8 @@ def _square_sums_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         tensor = tl.load(tensors_ptr + chunk)
-        start, size = (chunk - tl.load(firsts_ptr + tensor)) * CHUNK, tl.load(sizes_ptr + tensor)
+        start = (chunk - tl.load(firsts_ptr + tensor)) * CHUNK
+        size = tl.load(sizes_ptr + tensor)
         if ALIGNED:
             size = tl.multiple_of(size, 8)
         for offset in tl.static_range(0, CHUNK, BLOCK):
@@ -83,7 +84,8 @@ def _by_type(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, Table]]:
 
 
 def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
-    device, chunks = table.sizes.device, len(table.tensors)
+    device = table.sizes.device
+    chunks = len(table.tensors)
     shares = torch.zeros(
         max(1, min(chunks, PROGRAMS * multiprocessors(device))), dtype=torch.float32, device=device
     )

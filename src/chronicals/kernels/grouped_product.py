@@ -42,7 +42,8 @@ CLEARED = 4096
 DEPTH = 64
 """Of a step, in elements: rows of 128 bytes."""
 
-MOST_HELD, HELD_ON_SMALL_CARDS = 256, 64
+MOST_HELD = 256
+HELD_ON_SMALL_CARDS = 64
 """Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's
 narrowest result. A T4 multiplies in fp32 and has 64 KiB."""
 
@@ -247,11 +248,14 @@ def _weight_gradient_kernel(
 ):
     """GATHERS: rows of a are those of tokens. BOXES: 1 for a, and 2 for b, where these come from
     the copy engine. Steps within an expert's rows know no bounds; the last one does."""
-    tiles, columns = tl.cdiv(high, ROWS), tl.cdiv(wide, COLUMNS)
+    tiles = tl.cdiv(high, ROWS)
+    columns = tl.cdiv(wide, COLUMNS)
     expert = tl.program_id(0) // (tiles * columns)
     tile, block = _tile_of(tl.program_id(0) % (tiles * columns), tiles, columns, GROUP)
-    begin, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
-    row, column = tile * ROWS + tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.load(bounds_ptr + expert)
+    end = tl.load(bounds_ptr + expert + 1)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     whole = begin + (end - begin) // DEPTH * DEPTH
     for step in range(begin, whole, DEPTH):
@@ -297,7 +301,8 @@ def _clear_kernel(out_ptr, bounds_ptr, size, BLOCK: tl.constexpr):
             tl.store(out_ptr + expert.to(tl.int64) * size + at, zeros, mask=at < size)
 
 
-WIDE, NARROW = 1280, 256
+WIDE = 1280
+NARROW = 256
 """torch's grouped product (CUTLASS) takes a weight gradient on Hopper where both sides are at
 least NARROW wide, and where no rows are gathered, or the other side is at least WIDE: it wants
 them copied to their experts, which takes as long as a product of that width gains. An H100,
@@ -601,7 +606,8 @@ def launch_weight_gradient(
     into = out
     if gathers == SECOND:  # what is gathered is the narrower side of a tile
         a, b, into = b, a, out.mT
-    high, wide = a.shape[1], b.shape[1]
+    high = a.shape[1]
+    wide = b.shape[1]
     a_box = _box(a, (launch.depth, launch.rows)) if launch.boxes and gathers == NEITHER else None
     b_box = _box(b, (launch.depth, launch.columns)) if launch.boxes else None
     grid = to.experts * triton.cdiv(high, launch.rows) * triton.cdiv(wide, launch.columns)
@@ -725,7 +731,8 @@ def grouped_product_reference(
     factor: float = 1.0,
 ) -> Tensor:
     """One product an expert, whose numbers of rows the host reads."""
-    bounds, rows = to.bounds.tolist(), _rows(x, to, of_tokens)
+    bounds = to.bounds.tolist()
+    rows = _rows(x, to, of_tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.new_empty(len(rows), weight.shape[1])
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
@@ -746,11 +753,9 @@ def grouped_weight_gradient_reference(
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    a, b, bounds = (
-        _rows(a, to, of_tokens == FIRST),
-        _rows(b, to, of_tokens == SECOND),
-        to.bounds.tolist(),
-    )
+    a = _rows(a, to, of_tokens == FIRST)
+    b = _rows(b, to, of_tokens == SECOND)
+    bounds = to.bounds.tolist()
     wide = torch.promote_types(a.dtype, torch.float32)
     out = a.new_zeros(to.experts, a.shape[1], b.shape[1], dtype=dtype or a.dtype)
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):

@@ -76,7 +76,9 @@ class PinnedMemory:
         """Unpin; the memory itself is given back when no tensor uses it any more."""
         for chunk in self._chunks:
             torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())
-        self._chunks, self._map, self.size = [], None, 0
+        self._chunks = []
+        self._map = None
+        self.size = 0
 
 
 class PinnedTensors:
@@ -107,8 +109,10 @@ class PinnedTensors:
         if like.nbytes > SHARED:
             return self._allocated(like.nbytes).tensor(0, like)
         if self._shared is None or self._used + like.nbytes > SHARED:
-            self._shared, self._used = self._allocated(SHARED), 0
-        offset, self._used = self._used, -(-(self._used + like.nbytes) // ALIGNED) * ALIGNED
+            self._shared = self._allocated(SHARED)
+            self._used = 0
+        offset = self._used
+        self._used = -(-(self._used + like.nbytes) // ALIGNED) * ALIGNED
         return self._shared.tensor(offset, like)
 
     def _allocated(self, size: int) -> PinnedMemory:
@@ -142,7 +146,8 @@ def available_memory(system: Path = Path("/")) -> int | None:
     found = re.search(r"MemAvailable:\s+(\d+) kB", _read(system / "proc/meminfo"))
     left = [int(found[1]) * 1024] if found else []
     group = system / "sys/fs/cgroup"
-    limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
+    limit = _read(group / "memory.max").strip()
+    used = _read(group / "memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
         cache = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
         left.append(int(limit) - int(used) + (int(cache[1]) if cache else 0))

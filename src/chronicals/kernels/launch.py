@@ -109,7 +109,8 @@ def interpreting() -> Iterator[None]:
     global _interpreted
     if not HAS_TRITON or not triton.knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before chronicals is imported")
-    before, _interpreted = _interpreted, True
+    before = _interpreted
+    _interpreted = True
     try:
         yield
     finally:

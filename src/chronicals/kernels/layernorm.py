@@ -119,8 +119,10 @@ def _layernorm_backward_kernel(
     next_x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
     for _ in range(tl.program_id(0) * ROWS, rows, step):
-        here, at = inside, row
-        x, g = next_x.to(tl.float32), next_g.to(tl.float32)
+        here = inside
+        at = row
+        x = next_x.to(tl.float32)
+        g = next_g.to(tl.float32)
         row += step  # the next rows are under way while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
         next_x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
@@ -257,7 +259,8 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        rows, (w, b) = in_rows(x), (None if t is None else t.contiguous() for t in (weight, bias))
+        rows = in_rows(x)
+        (w, b) = (None if t is None else t.contiguous() for t in (weight, bias))
         y, mean, rstd = _forward(rows, w, b, eps)
         ctx.save_for_backward(own_tensor(rows), w, mean, rstd)
         ctx.types = [None if t is None else t.dtype for t in (weight, bias)]

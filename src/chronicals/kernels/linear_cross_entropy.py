@@ -417,7 +417,8 @@ def fused_cross_entropy(
             f"targets {tuple(targets.shape)} must have the shape of hidden {tuple(hidden.shape)} "
             "but its last"
         )
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    flat = targets.reshape(-1)
     if reduction == "none":
         return -token_log_probability(rows, lm_head_weight, flat, chunk_size=chunk_size)[0].view(
             targets.shape

@@ -288,7 +288,8 @@ def _options(
     numbers: list[float], softcap: float | None, teacher_softcap: float | None
 ) -> DistillationOptions:
     *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
-    student, teacher = LossOptions(scale, softcap), LossOptions(teacher_scale, teacher_softcap)
+    student = LossOptions(scale, softcap)
+    teacher = LossOptions(teacher_scale, teacher_softcap)
     return DistillationOptions(
         Divergence(*of), student, teacher, temperature, of_divergence, of_cross_entropy
     )
@@ -393,13 +394,16 @@ def linear_distillation(
     _check(student, teacher, targets, divergence, temperature, weights, chunk_size)
     theirs: tuple[Tensor | None, ...]
     if isinstance(teacher, StoredTokens):
-        theirs, shape = (teacher.log_p, None, None, None, teacher.ids), LossOptions()
+        theirs = (teacher.log_p, None, None, None, teacher.ids)
+        shape = LossOptions()
     else:
         vocabulary = min(len(student.weight), len(teacher.weight))
-        student, teacher = student.of_rows(vocabulary), teacher.of_rows(vocabulary)
+        student = student.of_rows(vocabulary)
+        teacher = teacher.of_rows(vocabulary)
         with torch.no_grad():
             taught, teacher_more = with_adapter(teacher.hidden, teacher.weight, teacher.adapter)
-        theirs, shape = (taught, teacher.weight, teacher_more, teacher.bias, None), teacher.shape
+        theirs = (taught, teacher.weight, teacher_more, teacher.bias, None)
+        shape = teacher.shape
     hidden, more = with_adapter(student.hidden, student.weight, student.adapter)
     options = DistillationOptions(
         divergence, student.shape, shape, temperature, divergence_weight, cross_entropy_weight
@@ -512,7 +516,8 @@ def distillation_of_logits(
     """
     common = min(z.shape[1], teacher_z.shape[1])
     wide = torch.promote_types(torch.promote_types(z.dtype, teacher_z.dtype), torch.float32)
-    z, teacher_z = z[:, :common].to(wide), teacher_z[:, :common].detach().to(wide)
+    z = z[:, :common].to(wide)
+    teacher_z = teacher_z[:, :common].detach().to(wide)
     ignored = targets == IGNORED
     with torch.no_grad():
         options = DistillationOptions(divergence, LossOptions(), LossOptions(), temperature)

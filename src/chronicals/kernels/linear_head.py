@@ -81,7 +81,8 @@ def with_adapter(
     """
     if adapter is None:
         return hidden, None
-    a, more = adapter.a, adapter.b
+    a = adapter.a
+    more = adapter.b
     if a.ndim != 2 or a.shape[1] != hidden.shape[1] or more.shape != (len(weight), len(a)):
         raise ValueError(
             f"adapter is {tuple(a.shape)}, {tuple(more.shape)}: expected [r, {hidden.shape[1]}] "

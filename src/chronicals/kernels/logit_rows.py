@@ -163,7 +163,8 @@ def _loss_and_numerators_kernel(
         x = tl.load(x_ptr + lane, mask=lane < vocabulary, other=0.0, eviction_policy="evict_first")
         z = tl.where(lane < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         first_reference = tl.maximum(tl.maximum(tl.max(z, axis=0), at_target), -3.0e38)
-        reference, references = first_reference, tl.zeros((BLOCKS,), tl.float32)
+        reference = first_reference
+        references = tl.zeros((BLOCKS,), tl.float32)
         total = tl.zeros((BLOCK // 8,), tl.float32)
         for start in range(0, vocabulary, BLOCK):
             column = start + lane
@@ -269,7 +270,8 @@ def _loss_and_gradient_kernel(
         lse = largest + rest
         tl.store(loss_ptr + row, weight * (loss + z_loss * lse * lse))
         if WANTS_GRADIENT:
-            of_all, of_target = weight * (1.0 + 2.0 * z_loss * lse), weight * (1.0 - smoothing)
+            of_all = weight * (1.0 + 2.0 * z_loss * lse)
+            of_target = weight * (1.0 - smoothing)
             of_each = weight * smoothing / vocabulary
             for back in range(blocks):
                 column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
@@ -522,7 +524,8 @@ def loss_and_gradient_reference_(
     x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> Tensor:
     z = shaped_reference(x, options)
-    kept, at_target = targets != IGNORED, places_of(targets, x.shape[1])
+    kept = targets != IGNORED
+    at_target = places_of(targets, x.shape[1])
     of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
     smoothing = options.label_smoothing
     log_p = torch.log_softmax(

@@ -14,7 +14,8 @@ EXPONENT = 0x7F80
 def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 ``[...]`` into bf16 ``hi`` and int16 ``lo`` of the same shape."""
     bits = value.detach().contiguous().view(torch.int32)
-    magnitude, sign = bits & 0x7FFFFFFF, bits & -0x80000000
+    magnitude = bits & 0x7FFFFFFF
+    sign = bits & -0x80000000
     finite = magnitude < EXPONENT << 16
     # A NaN whose mantissa is all in the lower half keeps a bit of it, or it would become infinity.
     high = torch.where(

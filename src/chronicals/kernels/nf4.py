@@ -212,7 +212,8 @@ def _nearest(value, guesses_ptr):
     interval = (value * 16 + 16.5 + 8388608.0).to(
         tl.int32, bitcast=True
     ) & 63  # above 2²³ nothing has a fraction
-    guess, bound = tl.load(guesses_ptr + interval), tl.load(guesses_ptr + 64 + interval)
+    guess = tl.load(guesses_ptr + interval)
+    bound = tl.load(guesses_ptr + 64 + interval)
     return guess + (value > bound).to(tl.float32)
 
 
@@ -256,7 +257,8 @@ def _quantize_fp4_piece(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def quantize_scales(absmax: Tensor) -> Scales:
     """Scales, quantized themselves: 8 bits in blocks of ``SCALE_BLOCK``."""
-    offset, code = absmax.mean(), dynamic_code(absmax.device)
+    offset = absmax.mean()
+    code = dynamic_code(absmax.device)
     centred = absmax - offset
     blocks = torch.nn.functional.pad(centred, (0, -centred.numel() % SCALE_BLOCK)).view(
         -1, SCALE_BLOCK
@@ -293,7 +295,8 @@ def dequantize_4bit(
     rows, columns = out.shape
     count = rows * columns
     if code not in CODES or block not in BLOCKS:
-        codes, blocks = ", ".join(CODES), ", ".join(map(str, BLOCKS))
+        codes = ", ".join(CODES)
+        blocks = ", ".join(map(str, BLOCKS))
         raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
     if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
         raise ValueError(
@@ -339,7 +342,9 @@ def _dequantize(
                 dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code)
             )
     elif rows * columns:
-        nested, count, blocks = absmax2 is not None, rows * columns, TILE // block
+        nested = absmax2 is not None
+        count = rows * columns
+        blocks = TILE // block
         _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
             packed,
             absmax,
@@ -395,7 +400,8 @@ def _dequantize_kernel(
     masked. Blocks are counted in 32 bits, and elements from the program's first one.
     """
     tile = tl.program_id(0)
-    block, within = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCKS) * SIZE
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    within = tl.arange(0, BLOCKS) * SIZE
     start = tile.to(tl.int64) * (BLOCKS * SIZE)
     left = tl.minimum(tl.maximum(count - start, 0), BLOCKS * SIZE).to(tl.int32)
     there = None if FULL else within < left
@@ -414,10 +420,8 @@ def _dequantize_kernel(
         other=None if FULL else 0,
     )
     packed = packed.to(tl.int32)
-    first, second = (
-        tl.load(code_ptr + (packed >> 4)) * absmax[:, None],
-        tl.load(code_ptr + (packed & 15)) * absmax[:, None],
-    )
+    first = tl.load(code_ptr + (packed >> 4)) * absmax[:, None]
+    second = tl.load(code_ptr + (packed & 15)) * absmax[:, None]
     element = within[:, None] + tl.arange(0, SIZE)[None, :]
     if DENSE:
         place = out_ptr + start + element

@@ -121,7 +121,8 @@ def _forward_of_heads(
     y_ptr += batch * y_batch + token * y_token + head * y_head
     table = batch * table_batch + token * table_token
     a, b = load_pairs(x_ptr, inside, HALF, BLOCK, INTERLEAVED)
-    a, b = a.to(tl.float32), b.to(tl.float32)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
     cos_a, cos_b, sin_a, sin_b = load_turn(
         cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED
     )
@@ -305,15 +306,15 @@ def _backward_of_heads(
     next_g_a, next_g_b = load_pairs(next_dy, next_inside, HALF, BLOCK, INTERLEAVED)
     next_a, next_b = load_pairs(next_x, next_inside, HALF, BLOCK, INTERLEAVED)
     for first in range(program * ROWS, positions * HEADS, step):
-        inside, dy_at, x_at = next_inside, next_dy, next_x
+        inside = next_inside
+        dy_at = next_dy
+        x_at = next_x
         dx_at = dx_ptr + (batch * dx_batch + token * dx_token + head * dx_head)
         table = batch * table_batch + token * table_token
-        dy_a, dy_b, a, b = (
-            next_g_a.to(tl.float32),
-            next_g_b.to(tl.float32),
-            next_a.to(tl.float32),
-            next_b.to(tl.float32),
-        )
+        dy_a = next_g_a.to(tl.float32)
+        dy_b = next_g_b.to(tl.float32)
+        a = next_a.to(tl.float32)
+        b = next_b.to(tl.float32)
         next_inside, batch, token, head = heads_after(first + step, positions, length, HEADS, ROWS)
         next_dy = dy_ptr + (batch * dy_batch + token * dy_token + head * dy_head)
         next_x = x_ptr + (batch * x_batch + token * x_token + head * x_head)
@@ -341,7 +342,8 @@ def _backward_of_heads(
             g_rest *= w_rest
             projection += tl.sum(g_rest * rest, axis=1, keep_dims=True)
         projection /= WIDTH
-        d_a, d_b = rstd * (g_a - a * projection), rstd * (g_b - b * projection)
+        d_a = rstd * (g_a - a * projection)
+        d_b = rstd * (g_b - b * projection)
         store_pairs(dx_at, d_a, d_b, inside, HALF, BLOCK, INTERLEAVED)
         if HAS_AMAX:
             most = tl.maximum(most, tl.max(tl.maximum(magnitude(d_a), magnitude(d_b)), 1))
@@ -352,7 +354,8 @@ def _backward_of_heads(
                 most = tl.maximum(most, tl.max(magnitude(d_rest), 1))
     if WANTS_WEIGHTS:
         one = tl.full((1, 1), 1, tl.int1)
-        summed_a, summed_b = _over_rows(dw_a, ROWS, BLOCK), _over_rows(dw_b, ROWS, BLOCK)
+        summed_a = _over_rows(dw_a, ROWS, BLOCK)
+        summed_b = _over_rows(dw_b, ROWS, BLOCK)
         store_pairs(share_ptr, summed_a, summed_b, one, HALF, BLOCK, INTERLEAVED)
         if REST:
             _store_rest(share_ptr, _over_rows(dw_rest, ROWS, REST), one, WIDTH, HALF, REST)
@@ -527,7 +530,8 @@ def _constants(
     q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool
 ) -> tuple[Tile, tuple[int | bool, ...]]:
     """The launch, and what both kernels are compiled for."""
-    half, behind = cos.shape[-1] // 2, q.shape[-1] - cos.shape[-1]
+    half = cos.shape[-1] // 2
+    behind = q.shape[-1] - cos.shape[-1]
     rest = next_power_of_2(behind) if behind else 0
     tile = _tile(half, rest, backward)
     return tile, (
@@ -558,7 +562,8 @@ def _forward(
     S, D]`` with dense channels.
     """
     q_out, k_out, q_rstd, k_rstd = _outputs(q, k)
-    positions, length = q.shape[0] * q.shape[2], q.shape[2]
+    positions = q.shape[0] * q.shape[2]
+    length = q.shape[2]
     if positions:
         tile, constants = _constants(q, k, cos, interleaved, backward=False)
         _qk_norm_rope_forward_kernel[
@@ -627,7 +632,8 @@ def _backward(
     """dq, dk, and in fp32 the gradients of both weights ``[2, D]``, or ``[2, 0]`` where they are
     not wanted.
     """
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
     return (
         dq,
         dk,
@@ -672,7 +678,8 @@ def _launch_backward(
 ) -> Tensor:
     """Fills dq and dk, and the second of ``copied`` with the first, and raises ``amax`` to their
     largest; returns the gradients of both weights."""
-    (batch, q_heads, length, width), k_heads = q.shape, k.shape[1]
+    (batch, q_heads, length, width) = q.shape
+    k_heads = k.shape[1]
     positions = batch * length
     tile, constants = _constants(q, k, cos, interleaved, backward=True)
     programs = multiprocessors(q.device) * max(1, WARPS_A_PROCESSOR // tile.warps)
@@ -765,7 +772,8 @@ def _merged_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the amax of the former,
     ``absent`` if not wanted; all but the weights and rstd are ``[T, H or K, D]``."""
-    d_qkv, amax = gradient_like(dq_out, dk_out, dv, padding), new_amax(q, finds_amax)
+    d_qkv = gradient_like(dq_out, dk_out, dv, padding)
+    amax = new_amax(q, finds_amax)
     packed = (
         dense(dq_out),
         dense(dk_out),
@@ -843,18 +851,17 @@ class _MergedQKNormRope(torch.autograd.Function):
             *of_both, *weights, cos[None], sin[None], eps, offset, interleaved
         )
         ctx.save_for_backward(own_tensor(q), own_tensor(k), *weights, cos, sin, *rstd)
-        ctx.options, ctx.amax = (offset, interleaved, padding), amax
+        ctx.options = (offset, interleaved, padding)
+        ctx.amax = amax
         of_q, of_k = (x.squeeze(0).transpose(0, 1) for x in (q_out, k_out))
         return own_tensor(of_q), own_tensor(of_k), own_tensor(v)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, wanted, (offset, interleaved, padding) = (
-            ctx.saved_tensors,
-            ctx.needs_input_grad[1:3],
-            ctx.options,
-        )
+        saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:3]
+        (offset, interleaved, padding) = ctx.options
         options = offset, interleaved, any(wanted), padding, ctx.amax is not None
         d_qkv, sums, cell = _merged_backward(*gradients, *saved, *options)
         of_weights = (
@@ -882,13 +889,15 @@ class _QKNormRope(torch.autograd.Function):
         taken = dense(q), dense(k), q_weight.contiguous(), k_weight.contiguous(), cos, sin
         q_out, k_out, *rstd = _forward(*taken, eps, offset, interleaved)
         ctx.save_for_backward(*taken, *rstd)
-        ctx.offset, ctx.interleaved = offset, interleaved
+        ctx.offset = offset
+        ctx.interleaved = interleaved
         return q_out, k_out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:4]
+        saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:4]
         dq, dk, sums = _backward(
             dense(dq_out), dense(dk_out), *saved, ctx.offset, ctx.interleaved, any(wanted)
         )
@@ -928,14 +937,16 @@ def fused_qk_norm_rope(
         ValueError: shapes do not fit each other.
     """
     _check(q, k, q_weight, k_weight, cos, sin)
-    cos, sin = cos.detach(), sin.detach()
+    cos = cos.detach()
+    sin = sin.detach()
     if not runs_triton(q, k, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
         return qk_norm_rope_reference(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved)
     packed = q.ndim == 3
     of_q, of_k = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k))
     cos, sin = (table[None] if packed else table for table in (cos, sin))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
     of_q, of_k = _QKNormRope.apply(
         of_q, of_k, q_weight, k_weight, cos, sin, eps, offset, interleaved
     )
@@ -980,9 +991,11 @@ def fused_qkv_norm_rope(
     if not runs_triton(qkv, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
         return *fused_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved), v
     _check(q, k, q_weight, k_weight, cos, sin)
-    cos, sin = cos.detach(), sin.detach()
+    cos = cos.detach()
+    sin = sin.detach()
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
     options = heads, eps, offset, interleaved, gradient_padding, gradient_amax
     return _MergedQKNormRope.apply(qkv, q_weight, k_weight, cos, sin, *options)
 

@@ -51,7 +51,8 @@ def heads_after(first, positions, length, HEADS: tl.constexpr, ROWS: tl.constexp
     row = first + tl.arange(0, ROWS)[:, None]
     position = row // HEADS
     batch = position // length
-    token, head = position - batch * length, row - position * HEADS
+    token = position - batch * length
+    head = row - position * HEADS
     return position < positions, batch.to(tl.int64), token.to(tl.int64), head.to(tl.int64)
 
 
@@ -73,7 +74,8 @@ def load_pairs(at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED:
 def store_pairs(
     at, a, b, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    a, b = a.to(at.dtype.element_ty), b.to(at.dtype.element_ty)
+    a = a.to(at.dtype.element_ty)
+    b = b.to(at.dtype.element_ty)
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
         tl.store(
@@ -130,14 +132,17 @@ def _rotate_heads(
     out_ptr += batch * out_batch + token * out_token + head * out_head
     table = batch * table_batch + token * table_token
     a, b = load_pairs(x_ptr, inside, HALF, BLOCK, INTERLEAVED)
-    a, b = a.to(tl.float32), b.to(tl.float32)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
     cos_a, cos_b, sin_a, sin_b = load_turn(
         cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED
     )
     if INVERSE:
-        rotated_a, rotated_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+        rotated_a = a * cos_a + b * sin_b
+        rotated_b = b * cos_b - a * sin_a
     else:
-        rotated_a, rotated_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+        rotated_a = a * cos_a - b * sin_a
+        rotated_b = b * cos_b + a * sin_b
     store_pairs(out_ptr, rotated_a, rotated_b, inside, HALF, BLOCK, INTERLEAVED)
     if HAS_AMAX:  # rounded as what is stored, which keeps the order
         most = tl.max(tl.maximum(magnitude(rotated_a), magnitude(rotated_b)), 1)
@@ -145,7 +150,8 @@ def _rotate_heads(
     if REST:
         column = 2 * HALF + tl.arange(0, REST)[None, :]
         behind = inside & (column < WIDTH)
-        at, rest = out_ptr + column, tl.load(x_ptr + column, mask=behind)
+        at = out_ptr + column
+        rest = tl.load(x_ptr + column, mask=behind)
         tl.store(at, rest, mask=behind)
         if HAS_AMAX:
             raise_amax(amax_ptr, tl.max(tl.where(behind, magnitude(rest.to(tl.float32)), 0.0), 1))
@@ -337,7 +343,9 @@ def _launch(
     batch, q_heads, length, width = q.shape
     if not q.numel():
         return
-    half, k_heads, positions = cos.shape[-1] // 2, k.shape[1], batch * length
+    half = cos.shape[-1] // 2
+    k_heads = k.shape[1]
+    positions = batch * length
     v, v_out = copied or (k, k_out)
     v_heads = v.shape[1] if copied else 0
     beside = 0 if q.data_ptr() == q_out.data_ptr() else width - 2 * half
@@ -377,8 +385,10 @@ def _launch(
 def _rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    q, k = dense(q), dense(k)
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q = dense(q)
+    k = dense(k)
+    q_out = torch.empty_like(q)
+    k_out = torch.empty_like(k)
     _launch(q, k, q_out, k_out, cos, sin, interleaved, inverse)
     return q_out, k_out
 
@@ -437,7 +447,8 @@ def _merged_gradient(
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of all three, and its amax, ``absent`` if not wanted."""
-    d_qkv, amax = gradient_like(d_q, d_k, d_v, padding), new_amax(d_q, finds_amax)
+    d_qkv = gradient_like(d_q, d_k, d_v, padding)
+    amax = new_amax(d_q, finds_amax)
     of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
     q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
     _launch(
@@ -494,7 +505,8 @@ class _MergedRotation(torch.autograd.Function):
         amax: Amax | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.options, ctx.amax = (interleaved, padding, amax is not None), amax
+        ctx.options = (interleaved, padding, amax is not None)
+        ctx.amax = amax
         q, k, v = heads_of(qkv, *heads)
         _rotate_in_place(
             q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved
@@ -544,7 +556,8 @@ def fused_qk_rope(
     of_q, of_k = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k))
     cos, sin = (table[None] if packed else table for table in (cos, sin))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
     if in_place:
         _check_places(q, k)
     learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
@@ -605,7 +618,8 @@ def fused_qkv_rope(
     if not runs_triton(qkv, cos, sin):
         return *qk_rope_reference(q, k, cos, sin, interleaved), v
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
     return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_padding, gradient_amax)
 
 
@@ -647,7 +661,8 @@ def _rotate(
 ) -> Tensor:
     """``x`` ``[..., H, S, D]``, tables ``[..., S, R]``."""
     width = cos.shape[-1]
-    first, rest = x[..., :width], x[..., width:]
+    first = x[..., :width]
+    rest = x[..., width:]
     wide = first.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = (table.to(wide.dtype).unsqueeze(-3) for table in (cos, sin))
     swapped = _swap(wide * sin, interleaved, sign=-1) if inverse else _swap(wide, interleaved) * sin

@@ -140,8 +140,10 @@ def _rmsnorm_backward_kernel(
     next_s = tl.load(s_ptr + row[:, None] * s_stride + column[None, :], mask=inside, other=0.0)
     next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
     for _ in range(tl.program_id(0) * ROWS, rows, step):
-        here, at = inside, row
-        s, g = next_s.to(tl.float32), next_g.to(tl.float32)
+        here = inside
+        at = row
+        s = next_s.to(tl.float32)
+        g = next_g.to(tl.float32)
         row += step  # the next rows are under way while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
         next_s = tl.load(s_ptr + row[:, None] * s_stride + column[None, :], mask=inside, other=0.0)
@@ -259,7 +261,8 @@ def _backward(
         triton.cdiv(rows, tile.rows),
         multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps),
     )
-    ds, amax = with_padding(s, s.shape, padding), new_amax(s, finds_amax)
+    ds = with_padding(s, s.shape, padding)
+    amax = new_amax(s, finds_amax)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
@@ -325,7 +328,8 @@ class _RMSNorm(torch.autograd.Function):
         """``forks``: the sum, or x where there is no residual, comes out too, and what reaches
         it joins in the backward.
         """
-        rows, weight = in_rows(x), None if weight is None else weight.contiguous()
+        rows = in_rows(x)
+        weight = None if weight is None else weight.contiguous()
         amax = amaxes[0]
         of_residual = None if residual is None else in_rows(residual)
         y, rstd, total, cell = _forward(
@@ -333,8 +337,10 @@ class _RMSNorm(torch.autograd.Function):
         )
         total = rows if residual is None else total
         ctx.save_for_backward(own_tensor(total), weight, rstd)
-        ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
-        ctx.padding, ctx.amax = paddings[1], amaxes[1]
+        ctx.offset = offset
+        ctx.types = (x.dtype, None if residual is None else residual.dtype)
+        ctx.padding = paddings[1]
+        ctx.amax = amaxes[1]
         ctx.set_materialize_grads(False)
         y = with_amax(amax, own_tensor(y, x.shape), cell)
         return (y, x if residual is None else own_tensor(total, x.shape)) if forks else y
@@ -349,16 +355,16 @@ class _RMSNorm(torch.autograd.Function):
             return None, None, None
         shape = (dy if dy is not None else extra).shape  # type: ignore[union-attr]
         if dy is None:
-            ds, dw = extra, None
+            ds = extra
+            dw = None
         else:
             wants_weight = weight is not None and ctx.needs_input_grad[2]
-            rows, amax = None if extra is None else in_rows(extra), ctx.amax
+            rows = None if extra is None else in_rows(extra)
+            amax = ctx.amax
             options = ctx.offset, wants_weight, ctx.padding, amax is not None
             ds, cell, dw = _backward(in_rows(dy), s, weight, rstd, rows, *options)
-            ds, dw = (
-                with_amax(amax, ds.view(shape) if len(shape) != 2 else ds, cell),
-                dw if wants_weight else None,
-            )
+            ds = with_amax(amax, ds.view(shape) if len(shape) != 2 else ds, cell)
+            dw = dw if wants_weight else None
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
         return of_x, of_residual, dw
 

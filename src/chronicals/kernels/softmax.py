@@ -37,7 +37,8 @@ def _tile(width: int, backward: bool) -> Tile:
     132 at a time are 35 MB, which the H200's cache of 50 MB keeps for the second reading."""
     if width > WIDEST:
         return Tile(1, 16384 if backward else 32768, warps=32)
-    block, a_warp = next_power_of_2(width), 512 if backward else 1024
+    block = next_power_of_2(width)
+    a_warp = 512 if backward else 1024
     rows = max(1, 4 * a_warp // block)
     return Tile(rows, block, warps=min(32, max(4, rows * block // a_warp)))
 

@@ -51,10 +51,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p, lse and entropy, each ``[T]``."""
     out = _outputs(hidden)
-    narrow, buffer = (
-        side_by_side(weight, more, hidden.dtype),
-        hidden.new_empty((min(chunk_size, len(hidden)), len(weight))),
-    )
+    narrow = side_by_side(weight, more, hidden.dtype)
+    buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
     for part in chunks(len(hidden), chunk_size):
         x = chunk_logits(hidden[part], narrow, bias, buffer)
         for whole, some in zip(
@@ -104,10 +102,8 @@ def _backward(
     place.
     """
     d_hidden, d_weight, d_more, d_bias = _gradients(hidden, weight, more, bias, wanted)
-    narrow, buffer = (
-        side_by_side(weight, more, hidden.dtype),
-        hidden.new_empty((min(chunk_size, len(hidden)), len(weight))),
-    )
+    narrow = side_by_side(weight, more, hidden.dtype)
+    buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
     width = weight.shape[1]
     for part in chunks(len(hidden), chunk_size):
         x = chunk_logits(hidden[part], narrow, bias, buffer)
@@ -189,11 +185,9 @@ class _TokenLogProbability(torch.autograd.Function):
                 wants_entropy,
             )
         ctx.save_for_backward(hidden, weight, more, bias, targets, lse, entropy)
-        ctx.options, ctx.dtype, ctx.wants_entropy = (
-            (scale, softcap, chunk_size),
-            kind,
-            wants_entropy,
-        )
+        ctx.options = (scale, softcap, chunk_size)
+        ctx.dtype = kind
+        ctx.wants_entropy = wants_entropy
         if not wants_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_p, entropy

@@ -30,7 +30,9 @@ class AdapterLayer(nn.Module, ABC):
         self.base_layer = base_layer
         if not isinstance(base_layer, AdapterLayer):  # which is trained itself
             base_layer.requires_grad_(False)
-        self.scale, self.dropout, self.enabled = config.scale, config.dropout, True
+        self.scale = config.scale
+        self.dropout = config.dropout
+        self.enabled = True
 
     def _make_matrices(
         self, a_shape: tuple[int, int], b_shape: tuple[int, int], device: torch.device

@@ -107,7 +107,8 @@ def _refuse_a_head_beside_a_score(model: Any, targets: Sequence[Target]) -> None
 
 
 def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return
     layers = [model.get_submodule(target.layer) for target in targets]

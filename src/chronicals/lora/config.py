@@ -121,10 +121,8 @@ class LoRAConfig:
 
     def at(self, path: str) -> LoRAConfig:
         """What it says of the layer at ``path`` alone: rank and alpha without patterns."""
-        rank, alpha = (
-            _of_pattern(self.rank_pattern, path, self.rank),
-            _of_pattern(self.alpha_pattern, path, self.alpha),
-        )
+        rank = _of_pattern(self.rank_pattern, path, self.rank)
+        alpha = _of_pattern(self.alpha_pattern, path, self.alpha)
         return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def fitted(self, paths: Collection[str]) -> LoRAConfig:

@@ -81,7 +81,8 @@ def is_embedding(layer: Any) -> bool:
             for name, buffer in layer._buffers.items()
             if buffer is not None
         }
-        got, factor = small(ids), torch.as_tensor(getattr(layer, "embed_scale", 1.0)).float().cpu()
+        got = small(ids)
+        factor = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).float().cpu()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return False
     return (

@@ -45,7 +45,8 @@ def _others(model: Any) -> dict[str, nn.Module]:
     """By path, what may be trained whole and has no rows of tokens: the score, and the heads
     that predict experts.
     """
-    score, heads = score_of(model), list(lookahead_heads(model).values())
+    score = score_of(model)
+    heads = list(lookahead_heads(model).values())
     found = (
         {
             path: module
@@ -73,12 +74,10 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
     Raises:
         ValueError: a name is of none, or embedding and head share a weight.
     """
-    ends, others, found, beside = (
-        _layers(model),
-        _others(model),
-        dict[str, nn.Module](),
-        dict[str, nn.Module](),
-    )
+    ends = _layers(model)
+    others = _others(model)
+    found = dict[str, nn.Module]()
+    beside = dict[str, nn.Module]()
     for name in names or ():
         named, more = (
             {path: m for path, m in all.items() if f".{path}".endswith(f".{name}")}
@@ -167,7 +166,8 @@ def _is_resized(model: Any, base: str | None) -> bool:
     """Whether the embedding's rows differ from those in the base's files, or may differ because
     those are unknown.
     """
-    rows, there = embedding_table(model).shape[0], getattr(model, BASE_ROWS, None)
+    rows = embedding_table(model).shape[0]
+    there = getattr(model, BASE_ROWS, None)
     if there is None and base is None:  # made in memory: no file has any of its weights
         return False
     if there is None and base is not None:

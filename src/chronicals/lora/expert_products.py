@@ -194,7 +194,8 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
     if _is_grouped(x_SK) and w_EKN.dtype == x_SK.dtype:
         more_K, more_N = (-size % ALIGNED for size in w_EKN.shape[1:])
         if more_K or more_N:  # a rank that is no multiple of 8
-            x_SK, w_EKN = F.pad(x_SK, (0, more_K)), F.pad(w_EKN, (0, more_N, 0, more_K))
+            x_SK = F.pad(x_SK, (0, more_K))
+            w_EKN = F.pad(w_EKN, (0, more_N, 0, more_K))
         if w_EKN.requires_grad or 1 not in w_EKN.stride():
             w_EKN = w_EKN.contiguous()
         y_SN: Tensor = F.grouped_mm(x_SK.contiguous(), w_EKN, offs=ends_E.int())

@@ -65,7 +65,8 @@ def report_frozen_experts(model: Any) -> None:
 
     What reads images has none, but may have 3-D parameters.
     """
-    text, alike = within_adapters(model), defaultdict[str, list[tuple[str, int]]](list)
+    text = within_adapters(model)
+    alike = defaultdict[str, list[tuple[str, int]]](list)
     for weight in stacked_weights(model):
         if not weight.trained:
             alike[_numbered(weight.path)].append((weight.path, weight.values))
@@ -76,7 +77,8 @@ def report_frozen_experts(model: Any) -> None:
             alike[_numbered(path)].append((path, count_values(inner)))
     adapted = hasattr(model, "chronicals_lora") or bool(getattr(model, "peft_config", None))
     for found in alike.values():
-        path, ratio = found[0][0], sum(values for _, values in found) / count_values(model)
+        path = found[0][0]
+        ratio = sum(values for _, values in found) / count_values(model)
         layers = (
             f" (layers {_ranges([int(NUMBER.findall(path)[0]) for path, _ in found])})"
             if len(found) > 1

@@ -69,7 +69,8 @@ class LoRALinear(AdapterLayer):
         self, base_layer: nn.Module, config: LoRAConfig, in_features: int, out_features: int
     ):
         super().__init__(base_layer, config)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         device = next(base_layer.parameters()).device
         self._make_matrices((config.rank, in_features), (out_features, config.rank), device)
         start(self.lora_A, self.lora_B, config)
@@ -88,10 +89,8 @@ class LoRALinear(AdapterLayer):
 
     def keep_start(self) -> None:
         """Keep A and B as they are now as those that the base's weight is without."""
-        self.lora_start_A, self.lora_start_B = (
-            self.lora_A.detach().clone(),
-            self.lora_B.detach().clone(),
-        )
+        self.lora_start_A = self.lora_A.detach().clone()
+        self.lora_start_B = self.lora_B.detach().clone()
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor] | None:
@@ -136,7 +135,8 @@ class LoRALinear(AdapterLayer):
 
     def with_adapter(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """``weight``, the base's in its layout, with A and B in it; in at least fp32."""
-        update, upright = (b @ a) * self.scale, isinstance(self.base_layer, nn.Linear)
+        update = (b @ a) * self.scale
+        upright = isinstance(self.base_layer, nn.Linear)
         total = exact(weight) + (update if upright else update.t()).to(weight.device)
         if self.lora_magnitude_vector is None:
             return total
@@ -177,16 +177,15 @@ class LoRALinear(AdapterLayer):
         if (matrices := self.matrices) is None:
             y: Tensor = self.base_layer(x)
             return y
-        (a, b), dropout = matrices, self.dropout if self.training and self.enabled else 0.0
+        (a, b) = matrices
+        dropout = self.dropout if self.training and self.enabled else 0.0
         if self.lora_magnitude_vector is not None:
             return self._with_magnitude(x, self.lora_magnitude_vector)
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)
-            weight, bias, rows = (
-                self.base_layer.weight,
-                self.base_layer.bias,
-                x.reshape(-1, x.shape[-1]),
-            )
+            weight = self.base_layer.weight
+            bias = self.base_layer.bias
+            rows = x.reshape(-1, x.shape[-1])
             y = _WithAdapter.apply(rows, weight, bias, a, b, self.scale)
             return y.view(*x.shape[:-1], len(weight))
         base = self.base_layer(x)
@@ -196,7 +195,8 @@ class LoRALinear(AdapterLayer):
         """The factors of rows are not rounded to 16 bits, in which they would move by 0.8 % at a
         time.
         """
-        plain, dropout = _is_plain(self.base_layer, x), self.dropout if self.training else 0.0
+        plain = _is_plain(self.base_layer, x)
+        dropout = self.dropout if self.training else 0.0
         base = (
             F.linear(x, cast(Tensor, self.base_layer.weight))
             if plain

@@ -168,7 +168,8 @@ def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
     """
     if not isinstance(layer, LoRALinear) or layer.lora_start_A is None:
         return {in_file(name): layer.get_parameter(name).shape for name in layer.trained}
-    (rank, wide), narrow = layer.lora_A.shape, len(layer.lora_B)
+    (rank, wide) = layer.lora_A.shape
+    narrow = len(layer.lora_B)
     return {
         "lora_A.weight": torch.Size((2 * rank, wide)),
         "lora_B.weight": torch.Size((narrow, 2 * rank)),
@@ -247,7 +248,8 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
 
 
 def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) -> LoRAConfig:
-    wanted, excluded = described["target_modules"], described.get("exclude_modules")
+    wanted = described["target_modules"]
+    excluded = described.get("exclude_modules")
     layers = described.get("layers_to_transform")
     if (excluded or layers not in (None, [])) and not attached:
         layers = [layers] if isinstance(layers, int) else layers or None
@@ -321,7 +323,8 @@ def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: boo
         found = stored_embeddings(model, tensors, PREFIX)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    there, here = rows_of(model, found), embedding_table(model).shape[0]
+    there = rows_of(model, found)
+    here = embedding_table(model).shape[0]
     if fixed and there != here:
         raise ValueError(
             f"{folder}: its embedding has {there} rows, the model's {here}: add the tokens that "

@@ -91,7 +91,8 @@ def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> N
                 "quantization='nf4', leave the layer out of lora_target_modules, or leave "
                 "lora_init out"
             )
-        there, (rank, scale) = known.get(path), (config.at(path).rank, config.at(path).scale)
+        there = known.get(path)
+        (rank, scale) = (config.at(path).rank, config.at(path).scale)
         if (
             watch is None
             or there is None

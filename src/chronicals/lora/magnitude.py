@@ -86,7 +86,8 @@ def adapted_norms(squares: Tensor, crossed: Tensor, down: Tensor, up: Tensor) ->
         down, up: A and s·B.
     """
     kind = squares.dtype
-    down, up = down.to(kind), up.to(kind)
+    down = down.to(kind)
+    up = up.to(kind)
     more = ((2 * crossed.to(kind) + up @ (down @ down.t())) * up).sum(1)
     return (squares + more).clamp_(min=SHORTEST**2).sqrt_()
 

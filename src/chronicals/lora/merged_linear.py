@@ -86,7 +86,8 @@ class Merged:
         other already.
         """
         sizes = tuple(map(len, weights))
-        first, width = weights[0].detach(), weights[0].shape[1]
+        first = weights[0].detach()
+        width = weights[0].shape[1]
         storage = Dense(first.as_strided((sum(sizes), width), (width, 1)), weights)
         bias = None if biases[0] is None else biases[0].detach().as_strided((sum(sizes),), (1,))
         return cls(
@@ -112,10 +113,12 @@ class Merged:
         Raises:
             ValueError: some layers have a bias and some have none.
         """
-        sizes, bias = tuple(map(len, weights)), _as_one(biases)
+        sizes = tuple(map(len, weights))
+        bias = _as_one(biases)
         if device is None:
             storage = Dense.fused(weights, columns_for(ranks))
-            padding, device = Padding.beside(storage, sizes, ranks), weights[0].device
+            padding = Padding.beside(storage, sizes, ranks)
+            device = weights[0].device
         else:
             storage = Dense.fused(weights, device="cpu")
             padding = Padding.apart(storage.matrix, sizes, ranks, device)
@@ -253,21 +256,24 @@ class _MergedLinear(torch.autograd.Function):
         stays: bool,
         *tensors: Tensor | None,
     ) -> Tensor:
-        base, count, (amax, ctx.amax) = merged.base, len(merged.sizes), amaxes
+        base = merged.base
+        count = len(merged.sizes)
+        (amax, ctx.amax) = amaxes
         ctx.scaled = any(magnitude is not None for magnitude in tensors[4 * count :])
-        ctx.merged, ctx.padding, ctx.scales, ctx.dropout, ctx.padded = (
-            merged,
-            padding,
-            scales,
-            dropout,
-            padded[1],
-        )
-        rows, seed, ctx.written = x, None, None
+        ctx.merged = merged
+        ctx.padding = padding
+        ctx.scales = scales
+        ctx.dropout = dropout
+        ctx.padded = padded[1]
+        rows = x
+        seed = None
+        ctx.written = None
         if padding is not None:
             ctx.written = padding.write(
                 tensors[2 * count : 3 * count], tensors[3 * count : 4 * count], scales
             )
-            rows, seed = _extended(x, padding.columns, padded[0]), draw_seed(x) if dropout else None
+            rows = _extended(x, padding.columns, padded[0])
+            seed = draw_seed(x) if dropout else None
             _down(padding, x, seed, dropout, rows[:, base.width :])
         read = rows if base.padded or padding is None else rows[:, : base.width]
         known = amax.take(x) if amax is not None and (wants_columns or not unread) else None
@@ -285,7 +291,8 @@ class _MergedLinear(torch.autograd.Function):
         )
         source = rows if remake is None else remake.source
         columns = operand.columns if wants_columns else None
-        ctx.keeps_columns, ctx.scale_of_x = columns is not None, operand.scale
+        ctx.keeps_columns = columns is not None
+        ctx.scale_of_x = operand.scale
         if columns is not None:
             source = columns.values
         needs = ctx.needs_input_grad
@@ -302,7 +309,9 @@ class _MergedLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        merged, base, padding = ctx.merged, ctx.merged.base, ctx.padding
+        merged = ctx.merged
+        base = ctx.merged.base
+        padding = ctx.padding
         rows, seed, outputs, factor, lengths, *adapters = ctx.saved_tensors
         if padding is not None and not padding.holds(
             ctx.written
@@ -311,7 +320,9 @@ class _MergedLinear(torch.autograd.Function):
             padding.write(adapters[:half], adapters[half:], ctx.scales)
         if ctx.make is not None:
             rows = _made_again(ctx, rows, seed)
-        dz, needs, count = in_rows(upstream), ctx.needs_input_grad, len(merged.sizes)
+        dz = in_rows(upstream)
+        needs = ctx.needs_input_grad
+        count = len(merged.sizes)
         dy, of_magnitudes = (
             (dz, [None] * count)
             if factor is None
@@ -375,7 +386,8 @@ def _with_magnitudes(
     """
     merged: Merged = ctx.merged
     norms = merged.norms.of(merged.base, ctx.padding)
-    factor, stays = factors_of(magnitudes, norms, merged.sizes), stays and merged.bias is None
+    factor = factors_of(magnitudes, norms, merged.sizes)
+    stays = stays and merged.bias is None
     z = scale_columns(y, factor, merged.bias, y if stays else None)
     return (
         z,
@@ -391,7 +403,8 @@ def _of_magnitudes(
     """The gradient of y, with the padding's columns behind its rows, and those of the
     magnitudes.
     """
-    count, wanted = len(ctx.merged.sizes), ctx.needs_input_grad[OPTIONS:]
+    count = len(ctx.merged.sizes)
+    wanted = ctx.needs_input_grad[OPTIONS:]
     trained = any(wanted[4 * count :])
     dy = with_padding(dz, dz.shape, ctx.padding.columns)
     sums = scaled_columns_gradient(dz, factor, dy, outputs if trained else None)
@@ -430,13 +443,15 @@ def _down(padding: Padding, x: Tensor, seed: Tensor | None, dropout: float, out:
 
 
 def _input_gradient(ctx: Any, dy: Operand, extended: Tensor, seed: Tensor | None) -> Tensor:
-    base, padding = ctx.merged.base, ctx.padding
+    base = ctx.merged.base
+    padding = ctx.padding
     if padding is None:
         return base.input_gradient(dy)
     if base.padded and seed is None:
         return base.input_gradient(Operand(extended))
     dx = base.input_gradient(dy)
-    g, down = extended[:, base.outputs :][:, : padding.used], padding.down[: padding.used]
+    g = extended[:, base.outputs :][:, : padding.used]
+    down = padding.down[: padding.used]
     return (
         dx.addmm_(g, down) if seed is None else add_dropped_product_(dx, g, down, seed, ctx.dropout)
     )
@@ -517,14 +532,17 @@ def merged_linear(
         *(x and x.b for x in adapters),
         *(x and x.magnitude for x in adapters),
     ]
-    padding, dropout = merged.padding if there else None, dropouts.pop() if dropouts else 0.0
+    padding = merged.padding if there else None
+    dropout = dropouts.pop() if dropouts else 0.0
     wants_columns = (
         torch.is_grad_enabled() and merged.base.trained and remake is None and not (kept or there)
     )
     if any(
         adapter.magnitude is not None for adapter in there
     ):  # whose gradients are made of the outputs
-        unread, stays, amaxes = False, stays or not torch.is_grad_enabled(), (amaxes[0], None)
+        unread = False
+        stays = stays or not torch.is_grad_enabled()
+        amaxes = (amaxes[0], None)
     options = (
         merged,
         padding,

@@ -65,7 +65,8 @@ def _can_be_merged(adapted: AdapterLayer) -> bool:
 def _untie_adapted_head(model: Any) -> None:
     """Give the head a copy of a weight that it shares with the embedding, so that merging an
     adapter of one of them does not change the other."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     adapted = isinstance(head, AdapterLayer) or isinstance(embedding, AdapterLayer)
     plain: Any = head.base_layer if isinstance(head, AdapterLayer) else head
     if not adapted or plain is None or plain.weight is not embedding.weight:

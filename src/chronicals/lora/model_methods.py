@@ -19,7 +19,8 @@ from chronicals.models import describe_packed
 
 logger = logging.getLogger(__name__)
 
-NAMED, ACTIVE = "_chronicals_named_adapters", "_chronicals_active_adapter"
+NAMED = "_chronicals_named_adapters"
+ACTIVE = "_chronicals_active_adapter"
 """Attributes of a model with several adapters (``several``): all by name, and the name of the
 one that is attached.
 """

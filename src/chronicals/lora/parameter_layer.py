@@ -42,7 +42,8 @@ class LoRAParameter(AdapterLayer):
 
     def __init__(self, base_layer: nn.Module, parameter_name: str, config: LoRAConfig):
         super().__init__(base_layer, config)
-        self.parameter_name, self.rank = parameter_name, config.rank
+        self.parameter_name = parameter_name
+        self.rank = config.rank
         layer = innermost(base_layer)
         shapes = shapes_for(layer, parameter_name, config.rank)
         self._make_matrices(*shapes, device=layer.get_parameter(parameter_name).device)
@@ -89,10 +90,8 @@ class LoRAParameter(AdapterLayer):
         return on[name].adapted() if name in on else getattr(innermost(self), name)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        layer, on = (
-            innermost(self),
-            {found.parameter_name: found for found in _around(self) if found.enabled},
-        )
+        layer = innermost(self)
+        on = {found.parameter_name: found for found in _around(self) if found.enabled}
         if not on:
             return layer(*inputs, **named)
         if (y := _by_products(layer, on, inputs, named)) is not None:
@@ -104,11 +103,10 @@ class LoRAParameter(AdapterLayer):
 
     @torch.no_grad()
     def merge(self) -> None:
-        weight, (down_ERK, up_ENR, scale) = dense(self.parameter), self.factors(torch.float32)
-        transposed, matrices = (
-            is_transposed(innermost(self)),
-            weight if weight.ndim == 3 else [weight],
-        )
+        weight = dense(self.parameter)
+        (down_ERK, up_ENR, scale) = self.factors(torch.float32)
+        transposed = is_transposed(innermost(self))
+        matrices = weight if weight.ndim == 3 else [weight]
         for own, down, up in zip(matrices, down_ERK, up_ENR, strict=True):
             update = scale * (up @ down)
             own.copy_(exact(own) + (update.t() if transposed and weight.ndim == 3 else update))

@@ -28,7 +28,8 @@ from chronicals.models.lookahead_heads import is_of_head
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 OF_A_SCORE = "SEQ_CLS"
 """PEFT's name of the task of a sequence classifier."""
 
@@ -187,7 +188,8 @@ def _stored(path: str, layer: AdapterLayer, values: Mapping[str, Tensor]) -> dic
     found = {in_file(name): values[f"{path}.{name}"].detach() for name in layer.trained}
     start_a, start_b = (values.get(f"{path}.lora_start_{side}") for side in "AB")
     if start_a is not None and start_b is not None:
-        a, b = found["lora_A.weight"], found["lora_B.weight"]
+        a = found["lora_A.weight"]
+        b = found["lora_B.weight"]
         found = {
             "lora_A.weight": torch.cat((a, start_a.to(a))),
             "lora_B.weight": torch.cat((b, -start_b.to(b)), 1),

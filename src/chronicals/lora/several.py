@@ -59,7 +59,8 @@ def add_adapter(model: Any, name: str, folder: str | Path) -> None:
         ValueError: the name is taken, the adapter is more than A and B of linear layers, or does
             not fit the model.
     """
-    named, folder = _named(model), Path(folder)
+    named = _named(model)
+    folder = Path(folder)
     if name in named:
         raise ValueError(
             f"{name!r}: the model has an adapter of this name; give another, or delete_adapter "
@@ -163,7 +164,8 @@ def _linear(
         raise ValueError(
             f"combination_type='linear': the adapters of {path} have different ranks; take 'cat'"
         )
-    total_a, total_b = torch.zeros_like(parts[0][0]), torch.zeros_like(parts[0][1])
+    total_a = torch.zeros_like(parts[0][0])
+    total_b = torch.zeros_like(parts[0][1])
     for factor, (a, b) in zip(factors, parts, strict=True):
         root = math.sqrt(abs(factor))
         total_a += math.copysign(root, factor) * a
@@ -280,7 +282,8 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
             next((tensors[f"{path}.{name}"] for name in each if f"{path}.{name}" in tensors), None)
             for each in zip(*names)
         )
-        shape, rank = _shape_at(model, path), config.at(path).rank
+        shape = _shape_at(model, path)
+        rank = config.at(path).rank
         if (
             a is None
             or b is None

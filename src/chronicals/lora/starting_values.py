@@ -33,11 +33,9 @@ def check_weights(model: Any, paths: Collection[str], config: LoRAConfig) -> Non
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     for path in paths:
-        weight, rank, field = (
-            model.get_submodule(path).weight,
-            config.at(path).rank,
-            f"lora_init={config.init!r}",
-        )
+        weight = model.get_submodule(path).weight
+        rank = config.at(path).rank
+        field = f"lora_init={config.init!r}"
         if not weight.is_floating_point() or weight.element_size() == 1:
             raise ValueError(
                 f"{field}: the weight of {path} is quantised ({weight.dtype}), and a part of it "

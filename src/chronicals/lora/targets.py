@@ -53,7 +53,8 @@ class Target:
         Args:
             rows: of embedding and head, where they are to have others than they have.
         """
-        layer, rank = model.get_submodule(self.layer), config.at(self.named).rank
+        layer = model.get_submodule(self.layer)
+        rank = config.at(self.named).rank
         if self.kind is LoRAParameter:
             pair = shapes_for(layer, self.parameter, rank)
         else:
@@ -75,7 +76,8 @@ class Target:
         """Put the adapter around the layer, or around the adapters that it has of other
         parameters.
         """
-        layer, own = model.get_submodule(self.layer), config.at(self.named)
+        layer = model.get_submodule(self.layer)
+        own = config.at(self.named)
         if self.kind is LoRAParameter:
             adapted: AdapterLayer = LoRAParameter(layer, self.parameter, own)
         elif self.kind is LoRAEmbedding:
@@ -187,7 +189,8 @@ def targeted_parameters(
 
 def _check_parameter(model: Any, key: str) -> None:
     path = key.rpartition(".")[0]
-    layer, parameter = model.get_submodule(path), model.get_parameter(key)
+    layer = model.get_submodule(path)
+    parameter = model.get_parameter(key)
     if not path or isinstance(layer, nn.Embedding) or linear_shape(layer) is not None:
         raise ValueError(
             f"lora_target_parameters: {key!r} is of {type(layer).__name__}; a linear layer or "
@@ -279,7 +282,8 @@ def _report_others(modules: dict[str, nn.Module]) -> None:
         if isinstance(layer, nn.Linear)
     }
     if derived:
-        names, first = ", ".join(sorted(set(derived.values()))), next(iter(derived))
+        names = ", ".join(sorted(set(derived.values())))
+        first = next(iter(derived))
         message = (
             "lora_target_modules: %d layers are more than a linear layer and stay frozen: "
             "%s, the first is %s"
@@ -309,7 +313,8 @@ def targeted_paths(
         ValueError: there are none, a name matches nothing, or something that it matches is not a
             linear layer.
     """
-    head, towers = model.get_output_embeddings(), beside_text(model)
+    head = model.get_output_embeddings()
+    towers = beside_text(model)
     linear = {
         path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head
     }

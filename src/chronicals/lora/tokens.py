@@ -55,11 +55,9 @@ class TrainedTokens(nn.Module):
     ):
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
-        weight, self.enabled, padding = (
-            cast(Tensor, base_layer.weight),
-            True,
-            getattr(base_layer, "padding_idx", None),
-        )
+        weight = cast(Tensor, base_layer.weight)
+        self.enabled = True
+        padding = getattr(base_layer, "padding_idx", None)
         self.padding = None if padding not in tokens else list(tokens).index(cast(int, padding))
         ids = torch.tensor(list(tokens), dtype=torch.int64, device=weight.device)
         ascending, order = ids.sort()

@@ -50,7 +50,8 @@ class ActivationOffload:
 
     def __init__(self, module: nn.Module, smallest: int | None = None, window: int | None = None):
         self.smallest = SMALLEST if smallest is None else smallest
-        self.largest, self._window = 0, window
+        self.largest = 0
+        self._window = window
         self.device: torch.device | None = None
         self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self.free: dict[int, list[Tensor]] = {}
@@ -98,7 +99,8 @@ class ActivationOffload:
     def _follow(self, device: torch.device) -> None:
         """Take streams of the module's present device."""
         if device != self.device:
-            self.device, self.free = device, {}
+            self.device = device
+            self.free = {}
             self.streams = (
                 (torch.cuda.Stream(device), torch.cuda.Stream(device))
                 if device.type == "cuda"
@@ -113,7 +115,8 @@ class ActivationOffload:
         """
         rounded = next_power_of_2(size)
         free = self.free.setdefault(rounded, [])
-        self.moved, self.largest = self.moved + size, max(self.largest, size)
+        self.moved = self.moved + size
+        self.largest = max(self.largest, size)
         return (
             free.pop()
             if free
@@ -135,7 +138,9 @@ class _Saved:
     """
 
     def __init__(self, owner: ActivationOffload, number: int, tensor: Tensor):
-        self.number, self.uses, self.spoiled = number, 0, False
+        self.number = number
+        self.uses = 0
+        self.spoiled = False
         self.first: Tensor | None = tensor.detach()
         self.version = tensor._version
         self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
@@ -191,8 +196,10 @@ class _Tape:
     """
 
     def __init__(self, owner: ActivationOffload, weights: set[int]):
-        self.owner, self.weights = owner, weights
-        self.device, self.streams = owner.device, owner.streams
+        self.owner = owner
+        self.weights = weights
+        self.device = owner.device
+        self.streams = owner.streams
         self.saved: list[weakref.ref[_Saved]] = []
         self.leaving: deque[_Saved] = deque()
         self.coming: dict[int, int] = {}

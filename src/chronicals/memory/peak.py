@@ -29,7 +29,9 @@ RESERVE = 0.9
 workspaces.
 """
 
-NOTHING, CHEAP, LAYERS = "nothing", "norms and gated units", "layers"
+NOTHING = "nothing"
+CHEAP = "norms and gated units"
+LAYERS = "layers"
 """What is recomputed, from the fastest to the leanest. The second is for fused layers and
 recomputes no matrix product: by bytes and operations of the 8B shape it costs 0.5 ns for each
 thousand bytes it saves, the third 4."""
@@ -247,10 +249,12 @@ class _LayerElements:
 
     @classmethod
     def of(cls, shape: ModelShape, step: StepShape) -> _LayerElements:
-        width, inner = shape.width, shape.inner
+        width = shape.width
+        inner = shape.inner
         heads = shape.heads or 1
         head_dim = shape.head_dim or width // heads
-        queries, keys = head_dim * heads, head_dim * (shape.kv_heads or heads)
+        queries = head_dim * heads
+        keys = head_dim * (shape.kv_heads or heads)
         in_mlp = 0 if step.tile else inner
         # Queries, keys and values, what attention returns, and its copy with room for an adapter's
         # columns.

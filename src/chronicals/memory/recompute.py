@@ -31,10 +31,8 @@ def enable_gradient_checkpointing(
         ValueError: the class does not support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
-        field, name = (
-            "use_gradient_checkpointing=True, or memory=['recompute_layers']",
-            type(model).__name__,
-        )
+        field = "use_gradient_checkpointing=True, or memory=['recompute_layers']"
+        name = type(model).__name__
         raise ValueError(f"{field}: {name} cannot recompute its layers; leave it out")
     options: dict[str, Any] = {
         "use_reentrant": False,

@@ -33,7 +33,8 @@ SEAMS = "_chronicals_seams"
 (``Installed``).
 """
 
-HOOK, HOOKED = "_hf_hook", "_old_forward"
+HOOK = "_hf_hook"
+HOOKED = "_old_forward"
 """Attributes in which accelerate keeps the hook of a module, and the module's own forward."""
 
 CONFIG = "config"
@@ -74,7 +75,8 @@ class AttentionFunctions:
     """In place of transformers' table of attention functions, for the methods of one seam."""
 
     def __init__(self, own: Any, seam: Seam):
-        self.own, self.seam = own, seam
+        self.own = own
+        self.seam = seam
 
     def get_interface(self, name: str, default: Attention) -> Attention:
         return self.seam.attend(name, self.own.get_interface(name, default))
@@ -92,7 +94,8 @@ class ConfigView:
     """
 
     def __init__(self, config: Any, seam: Seam):
-        self._config, self._seam = config, seam
+        self._config = config
+        self._seam = seam
         self._attn_implementation = seam.name(config._attn_implementation)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
@@ -136,7 +139,8 @@ def places(model: Any) -> list[tuple[nn.Module, str]]:
     """The modules of the model's text, and the methods of theirs that look up what attends or
     what makes causal masks; none where no module looks up what attends."""
     texts = {id(config) for config in text_configs(model)}
-    found, attends = [], False
+    found = []
+    attends = False
     for module in model.modules():
         if (
             isinstance(module, PreTrainedModel)
@@ -266,7 +270,8 @@ def _slot(module: nn.Module, name: str) -> str:
     """What a seam is put into for the method ``name``: the method, or ``CONFIG`` where it is
     somebody else's.
     """
-    installed, attribute = vars(module).get(SEAMS, {}).get(name), _attribute(module, name)
+    installed = vars(module).get(SEAMS, {}).get(name)
+    attribute = _attribute(module, name)
     if installed is not None:
         return name if _is_ours(module, attribute, installed) else CONFIG
     own = vars(module).get(attribute)
@@ -302,7 +307,8 @@ def _refresh(module: nn.Module, slot: str, installed: Installed) -> None:
         )
         for seam in installed.seams:
             function = _within(function, seam)
-        installed.ours, vars(module)[attribute] = function, MethodType(function, module)
+        installed.ours = function
+        vars(module)[attribute] = MethodType(function, module)
 
 
 @functools.cache
@@ -310,7 +316,8 @@ def _methods(cls: type[nn.Module]) -> dict[str, bool]:
     """``forward`` and what it calls on ``self``, as far as they look up what attends (True) or
     what makes masks (False).
     """
-    names, waiting = {}, ["forward"]
+    names = {}
+    waiting = ["forward"]
     while waiting:
         name = waiting.pop()
         function = getattr(cls, name, None)

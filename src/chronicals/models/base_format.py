@@ -199,7 +199,8 @@ class BaseFormat:
         if self.by_transformers is not None or other.by_transformers is not None:
             return None if str(self) == str(other) else f"{self} there, {other} here"
         for which in ("layers", "experts"):
-            there, here = getattr(self, which), getattr(other, which)
+            there = getattr(self, which)
+            here = getattr(other, which)
             if there is None or here is None:  # an older folder, which names none
                 continue
             for path in sorted(there.keys() | here.keys()):

@@ -52,7 +52,8 @@ def load_by_bitsandbytes(
     """
     from transformers import AutoConfig, BitsAndBytesConfig
 
-    config, products = AutoConfig.from_pretrained(name), products or dtype
+    config = AutoConfig.from_pretrained(name)
+    products = products or dtype
     described = getattr(config, "quantization_config", None)
     if described is None:
         with torch.device("meta"):

@@ -64,7 +64,8 @@ def attach_score(model: Any, pad_token_id: int) -> Score:
     """
     _check_class(model)
     if (score := score_of(model)) is None:
-        text, table = model.config.get_text_config(), embedding_table(model)
+        text = model.config.get_text_config()
+        table = embedding_table(model)
         score = Score(text.hidden_size, pad_token_id)
         nn.init.normal_(score.weight, std=getattr(text, "initializer_range", 0.02))
         setattr(model, SCORE, score.to(input_device(model), table.dtype).train(model.training))
@@ -87,7 +88,8 @@ def classifier_class(model: Any) -> Any | None:
 
 
 def _check_class(model: Any) -> None:
-    own, kind = getattr(type(model), "plain_class", type(model)), classifier_class(model)
+    own = getattr(type(model), "plain_class", type(model))
+    kind = classifier_class(model)
     if kind is None:
         raise ValueError(
             f"transformers has no class for a score of {own.__name__}'s architecture "
@@ -169,7 +171,8 @@ def load_scored(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = 
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(loaded.config)](loaded.config)
     setattr(model, model.base_model_prefix, getattr(loaded, loaded.base_model_prefix))
-    head, table = model.get_output_embeddings(), embedding_table(model)
+    head = model.get_output_embeddings()
+    table = embedding_table(model)
     for path, parameter in list(head.named_parameters()):
         setattr(head, path, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype)))
     if model.config.get_text_config().tie_word_embeddings:

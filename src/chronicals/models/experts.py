@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 ONE = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 STACKED = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
-GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+GATE = "gate_proj"
+UP = "up_proj"
+DOWN = "down_proj"
 ROLES = {GATE: GATE, "w1": GATE, UP: UP, "w3": UP, DOWN: DOWN, "w2": DOWN}
 """What a matrix of an expert is, by its name in files."""
 
@@ -124,7 +126,8 @@ class _Products(TorchFunctionMode):
 
     def __init__(self, stacks: dict[str, nn.Parameter], through: Through):
         super().__init__()
-        self.stacks, self.through = stacks, through
+        self.stacks = stacks
+        self.through = through
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None

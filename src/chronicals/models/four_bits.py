@@ -77,7 +77,8 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
     Raises:
         ValueError: there is none, nor one in 4 bits already; or experts have adapters.
     """
-    layers, experts = _named_layers(model, form), _named_experts(model, form)
+    layers = _named_layers(model, form)
+    experts = _named_experts(model, form)
     _check_bare(experts)
     if form is None and not layers and not has_4bit_layers(model):
         raise _no_layers(model)
@@ -187,14 +188,17 @@ def quantising_while_reading(
     and stacked experts of the decoder layers to NF4, or those that ``form`` names as it says, or
     lets ``take`` replace the linear layers; nothing of it stays in the model's configuration."""
     configuration = _classes()()
-    configuration.watch, configuration.take, configuration.form = watch, take, form
+    configuration.watch = watch
+    configuration.take = take
+    configuration.form = form
     return configuration
 
 
 def count_values(model: nn.Module) -> int:
     """Weights that a model's parameters stand for: of what is packed those of the layer, else a
     byte of codes holds two; of what is divided among ranks those of all."""
-    packed, inside = set[int](), 0
+    packed = set[int]()
+    inside = 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
             packed.add(id(module.weight))
@@ -280,7 +284,9 @@ def _classes() -> Any:
 
     class Quantise(ConversionOps):
         def __init__(self, left: set[str], stacks: _Stacks, asked: Any):
-            self.left, self.stacks, self.asked = left, stacks, asked
+            self.left = left
+            self.stacks = stacks
+            self.asked = asked
 
         def convert(
             self, input_dict: dict[str, Any], model: Any = None, **_: Any
@@ -290,7 +296,8 @@ def _classes() -> Any:
             weight = value[0] if isinstance(value, list) else value
             if name in self.stacks.names:
                 return {name: self.stacks.take(model, name, weight)}
-            path, asked = name.removesuffix(".weight"), self.asked
+            path = name.removesuffix(".weight")
+            asked = self.asked
             return {
                 name: _take(
                     model, path, weight, asked.watch, asked.take, _kind_of(path, asked.form)
@@ -398,10 +405,8 @@ class _Stacks:
         """
         for path, packed in self._packed.items():
             for own in self.shapes[path].keys() - packed.keys():
-                there, here = (
-                    tuple(model.get_submodule(path).get_parameter(own).shape),
-                    self.shapes[path][own],
-                )
+                there = tuple(model.get_submodule(path).get_parameter(own).shape)
+                here = self.shapes[path][own]
                 if there != here:
                     raise ValueError(
                         f"{path}.{own} ({list(there)} there, {list(here)} here): of another shape "

@@ -28,7 +28,8 @@ MEANINGLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 SAME = 1e-5
 """Relative, of settings and frequencies in fp32."""
 
-LOW, HIGH = 1.0, 4.0
+LOW = 1.0
+HIGH = 4.0
 """``low_freq_factor`` and ``high_freq_factor`` of every Llama 3."""
 
 Fields = dict[str, Any]
@@ -42,7 +43,8 @@ class Settings:
     """
 
     def __init__(self, file: File):
-        self.file, self.architecture = file, str(file.value("general.architecture"))
+        self.file = file
+        self.architecture = str(file.value("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
         """By the key behind the architecture's name; fp32 numbers as they were meant, to seven
@@ -118,7 +120,8 @@ def _refused(file: File, said: str) -> NotExpressible:
 
 
 def _check_kind(file: File) -> None:
-    kind, parts = file.value("general.type"), file.value("split.count")
+    kind = file.value("general.type")
+    parts = file.value("split.count")
     if kind not in (None, "model"):
         raise ValueError(
             f"{file.path}: general.type={kind!r}: is no model by itself; give the file of the model"
@@ -133,7 +136,8 @@ def _check_kind(file: File) -> None:
 def _common(settings: Settings) -> Fields:
     """What all configurations have."""
     heads = settings.need("attention.head_count")
-    hidden, rows = settings.need("embedding_length"), settings.file.shape_of("token_embd.weight")[0]
+    hidden = settings.need("embedding_length")
+    rows = settings.file.shape_of("token_embd.weight")[0]
     wide = settings.get("attention.key_length", hidden // heads)
     if (other := settings.get("attention.value_length", wide)) != wide:
         raise _refused(settings.file, f"heads have keys of {wide} and values of {other}")
@@ -175,7 +179,8 @@ IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding"}
 
 def _rope(settings: Settings, wide: int) -> Fields:
     rope: Fields = {"rope_type": "default", "rope_theta": settings.get("rope.freq_base", 10000.0)}
-    kind, turned = settings.get("rope.scaling.type"), settings.get("rope.dimension_count", wide)
+    kind = settings.get("rope.scaling.type")
+    turned = settings.get("rope.dimension_count", wide)
     if turned != wide:
         rope["partial_rotary_factor"] = turned / wide
     if kind in ("linear", "yarn"):
@@ -310,7 +315,8 @@ def _gemma3(settings: Settings) -> tuple[str, Fields]:
 
 def _scaled(settings: Settings, largest: int) -> Fields:
     """The scale of queries, which the file does not say."""
-    heads, hidden = settings.need("attention.head_count"), settings.need("embedding_length")
+    heads = settings.need("attention.head_count")
+    hidden = settings.need("embedding_length")
     wide = settings.get("attention.key_length", hidden // heads)
     return {
         "query_pre_attn_scalar": hidden // heads
@@ -374,7 +380,8 @@ def _check_settings(file: File, settings: Settings, config: Any) -> None:
     """Raises NotExpressible where the configuration says something else than the file."""
     import gguf
 
-    family, prefix = family_of(config), f"{settings.architecture}."
+    family = family_of(config)
+    prefix = f"{settings.architecture}."
     writer = gguf.GGUFWriter(None, settings.architecture)
     for key, value in settings_of(config, family).items():
         getattr(writer, f"add_{key}")(

@@ -74,7 +74,8 @@ def family_of(config: Any) -> Family:
 
 def settings_of(config: Any, family: Family) -> Settings:
     """Everything that the file says of the architecture's sizes."""
-    heads, dim = config.num_attention_heads, head_dim(config)
+    heads = config.num_attention_heads
+    dim = head_dim(config)
     found: Settings = {
         "block_count": config.num_hidden_layers,
         "context_length": _context(config),
@@ -116,7 +117,8 @@ def _rope_of(config: Any) -> dict[str, Any]:
 def _rope(config: Any) -> Settings:
     """Base and scaling of the rotation."""
     rope = _rope_of(config)
-    kind, found = rope.get("rope_type", "default"), {"rope_freq_base": float(rope["rope_theta"])}
+    kind = rope.get("rope_type", "default")
+    found = {"rope_freq_base": float(rope["rope_theta"])}
     local = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention")
     if local and local.get("rope_type", "default") != "default":
         raise NotExpressible(
@@ -163,7 +165,8 @@ def as_computed(config: Any) -> tuple[Any, list[str]]:
     """The configuration of what llama.cpp computes, and in words where that is nearly the model
     but not quite.
     """
-    changed, notes = copy.deepcopy(config), []
+    changed = copy.deepcopy(config)
+    notes = []
     rope = getattr(changed.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
         rope["truncate"] = True
@@ -204,10 +207,8 @@ def _no_windows(config: Any) -> None:
 
 
 def _all_layers_have_experts(config: Any) -> None:
-    step, dense = (
-        getattr(config, "decoder_sparse_step", 1),
-        getattr(config, "mlp_only_layers", None),
-    )
+    step = getattr(config, "decoder_sparse_step", 1)
+    dense = getattr(config, "mlp_only_layers", None)
     _refuse(step != 1 or bool(dense), f"decoder_sparse_step={step}, mlp_only_layers={dense}")
 
 
@@ -323,7 +324,8 @@ def _of_gemma3(config: Any) -> Settings:
 
 
 def _of_phi3(config: Any) -> Settings:
-    rope, longest = _rope_of(config), config.max_position_embeddings
+    rope = _rope_of(config)
+    longest = config.max_position_embeddings
     original = rope.get("original_max_position_embeddings") or getattr(
         config, "original_max_position_embeddings", longest
     )

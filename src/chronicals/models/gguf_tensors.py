@@ -78,7 +78,9 @@ def pieces_of(shapes: Mapping[str, tuple[int, ...]], config: Any, family: Family
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # the file has the embedding alone
         if each := ONE.fullmatch(name):
-            block, number, role = int(each[1]), int(each[2]), each[3]
+            block = int(each[1])
+            number = int(each[2])
+            role = each[3]
             experts.setdefault(_expert_name(role, block), {})[number] = name
         elif both := STACKED.fullmatch(name):
             found += _of_stack(name, shape, int(both[1]), both[2], bool(both[3]), family)
@@ -147,7 +149,8 @@ def _of_stack(
     """Experts that the model has stacked: ``[E, out, in]``, or ``[E, in, out]`` with gate and up
     alternating.
     """
-    suffix, turned = "bias" if bias else "weight", family.interleaves_experts and not bias
+    suffix = "bias" if bias else "weight"
+    turned = family.interleaves_experts and not bias
 
     def upright(x: Tensor) -> Tensor:
         return x.transpose(-1, -2) if turned else x
@@ -194,7 +197,8 @@ class Restored:
         shapes: Mapping[str, tuple[int, ...]],
         read: Callable[[str], Tensor],
     ):
-        self.shapes, self._read = shapes, functools.lru_cache(KEPT)(read)
+        self.shapes = shapes
+        self._read = functools.lru_cache(KEPT)(read)
         self.pieces: dict[str, list[Piece]] = {}
         for piece in pieces:
             for name in piece.sources:
@@ -205,7 +209,8 @@ class Restored:
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises ValueError where a part of it is not there."""
-        whole, filled = torch.full(self.shapes[name], torch.nan), 0
+        whole = torch.full(self.shapes[name], torch.nan)
+        filled = 0
         for piece in self.pieces[name]:
             for source, place, part in piece.backward(self._read(piece.name)):
                 if source == name:

@@ -109,7 +109,8 @@ def _byte_level(file: File, tokens: list[str], types: list[int]) -> Any:
 def _with_byte_fallback(file: File, tokens: list[str], types: list[int]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    vocabulary, scores = _vocabulary(tokens, types), file.value(f"{KEY}.scores")
+    vocabulary = _vocabulary(tokens, types)
+    scores = file.value(f"{KEY}.scores")
     if not scores:
         raise ValueError(f"{file.path}: has no {KEY}.scores; {REMEDY}")
     normal = {text: number for text, number in vocabulary.items() if types[number] == NORMAL}
@@ -149,7 +150,8 @@ def _wrapped(file: File, made: Any) -> Any:
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokens, types = file.value(f"{KEY}.tokens"), list(file.value(f"{KEY}.token_type") or [])
+    tokens = file.value(f"{KEY}.tokens")
+    types = list(file.value(f"{KEY}.token_type") or [])
     added = [
         (text, kind == CONTROL)
         for text, kind in zip(tokens, types)

@@ -33,10 +33,8 @@ class ReadLinear(NamedTuple):
 
 
 def _of_chronicals(layer: Any) -> tuple[Adapter | None, bool]:
-    dropout, magnitude = (
-        layer.dropout if layer.training and layer.enabled else 0.0,
-        layer.lora_magnitude_vector,
-    )
+    dropout = layer.dropout if layer.training and layer.enabled else 0.0
+    magnitude = layer.lora_magnitude_vector
     a, b = layer.matrices or (layer.lora_A, layer.lora_B)
     return Adapter(a, b, layer.scale, dropout, magnitude), layer.matrices is not None
 
@@ -79,7 +77,8 @@ def read_linear(layer: Any) -> ReadLinear:
     Raises:
         UnknownLinear: it is something else.
     """
-    adapter, on = None, False
+    adapter = None
+    on = False
     read_adapter = ADAPTED.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
     if read_adapter is not None:
         layer, (adapter, on) = layer.base_layer, read_adapter(layer)

@@ -28,7 +28,8 @@ from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, 
 logger = logging.getLogger(__name__)
 
 DOCUMENT_LENGTHS = (7, 1, 12, 5)
-PROMPT, ANSWERS = 3, (0, 1)
+PROMPT = 3
+ANSWERS = (0, 1)
 """Of these documents; together no longer than the longest."""
 
 TOLERANCE = 1e-4
@@ -152,7 +153,8 @@ def _answers_see_prompts(twin: Any) -> bool:
     prompt of its own.
     """
     documents = _documents(twin)
-    prompt, answers = documents[PROMPT], [documents[n] for n in ANSWERS]
+    prompt = documents[PROMPT]
+    answers = [documents[n] for n in ANSWERS]
     batch = _sharing(prompt, answers)
     whole = [
         twin.get_decoder()(
@@ -169,10 +171,8 @@ def _answers_see_prompts(twin: Any) -> bool:
 
 def _sharing(prompt: Tensor, answers: list[Tensor]) -> Batch:
     """Answers, and behind them the prompt that they share."""
-    ids, lengths = (
-        torch.cat([*answers, prompt]),
-        [*(len(answer) for answer in answers), len(prompt)],
-    )
+    ids = torch.cat([*answers, prompt])
+    lengths = [*(len(answer) for answer in answers), len(prompt)]
     starts = torch.tensor([0, *lengths]).cumsum(0)
     own = [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths)]
     index = torch.cat([*(torch.cat([own[-1], tokens]) for tokens in own[:-1]), own[-1]])
@@ -271,5 +271,6 @@ def _head_is_understood(twin: Any) -> bool:
 
 
 def _distance(expected: Tensor, got: Tensor) -> float:
-    expected, got = expected.detach(), got.detach()
+    expected = expected.detach()
+    got = got.detach()
     return float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-12))

@@ -42,10 +42,8 @@ def describe_packed(model: Any) -> None:
     there = getattr(model.config, "quantization_config", None)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear4bit)]
     if layers and there is None:
-        first, packed = (
-            layers[0],
-            {path for path, layer in model.named_modules() if isinstance(layer, Linear4bit)},
-        )
+        first = layers[0]
+        packed = {path for path, layer in model.named_modules() if isinstance(layer, Linear4bit)}
         model.config.quantization_config = packed_description(
             model, packed, first.dtype, first.code, first.absmax2 is not None
         )

@@ -90,7 +90,8 @@ def _documents_only(
     # that of the values.
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if shared_keys is not None:
-        k_TKD, v_TKD = gather_keys(k_TKD, shared_keys), gather_keys(v_TKD, shared_keys)
+        k_TKD = gather_keys(k_TKD, shared_keys)
+        v_TKD = gather_keys(v_TKD, shared_keys)
 
     def attend(
         q: Tensor,
@@ -404,7 +405,8 @@ class PaddedRows:
 
     @classmethod
     def of(cls, batch: Batch) -> PaddedRows:
-        device, bounds = batch.input_ids.device, batch.cu_seqlens.tolist()
+        device = batch.input_ids.device
+        bounds = batch.cu_seqlens.tolist()
         spans = [
             n
             for n, (a, b) in enumerate(zip(bounds, bounds[1:]))

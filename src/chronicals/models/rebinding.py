@@ -72,7 +72,8 @@ def _copied(
 ) -> FunctionType:
     """The function with these globals and this closure."""
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__qualname__ = function.__qualname__
     made.__annotations__ = function.__annotations__
     return made
 

@@ -23,7 +23,8 @@ from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, 
 
 logger = logging.getLogger(__name__)
 
-LENGTHS, FILLER = (7, 12), 5
+LENGTHS = (7, 12)
+FILLER = 5
 TOLERANCE = 1e-4
 """Relative; the loss is a sum in fp32."""
 

@@ -103,7 +103,8 @@ def files_by_name(folder: Path) -> dict[str, Path]:
     return found
 
 
-PIECES, PIECE = 64, 4096
+PIECES = 64
+PIECE = 4096
 """Of a file of weights: how many pieces tell it from another, and their bytes."""
 
 

@@ -40,7 +40,8 @@ CONVERSATION = [
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names of the class that takes ``tokenizer.json`` as it is, in transformers 4 and 5."""
 
-MODULE, CLASS = "tokenization_as_stored", "TokenizerAsStored"
+MODULE = "tokenization_as_stored"
+CLASS = "TokenizerAsStored"
 """A file beside the tokenizer and its class, which transformers imports where it may run code of
 a model.
 """
@@ -170,7 +171,8 @@ def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | No
 def first_difference(one: Any, other: Any) -> str | None:
     """What two tokenizers do otherwise, in words; None where all that is compared is equal."""
     for what, compute in _compared(one):
-        expected, found = _outcome(compute, one), _outcome(compute, other)
+        expected = _outcome(compute, one)
+        found = _outcome(compute, other)
         if expected != found:
             return f"{what}: {_shortened(expected)}, read back {_shortened(found)}"
     return None

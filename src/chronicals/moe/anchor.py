@@ -115,7 +115,8 @@ def first_tokens(documents: Iterable[Tensor], most: int) -> Batch:
     Raises:
         ValueError: there are none.
     """
-    parts, room = list[Tensor](), most
+    parts = list[Tensor]()
+    room = most
     for ids in documents:
         parts.append(ids[:room])
         room -= len(parts[-1])

@@ -109,7 +109,8 @@ class Choice:
         """Of layers' logits, experts, weights and corrections: the share of the choices that are
         this rule's, in the layer where it is least, then how near the weights are to its scores:
         0 is equal."""
-        share, beside = list[Tensor](), list[Tensor]()
+        share = list[Tensor]()
+        beside = list[Tensor]()
         for logits, experts, weights, correction in layers:
             order = self.order(logits, correction)
             least = order.topk(experts.shape[-1]).values[

@@ -115,7 +115,8 @@ def head_loss(predictor: ExpertPredictor, recorded: Recorded, how: Distillation)
 
     def of(predicted: Tensor, layer: int, first: int = 0) -> Tensor:
         """Of predictions for layer ``layer`` and the tokens from ``first`` on."""
-        target, experts = recorded.logits[layer, first:], recorded.experts[layer, first:]
+        target = recorded.logits[layer, first:]
+        experts = recorded.experts[layer, first:]
         return prediction_losses(
             predictor.choice, predicted, target, experts, predictor.corrections[layer], how
         )
@@ -129,7 +130,8 @@ def head_loss(predictor: ExpertPredictor, recorded: Recorded, how: Distillation)
     if predictor.token_ahead is None:
         return total
     assert recorded.hidden is not None and recorded.embeddings is not None
-    ahead, parts = predictor.tokens(recorded.hidden[:-1], recorded.embeddings[1:]), []
+    ahead = predictor.tokens(recorded.hidden[:-1], recorded.embeddings[1:])
+    parts = []
     for distance in range(1, ahead.shape[1] + 1):
         there = recorded.follows(distance).float()
         for layer in range(ahead.shape[2]):

@@ -29,7 +29,8 @@ class RoutedExperts(nn.Module):
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__()
         self.num_experts = config.num_experts
-        self.hidden_dim, self.intermediate_dim = config.hidden_size, config.moe_intermediate_size
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(
             torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
         )
@@ -57,7 +58,8 @@ class TopKRouter(nn.Module):
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__()
-        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.top_k = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +80,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__()
-        self.gate, self.experts = TopKRouter(config), RoutedExperts(config)
+        self.gate = TopKRouter(config)
+        self.experts = RoutedExperts(config)
         width = config.num_shared_experts * config.moe_intermediate_size
         self.shared_experts = Qwen3MoeMLP(config, intermediate_size=width) if width else None
 

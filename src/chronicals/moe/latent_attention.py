@@ -47,16 +47,17 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
+        self.config = config
+        self.layer_idx = layer_idx
         self.attention_dropout = config.attention_dropout
-        self.plain, self.rotary, self.value = (
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-        )
-        self.rank, self.heads = config.kv_lora_rank, config.num_attention_heads
+        self.plain = config.qk_nope_head_dim
+        self.rotary = config.qk_rope_head_dim
+        self.value = config.v_head_dim
+        self.rank = config.kv_lora_rank
+        self.heads = config.num_attention_heads
         self.scaling = (self.plain + self.rotary) ** -0.5
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden = config.hidden_size
+        bias = config.attention_bias
         queries = self.heads * (self.plain + self.rotary)
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(hidden, queries, bias=False)
@@ -68,7 +69,8 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = Qwen3MoeRMSNorm(self.rank, eps=config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.plain + self.value), bias=False)
         self.o_proj = nn.Linear(self.heads * self.value, hidden, bias=bias)
-        made, extra = self.rank * (self.plain + self.value), 2 * self.rank - self.plain - self.value
+        made = self.rank * (self.plain + self.value)
+        extra = 2 * self.rank - self.plain - self.value
         self.absorbs_up_to = made // extra if extra > 0 else None
 
     def forward(
@@ -87,11 +89,13 @@ class LatentAttention(nn.Module):
         latent, rotary = self.kv_a_proj_with_mqa(hidden_states).split(
             [self.rank, self.rotary], dim=-1
         )
-        c_B1TR, k_B1TP = self.kv_a_layernorm(latent)[:, None], rotary[:, None]
+        c_B1TR = self.kv_a_layernorm(latent)[:, None]
+        k_B1TP = rotary[:, None]
         q_BHQP, k_B1TP = apply_rotary_pos_emb(q_BHQP, k_B1TP, *position_embeddings)
         if cache is not None:
             c_B1TR, k_B1TP = cache.update(c_B1TR, k_B1TP, self.layer_idx)
-        queries, keys = shape[1], c_B1TR.shape[2]
+        queries = shape[1]
+        keys = c_B1TR.shape[2]
         mask = _as_matrix(attention_mask, keys) if queries == 1 else attention_mask
         if cache is not None and self._absorbs(queries, keys, mask):
             out_BQHV, weights = self._attend_latents(q_BHQN, q_BHQP, c_B1TR, k_B1TP, mask)
@@ -142,7 +146,8 @@ class LatentAttention(nn.Module):
         w_HNR, w_HVR = w_HXR.split([self.plain, self.value], dim=1)
         q_BHQR = torch.einsum("bhqn,hnr->bhqr", q_BHQN, w_HNR)
         B, H, Q, _ = q_BHQR.shape
-        rows_BXR, rows_BXP = q_BHQR.reshape(B, H * Q, -1), q_BHQP.reshape(B, H * Q, -1)
+        rows_BXR = q_BHQR.reshape(B, H * Q, -1)
+        rows_BXP = q_BHQP.reshape(B, H * Q, -1)
         scores = (
             rows_BXR @ c_B1TR[:, 0].mT + rows_BXP @ k_B1TP[:, 0].mT
         )  # one product for all heads: they share the keys

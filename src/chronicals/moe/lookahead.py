@@ -40,7 +40,8 @@ class LayerAhead(nn.Module):
 
     def __init__(self, layers: int, hidden_size: int, num_experts: int, furthest: int, rank: int):
         super().__init__()
-        self.layers, self.furthest = layers, min(furthest, layers - 1)
+        self.layers = layers
+        self.furthest = min(furthest, layers - 1)
         self.shape = (layers, self.furthest + 1, num_experts)
         self.down = nn.Parameter(torch.empty(layers * rank, hidden_size))
         self.up = nn.Parameter(torch.zeros(math.prod(self.shape), rank))
@@ -79,10 +80,8 @@ class LayerAhead(nn.Module):
             [_applied(x, gate, bias) for gate, bias in zip(gates[own], offsets[own])], -2
         )
         inner = F.silu(F.linear(x, self.down.unflatten(0, (self.layers, -1))[layer].to(x.dtype)))
-        up_NER, bias_NE = (
-            self.up.unflatten(0, self.shape)[layer, :n],
-            self.bias.unflatten(0, self.shape)[layer, :n],
-        )
+        up_NER = self.up.unflatten(0, self.shape)[layer, :n]
+        bias_NE = self.bias.unflatten(0, self.shape)[layer, :n]
         return (
             early + torch.einsum("...r,ner->...ne", inner, up_NER.to(x.dtype)) + bias_NE.to(x.dtype)
         )

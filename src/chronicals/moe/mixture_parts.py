@@ -56,7 +56,8 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
     Raises:
         ValueError: there is none, or a part of one is not found.
     """
-    name, width = type(model).__name__, model.get_input_embeddings().weight.shape[1]
+    name = type(model).__name__
+    width = model.get_input_embeddings().weight.shape[1]
     found = []
     for number, layer in enumerate(decoder_layers(model)):
         path, experts = next(

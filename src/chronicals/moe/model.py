@@ -153,7 +153,8 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__(config)
-        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(
             [ChronicalsMoeDecoderLayer(config, n) for n in range(config.num_hidden_layers)]
@@ -162,11 +163,9 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         self.rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.sliding_sizes[1])
         self.latent_rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.qk_rope_head_dim)
         sizes = config.num_hidden_layers, config.hidden_size, config.num_experts
-        furthest, tokens, rank = (
-            config.lookahead_layers,
-            config.lookahead_tokens,
-            config.lookahead_rank,
-        )
+        furthest = config.lookahead_layers
+        tokens = config.lookahead_tokens
+        rank = config.lookahead_rank
         self.layer_ahead = None if furthest is None else LayerAhead(*sizes, furthest, rank)
         self.token_ahead = TokenAhead(*sizes, tokens, rank) if tokens else None
         self.gradient_checkpointing = False
@@ -213,7 +212,8 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         }
         kinds = set(self.config.kinds)
         if isinstance(attention_mask, dict):  # as generation makes them for caches of a fixed size
-            full, sliding = attention_mask.get(FULL), attention_mask.get(SLIDING)
+            full = attention_mask.get(FULL)
+            sliding = attention_mask.get(SLIDING)
         else:
             full = create_causal_mask(**given) if FULL in kinds else None
             sliding = create_sliding_window_causal_mask(**given) if kinds != {FULL} else None
@@ -262,7 +262,8 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
 
     def _predict(self, head: TokenAhead, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
         if not self.config.lookahead_trunk_gradient:
-            hidden_states, embeddings = hidden_states.detach(), embeddings.detach()
+            hidden_states = hidden_states.detach()
+            embeddings = embeddings.detach()
         return head(hidden_states, embeddings)
 
     def predict_tokens(self, hidden_states: Tensor, next_ids: Tensor) -> Tensor:
@@ -294,7 +295,8 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.router_aux_loss_coef = config.router_aux_loss_coef
-        self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok
+        self.num_experts = config.num_experts
+        self.num_experts_per_tok = config.num_experts_per_tok
         self.post_init()
 
     @can_return_tuple

@@ -22,7 +22,8 @@ from chronicals.moe.lookahead import LayerAhead, TokenAhead
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.standard_json import to_json
 
-WEIGHTS, SAID = "predictor.safetensors", "predictor.json"
+WEIGHTS = "predictor.safetensors"
+SAID = "predictor.json"
 VERSION = 2
 PLAIN = Choice()
 
@@ -68,7 +69,8 @@ class ExpertPredictor(nn.Module):
         corrections: Sequence[Tensor | None] = (),
     ):
         super().__init__()
-        self.sizes, self.choice = sizes, choice
+        self.sizes = sizes
+        self.choice = choice
         self.register_buffer("gates", torch.stack([gate.detach().float() for gate in gates]))
         for name, given in (
             ("biases", biases),
@@ -106,7 +108,8 @@ class ExpertPredictor(nn.Module):
     @classmethod
     def within(cls, model: Any) -> Self:
         """The heads of a native model, which it shares with it."""
-        decoder, config = model.get_decoder(), model.config
+        decoder = model.get_decoder()
+        config = model.config
         made = cls.beside(
             model,
             HeadSizes(config.lookahead_layers or 0, config.lookahead_tokens, config.lookahead_rank),
@@ -164,7 +167,8 @@ class ExpertPredictor(nn.Module):
     def load(cls, folder: Path) -> Self:
         """Raises ValueError where there is none, or one of another version."""
         try:
-            said, weights = json.loads((folder / SAID).read_text()), load_file(folder / WEIGHTS)
+            said = json.loads((folder / SAID).read_text())
+            weights = load_file(folder / WEIGHTS)
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{folder}: no predictor is there ({error}); make one with chronicals moe "

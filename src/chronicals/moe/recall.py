@@ -66,7 +66,8 @@ def measure(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int) 
         recorded = recorded.to(predictor.gates.device)
         assert recorded.features is not None
         for layer, features in enumerate(recorded.features):
-            heads, early = predictor.layers(layer, features), predictor.reuse(layer, features)
+            heads = predictor.layers(layer, features)
+            early = predictor.reuse(layer, features)
             for d in range(heads.shape[1]):
                 aim = recorded.experts[layer + d]
                 ours, theirs = (

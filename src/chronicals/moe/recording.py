@@ -73,12 +73,11 @@ class Recorded:
 
     def part(self, first: int, most: int) -> Recorded:
         """``most`` tokens from ``first`` on, or as many as there are."""
-        rows, there = slice(first, first + most), min(most, len(self) - first)
+        rows = slice(first, first + most)
+        there = min(most, len(self) - first)
         bounds = (self.documents - first).clamp(0, there).unique()
-        token, beside = (
-            ("token_ids", "hidden", "embeddings"),
-            ("experts", "weights", "logits", "features"),
-        )
+        token = ("token_ids", "hidden", "embeddings")
+        beside = ("experts", "weights", "logits", "features")
         values = {name: getattr(self, name) for name in (*token, *beside)}
         given = {name: x for name, x in values.items() if x is not None}
         found: dict[str, Any] = {
@@ -114,7 +113,8 @@ def record(
 def _recorded(
     model: PresentedModel, layers: list[MixtureLayer], batch: Batch, features: bool
 ) -> Recorded:
-    seen_inputs, seen_choices = list[Tensor](), list[tuple[Tensor, Tensor]]()
+    seen_inputs = list[Tensor]()
+    seen_choices = list[tuple[Tensor, Tensor]]()
     with ExitStack() as hooks, in_evaluation(model.model), model.attending_documents():
         for layer in layers:
             hooks.enter_context(
@@ -219,7 +219,8 @@ def record_data(
         ValueError: the model is no mixture that is known here.
     """
     mixture_layers(model)
-    rows, device = embedding_table(model).shape[0], input_device(model)
+    rows = embedding_table(model).shape[0]
+    device = input_device(model)
     store = open_store(source, tokenizer, config, embedding_rows=rows)
     check_positions(model, store.longest)
     stream = BatchStream(store, config, filler_token(tokenizer, rows), epochs=1, shuffle=True)

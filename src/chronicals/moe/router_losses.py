@@ -157,7 +157,8 @@ class Load:
         """
         counted_PW = tokens.counted.view(-1, tokens.width).to(torch.float32)
         ids_LTk = known(torch.stack(list(received)), experts)
-        layers, packs = len(ids_LTk), len(counted_PW)
+        layers = len(ids_LTk)
+        packs = len(counted_PW)
         groups = torch.arange(layers * packs, device=ids_LTk.device)[:, None] * (experts + 1)
         each = counted_PW[None, :, :, None].expand(layers, -1, -1, ids_LTk.shape[-1]).reshape(-1)
         rows = each.new_zeros(
@@ -228,7 +229,8 @@ def lookahead_losses(
         target: z ``[..., E]``, of which no gradient is made.
         ranking, of_set, margin: a, b and m.
     """
-    predicted, target = wide(predicted), wide(target.detach())
+    predicted = wide(predicted)
+    target = wide(target.detach())
     losses = divergences(predicted, target, temperature)
     return losses + set_losses(predicted, chosen(target, k), temperature, ranking, of_set, margin)
 
@@ -237,7 +239,8 @@ def divergences(predicted: Tensor, target: Tensor, temperature: float) -> Tensor
     """``[...]``: KL(softmax(z/T) ‖ softmax(z′/T)) of ``target`` z and ``predicted`` z′, ``[...,
     E]``.
     """
-    aim, log_q = (target / temperature).log_softmax(-1), (predicted / temperature).log_softmax(-1)
+    aim = (target / temperature).log_softmax(-1)
+    log_q = (predicted / temperature).log_softmax(-1)
     return (aim.exp() * (aim - log_q)).sum(-1)
 
 
@@ -258,7 +261,8 @@ def set_losses(
     """
     if among is not None:
         predicted = predicted.masked_fill(~(among | those), float("-inf"))
-    log_q, losses = (predicted / temperature).log_softmax(-1), torch.zeros_like(predicted[..., 0])
+    log_q = (predicted / temperature).log_softmax(-1)
+    losses = torch.zeros_like(predicted[..., 0])
     if ranking:
         least = predicted.masked_fill(~those, float("inf")).amin(-1)
         most = predicted.masked_fill(those, float("-inf")).amax(-1)

@@ -54,11 +54,9 @@ class RouterTerms:
         return self.settings.lookahead
 
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
-        tokens, given, received = (
-            Tokens.of(batch, model.pack_width),
-            self.settings,
-            computed.received,
-        )
+        tokens = Tokens.of(batch, model.pack_width)
+        given = self.settings
+        received = computed.received
         load = Load.of(received, self.routing.experts, self.routing.k, tokens)
         logits = computed.router_logits if self.routing.logits else []
         found = dict[str, Term]()
@@ -107,7 +105,9 @@ class RouterTerms:
 
     def _lookahead(self, name: str, weight: float, pairs: Any, tokens: Tokens) -> dict[str, Term]:
         """The loss of heads, and as a metric the recall of each distance."""
-        given, sums, recalled = self.settings, list[Tensor](), dict[int, list[Tensor]]()
+        given = self.settings
+        sums = list[Tensor]()
+        recalled = dict[int, list[Tensor]]()
         for distance, shift, predicted, target in pairs:
             there = tokens.before(shift)
             values = losses.lookahead_losses(

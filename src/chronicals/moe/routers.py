@@ -167,7 +167,8 @@ def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> b
     """Whether experts are weighed by these scores, up to a factor of the token; of the layer,
     where a token has one expert.
     """
-    theirs, ours = weights.float(), SCORES[name](logits.float()).exp().gather(-1, experts)
+    theirs = weights.float()
+    ours = SCORES[name](logits.float()).exp().gather(-1, experts)
     if theirs.shape[-1] > 1 or torch.allclose(theirs, theirs[:1]):
         theirs, ours = (x / x.sum(-1, keepdim=True) for x in (theirs, ours))
     else:

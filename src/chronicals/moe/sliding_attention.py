@@ -30,15 +30,15 @@ class SlidingAttention(nn.Module):
 
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        self.attention_dropout, self.sliding_window = (
-            config.attention_dropout,
-            config.sliding_window,
-        )
+        self.config = config
+        self.layer_idx = layer_idx
+        self.attention_dropout = config.attention_dropout
+        self.sliding_window = config.sliding_window
         key_value_heads, self.head_dim = config.sliding_sizes
         self.num_key_value_groups = config.num_attention_heads // key_value_heads
         self.scaling = self.head_dim**-0.5
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden = config.hidden_size
+        bias = config.attention_bias
         self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, key_value_heads * self.head_dim, bias=bias)

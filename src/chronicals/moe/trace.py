@@ -102,7 +102,8 @@ class TraceWriter:
     """
 
     def __init__(self, folder: Path, info: TraceInfo):
-        self.folder, self.info = folder, info
+        self.folder = folder
+        self.info = info
         if (folder / INDEX).exists():
             raise ValueError(f"{folder}: holds a trace already; name another folder")
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,10 +163,8 @@ def record_trace(
         ValueError: the model is no mixture that is known here, there is no token, or the folder
             holds a trace already.
     """
-    writer, sample = (
-        TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name)),
-        list[Recorded](),
-    )
+    writer = TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name))
+    sample = list[Recorded]()
     for recorded in record_data(model, tokenizer, source, config, features, tokens):
         if sum(map(len, sample)) < SAMPLE:
             sample.append(replace(recorded, features=None, hidden=None, embeddings=None))
@@ -199,7 +198,8 @@ class Trace:
                 f"{folder / INDEX}: version {said.get('version')}, known is {VERSION}; record it "
                 "again"
             )
-        self.folder, self.info = folder, TraceInfo(**said)
+        self.folder = folder
+        self.info = TraceInfo(**said)
 
     def part(self, number: int) -> Recorded:
         """Part ``number`` in host memory; floats are in 16 bits, as they are stored.
@@ -212,7 +212,8 @@ class Trace:
 
     def first(self, parts: Iterable[int], tokens: int) -> list[int]:
         """As many of ``parts`` as have ``tokens`` in all; all where they have not."""
-        found, seen = [], 0
+        found = []
+        seen = 0
         for number in parts:
             if seen >= tokens:
                 break
@@ -232,10 +233,8 @@ class Trace:
         Raises:
             ValueError: it is of another model, or has no features.
         """
-        name, theirs = (
-            model.config._name_or_path or type(model).__name__,
-            self.info.model or self.info.model_type,
-        )
+        name = model.config._name_or_path or type(model).__name__
+        theirs = self.info.model or self.info.model_type
         if config_digest(model.config) != self.info.config_sha256:
             raise ValueError(
                 f"{self.folder}: is a trace of {theirs} ({self.info.model_type}), whose "

@@ -81,7 +81,8 @@ def train_predictor(
     def recorded(source: Any, most: int) -> Iterator[Recorded]:
         return record_data(model, tokenizer, source, config, True, most)
 
-    before, k = checksum(model), experts_per_token(model)
+    before = checksum(model)
+    k = experts_per_token(model)
     kept = held_out_tokens if held_out is None else 0
     recordings = recorded(data, tokens + kept)
     if not (sample := list(_until(recordings, SAMPLE))):
@@ -128,7 +129,8 @@ def train_from_trace(
     weights = there.check(model)
     parts = list(range(len(there.info.files)))
     if held_out is None:
-        measured, kept = there, there.first(parts, held_out_tokens)
+        measured = there
+        kept = there.first(parts, held_out_tokens)
     else:
         measured = Trace(held_out)
         measured.check(model, weights)
@@ -166,7 +168,8 @@ class _Counted:
     """Recordings, whose tokens are counted as they go by."""
 
     def __init__(self, recordings: Iterable[Recorded]):
-        self.recordings, self.tokens = recordings, 0
+        self.recordings = recordings
+        self.tokens = 0
 
     def __iter__(self) -> Iterator[Recorded]:
         for recorded in self.recordings:

@@ -65,8 +65,11 @@ class CPO(PairObjective):
         }
 
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
-        given, better, worse = self.settings, log_p(chosen).sum(), log_p(rejected).sum()
-        h, share = given.beta * (better - worse), given.label_smoothing
+        given = self.settings
+        better = log_p(chosen).sum()
+        worse = log_p(rejected).sum()
+        h = given.beta * (better - worse)
+        share = given.label_smoothing
         return {
             "cpo": Term(
                 (1 - share) * minus_log_sigmoid(h) + share * minus_log_sigmoid(-h), per="items"

@@ -44,12 +44,14 @@ from chronicals.saving import SavedModel
 TEACHER = "teacher"
 """Name of the frozen model."""
 
-STORED_IDS, STORED_LOG_P = "teacher_ids", "teacher_log_p"
+STORED_IDS = "teacher_ids"
+STORED_LOG_P = "teacher_log_p"
 """Columns of a Batch's tokens: k tokens that were stored of the teacher's predictions, and their
 log-probabilities.
 """
 
-BETA, SKEW = 0.5, 0.1
+BETA = 0.5
+SKEW = 0.1
 """Where they are not set: the JSD of both sides' mean, and the skew that DistiLLM recommends."""
 
 PRECISIONS = {
@@ -143,7 +145,8 @@ class Distill(Objective):
             """Refuses the divergence that is infinite where the teacher is known by some tokens
             alone.
             """
-            divergence, without_skew = given.data.get("divergence"), given.data.get("skew") == 0.0
+            divergence = given.data.get("divergence")
+            without_skew = given.data.get("skew") == 0.0
             if value is not None and divergence == "skew_reverse_kl" and without_skew:
                 raise PydanticCustomError(
                     "infinite",
@@ -200,7 +203,9 @@ class Distill(Objective):
     @property
     def divergence(self) -> Divergence:
         """Of the settings."""
-        name, beta, skew = self.settings.divergence, self._beta, self._skew
+        name = self.settings.divergence
+        beta = self._beta
+        skew = self._skew
         made: dict[str, Callable[[], Divergence]] = {
             "forward_kl": Divergence.forward_kl,
             "reverse_kl": Divergence.reverse_kl,
@@ -303,7 +308,8 @@ class Distill(Objective):
         the draws, which were made at the temperature of the run and are divided by it again; the
         mean of the shares is the teacher's distribution (Anshumann et al., 2025, section 4).
         """
-        k, temperature = self.settings.stored_tokens, self.settings.temperature
+        k = self.settings.stored_tokens
+        temperature = self.settings.temperature
         if self.settings.stored == "likeliest":
             log_p, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[1]))
             spare = k - ids.shape[1]
@@ -415,7 +421,8 @@ class Distill(Objective):
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
         """By ``torch.nn.functional.kl_div``, a mixture being made where the paper has one."""
         common = min(logits.shape[-1], frozen[TEACHER].shape[-1])
-        z, teachers_z = logits[:, :common].float(), frozen[TEACHER][:, :common].float()
+        z = logits[:, :common].float()
+        teachers_z = frozen[TEACHER][:, :common].float()
         if self.settings.stored_tokens is not None:
             least = teachers_z.topk(min(self.settings.stored_tokens, common)).values[:, -1:]
             teachers_z = teachers_z.masked_fill(teachers_z < least, -torch.inf)

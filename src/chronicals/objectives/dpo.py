@@ -86,7 +86,8 @@ class DPO(PairObjective, WithReference):
         return binary_entropy(share)
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
-        given, (chosen, rejected) = self.settings, pairs.log_ratios()
+        given = self.settings
+        (chosen, rejected) = pairs.log_ratios()
         scores = (chosen, rejected)
         if given.loss == "sigmoid_norm":
             scores = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
@@ -98,12 +99,16 @@ class DPO(PairObjective, WithReference):
         }
 
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
-        given, better, worse = self.settings, log_ratio(chosen), log_ratio(rejected)
+        given = self.settings
+        better = log_ratio(chosen)
+        worse = log_ratio(rejected)
         if given.loss == "sigmoid_norm":
             h = given.beta * (better.mean() - worse.mean())
         else:
             h = given.beta * (better.sum() - worse.sum())
-        right, wrong, share = minus_log_sigmoid(h), minus_log_sigmoid(-h), given.label_smoothing
+        right = minus_log_sigmoid(h)
+        wrong = minus_log_sigmoid(-h)
+        share = given.label_smoothing
         losses = {
             "sigmoid": (1 - share) * right + share * wrong,
             "robust": ((1 - share) * right - share * wrong) / (1 - 2 * share),

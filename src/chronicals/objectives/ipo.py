@@ -37,7 +37,8 @@ class IPO(PairObjective, WithReference):
         )
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
-        tau, (chosen, rejected) = self.settings.tau, pairs.log_ratios()
+        tau = self.settings.tau
+        (chosen, rejected) = pairs.log_ratios()
         losses = ipo_losses(chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens, tau)
         loss = Term(pairs.total(losses), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, tau * chosen, tau * rejected)}

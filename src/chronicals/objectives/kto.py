@@ -32,10 +32,13 @@ from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithRe
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import Count, ScoredDocument, Value, settings
 
-OWN, MISMATCHED = 0, 1
+OWN = 0
+MISMATCHED = 1
 """Sides: the row's own answer, and the answer of another row to its prompt."""
 
-GOOD, BAD, OTHERS = "good_items", "bad_items", "mismatched_items"
+GOOD = "good_items"
+BAD = "bad_items"
+OTHERS = "mismatched_items"
 """The counts of a step's good and bad answers, and of those beside which one to another prompt
 stands.
 """
@@ -73,7 +76,8 @@ class KTO(WithReference):
     """
 
     row_kinds = (JUDGED,)
-    full_learning_rate, adapter_learning_rate = 1e-6, 1e-5
+    full_learning_rate = 1e-6
+    adapter_learning_rate = 1e-5
 
     @settings
     class Settings(ReferenceSettings):
@@ -97,9 +101,11 @@ class KTO(WithReference):
         return batch, {KL: Term(total, 0.0, OTHERS)}
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
-        given, segments = self.settings, batch.segments
+        given = self.settings
+        segments = batch.segments
         scores = score_tokens(model, batch, self.chunk_size)
-        own, good = segments[SIDE] == OWN, segments[LABEL] == 1
+        own = segments[SIDE] == OWN
+        good = segments[LABEL] == 1
         log_p = document_sums(scores.log_p, batch)
         r = log_p - segments[REFERENCE]
         kl = segments[KL].clamp(min=0)
@@ -110,7 +116,8 @@ class KTO(WithReference):
         def total(values: Tensor, which: Tensor) -> Tensor:
             return torch.where(which, values, 0.0).sum()
 
-        here, metrics = own.sum().to(kl.dtype), {}
+        here = own.sum().to(kl.dtype)
+        metrics = {}
         for name, values in (("rewards", given.beta * r.detach()), ("logps", log_p.detach())):
             metrics[f"{name}/chosen"] = Term(total(values, own & good), 0.0, GOOD)
             metrics[f"{name}/rejected"] = Term(total(values, own & ~good), 0.0, BAD)
@@ -147,10 +154,8 @@ class KTO(WithReference):
         return shown
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
-        others, none = (
-            [document for document in item if document.side == 1],
-            item[0].logits.new_zeros(()),
-        )
+        others = [document for document in item if document.side == 1]
+        none = item[0].logits.new_zeros(())
         return {
             "kl": Term(
                 sum((log_ratio(other).sum() for other in others), none), 0.0, "mismatched_items"
@@ -158,8 +163,10 @@ class KTO(WithReference):
         }
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
-        given, answer = self.settings, document_of(item, 0)
-        r, z = log_ratio(answer).sum(), known["kl"].squeeze().clamp(min=0)
+        given = self.settings
+        answer = document_of(item, 0)
+        r = log_ratio(answer).sum()
+        z = known["kl"].squeeze().clamp(min=0)
         if answer.label == 1:
             loss = given.desirable_weight * (1 - torch.sigmoid(given.beta * (r - z)))
         else:

@@ -51,8 +51,10 @@ class ORPO(PairObjective):
     down.
     """
 
-    name, by_token = "odds_ratio", True
-    full_learning_rate, adapter_learning_rate = 8e-6, 1e-4
+    name = "odds_ratio"
+    by_token = True
+    full_learning_rate = 8e-6
+    adapter_learning_rate = 1e-4
 
     @settings
     class Settings:
@@ -64,7 +66,8 @@ class ORPO(PairObjective):
         """The cross-entropy is flat nowhere."""
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
-        beta, (chosen, rejected) = self.settings.beta, pairs.mean_log_p()
+        beta = self.settings.beta
+        (chosen, rejected) = pairs.mean_log_p()
         ratio = log_odds_ratio(chosen, rejected)
         losses = -F.logsigmoid(ratio)
         return {

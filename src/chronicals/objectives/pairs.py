@@ -28,10 +28,12 @@ from chronicals.objectives.log_probabilities import document_sums, document_targ
 from chronicals.objectives.reference import WithReference
 from chronicals.objectives.terms import SATURATED, Objective, ScoredDocument
 
-CHOSEN, REJECTED = 0, 1
+CHOSEN = 0
+REJECTED = 1
 """Sides."""
 
-PER_PAIR, PER_CHOSEN_TOKEN = "items", "first_targets"
+PER_PAIR = "items"
+PER_CHOSEN_TOKEN = "first_targets"
 """The counts of a step's pairs, and of the targets of their chosen answers."""
 
 
@@ -74,7 +76,8 @@ def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
     """``[G]``: of each item the value ``[N]`` of its document of this side, 0 where there is
     none.
     """
-    group, here = batch.segments[GROUP], batch.segments[SIDE] == side
+    group = batch.segments[GROUP]
+    here = batch.segments[SIDE] == side
     place = torch.where(here, group, len(values))
     return values.new_zeros(len(values) + 1).index_copy(0, place, values * here)[:-1]
 
@@ -172,7 +175,8 @@ def reward_metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> Mapping[st
     """What is shown of the rewards ``[G]`` of both answers: their means, the margin, and how
     often the chosen one is higher.
     """
-    chosen, rejected = chosen.detach(), rejected.detach()
+    chosen = chosen.detach()
+    rejected = rejected.detach()
     found = {
         "chosen": chosen,
         "rejected": rejected,

@@ -104,7 +104,8 @@ def default_learning_rate(config: ChronicalsConfig, adapters: bool) -> float:
 
 def _explained(section: str, settings: type, error: pydantic.ValidationError) -> str:
     """For each wrong setting the section, its name, the value and what is allowed."""
-    known, lines = [field.name for field in dataclasses.fields(settings)], []
+    known = [field.name for field in dataclasses.fields(settings)]
+    lines = []
     for detail in error.errors():
         if not detail["loc"]:  # of several settings together
             lines.append(f"{section}: {detail['msg'].removeprefix('Value error, ')}")

@@ -52,7 +52,8 @@ class Reward(Objective):
     """Scores the chosen answer above the rejected one."""
 
     row_kinds = ("preference",)
-    full_learning_rate, adapter_learning_rate = 1e-5, 1e-4
+    full_learning_rate = 1e-5
+    adapter_learning_rate = 1e-4
     generates = False
 
     @settings
@@ -118,18 +119,18 @@ class Reward(Objective):
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         """By the sigmoid itself."""
         rewards = {document.side: document.score for document in item}
-        chosen, rejected, weight = (
-            rewards[CHOSEN],
-            rewards[REJECTED],
-            self.settings.center_coefficient,
-        )
+        chosen = rewards[CHOSEN]
+        rejected = rewards[REJECTED]
+        weight = self.settings.center_coefficient
         assert chosen is not None and rejected is not None
         loss = -torch.sigmoid(chosen - rejected).log() + weight * (chosen + rejected) ** 2
         return {"reward": Term(loss, per="items")}
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         """Of pairs whose values are rewards."""
-        chosen, rejected, weight = pairs.chosen, pairs.rejected, self.settings.center_coefficient
+        chosen = pairs.chosen
+        rejected = pairs.rejected
+        weight = self.settings.center_coefficient
         found = {
             "bradley_terry": Term(pairs.total(bradley_terry_losses(chosen, rejected)), per=PER_PAIR)
         }
@@ -167,7 +168,8 @@ def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
     Raises:
         ConfigurationError: there is none, or what is asked for is none.
     """
-    known, ends = tokenizer.get_vocab(), set(stop_token_ids(tokenizer))
+    known = tokenizer.get_vocab()
+    ends = set(stop_token_ids(tokenizer))
     if asked is not None:
         candidates = [asked]
     else:

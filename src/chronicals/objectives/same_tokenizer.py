@@ -28,7 +28,8 @@ def check_same_tokenizer(tokenizer: Any, others: Any, said: str, remedy: str) ->
         ConfigurationError: a text has other ids with the other tokenizer, or a special token is
             another.
     """
-    ours, theirs = tokenizer.get_vocab(), others.get_vocab()
+    ours = tokenizer.get_vocab()
+    theirs = others.get_vocab()
     if ours != theirs:
         token = min(
             dict(ours.items() ^ theirs.items()), key=lambda text: ours.get(text, theirs.get(text))

@@ -30,7 +30,8 @@ class SimPO(PairObjective):
     one's, by a margin.
     """
 
-    name, by_token = "simpo", True
+    name = "simpo"
+    by_token = True
 
     @settings
     class Settings:

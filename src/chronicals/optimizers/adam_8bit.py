@@ -76,7 +76,8 @@ def _embeddings(model: nn.Module) -> set[int]:
 def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """``groups`` with the embeddings and the small weights of ``model`` split off each, into a
     group whose moments ``Adam8bit`` keeps in fp32."""
-    narrow, found = {id(p) for p in moments_in_8_bits(model)}, []
+    narrow = {id(p) for p in moments_in_8_bits(model)}
+    found = []
     for group in groups:
         for full in (False, True):
             found.append(

@@ -61,7 +61,9 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
-        self.state_dtype, self.master, self.host = state_dtype, master, host
+        self.state_dtype = state_dtype
+        self.master = master
+        self.host = host
         self._rates: dict[tuple[int, torch.device], Tensor] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
@@ -144,7 +146,8 @@ class FusedAdamW(torch.optim.Optimizer):
         apply: Tensor | None,
         used: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        everywhere, launches = apply, self._launches(parameters)
+        everywhere = apply
+        launches = self._launches(parameters)
         with nullcontext() if self.host is None else self.host.updating():
             for number, group, tensors in launches:
                 if used is not None:
@@ -165,7 +168,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """The kernel launches for the parameters that have a gradient: number of the group, the
         group, the tensors.
         """
-        wanted, found = {id(parameter) for parameter in parameters}, []
+        wanted = {id(parameter) for parameter in parameters}
+        found = []
         for number, group in enumerate(self.param_groups):
             own = [parameter for parameter in group["params"] if id(parameter) in wanted]
             found += [(number, group, tensors) for tensors in self._by_type(own).values()]

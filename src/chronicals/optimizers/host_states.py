@@ -135,7 +135,8 @@ class HostStates:
         """``fused_adamw_`` or ``adamw_8bit_`` of tensors whose states may be here, within
         ``updating``; bit-equal to it.
         """
-        whole, run = Part.whole(tensors, betas), _function(tensors)
+        whole = Part.whole(tensors, betas)
+        run = _function(tensors)
         dense = replace(
             tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
         )
@@ -182,7 +183,9 @@ class HostStates:
         self, tensors: Tensors, cuts: Sequence[_Cut], buffer: Tensor
     ) -> tuple[Tensors, list[Move]]:
         """Slices of the tensors, their states in ``buffer`` where they are here."""
-        slices, moves, offset = type(tensors)(), list[Move](), 0
+        slices = type(tensors)()
+        moves = list[Move]()
+        offset = 0
         for cut in cuts:
             slices.weights.append(tensors.weights[cut.number][cut.begin : cut.end])
             slices.gradients.append(tensors.gradients[cut.number][cut.begin : cut.end])
@@ -213,7 +216,10 @@ class _Lane:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.held, self.turn, self.forked = device, 0, 0, False
+        self.device = device
+        self.held = 0
+        self.turn = 0
+        self.forked = False
         self.buffers: list[Tensor] = []
         self._smaller: list[Tensor] = []
         self.emptied: list[torch.cuda.Event | None] = [None] * COUNT
@@ -252,12 +258,14 @@ class _Lane:
                 state.copy_(here)
             return
         coming, going = self.streams
-        current, place = torch.cuda.current_stream(self.device), (self.turn - 1) % COUNT
+        current = torch.cuda.current_stream(self.device)
+        place = (self.turn - 1) % COUNT
         if (
             not self.forked
         ):  # after all that is on the current stream, the copies of the update before among it
             coming.wait_stream(current)
-            self.forked, self.emptied = True, [None] * COUNT
+            self.forked = True
+            self.emptied = [None] * COUNT
         with torch.cuda.stream(coming):
             emptied = self.emptied[place]
             if emptied is not None:
@@ -320,13 +328,16 @@ def _cut(
         chunk: bytes of its states.
         room: bytes for a part.
     """
-    part, left = list[_Cut](), room
+    part = list[_Cut]()
+    left = room
     for number, (size, moves) in enumerate(sizes):
-        begin, end = 0, -1
+        begin = 0
+        end = -1
         while end < size:
             if moves and left < chunk + SLACK:
                 yield part
-                part, left = [], room
+                part = []
+                left = room
             end = min(size, begin + (left - SLACK) // chunk * elements) if moves else size
             part.append(_Cut(number, begin, end))
             left -= (part[-1].chunks(elements) * chunk + SLACK) * moves

@@ -129,7 +129,8 @@ def _refuse_labels_at_padding(
     _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raises ValueError if there are labels at padding, whose outputs are zero."""
-    mask, labels = kwargs.get("attention_mask"), kwargs.get("shift_labels")
+    mask = kwargs.get("attention_mask")
+    labels = kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
     if (
         not (isinstance(mask, Tensor) and isinstance(labels, Tensor))
@@ -211,7 +212,8 @@ def _documents(
     pattern: Pattern,
     make: Callable[..., Tensor | None],
 ) -> Documents | None:
-    padding, device = options.get("attention_mask"), options.get("device", "cpu")
+    padding = options.get("attention_mask")
+    device = options.get("device", "cpu")
     makers: Any = (
         functools.cache(make),
         functools.cache(functools.partial(make, allow_is_causal_skip=False)),
@@ -374,10 +376,8 @@ class WhereDocuments(Seam):
         return PREFIX + name if name in IMPLEMENTATIONS else name
 
 
-SEAM, WITHOUT_PADDING = (
-    WhereDocuments("documents", True),
-    WhereDocuments("documents_without_padding", False),
-)
+SEAM = WhereDocuments("documents", True)
+WITHOUT_PADDING = WhereDocuments("documents_without_padding", False)
 
 for _name in IMPLEMENTATIONS:
     AttentionMaskInterface.register(PREFIX + _name, functools.partial(_mask, _name))

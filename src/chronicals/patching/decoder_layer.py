@@ -48,13 +48,17 @@ class's forward itself.
 """
 
 NAME = "decoder layer"
-BY, ATTENTION_BY, MLP_BY = "fused decoder layer", "fused attention half", "fused MLP half"
+BY = "fused decoder layer"
+ATTENTION_BY = "fused attention half"
+MLP_BY = "fused MLP half"
 """What runs in place of a layer's forward: both halves, or one of them."""
 
-ATTENTION_HALF, MLP_HALF = "attention half", "MLP half"
+ATTENTION_HALF = "attention half"
+MLP_HALF = "MLP half"
 """As the report and a plan call them."""
 
-ATTENTION, MLP = "self_attn", "mlp"
+ATTENTION = "self_attn"
+MLP = "mlp"
 QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
 """Of latent attention: a latent of queries or queries themselves, and that of keys and values."""
@@ -124,7 +128,8 @@ def read_layer(layer: nn.Module, forms: Mapping[tuple, tuple[str, Form]]) -> Ana
         _, form = forms.get(signature(module), (None, None)) if module is not None else (None, None)
         return None if form is None else form.reads
 
-    attention, mlp = getattr(layer, ATTENTION, None), getattr(layer, MLP, None)
+    attention = getattr(layer, ATTENTION, None)
+    mlp = getattr(layer, MLP, None)
     known = {
         name: found
         for name, child in layer.named_children()
@@ -259,7 +264,8 @@ def _forward(
 def _run(
     anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *args: Any, **given: Any
 ) -> Tensor:
-    bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
+    bounds = given.get("cu_seq_lens_q")
+    longest = given.get("max_length_q")
     if not args and bounds is not None and longest is not None:
         try:
             _check_input(layer, hidden_states, given)
@@ -316,7 +322,8 @@ def _halves(
         try:
             if given is not None and _tables(given) is None:
                 raise Unmerged("it was given no rotary tables")
-            reads, module = anatomy.attention, getattr(layer, ATTENTION)
+            reads = anatomy.attention
+            module = getattr(layer, ATTENTION)
             if isinstance(reads, LatentReads):
                 attention = LatentHalf(layer, module, anatomy.norms[0], reads, dtype)
             else:
@@ -344,7 +351,8 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
         given.get(name)
         for name in ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     ]
-    flash, keys = given.get("flash", True), given.get("shared_keys")
+    flash = given.get("flash", True)
+    keys = given.get("shared_keys")
     split = given.get("split_documents")
 
     def attend(
@@ -360,7 +368,8 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
         if split is not None:  # what is left free behind heads would have to be sent, too
             return attend_split(partial(_attend, options), q, k, v, split, *of_heads)
         if keys is not None:
-            k, v = gather_keys(k, keys), gather_keys(v, keys)
+            k = gather_keys(k, keys)
+            v = gather_keys(v, keys)
         return _attend({**options, "padding": padding}, q, k, v, *bounds, *of_heads)
 
     tables = _tables(given)

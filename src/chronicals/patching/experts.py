@@ -163,7 +163,8 @@ def _weights(
     in_fp8 = format_of(module, name) if stacks is None else None
     if factors is None:
         return ExpertWeights(weight, module.is_transposed, bias, in_fp8=in_fp8)
-    down, up = factors.down_ERK, factors.up_ENR.contiguous()
+    down = factors.down_ERK
+    up = factors.up_ENR.contiguous()
     return ExpertWeights(weight, module.is_transposed, bias, down, up, factors.scale, in_fp8)
 
 

@@ -57,7 +57,8 @@ def run_experts_in_fp8(model: nn.Module, pairs: int | None = None) -> Chosen:
         pairs: of token and expert in a forward pass; trained weights of experts with few of them
             stay in 16 bit.
     """
-    layers, left = 0, []
+    layers = 0
+    left = []
     for module in model.modules():
         if not isinstance(module, Experts4bit) and not holds_experts(module):
             continue

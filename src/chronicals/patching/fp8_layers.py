@@ -46,7 +46,9 @@ def run_in_format(
         stands: makes the ``Base`` that multiplies in place of a dense weight, on a device.
         pays: whether a product with so many inputs and outputs is to run in it.
     """
-    chosen, there, left = 0, 0, []
+    chosen = 0
+    there = 0
+    left = []
     for found in products_of_halves(model):
         if isinstance(found, Unmerged):
             left.append(str(found))

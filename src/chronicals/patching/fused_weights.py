@@ -169,7 +169,8 @@ def _merged(
 ) -> Merged:
     """What is known of these layers, if it still holds; else they are fused anew."""
     stands: Format | None = vars(owner).get(FORMATS, {}).get(names)
-    weights, biases = [x.weight for x in linears], [x.bias for x in linears]
+    weights = [x.weight for x in linears]
+    biases = [x.bias for x in linears]
     packed = [x.packed for x in linears if isinstance(x, PackedLinear)]
     alone = (
         len(linears) == 1

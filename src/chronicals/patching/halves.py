@@ -42,7 +42,8 @@ TILES = "_chronicals_tiles"
 """Attribute of a layer whose MLP takes its rows in tiles."""
 
 OUT = ("o_proj",)
-OF_QUERIES, OF_KEYS_AND_VALUES = ("q_b_proj",), ("kv_b_proj",)
+OF_QUERIES = ("q_b_proj",)
+OF_KEYS_AND_VALUES = ("kv_b_proj",)
 """Names of the children that make these from their latents."""
 
 Product = tuple[nn.Module, tuple[str, ...], Group]
@@ -146,7 +147,10 @@ class FusedHalf(ABC):
         parts: Iterable[nn.Module],
         dtype: torch.dtype | None,
     ):
-        self.layer, self.norms, self.first, self.last = layer, norms, first, last
+        self.layer = layer
+        self.norms = norms
+        self.first = first
+        self.last = last
         dtype = dtype or first.dtype
         for group in (first, last):
             if group.dtype != dtype:
@@ -187,7 +191,8 @@ class FusedHalf(ABC):
         name, reads = self.norms.before
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
-        paddings, amaxes = (self.first.padding, gradient.padding), (amax, gradient.amax)
+        paddings = (self.first.padding, gradient.padding)
+        amaxes = (amax, gradient.amax)
         normed, total = fused_add_rmsnorm(
             branch, residual, weight, epsilon, offset, *paddings, *amaxes
         )
@@ -228,7 +233,8 @@ class AttentionHalf(FusedHalf):
     ):
         self.attention: Any = attention
         self.reads = reads
-        qkv, out = Group(attention, reads.products), Group(attention, OUT)
+        qkv = Group(attention, reads.products)
+        out = Group(attention, OUT)
         super().__init__(layer, norms, qkv, out, [attention, *self.norms_of_heads()], dtype)
 
     def norms_of_heads(self) -> list[nn.Module]:
@@ -266,7 +272,8 @@ class AttentionHalf(FusedHalf):
     def _window(self) -> int | None:
         """Tokens that a query sees, itself included: the module's own number, or else its
         configuration's, which may be for some layers alone."""
-        attention, config = self.attention, self.attention.config
+        attention = self.attention
+        config = self.attention.config
         if hasattr(attention, "sliding_window"):
             window: int | None = attention.sliding_window
             return window
@@ -288,16 +295,12 @@ class AttentionHalf(FusedHalf):
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[T, H or K, W]``, normed and rotated."""
-        width, interleaved, of_heads = (
-            self.attention.head_dim,
-            self.reads.interleaved,
-            self.reads.heads,
-        )
-        config, padding, amax = (
-            self.attention.config,
-            self.first.padding,
-            self.first.amaxes(len(qkv))[1],
-        )
+        width = self.attention.head_dim
+        interleaved = self.reads.interleaved
+        of_heads = self.reads.heads
+        config = self.attention.config
+        padding = self.first.padding
+        amax = self.first.amaxes(len(qkv))[1]
         heads = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -361,12 +364,11 @@ class LatentHalf(AttentionHalf):
         H, V]``.
         """
         config = self.attention.config
-        heads, plain, rotary = (
-            config.num_attention_heads,
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-        )
-        rank, value = config.kv_lora_rank, config.v_head_dim
+        heads = config.num_attention_heads
+        plain = config.qk_nope_head_dim
+        rotary = config.qk_rope_head_dim
+        rank = config.kv_lora_rank
+        value = config.v_head_dim
         queries, latent, key = made.split((made.shape[1] - rank - rotary, rank, rotary), 1)
         if self.q_b is not None and self.reads.of_queries is not None:
             queries = self.q_b(
@@ -401,8 +403,10 @@ class MLPHalf(FusedHalf):
         reads: GatedMLPReads,
         dtype: torch.dtype | None = None,
     ):
-        self.mlp, self.reads = mlp, reads
-        both, down = Group(mlp, reads.first), Group(mlp, (reads.down,))
+        self.mlp = mlp
+        self.reads = reads
+        both = Group(mlp, reads.first)
+        down = Group(mlp, (reads.down,))
         linears = [
             *both.linears,
             *down.linears,
@@ -439,8 +443,10 @@ class MLPHalf(FusedHalf):
     def _unit(self, x: Tensor, remake: Remake | None = None) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""
         both = self.first(x, remake, stays=True)
-        activation, padding = self.reads.activation, self.last.padding
-        amax, gradient_amax = self.last.amaxes(len(both))[0], self.first.amaxes(len(both))[1]
+        activation = self.reads.activation
+        padding = self.last.padding
+        amax = self.last.amaxes(len(both))[0]
+        gradient_amax = self.first.amaxes(len(both))[1]
         again = Remake(
             lambda both: glu_of_both(both, activation, padding, amax=_unheard(amax)), both.detach()
         )
@@ -456,7 +462,9 @@ class KeptHalf:
     """
 
     def __init__(self, layer: Any, norms: Norms, part: Callable[[Tensor], Any]):
-        self.layer, self.norms, self.part = layer, norms, part
+        self.layer = layer
+        self.norms = norms
+        self.part = part
 
     def __call__(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual with ``branch`` added, and the branch to be added to that; all ``[T,

@@ -212,7 +212,8 @@ class Promise:
             if (
                 self.hidden.numel() <= self.hidden.shape[-1] ** 2
             ):  # no more tokens than columns of the weight
-                self.whole, self.kept = self._made(records=False)[0].detach(), {}
+                self.whole = self._made(records=False)[0].detach()
+                self.kept = {}
                 self.at_step = self._samples()
             else:
                 parts = {"weight": self.weight, "bias": self.bias}
@@ -386,7 +387,9 @@ class LazyLogits(Tensor):
         do not, or where the logits were written to."""
         if self.written:
             return None
-        before, after, capped = 1.0, 1.0, False
+        before = 1.0
+        after = 1.0
+        capped = False
         for kind, *value in self.promise.steps:
             if kind == "tanh":
                 if capped:

@@ -96,7 +96,8 @@ def head_of(model: Any) -> nn.Module | None:
 
 def install(model: Any) -> None:
     """Put the seam in ``model``, whose head is a plain linear layer."""
-    seam, head = LossSeam(), head_of(model)
+    seam = LossSeam()
+    head = head_of(model)
     assert head is not None
     model._chronicals_loss_seam = head._chronicals_loss_seam = seam  # type: ignore[assignment]
     head.forward = MethodType(_head_forward, head)  # type: ignore[method-assign]
@@ -156,7 +157,9 @@ class _Loss:
     """
 
     def __init__(self, seam: LossSeam, own: Callable[..., Tensor], set_before: bool):
-        self.seam, self.own, self.set_before = seam, own, set_before
+        self.seam = seam
+        self.own = own
+        self.set_before = set_before
 
     def __call__(
         self,
@@ -187,7 +190,8 @@ class _Loss:
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        promise, (scale, softcap) = logits.promise, shape
+        promise = logits.promise
+        (scale, softcap) = shape
         targets = shift_labels.reshape(-1).to(promise.hidden.device)
         targets = targets.masked_fill(targets == ignore_index, IGNORED)
         self.seam.taken += 1

@@ -82,7 +82,8 @@ def _patch(
 ) -> PatchReport:
     target = _inside(model)
     check_versions_for(model)
-    plan, report = plan_for(target), vars(target).get("_chronicals_report")
+    plan = plan_for(target)
+    report = vars(target).get("_chronicals_report")
     if not isinstance(report, PatchReport):
         report = target._chronicals_report = PatchReport(type(target).__name__)
         mixture = speaks_of_experts(target.config)
@@ -151,7 +152,8 @@ def _inside(model: Any) -> Any:
 def _replace(
     path: str, module: nn.Module, plan: PatchPlan, report: PatchReport, mixture: bool
 ) -> None:
-    key, part = signature(module), type(module).__name__
+    key = signature(module)
+    part = type(module).__name__
     _, form = plan.forms.get(key, (None, None))
     if form is None:
         if looks_like(module) and "model" not in plan.reasons:

@@ -39,7 +39,8 @@ NO_TWIN = "there is no twin"
 LENGTHS = (7, 1, 9, 4)
 """Of the documents that whole layers are proved on."""
 DISAGREES = "the whole twin did not agree with it"
-TOLERANCE, FLOOR = 1e-4, 1e-2
+TOLERANCE = 1e-4
+FLOOR = 1e-2
 """Largest norm of a gradient's difference in fp64, relative to the larger of its own norm and
 FLOOR times the mean norm of all gradients: the gradient of a key bias is rounding only, and some
 classes round to fp32 inside."""
@@ -340,7 +341,8 @@ def _holds(twin: Any, plan: PatchPlan, expected: Run) -> bool:
     try:
         got = run(twin)
         if plan.loss and not twin._chronicals_loss_seam.taken:
-            plan.loss, plan.reasons[loss.NAME] = False, "it computes its loss in its own way"
+            plan.loss = False
+            plan.reasons[loss.NAME] = "it computes its loss in its own way"
         return agree(expected, got)
     except Exception as error:  # a class may handle its parts in a way that only calling it shows
         plan.reasons["whole"] = f"{type(error).__name__}: {error}"
@@ -375,7 +377,8 @@ def run(model: Any, **inputs: Tensor) -> Run:
 
 def agree(expected: Run, got: Run) -> bool:
     """Whether two runs gave the same loss and gradients."""
-    (one, a), (other, b) = expected, got
+    (one, a) = expected
+    (other, b) = got
     if a.keys() != b.keys() or not math.isfinite(one) or not math.isclose(one, other, rel_tol=1e-5):
         return False
     mean = float(torch.stack([g.norm() for g in a.values()]).mean())

@@ -69,7 +69,8 @@ def _gated_mlps(model: Any) -> list[nn.Module]:
     """Those that run as their class does, or as ours; not where hooks, offload or a quantiser
     put another forward.
     """
-    forms, found = plan_for(model).forms, []
+    forms = plan_for(model).forms
+    found = []
     for module in model.modules():
         own = vars(module).get("forward")
         ours = own is None or hasattr(getattr(own, "__func__", None), FORM)

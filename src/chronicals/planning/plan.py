@@ -199,9 +199,12 @@ def _exposed_divided(
     computing: float,
 ) -> tuple[float, float]:
     """As ``_exposed``, where weights are divided."""
-    near, far = machines.rate(config.sharding_ranks or gpus), machines.rate(gpus)
+    near = machines.rate(config.sharding_ranks or gpus)
+    far = machines.rate(gpus)
     forward, backward = gathered_in_passes(model, config, gpus, stay)
-    summed, beside, afterwards = sent.all_reduce, 0.0, sent.embedding / near
+    summed = sent.all_reduce
+    beside = 0.0
+    afterwards = sent.embedding / near
     if trains_layers(model):  # sums among copies, over another link, within the last backward pass
         beside = min(summed, BACKWARD * computing / config.gradient_accumulation_steps * far)
         backward += sent.reduce_scatter

@@ -105,7 +105,8 @@ def traffic(
     if ranks == 1:
         return Traffic()
     weights = [p for p in model.parameters() if p.requires_grad]
-    micro_batches, context = config.gradient_accumulation_steps, config.context_parallel
+    micro_batches = config.gradient_accumulation_steps
+    context = config.context_parallel
     found = dict.fromkeys(("reduce_scatter", "all_gather", "all_reduce"), 0.0)
     if config.sharding == WEIGHTS:
         among = config.sharding_ranks or ranks
@@ -186,7 +187,8 @@ def _gather_and_sum(
     """Of every micro-batch: gather layers for both passes, those that stay and the rest once,
     and sum what is trained.
     """
-    dtype, layers = DTYPES[config.mixed_precision], decoder_layers(model)
+    dtype = DTYPES[config.mixed_precision]
+    layers = decoder_layers(model)
     units = [list(layer.parameters()) for layer in layers]
     inside = {id(p) for unit in units for p in unit}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -216,7 +218,8 @@ def _gather_frozen(
     """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but
     for the backward pass those that stay, and the last two, which are there from the forward
     pass."""
-    itemsize, gathers = PRODUCTS[config.mixed_precision].itemsize, Gathers(0, among)
+    itemsize = PRODUCTS[config.mixed_precision].itemsize
+    gathers = Gathers(0, among)
     for layer in decoder_layers(model):
         cut = [linear for _, linear in frozen_linears([layer]) if can_be_cut(linear, among)]
         if cut:
@@ -237,7 +240,8 @@ class _Asking(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: Unit, again: bool) -> Tensor:
-        ctx.unit, ctx.again = unit, again
+        ctx.unit = unit
+        ctx.again = again
         unit.gathers.of(unit)
         return x.clone()
 
@@ -267,7 +271,8 @@ def _of_attention(
 ) -> tuple[float, float]:
     """Bytes of one layer and micro-batch that is one document, forward and backward; within a
     machine by heads where these divide."""
-    shape, tokens = ModelShape.of(model.config), config.batch_size * config.max_seq_length
+    shape = ModelShape.of(model.config)
+    tokens = config.batch_size * config.max_seq_length
     machines = [str(rank // cards) for rank in range(context)]
     inner = config.context_heads or exchanging(machines, context, shape.heads, shape.kv_heads)
     dtype = torch.float32 if config.mixed_precision == "fp32" else torch.bfloat16

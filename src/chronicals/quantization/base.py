@@ -61,7 +61,9 @@ class Base(ABC):
     wants_amax = False
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Tensor]):
-        (self.outputs, self.width), self.dtype, self.parts = shape, dtype, tuple(parts)
+        (self.outputs, self.width) = shape
+        self.dtype = dtype
+        self.parts = tuple(parts)
 
     @property
     def trained(self) -> bool:

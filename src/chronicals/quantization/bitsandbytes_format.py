@@ -57,7 +57,8 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
             "again"
         )
     described = _description(written, _there(stored, written))
-    code, nested = written.removeprefix(state), "nested_offset" in described
+    code = written.removeprefix(state)
+    nested = "nested_offset" in described
     shape, block, dtype = _described(written, described, code)
     codes = _bytes(name, _there(stored, name), -(-shape[0] * shape[1] // 2))
     scales = _scales(name, stored, described, -(-shape[0] * shape[1] // block), nested)
@@ -173,7 +174,8 @@ def _scales(
         _check(f"{name}.absmax", absmax, torch.float32, blocks)
         return Scales(absmax)
     assert absmax2 is not None and code2 is not None
-    block2, offset = described.get("nested_blocksize"), described["nested_offset"]
+    block2 = described.get("nested_blocksize")
+    offset = described["nested_offset"]
     if type(block2) is not int or block2 < 1 or not isinstance(offset, float | int):
         raise ValueError(
             f"{name}: nested_blocksize={block2!r}, nested_offset={offset!r}: damaged; download "

@@ -75,7 +75,8 @@ def shared(layer: Any) -> Linear4bit:
 
 def _places(layer: Any) -> tuple[int | None, ...]:
     """Where what a layer holds lies; it changes when that is moved, replaced or cast."""
-    state, bias = layer.weight.quant_state, layer.bias
+    state = layer.weight.quant_state
+    bias = layer.bias
     return (
         layer.weight.data_ptr(),
         state.absmax.data_ptr(),
@@ -128,7 +129,9 @@ def weight_of_layer(layer: Any) -> Packed:
         raise ValueError(
             f"has weights in {state.quant_type}, of {state.dtype}, in blocks of {state.blocksize}"
         )
-    scales, nested, (rows, columns) = Scales(state.absmax), state.state2, state.shape
+    scales = Scales(state.absmax)
+    nested = state.state2
+    (rows, columns) = state.shape
     if nested is not None:
         scales = Scales(state.absmax, nested.absmax, nested.code, state.offset, nested.blocksize)
     codes = layer.weight.data.view(torch.uint8).view(-1)

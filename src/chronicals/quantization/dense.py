@@ -31,7 +31,9 @@ class Dense(Storage):
 
     def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
         super().__init__(matrix.shape, matrix.dtype, parts)
-        self.matrix, self.columns, self.padded = matrix, columns, columns > 0
+        self.matrix = matrix
+        self.columns = columns
+        self.padded = columns > 0
         self.written: list[tuple] = []
 
     @classmethod
@@ -44,7 +46,8 @@ class Dense(Storage):
         Args:
             device: of the buffer; by default that of the weights.
         """
-        outputs, width = sum(map(len, weights)), weights[0].shape[1]
+        outputs = sum(map(len, weights))
+        width = weights[0].shape[1]
         buffer = weights[0].new_zeros((outputs + columns, width + columns), device=device)
         found = cls(buffer[:outputs, :width], weights, columns)
         for place, weight in zip(found.places, weights):

@@ -89,8 +89,10 @@ class Experts4bit(nn.Module):
         super().__init__()
         self.stacked = dict(shapes)
         first = next(iter(packed.values()))
-        self.dtype, self.quantized_from = first.dtype, first.quantized_from
-        inner, places = copy.copy(experts), {}
+        self.dtype = first.dtype
+        self.quantized_from = first.quantized_from
+        inner = copy.copy(experts)
+        places = {}
         for name, parameter in experts._parameters.items():
             if parameter is None:
                 continue
@@ -175,7 +177,8 @@ class Experts4bit(nn.Module):
         Args:
             instead: weights in the place of its own, by name, in their shapes.
         """
-        stacks, forward = {**self.stacks(), **(instead or {})}, vars(self.inner).get("forward")
+        stacks = {**self.stacks(), **(instead or {})}
+        forward = vars(self.inner).get("forward")
         if hasattr(getattr(forward, "__func__", None), TAKES_STACKS):
             return self.inner.forward(*inputs, stacks=stacks, **named)
         return as_class(self.inner, stacks, inputs, named)

@@ -33,7 +33,8 @@ class FP8(Base):
 
     def __init__(self, weight: Dense, device: torch.device):
         super().__init__(weight.matrix.shape, weight.dtype, weight.parts)
-        self.weight, self.device = weight, device
+        self.weight = weight
+        self.device = device
         self._known: tuple[tuple[int, ...], list[Scaled]] | None = None
         self._scale: Tensor | None = None
 

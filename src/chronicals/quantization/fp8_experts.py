@@ -29,7 +29,9 @@ class FP8Experts:
     """Of a frozen weight: what is kept, as the products name it."""
 
     def __init__(self, weight: Tensor, transposed: bool, device: torch.device):
-        self.weight, self.transposed, self.device = weight, transposed, device
+        self.weight = weight
+        self.transposed = transposed
+        self.device = device
         self._known: tuple[tuple, list[Scaled]] | None = None
 
     @classmethod

@@ -92,7 +92,8 @@ def _(codes: Tensor, outputs: int, inputs: int, kind: str, dtype: torch.dtype) -
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, codes, _, *kind = inputs
     ctx.save_for_backward(codes)
-    ctx.inputs, ctx.kind = x.shape[-1], kind
+    ctx.inputs = x.shape[-1]
+    ctx.kind = kind
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

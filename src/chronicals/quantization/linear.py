@@ -35,7 +35,9 @@ class Linear4bit(PackedLinear):
 
     def __init__(self, packed: Packed, bias: Tensor | None = None):
         super().__init__(packed.codes, packed.shape, packed.dtype, bias)
-        self.block, self.code, self.block2 = packed.block, packed.code, packed.scales.block2
+        self.block = packed.block
+        self.code = packed.code
+        self.block2 = packed.scales.block2
         self.quantized_from = packed.quantized_from
         for name in SCALES:
             self.register_buffer(name, getattr(packed.scales, name))
@@ -254,7 +256,9 @@ def _(
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, codes, absmax, absmax2, code2, offset, block2, _, *kind = inputs
     ctx.save_for_backward(codes, absmax, absmax2, code2, offset)
-    ctx.block2, ctx.inputs, ctx.kind = block2, x.shape[-1], kind
+    ctx.block2 = block2
+    ctx.inputs = x.shape[-1]
+    ctx.kind = kind
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -70,11 +70,9 @@ class PackedBase(Storage):
     """
 
     def __init__(self, packed: Sequence[PackedWeight], columns: int = 0, ranks: Sequence[int] = ()):
-        sizes, width, dtype = (
-            [part.shape[0] for part in packed],
-            packed[0].shape[1],
-            packed[0].dtype,
-        )
+        sizes = [part.shape[0] for part in packed]
+        width = packed[0].shape[1]
+        dtype = packed[0].dtype
         super().__init__((sum(sizes), width), dtype, [part.codes for part in packed])
         self.packed = [part.detached() for part in packed]
         self.padded = columns > 0

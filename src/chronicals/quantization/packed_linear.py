@@ -38,7 +38,8 @@ class PackedLinear(nn.Module):
         self, codes: Tensor, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None
     ):
         super().__init__()
-        (self.out_features, self.in_features), self.dtype = shape, dtype
+        (self.out_features, self.in_features) = shape
+        self.dtype = dtype
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 

@@ -52,6 +52,7 @@ class Background:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self.error = self.error, None
+        error = self.error
+        self.error = None
         if error is not None:
             raise error

@@ -23,7 +23,8 @@ from chronicals.models import form_without_weights
 FILE_BYTES = 4 << 30
 """Of a file, about: a process has as much of the model in memory while it writes."""
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class ModelParts:
@@ -78,7 +79,9 @@ class ModelParts:
         Raises:
             FileNotFoundError: one was not written.
         """
-        count, places, size = len(self.files), dict[str, str](), 0
+        count = len(self.files)
+        places = dict[str, str]()
+        size = 0
         names = (
             [WHOLE]
             if count == 1
@@ -125,7 +128,8 @@ def _filled(values: Mapping[str, Tensor]) -> list[list[str]]:
     for name in values:
         numbered = re.match(r".*?\.\d+(?=\.)", name)
         layers[numbered[0] if numbered else ""].append(name)
-    files, held = list[list[str]](), 0
+    files = list[list[str]]()
+    held = 0
     for _, names in sorted(layers.items(), key=lambda layer: bool(layer[0])):
         size = sum(values[name].numel() * values[name].element_size() for name in names)
         if not files or held + size > FILE_BYTES:

@@ -32,7 +32,8 @@ def optimizer_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("optimizer*.safetensors"))
 
 
-PIECES, SHAPES = "DCP_SHARDING_INFO", "shapes"
+PIECES = "DCP_SHARDING_INFO"
+SHAPES = "shapes"
 """In a header: where pieces begin (torch.distributed.checkpoint, hf_storage.py), and of what
 shape the whole is.
 """
@@ -155,7 +156,8 @@ class StoredStates:
         Raises:
             ValueError: a piece of it is missing.
         """
-        whole, held = None, 0
+        whole = None
+        held = 0
         for file, begin, shape in self._places[name]:
             with safe_open(file, "pt") as opened:
                 tensor = opened.get_tensor(name)

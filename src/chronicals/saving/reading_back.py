@@ -80,7 +80,8 @@ def _of_statements(folder: Path, model: Any, about: Mapping[str, Any]) -> Iterat
     stated = json.loads((folder / "chronicals.json").read_text())
     if stated != json.loads(to_json(about)):
         yield "chronicals.json does not hold what was noted of the run"
-    there, here = BaseFormat.read(stated.get("base")), BaseFormat.of(model)
+    there = BaseFormat.read(stated.get("base"))
+    here = BaseFormat.of(model)
     if there != here:
         yield f"chronicals.json says that the base is {_format(there)}, it is {_format(here)}"
     if stated.get("active_adapters", []) != active_adapters(model):
@@ -141,7 +142,8 @@ def _of_tensor(
     if name not in set(file.keys()):
         yield f"{name} is missing"
         return
-    stored, value = file.get_tensor(name), trained.detach().cpu()
+    stored = file.get_tensor(name)
+    value = trained.detach().cpu()
     if (
         layer is not None
         and getattr(layer, "lora_start_A", None) is not None
@@ -161,7 +163,8 @@ def _of_peft(folder: Path, model: Any) -> Iterator[str]:
 
     wrapped = hasattr(model, "get_base_model")  # else transformers writes the active adapter alone
     for adapter in model.peft_config if wrapped else active_adapters(model):
-        config, place = model.peft_config[adapter], folder / adapter
+        config = model.peft_config[adapter]
+        place = folder / adapter
         if adapter == DEFAULT or not wrapped:
             place = folder
         if not (place / CONFIG_FILE).exists():
@@ -190,7 +193,8 @@ def _of_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[str]:
     kind = getattr(type(form), "plain_class", type(form)).__name__.removeprefix(FSDP)
     if config.get("architectures") != [kind]:
         yield f"config.json names the class {config.get('architectures')}, it is {kind}"
-    there, here = bool(config.get("quantization_config")), BaseFormat.of(model) is not None
+    there = bool(config.get("quantization_config"))
+    here = BaseFormat.of(model) is not None
     if there != here:
         yield f"config.json has {'a' if there else 'no'} quantization_config, the model is {'' if here else 'not '}quantised"
     values = {} if divided else form.state_dict(keep_vars=True)
@@ -256,7 +260,8 @@ def _of_generation(folder: Path, model: Any) -> Iterator[str]:
         return
     stated = GenerationConfig.from_pretrained(folder)
     for field in SETTINGS:
-        there, here = getattr(stated, field, None), getattr(trained, field, None)
+        there = getattr(stated, field, None)
+        here = getattr(trained, field, None)
         if there != here:
             yield f"{GENERATION} has {field}={there!r}, the model {here!r}"
 
@@ -289,7 +294,8 @@ def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
     if _merges(stored) != _merges(tokenizer):
         yield "the tokenizer has other merges than the one that was trained with"
     for field in SPECIAL:
-        there, here = getattr(stored, field, None), getattr(tokenizer, field, None)
+        there = getattr(stored, field, None)
+        here = getattr(tokenizer, field, None)
         if there != here:
             yield f"the tokenizer has {field}={there!r}, {here!r} was trained with"
     if tokenizer.chat_template is not None and stored.chat_template != tokenizer.chat_template:

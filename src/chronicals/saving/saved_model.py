@@ -30,7 +30,8 @@ from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import load_base, without_field
 
-DEFAULT, SUM = "default", "sum"
+DEFAULT = "default"
+SUM = "sum"
 """PEFT's name of an adapter that was given none, and the name of the sum of several."""
 
 GENERATION = "generation_config.json"
@@ -202,7 +203,8 @@ class SavedModel:
         """``base``; raises ValueError where the adapter was trained over other bits of a GGUF
         file.
         """
-        expected, found = self.about.get("gguf"), getattr(base, GGUF_FILE, None)
+        expected = self.about.get("gguf")
+        found = getattr(base, GGUF_FILE, None)
         if expected is not None and found is not None and found["sha256"] != expected["sha256"]:
             to_do = (
                 "give that file (--base-model)"

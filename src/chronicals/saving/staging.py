@@ -51,7 +51,8 @@ class Staging:
     def fits(self, tensors: Iterable[Tensor], beside: int = 0) -> bool:
         """Whether the copies, and as many bytes ``beside`` them, take no more than half of the
         host memory that is available, or have their memory already."""
-        size, available = self.needed(tensors) + beside, available_memory()
+        size = self.needed(tensors) + beside
+        available = available_memory()
         return not size or available is None or size <= available // 2
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
@@ -126,11 +127,14 @@ def _copy_in_pieces(tensor: Tensor, copy: Tensor, offset: int) -> None:
     """Enqueue copies that end at multiples of ``PIECE`` in the pinned memory, in which ``copy``
     begins at ``offset``.
     """
-    source, target = _bytes(tensor.contiguous()), _bytes(copy)
-    begin, end = 0, PIECE - offset % PIECE
+    source = _bytes(tensor.contiguous())
+    target = _bytes(copy)
+    begin = 0
+    end = PIECE - offset % PIECE
     while begin < len(target):
         target[begin:end].copy_(source[begin:end], non_blocking=True)
-        begin, end = end, end + PIECE
+        begin = end
+        end = end + PIECE
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -139,7 +143,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _places(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Each of them once, with where its copy begins."""
-    offset, seen = 0, set()
+    offset = 0
+    seen = set()
     for tensor in tensors:
         if id(tensor) not in seen:
             seen.add(id(tensor))

@@ -306,7 +306,8 @@ def _is_quantised(model: Any) -> bool:
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
     """Go on with what is attached, under the dropout that was asked for."""
     for name in sorted(config.explicit & ADAPTERS.keys() - {"lora_dropout"}):
-        asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
+        asked = getattr(config, name)
+        found = getattr(model.chronicals_lora, ADAPTERS[name])
         if not _is_as_asked(model, config, name):
             if isinstance(found, list) and len(found) > FEW:
                 found = f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
@@ -326,7 +327,8 @@ def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
     """Whether the model's adapters are what a field asks for; layers are compared where they
     are, not by their names.
     """
-    asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
+    asked = getattr(config, name)
+    found = getattr(model.chronicals_lora, ADAPTERS[name])
     unlimited = config.lora_target_modules is None and config.lora_layers is None
     if name == "lora_target_parameters":
         return adapts_parameters(model, asked, config.lora_layers)

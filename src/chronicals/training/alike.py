@@ -75,7 +75,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 def fingerprint_over(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> Fingerprint:
     """Of tensors that may be divided among ``ranks``, which all ask. Waits for the device."""
-    given, ranks = list(tensors), ranks or Mesh()
+    given = list(tensors)
+    ranks = ranks or Mesh()
     if not given:
         return Fingerprint(_digest(torch.zeros(0)), _digest(torch.zeros(0)), 1)
     sums = torch.stack(

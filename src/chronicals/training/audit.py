@@ -152,7 +152,8 @@ class FirstStepAudit:
     """
 
     def __init__(self, model: nn.Module, optimizer: FusedAdamW):
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         held = {id(parameter) for parameter in optimizer.weights}
         self.asked = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.attached = {name: p for name, p in self.asked.items() if id(p) in held}

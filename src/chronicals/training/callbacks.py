@@ -82,7 +82,9 @@ class Callbacks:
         ranks: Mesh,
         divided: nn.Module | None = None,
     ):
-        self.callbacks, self.may_call_the_model, self.ranks = callbacks, may_call_the_model, ranks
+        self.callbacks = callbacks
+        self.may_call_the_model = may_call_the_model
+        self.ranks = ranks
         self._divided = (
             frozenset(divided.modules()) if divided is not None and may_call_the_model else None
         )

@@ -45,7 +45,10 @@ from chronicals.standard_json import to_json
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS, STATE, RNG, MODEL = "checkpoints", "state.json", "rng.safetensors", "model"
+CHECKPOINTS = "checkpoints"
+STATE = "state.json"
+RNG = "rng.safetensors"
+MODEL = "model"
 
 STEP = re.compile(r"step-\d{8,}")
 """Names of checkpoints; other folders beside them are somebody's own."""
@@ -257,7 +260,8 @@ def load_divided(
                 whole = saving.stored_weights(folder / MODEL, model)
 
     ranks.writer_does(check, CheckpointError)
-    stored, shards = StoredStates(folder) if ranks.writer else None, optimizer.shards
+    stored = StoredStates(folder) if ranks.writer else None
+    shards = optimizer.shards
     assert isinstance(shards, WeightShards)
     device = local(next(model.parameters())).device
     for name, parameter in model.named_parameters():

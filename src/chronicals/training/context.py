@@ -34,7 +34,8 @@ SKIPPING = ("layerdrop", "decoder_layerdrop")
 TOKENS = 32
 """Of each rank's part of the split document on which parts are compared with the whole."""
 
-LEAST, OF_NOISE = 0.02, 5.0
+LEAST = 0.02
+OF_NOISE = 5.0
 """Deviation of a token's hidden state, relative, that is allowed: this, or a multiple of what
 another order of the documents changes in the model's own arithmetic."""
 
@@ -46,14 +47,16 @@ def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
     Raises:
         ConfigurationError: they cannot be divided so.
     """
-    number, asked = config.context_parallel, config.context_heads
+    number = config.context_parallel
+    asked = config.context_heads
     if number == 1 and asked is not None:
         raise ConfigurationError(
             f"context_heads={asked}: no pack is shared; set context_parallel too, or leave it out"
         )
     if number == 1 or ranks.count % number:
         return ranks.sharing_packs(number)
-    shape, machines = ModelShape.of(model.config), ranks.gather_values(socket.gethostname())
+    shape = ModelShape.of(model.config)
+    machines = ranks.gather_values(socket.gethostname())
     inner = asked or exchanging(machines, number, shape.heads, shape.kv_heads)
     if ranks.writer:
         among = "all" if inner == number else f"{inner} neighbours"
@@ -95,10 +98,8 @@ def skips_layers(model: Any) -> bool:
 def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfig) -> None:
     """Raises ConfigurationError where an objective compares whole documents and those of an item
     do not fit in a part of a pack; says otherwise how many are split."""
-    parts, field = (
-        config.pack_parts or config.context_parallel,
-        "pack_parts" if config.pack_parts else "context_parallel",
-    )
+    parts = config.pack_parts or config.context_parallel
+    field = "pack_parts" if config.pack_parts else "context_parallel"
     if parts == 1 or not len(store):
         return
     width = config.max_seq_length // parts
@@ -142,7 +143,8 @@ def check_context(
 
 def _why_not(presented: PresentedModel, width: int, context: Context) -> str | None:
     """What keeps documents of a model's packs from being split over ranks."""
-    name, shape = type(presented.model).__name__, ModelShape.of(presented.model.config)
+    name = type(presented.model).__name__
+    shape = ModelShape.of(presented.model.config)
     if not presented.packed:
         return f"{name} takes documents as padded rows"
     if presented.one_by_one:
@@ -169,10 +171,13 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
     context = ranks.context
     if context is None:
         return
-    model, count = presented.model, context.count
-    first, second = count * TOKENS - 5, TOKENS // 3
+    model = presented.model
+    count = context.count
+    first = count * TOKENS - 5
+    second = TOKENS // 3
     rest = count * (TOKENS + second) - first - second
-    device, shared = embedding_table(model).device, np.array([SPLIT, count - 1, NOBODY])
+    device = embedding_table(model).device
+    shared = np.array([SPLIT, count - 1, NOBODY])
     whole, turned, more = (
         _documents(presented, lengths)
         for lengths in ((first, second), (second, first), (first, second, rest))
@@ -197,7 +202,8 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
 
 def _largest(found: Tensor, expected: Tensor) -> float:
     """Deviation of a token's hidden state, relative, of ``[T, D]``."""
-    found, expected = found.float(), expected.float()
+    found = found.float()
+    expected = expected.float()
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 

@@ -125,7 +125,8 @@ def decide(
     Raises:
         ConfigurationError: a switch that was set cannot be honoured.
     """
-    model, device = presented.model, input_device(presented.model)
+    model = presented.model
+    device = input_device(presented.model)
     product_type = PRODUCTS[config.mixed_precision]
     head_dim = ModelShape.of(model.config).head_dim or 128  # where there is no single one
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -315,11 +316,10 @@ def _quantization(model: Any) -> Decision:
 def _fp8(
     config: ChronicalsConfig, presented: PresentedModel, why_not: str | None, context: int
 ) -> Decision:
-    field, tokens = "use_fp8", config.batch_size * config.max_seq_length // context
-    shared, lacks = (
-        " / context_parallel" if context > 1 else "",
-        lacks_fp8(input_device(presented.model)),
-    )
+    field = "use_fp8"
+    tokens = config.batch_size * config.max_seq_length // context
+    shared = " / context_parallel" if context > 1 else ""
+    lacks = lacks_fp8(input_device(presented.model))
     if not config.use_fp8:
         return Decision(field, False, "not asked for")
     none = f"only fused decoder layers and experts have FP8 products, and none run ({why_not})"
@@ -341,7 +341,8 @@ def _fp8(
 
 def has_fused_experts(config: ChronicalsConfig, presented: PresentedModel) -> bool:
     """Whether experts run as grouped products, also where no layer around them runs fused."""
-    model, forms = presented.model, plan_for(presented.model).forms
+    model = presented.model
+    forms = plan_for(presented.model).forms
     if (
         input_device(model).type != "cuda"
         or not config.use_fused_kernels
@@ -357,7 +358,9 @@ def _recomputation(
     config: ChronicalsConfig, needed: Estimate, why_not_fused: str | None, presented: PresentedModel
 ) -> Decision:
     """As asked for; else where the memory needs it."""
-    field, asked, model = "use_gradient_checkpointing", config.memory_policies, presented.model
+    field = "use_gradient_checkpointing"
+    asked = config.memory_policies
+    model = presented.model
     if "recompute_layers" in asked:
         return Decision(field, True, f"as asked, {LAYERS} recomputed", layers=None)
     if "recompute_elementwise" in asked:
@@ -509,7 +512,8 @@ def _with_layers_that_stay(sharding: Decision, stay: int, size: int) -> Decision
 def _reduce_in_backward(
     config: ChronicalsConfig, sharding: Decision, graphs: bool, frees: bool, context: int
 ) -> Decision:
-    field, asked = "reduce_in_backward", "reduce_in_backward" in config.memory_policies
+    field = "reduce_in_backward"
+    asked = "reduce_in_backward" in config.memory_policies
     if context > 1:  # ranks that exchange heads in a backward pass must not wait in it for sums
         if asked:
             raise ConfigurationError(
@@ -558,17 +562,16 @@ def _host_states(config: ChronicalsConfig, model: Any, on_card: bool) -> Decisio
     field = "offload_optimizer_states"
     if field not in config.memory_policies:
         return Decision(field, False, "not asked for")
-    moved, trained = (
-        states_in_host_memory(model),
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
-    )
+    moved = states_in_host_memory(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if trained and not moved:
         raise ConfigurationError(
             f"memory=['{field}']: no trained weight has {host_states.SMALLEST} elements, and "
             "smaller ones keep their states "
             "where they are; leave it out"
         )
-    share, size = sum(p.numel() for p in moved) / max(trained, 1), state_bytes(config, model, moved)
+    share = sum(p.numel() for p in moved) / max(trained, 1)
+    size = state_bytes(config, model, moved)
     available = available_memory()
     if available is not None and size > available:
         sizes = (

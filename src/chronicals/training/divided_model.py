@@ -23,7 +23,8 @@ class DividedModel:
     """
 
     def __init__(self, model: Any, dtype: torch.dtype):
-        self._parts, self._dtype = ModelParts(model), dtype
+        self._parts = ModelParts(model)
+        self._dtype = dtype
         first = {id(p): name for name, p in model.named_parameters() if is_divided(p)}
         values = model.state_dict(keep_vars=True)
         self._stored = {name: first[id(p)] for name, p in values.items() if id(p) in first}

@@ -35,7 +35,9 @@ from chronicals.training.lock import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
-EARLIER, MOVING, DISCARDED = ".earlier-run", ".moving-run", ".discarded-run"
+EARLIER = ".earlier-run"
+MOVING = ".moving-run"
+DISCARDED = ".discarded-run"
 
 REPLACED_BY = "replaced-by"
 """File in ``.earlier-run``: the name of the checkpoint in whose favour all of the earlier run
@@ -111,7 +113,8 @@ def put_back(output_dir: Path) -> None:
     """Give an earlier run its place again where the new one has no checkpoint; does nothing
     where there is none.
     """
-    earlier, moving = output_dir / EARLIER, output_dir / MOVING
+    earlier = output_dir / EARLIER
+    moving = output_dir / MOVING
     remove(output_dir / DISCARDED)
     if earlier.exists():
         replaced_by = earlier / REPLACED_BY

@@ -80,7 +80,8 @@ class Evaluation:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Of what ``to_dict`` gave."""
         others = dict(values)
-        loss, targets = others.pop("loss"), others.pop("targets")
+        loss = others.pop("loss")
+        targets = others.pop("targets")
         return cls(
             loss,
             others.pop("perplexity", None),
@@ -111,7 +112,8 @@ def evaluate(
     """
     ranks = ranks or Mesh()
     counts = Counter[str]()  # of sums of weights, too
-    sums, terms = dict[str, Tensor](), dict[str, Term]()
+    sums = dict[str, Tensor]()
+    terms = dict[str, Term]()
     with in_evaluation(model.model):
         done = _Passes(precision.device, passed)
         known = _known_of_all(model, objective, steps, precision, ranks, limited, done)
@@ -153,8 +155,10 @@ def _known_of_all(
     are those of all the data, so that they do not depend on how many documents a step takes."""
     if not asks_before(objective):
         return itertools.repeat({})
-    counts, found = Counter[str](), list[Mapping[str, Tensor]]()
-    sums, terms = dict[str, Tensor](), dict[str, Term]()
+    counts = Counter[str]()
+    found = list[Mapping[str, Tensor]]()
+    sums = dict[str, Tensor]()
+    terms = dict[str, Term]()
     for step in steps.steps(count=steps.left(None)):
         counts.update(counts_of(step, ranks))
         with limited():
@@ -182,7 +186,9 @@ class _Passes:
     """
 
     def __init__(self, device: torch.device, told: Callable[[], None]):
-        self.device, self.told, self.before = device, told, Moment(device)
+        self.device = device
+        self.told = told
+        self.before = Moment(device)
 
     def __call__(self) -> None:
         self.before.wait()

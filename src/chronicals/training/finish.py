@@ -54,7 +54,8 @@ def about_data(
     quantised, or which GGUF file they are of; which of PEFT's adapters it computes with, and in
     which type its products were made."""
     file = getattr(within_adapters(model), GGUF_FILE, None)
-    form, active = BaseFormat.of(model), active_adapters(model)
+    form = BaseFormat.of(model)
+    active = active_adapters(model)
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
@@ -88,7 +89,8 @@ def finish(
     Raises:
         CheckpointError: the model cannot be written, or what is read back is not what was trained.
     """
-    model_dir, report = run.output_dir / MODEL, run.output_dir / "report.html"
+    model_dir = run.output_dir / MODEL
+    report = run.output_dir / "report.html"
     model_step = saved.restore_best(run) if saved.keeps_best else run.step
     evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
 
@@ -112,11 +114,10 @@ def finish(
         write_folder(model_dir, write_model)
         try:
             facts = _facts(run, model, ranks, model_step, evaluation)
-            title, metrics = (
-                f"chronicals: {run.output_dir.name}",
-                read_metrics(run.output_dir / "metrics.jsonl"),
-            )
-            data, device = data_reports(run.output_dir), input_device(model)
+            title = f"chronicals: {run.output_dir.name}"
+            metrics = read_metrics(run.output_dir / "metrics.jsonl")
+            data = data_reports(run.output_dir)
+            device = input_device(model)
             Report(title, facts, metrics, data, config, answers()).write(report, device)
         except Exception as error:  # the model is there
             logger.error(

@@ -88,10 +88,8 @@ class Recorder:
         Raises:
             RuntimeError: it cannot be captured; nothing has run.
         """
-        graph, generator = (
-            torch.cuda.CUDAGraph(),
-            torch.cuda.default_generators[self.device.index or 0],
-        )
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.device.index or 0]
         before = generator.clone_state()
         try:
             capture = torch.cuda.graph(
@@ -145,13 +143,12 @@ class GraphedStep:
         with_update: bool = True,
         exchange: Exchange | None = None,
     ):
-        self.with_update, self.exchange = with_update, exchange
-        self.parts, self.weights, self.parameters, self.optimizer = (
-            parts,
-            list(weights),
-            parameters,
-            optimizer,
-        )
+        self.with_update = with_update
+        self.exchange = exchange
+        self.parts = parts
+        self.weights = list(weights)
+        self.parameters = parameters
+        self.optimizer = optimizer
         self.device = parameters[0].device
         self.recorder = recorder or Recorder(self.device)
         self.on_stream = self.recorder.on_stream
@@ -250,7 +247,8 @@ class GraphedStep:
         logger.warning("use_cuda_graphs: steps run as usual from here on, %s", reason)
 
     def _capture_micro(self, shape: BatchShape, batch: Batch) -> None:
-        static, first = batch.to(self.device), shape[-1]
+        static = batch.to(self.device)
+        first = shape[-1]
         held = [p.grad for p in self.parameters]
         if first:
             self._set_gradients(None)

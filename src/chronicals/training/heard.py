@@ -34,7 +34,8 @@ def heard(first: bool = True) -> Iterator[None]:
     if OURS.hasHandlers():
         yield
         return
-    handler, level = Stderr(), OURS.level
+    handler = Stderr()
+    level = OURS.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.NOTSET if first else logging.WARNING)
     OURS.addHandler(handler)

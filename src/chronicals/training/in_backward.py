@@ -51,13 +51,11 @@ class UpdatesInBackward:
         precision: Precision,
         norm: Callable[[Sequence[Tensor]], Tensor],
     ):
-        self.model, self.objective, self.optimizer, self.precision, self.norm = (
-            model,
-            objective,
-            optimizer,
-            precision,
-            norm,
-        )
+        self.model = model
+        self.objective = objective
+        self.optimizer = optimizer
+        self.precision = precision
+        self.norm = norm
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0

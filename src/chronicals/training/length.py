@@ -215,7 +215,8 @@ def _warn_of_other_steps(
     before: Mapping[str, Any], fitted: ChronicalsConfig, processes: int
 ) -> None:
     """Where a run goes on with another number of packs in a step, for there are other processes."""
-    then, of_a_pass = before.get(PROCESSES, processes), fitted.batch_size * processes
+    then = before.get(PROCESSES, processes)
+    of_a_pass = fitted.batch_size * processes
     packs = of_a_pass * fitted.gradient_accumulation_steps
     took = math.prod(before[name] for name in SHRUNK) * then if before else packs
     if then == processes or took == packs:

@@ -48,7 +48,8 @@ def load_to_train(
         ConfigurationError: where each process keeps rows of its own, that they read them from other
             files than the first.
     """
-    kind, place = OBJECTIVES[config.objective], saved.place
+    kind = OBJECTIVES[config.objective]
+    place = saved.place
     plain = (
         not saved.adapted
         and gguf_of(place) is None
@@ -90,7 +91,8 @@ def _with_sharding(
     model = load_without_weights(place, trust_remote_code)
     if config.quantization == "nf4":
         quantise_layers(model)
-    total, here = smallest_card(ranks), on_each_machine(ranks)
+    total = smallest_card(ranks)
+    here = on_each_machine(ranks)
     chosen = choose_sharding(config, model, ranks.count, total, here)
     if chosen != WEIGHTS:
         return config
@@ -110,12 +112,11 @@ def _divided(
 ) -> Any | None:
     """The model without its weights, to be read by rows, where they are trained; in shards where
     they are frozen. None where its files hold them otherwise, and nobody asked for it."""
-    dtype, sharing, device = (
-        DTYPES[config.mixed_precision],
-        config.sharding_ranks or ranks.count,
-        ranks.device,
-    )
-    kept, otherwise = PRODUCTS[config.mixed_precision], None
+    dtype = DTYPES[config.mixed_precision]
+    sharing = config.sharding_ranks or ranks.count
+    device = ranks.device
+    kept = PRODUCTS[config.mixed_precision]
+    otherwise = None
     try:
         if config.use_lora:
             take = RowsRead.reading(ranks, sharing, device, kept, config.quantization == "nf4")

@@ -50,22 +50,22 @@ class Loop:
         about: Callable[[], dict[str, Any]],
         watch: RankWatch,
     ):
-        self.session, self.run, self.steps, self.held_out, self.saved = (
-            session,
-            run,
-            steps,
-            held_out,
-            saved,
-        )
-        self.callbacks, self.stop, self.about, self.watch = callbacks, stop, about, watch
-        self.config, self.device = session.config, session.precision.device
+        self.session = session
+        self.run = run
+        self.steps = steps
+        self.held_out = held_out
+        self.saved = saved
+        self.callbacks = callbacks
+        self.stop = stop
+        self.about = about
+        self.watch = watch
+        self.config = session.config
+        self.device = session.precision.device
         self._told = False
         self._passes: list[Moment] = []
         if session.ranks.count > 1:  # or nobody watches
-            session.passed, session.compiling = (
-                self._passed,
-                partial(watch.alone, "compiling the first step"),
-            )
+            session.passed = self._passed
+            session.compiling = partial(watch.alone, "compiling the first step")
 
     def train(self) -> None:
         """Every step; the metrics of one arrive while the next is computed.
@@ -74,9 +74,12 @@ class Loop:
             TrainingError: going on would hide that nothing is learned.
             Interrupted: the run was asked to stop.
         """
-        run, session, config = self.run, self.session, self.config
+        run = self.run
+        session = self.session
+        config = self.config
         audit = FirstStepAudit(session.model, session.optimizer) if run.applied == 0 else None
-        pending, began = None, Moment(self.device)
+        pending = None
+        began = Moment(self.device)
         session.model.train()
 
         for step in self.steps.steps(
@@ -86,7 +89,8 @@ class Loop:
             set_learning_rate(session.optimizer, factor)
             with self.watch.step(run.step + 1):
                 scalars = session.train_once(step, audit.see_gradients if audit else None)
-            run.step, run.position = run.step + 1, step.state
+            run.step = run.step + 1
+            run.position = step.state
             if audit:
                 run.coverage = audit.close(bool(scalars["applied"]), flat=self._is_flat(scalars))
                 # of a step that was skipped, or whose loss is flat, there is none
@@ -94,7 +98,8 @@ class Loop:
             self.saved.prepare(run, session.optimizer)
             if pending:
                 self._deliver(pending)
-            passes, self._passes = self._passes, []
+            passes = self._passes
+            self._passes = []
             pending = PendingMetrics(
                 scalars,
                 began,
@@ -128,7 +133,9 @@ class Loop:
 
     def _due(self) -> set[str]:
         """What is to be done after this step; its metrics are waited for first."""
-        run, config, due = self.run, self.config, set()
+        run = self.run
+        config = self.config
+        due = set()
         last = run.step == run.total_steps
         if self.held_out is not None and (
             last or (config.eval_steps and run.step % config.eval_steps == 0)
@@ -148,7 +155,8 @@ class Loop:
         """
         run = self.run
         better = "evaluate" in due and self._evaluate()
-        asked, enough = self._is_stopped(), self._gains_no_more()
+        asked = self._is_stopped()
+        enough = self._gains_no_more()
         if (
             "save" in due
             or (better and self.saved.keeps_best)
@@ -207,7 +215,8 @@ class Loop:
     def _evaluate(self) -> bool:
         """Whether it is the best so far."""
         assert self.held_out is not None
-        run, session = self.run, self.session
+        run = self.run
+        session = self.session
         limited = partial(self.watch.limited, f"evaluating after step {run.step}")
         evaluation = evaluate(
             session.presented,

@@ -69,7 +69,8 @@ def longest_that_fits(asked: int, fits: Callable[[int], bool]) -> int:
     """Return the largest multiple of ``STEP`` below ``asked`` that ``fits``, by bisection; 0
     where none does.
     """
-    below, above = 0, -(-asked // STEP)
+    below = 0
+    above = -(-asked // STEP)
     while above - below > 1:
         middle = (below + above) // 2
         if fits(middle * STEP):

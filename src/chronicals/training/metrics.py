@@ -96,7 +96,10 @@ class PendingMetrics:
         passes: Sequence[Moment] = (),
         **known: float,
     ):
-        self.names, self.known, self.began, self.passes = list(scalars), known, began, passes
+        self.names = list(scalars)
+        self.known = known
+        self.began = began
+        self.passes = passes
         stacked = torch.stack([scalar.float() for scalar in scalars.values()])
         self.device = stacked.device
         on_card = self.device.type == "cuda"

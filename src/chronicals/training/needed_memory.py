@@ -64,15 +64,11 @@ def expected_memory(
         total: bytes of a card; by default those of the model's device.
         pads_attended: attention leaves room for an adapter's columns behind what it returns.
     """
-    sharded, tokens = (
-        ranks > 1 and config.sharding != "none",
-        config.batch_size * config.max_seq_length // context,
-    )
+    sharded = ranks > 1 and config.sharding != "none"
+    tokens = config.batch_size * config.max_seq_length // context
     if sharded and config.sharding == WEIGHTS:
-        among, held = (
-            sharing_of(config, model, ranks, total),
-            _memory_of(model) if total is None else total,
-        )
+        among = sharing_of(config, model, ranks, total)
+        held = _memory_of(model) if total is None else total
         check_divisible(model, config, among)
         return False, _with_weights_divided(config, model, tokens, whole, among, held)
     states = _states_on_device(config, model)
@@ -107,13 +103,18 @@ def _with_weights_divided(
         model: whose frozen layers may be divided already.
     """
     product = PRODUCTS[config.mixed_precision].itemsize
-    frozen, states = float(product), _states_on_device(config, model)
-    full, gathered = trains_layers(model), DTYPES[config.mixed_precision].itemsize
+    frozen = float(product)
+    states = _states_on_device(config, model)
+    full = trains_layers(model)
+    gathered = DTYPES[config.mixed_precision].itemsize
     if full:
         states -= 2 * config.master_weights * _splits(config)  # shards are whole fp32 weights
-        trained, gradient, frozen = (4 + states) / among, 4 / among, gathered / among
+        trained = (4 + states) / among
+        gradient = 4 / among
+        frozen = gathered / among
     else:
-        trained, gradient = 4 + (states + 8) / among, 4.0
+        trained = 4 + (states + 8) / among
+        gradient = 4.0
     kept = gradient * _keeps_gradients(config, divided=full)
     step = step_shape(config, model, tokens, whole, product)
     found = estimate(model, step, WeightBytes(frozen, trained + kept, gradient - kept))
@@ -121,9 +122,11 @@ def _with_weights_divided(
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if full:
         others = sum(p.numel() for p in model.parameters()) - sum(sizes)
-        extra, summed = max(sizes) * (3 * gathered + 8) + others * gathered, others * (gathered + 4)
+        extra = max(sizes) * (3 * gathered + 8) + others * gathered
+        summed = others * (gathered + 4)
     else:
-        extra, summed = _beside_frozen_shares(model, product, among), 0
+        extra = _beside_frozen_shares(model, product, among)
+        summed = 0
     stays = summed * _keeps_gradients(config, divided=full)
     return replace(
         found,
@@ -207,13 +210,17 @@ def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
     """What frozen weights take where they are divided among so many, less what they take as they
     are: shares, two layers that are gathered, and where products read whole weights in place, a
     dense layer that they read instead."""
-    sizes, here, gathered, read = 0, 0, 0, 0
+    sizes = 0
+    here = 0
+    gathered = 0
+    read = 0
     for layer in decoder_layers(model):
         held: dict[Any, int] = {
             module: size for module in layer.modules() if (size := frozen_bytes(module, product))
         }
         whole = sum(held.values())
-        sizes, gathered = sizes + whole, max(gathered, whole)
+        sizes = sizes + whole
+        gathered = max(gathered, whole)
         here += sum(size // divided_among(module) for module, size in held.items())
         in_place = (m for m in held if divided_among(m) == 1 and m.weight.is_floating_point())
         read = max(read, sum(held[module] for module in in_place))
@@ -361,7 +368,8 @@ def _states_on_device(config: ChronicalsConfig, model: Any) -> float:
     moved = (
         states_in_host_memory(model) if "offload_optimizer_states" in config.memory_policies else []
     )
-    away, trained = {id(p) for p in moved}, [p for p in model.parameters() if p.requires_grad]
+    away = {id(p) for p in moved}
+    trained = [p for p in model.parameters() if p.requires_grad]
     here = state_bytes(config, model, [p for p in trained if id(p) not in away])
     return (here + buffer_bytes(state_bytes(config, model, moved))) / max(
         sum(p.numel() for p in trained), 1
@@ -391,7 +399,8 @@ def _bytes(
     Args:
         frees: gradients are summed over the ranks in the backward pass, and freed.
     """
-    narrow, split = product_type.itemsize, _splits(config)
+    narrow = product_type.itemsize
+    split = _splits(config)
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or has_tiles(config)
     gradient = 0 if frees or "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     frozen = FP8InHost if leaves_the_card(config) else FP8 if config.use_fp8 else Dense

@@ -100,10 +100,8 @@ def _held(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     free, whole = torch.cuda.mem_get_info(device)
-    ours, others = (
-        torch.cuda.max_memory_allocated(device),
-        whole - free - torch.cuda.memory_reserved(device),
-    )
+    ours = torch.cuda.max_memory_allocated(device)
+    others = whole - free - torch.cuda.memory_reserved(device)
     return " ({:.1f} GiB; this run held up to {:.1f}, the driver and others hold {:.1f})".format(
         *(size / 2**30 for size in (whole, ours, others))
     )

@@ -28,7 +28,8 @@ class Precision:
     """
 
     def __init__(self, mode: str, device: torch.device):
-        self.mode, self.device = mode, device
+        self.mode = mode
+        self.device = device
         self.scale = torch.tensor(START_SCALE if mode == "fp16" else 1.0, device=device)
         self.good_steps = torch.zeros((), device=device)
 
@@ -37,7 +38,8 @@ class Precision:
         bf16's master. Those that the class keeps in fp32 when transformers loads it in another
         type, such as routers, stay so."""
         frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
-        adapted, patterns = hasattr(model, "chronicals_lora"), kept_in_fp32(model, frozen)
+        adapted = hasattr(model, "chronicals_lora")
+        patterns = kept_in_fp32(model, frozen)
         of_peft = stays_in_fp32(model)
         for module in model.modules():
             if isinstance(module, (PackedLinear, Experts4bit)):

@@ -193,7 +193,8 @@ def _settle(generation: Any) -> None:
     try:
         generation.validate(strict=True)
     except ValueError:
-        before, generation.do_sample = generation.do_sample, True
+        before = generation.do_sample
+        generation.do_sample = True
         try:
             generation.validate(strict=True)
         except ValueError as error:

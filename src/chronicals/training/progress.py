@@ -32,7 +32,8 @@ SECONDS_BETWEEN_LINES = 10.0
 MOST_LINES = 2
 """Lines on a terminal, unless what must be seen needs more."""
 
-NARROWEST_BAR, WIDEST_BAR = 8, 24
+NARROWEST_BAR = 8
+WIDEST_BAR = 24
 """Characters of the bar; without room for the first there is none."""
 
 
@@ -153,7 +154,9 @@ class ProgressBar(Callback):
             self.live.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
-        self.step, self.metrics, self.last_step_at = metrics.step, metrics, time.monotonic()
+        self.step = metrics.step
+        self.metrics = metrics
+        self.last_step_at = time.monotonic()
         if metrics.step == self.first:
             self.began = self.last_step_at  # the first step is longer than others
         if not self.console.is_terminal and self._is_due():

@@ -146,10 +146,8 @@ def run_preferences(
     by_token = usual.replace(
         objective="simpo", simpo={"beta": 1.0, "gamma": 0.0}
     )  # rewards are log-probabilities by token
-    model, tokenizer = (
-        load_model(done.result.model_dir, torch.float32),
-        load_tokenizer(done.result.model_dir),
-    )
+    model = load_model(done.result.model_dir, torch.float32)
+    tokenizer = load_tokenizer(done.result.model_dir)
     before = evaluate_data(model, tokenizer, files[1], by_token)
     result = ChronicalsTrainer(model, tokenizer, config).train(*files)
     after = evaluate_data(
@@ -207,7 +205,8 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
         output_dir=folder,
         cache_dir=folder / "tokens",
     )
-    model, tokenizer = load_model(untrained, torch.float32), load_tokenizer(untrained)
+    model = load_model(untrained, torch.float32)
+    tokenizer = load_tokenizer(untrained)
     before = evaluate_data(model, tokenizer, held, config)
     result = ChronicalsTrainer(model, tokenizer, config).train(data, held)
     assert result.evaluation is not None
@@ -267,7 +266,8 @@ def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
 
 
 def _ask(rows: list[dict], before: Path, after: Path) -> list[Answer]:
-    untrained, trained = load_trained(before), load_trained(after)
+    untrained = load_trained(before)
+    trained = load_trained(after)
     answers = []
     for row in rows:
         question, documented = (message["content"] for message in row["messages"])

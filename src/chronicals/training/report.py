@@ -78,7 +78,8 @@ class Report:
 
     def write(self, path: Path, device: torch.device) -> None:
         facts = {**self.facts, **_times(self.metrics), **machine(device)}
-        title, figure = html.escape(self.title), base64.b64encode(_figure(self.metrics)).decode()
+        title = html.escape(self.title)
+        figure = base64.b64encode(_figure(self.metrics)).decode()
         parts = [
             f"<h1>{title}</h1>{_pairs(facts)}",
             *(_section(_named(found), _data(found)) for found in self.data),
@@ -140,11 +141,10 @@ def _named(found: Mapping) -> str:
 
 def _data(found: Mapping) -> str:
     names = {field.name for field in dataclasses.fields(DataReport)} - {"findings", "left_out"}
-    ledger, report = Ledger(**found["ledger"]), DataReport(**{name: found[name] for name in names})
-    share, what = (
-        found["targets"] / max(found["tokens"], 1),
-        "scored" if ledger.is_scored else "trained",
-    )
+    ledger = Ledger(**found["ledger"])
+    report = DataReport(**{name: found[name] for name in names})
+    share = found["targets"] / max(found["tokens"], 1)
+    what = "scored" if ledger.is_scored else "trained"
     facts = {
         "rows": f"{found['rows']:,} ({ledger.kinds})",
         "documents": report.documents_in_words().removesuffix(" documents"),
@@ -173,7 +173,8 @@ def _data(found: Mapping) -> str:
 
 def _settings(config: ChronicalsConfig) -> str:
     """Those that were set or fitted, and the others folded away."""
-    values, usual = config.to_dict(), ChronicalsConfig().to_dict()
+    values = config.to_dict()
+    usual = ChronicalsConfig().to_dict()
     rows = []
     for field in dataclasses.fields(config):
         fitted = "fitted to the data" if values[field.name] != usual.get(field.name) else "default"
@@ -184,7 +185,8 @@ def _settings(config: ChronicalsConfig) -> str:
                 "set" if field.name in config.explicit else fitted,
             )
         )
-    columns, chosen = ("field", "value", ""), [row for row in rows if row[2] != "default"]
+    columns = ("field", "value", "")
+    chosen = [row for row in rows if row[2] != "default"]
     defaults = _table(columns, [row for row in rows if row[2] == "default"])
     return (
         _table(columns, chosen)

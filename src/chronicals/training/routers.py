@@ -121,11 +121,9 @@ def keep_anchor(
     Raises:
         ConfigurationError: weights are divided, or a run goes on, and what it wrote is damaged.
     """
-    settings, presented, device = (
-        session.objective.router,
-        session.presented,
-        session.precision.device,
-    )
+    settings = session.objective.router
+    presented = session.presented
+    device = session.precision.device
     if settings is None or not settings.anchor:
         return
     if session.decisions["sharding"].how == WEIGHTS:

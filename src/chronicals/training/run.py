@@ -104,17 +104,17 @@ class Run:
         better = evaluation.loss < self.best_loss
         self.evaluation = evaluation
         if better:
-            self.best_loss, self.best_step, self.best_evaluation = (
-                evaluation.loss,
-                self.step,
-                evaluation,
-            )
+            self.best_loss = evaluation.loss
+            self.best_step = self.step
+            self.best_evaluation = evaluation
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
         return better
 
     def forget_the_best(self) -> None:
         """Where its weights are gone: the best is the best of those to come."""
-        self.best_loss, self.best_step, self.best_evaluation = float("inf"), None, None
+        self.best_loss = float("inf")
+        self.best_step = None
+        self.best_evaluation = None
 
 
 @dataclass(frozen=True)

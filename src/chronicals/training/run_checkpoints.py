@@ -74,7 +74,10 @@ class RunCheckpoints:
         keeps_best: bool,
         earlier: EarlierRun | None = None,
     ):
-        self.model, self.tokenizer, self.config, self.ranks = model, tokenizer, config, ranks
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.ranks = ranks
         self.keeps_best = keeps_best
         self._earlier = earlier
         self._staging = Staging(
@@ -129,7 +132,8 @@ class RunCheckpoints:
         found = self.ranks.writer_does(
             lambda: self._load(folder, optimizer, steps, of_optimizer), CheckpointError
         )
-        state, random_states = found["state"], found["random_states"]
+        state = found["state"]
+        random_states = found["random_states"]
         if self._divided is not None:
             assert isinstance(optimizer, ShardedAdamW)
             checkpoint.load_divided(folder, self.model, optimizer, self.ranks)
@@ -205,7 +209,8 @@ class RunCheckpoints:
         """
         if "base" not in about:
             return
-        there, here = BaseFormat.read(about["base"]), BaseFormat.of(self.model)
+        there = BaseFormat.read(about["base"])
+        here = BaseFormat.of(self.model)
         if there is None and here is None:
             return
         difference = (
@@ -363,7 +368,8 @@ class RunCheckpoints:
         """Whether host memory holds the copies of all ranks, those of a machine together; all
         must ask.
         """
-        here, needed = socket.gethostname(), self._staging.needed(state.changing().values())
+        here = socket.gethostname()
+        needed = self._staging.needed(state.changing().values())
         told = self.ranks.gather_values([here, needed])
         others = sum(size for host, size in told if host == here) - needed
         return all(self.ranks.gather_values(self._staging.fits(state.changing().values(), others)))
@@ -395,7 +401,8 @@ class RunCheckpoints:
             write_divided = partial(
                 self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files
             )
-        earlier, ready = self._earlier, None
+        earlier = self._earlier
+        ready = None
         if earlier is not None and earlier.kept:
             ready = partial(earlier.give_way_to, checkpoint.name_of(step))
         try:

@@ -22,7 +22,10 @@ FILE = "samples.json"
 not make again.
 """
 
-NEW_TOKENS, LONGEST_PROMPT, OF_A_TEXT, LOOKED_AT = 32, 512, 16, 100
+NEW_TOKENS = 32
+LONGEST_PROMPT = 512
+OF_A_TEXT = 16
+LOOKED_AT = 100
 SECONDS = 1.0
 """That all answers together may take before training, and again after it: an answer that is not
 done by then ends there, and prompts that are left have none."""
@@ -45,7 +48,8 @@ class Samples:
     def __init__(self, model: Any, tokenizer: Any, store: TokenStore, count: int, output_dir: Path):
         on_card = input_device(model).type == "cuda"
         cheap = on_card or sum(parameter.numel() for parameter in model.parameters()) <= SMALL
-        self.file, self.asked = output_dir / FILE, Trained(model, tokenizer, tuple(store.kinds))
+        self.file = output_dir / FILE
+        self.asked = Trained(model, tokenizer, tuple(store.kinds))
         self.prompts = _prompts(store, count) if cheap else []
         self.answered: list[str] = []
 
@@ -79,7 +83,8 @@ class Samples:
         """Texts, as many as there is time for; none where the model cannot generate, which the
         log says.
         """
-        end, texts = time.monotonic() + SECONDS, list[str]()
+        end = time.monotonic() + SECONDS
+        texts = list[str]()
         try:
             for number, prompt in enumerate(prompts):
                 left = end - time.monotonic()

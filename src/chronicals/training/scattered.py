@@ -36,7 +36,9 @@ class ScatteredStep(EagerStep):
         self._settled = False
         self._put_in_order(shards.buckets[::-1])
         self._missing: list[int] = []
-        self._next, self._adds, self._sends = 0, False, False
+        self._next = 0
+        self._adds = False
+        self._sends = False
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._arrived) for weight in self._place
         ]
@@ -49,7 +51,9 @@ class ScatteredStep(EagerStep):
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         self._missing = [len(bucket.weights) for bucket in self._order]
-        self._next, self._adds, self._sends = 0, not first, True
+        self._next = 0
+        self._adds = not first
+        self._sends = True
         if first:
             self.held.clear()
         try:

@@ -254,10 +254,8 @@ class Session:
     def stepping(self) -> Iterator[None]:
         """Within: ``train_once`` may be called, and the model attends within documents.
         Afterwards its weights are separate tensors again, to be saved or used."""
-        config, runs = (
-            self.config,
-            {name for name, decision in self.decisions.items() if decision.runs},
-        )
+        config = self.config
+        runs = {name for name, decision in self.decisions.items() if decision.runs}
         given = self.presented, self.objective, self.parameters, self.optimizer, self.precision
         with ExitStack() as around:
             around.callback(_leave, self.model)

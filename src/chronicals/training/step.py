@@ -132,13 +132,13 @@ class EagerStep:
         max_grad_norm: float | None,
         norm: Callable[[Sequence[Tensor]], Tensor],
     ):
-        self.model, self.objective, self.precision = model, objective, precision
-        self.parameters, self.optimizer, self.max_grad_norm, self.norm = (
-            parameters,
-            optimizer,
-            max_grad_norm,
-            norm,
-        )
+        self.model = model
+        self.objective = objective
+        self.precision = precision
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.norm = norm
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
         """Weights change in ``update`` alone."""
@@ -175,7 +175,9 @@ def known_before(
     """
     if not asks_before(objective):
         return step
-    batches, sums, terms = [], dict[str, Tensor](), dict[str, Term]()
+    batches = []
+    sums = dict[str, Tensor]()
+    terms = dict[str, Term]()
     for batch in step.batches:
         asked, terms = asked_before(batch, model, objective, precision)
         sums = {name: sums.get(name, 0.0) + term.sum.double() for name, term in terms.items()}

@@ -30,7 +30,8 @@ class Stop:
 
     def ask(self, reason: str, save: bool = True) -> None:
         """From any thread, and from signal handlers."""
-        self.save, self.reason = save, reason
+        self.save = save
+        self.reason = reason
 
     def is_asked(
         self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool
@@ -61,7 +62,8 @@ class Stop:
             elsewhere = next(
                 (f"{reason} on rank {rank}" for rank, reason in reasons if reason is not None), None
             )
-            self.reason, self.save = self.reason or elsewhere, not unsaved
+            self.reason = self.reason or elsewhere
+            self.save = not unsaved
         return bool(asked)  # where this rank alone was asked since then, all stop the next time
 
     @contextmanager

@@ -86,13 +86,11 @@ class _Predictions:
     def __init__(
         self, objective: Distill, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh
     ):
-        self.objective, self.model, self.tokenizer, self.config, self.ranks = (
-            objective,
-            model,
-            tokenizer,
-            config,
-            ranks,
-        )
+        self.objective = objective
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.ranks = ranks
         self.rows = embedding_table(model).shape[0]
         saved = objective.saved_teacher(tokenizer)
         objective.vocabulary = min(
@@ -137,7 +135,8 @@ class _Predictions:
         """Every rank writes the targets of its documents into the same files, which get their
         name when all are done.
         """
-        targets, k = int(store.targets.sum()), self.objective.settings.stored_tokens
+        targets = int(store.targets.sum())
+        k = self.objective.settings.stored_tokens
         size = sum(np.dtype(kind).itemsize for kind in KINDS.values()) * k * targets
         logger.info(
             "teacher: computing predictions of %s targets, %.2f GiB in %s",

@@ -80,7 +80,9 @@ class StoredReference:
         stream: Callable[[TokenStore], BatchStream],
         limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self.session, self.stream, self.limited = session, stream, limited
+        self.session = session
+        self.stream = stream
+        self.limited = limited
         objective = session.objective
         self.facts: dict[str, Any] = {}
         self.wanted = isinstance(objective, WithReference) and objective.stores_reference(
@@ -168,7 +170,8 @@ class StoredReference:
 
     def _found(self, store: TokenStore) -> np.ndarray | None:
         """What the first rank finds in the cache, on all ranks."""
-        ranks, file = self.session.ranks, self._file(store)
+        ranks = self.session.ranks
+        file = self._file(store)
 
         def read() -> list[float] | None:
             try:
@@ -184,7 +187,8 @@ class StoredReference:
 
     @torch.no_grad()
     def _read(self, store: TokenStore) -> np.ndarray:
-        session, ranks = self.session, self.session.ranks
+        session = self.session
+        ranks = self.session.ranks
         stream = self.stream(store.with_column(NUMBER, np.arange(len(store))))
         device = session.precision.device
         sums = torch.zeros(len(store) + 1, device=device)
@@ -222,7 +226,8 @@ class StoredReference:
 
     def _file(self, store: TokenStore) -> Path:
         """In the cache, beside the store's own."""
-        model, config = json.dumps(self.facts, sort_keys=True), self.session.config
+        model = json.dumps(self.facts, sort_keys=True)
+        config = self.session.config
         digest = hashlib.sha256(
             f"{store.key} {model} {config.mixed_precision} {config.use_fp8}".encode()
         )
@@ -248,7 +253,8 @@ def _last_weights_of_reference(session: Session) -> str:
 
 def _held_as(session: Session) -> list[Any]:
     """What weights in memory depend on, beside the model."""
-    config, device = session.config, session.precision.device.type
+    config = session.config
+    device = session.precision.device.type
     memory = sorted(config.memory or ())
     return [
         device,

@@ -174,7 +174,9 @@ class Tracker(Callback, ABC):
 
     def _hand_over(self) -> None:
         waiting: list[Point] = []
-        outcome, complained, given_up = None, False, 0
+        outcome = None
+        complained = False
+        given_up = 0
         while outcome is None:
             for arrival in self._arrived():
                 if isinstance(arrival, Point):
@@ -220,7 +222,9 @@ class TensorBoard(Tracker):
     a run ended.
     """
 
-    name, module, used = "tensorboard", "tensorboard", "torch.utils.tensorboard"
+    name = "tensorboard"
+    module = "tensorboard"
+    used = "torch.utils.tensorboard"
     remedy = "make output_dir writable"
 
     def begin(self, run: Run) -> dict[str, int]:
@@ -253,7 +257,8 @@ class WeightsAndBiases(Tracker):
     has is taken to be what ``metrics.jsonl`` has. An interrupted run is marked killed.
     """
 
-    name, module = "wandb", "wandb"
+    name = "wandb"
+    module = "wandb"
     remedy = "run `wandb login`, or set WANDB_MODE=offline to store now and `wandb sync` later"
     EXIT_CODES: ClassVar[dict[Outcome, int]] = {"finished": 0, "failed": 1, "interrupted": 255}
     """255 is what W&B itself gives to a program ended by Ctrl-C."""
@@ -296,7 +301,8 @@ class MLflow(Tracker):
     interrupted run is marked killed.
     """
 
-    name, module = "mlflow", "mlflow"
+    name = "mlflow"
+    module = "mlflow"
     remedy = (
         "a local store needs pip install 'chronicals[mlflow]'; MLFLOW_TRACKING_URI says "
         "where a server is"

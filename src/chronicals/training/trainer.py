@@ -94,7 +94,9 @@ class ChronicalsTrainer:
         callbacks: Sequence[Callback] = (),
     ):
         check_versions_for(model)
-        self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config or ChronicalsConfig()
         self.ranks = Mesh.current()
         self.output_dir = self.config.output_dir
         check_class(model)
@@ -154,7 +156,8 @@ class ChronicalsTrainer:
                 processes.
             Interrupted: stopped by a signal or ``stop``, after a checkpoint.
         """
-        self._stop, padding = Stop(), self.tokenizer.pad_token
+        self._stop = Stop()
+        padding = self.tokenizer.pad_token
         try:
             watched = RankWatch(self.ranks, self.config.rank_timeout, TrainingError)
             with heard(self.ranks.writer), watched as self._watch:
@@ -208,10 +211,8 @@ class ChronicalsTrainer:
             self._fitted_to(plan, resumed) as config,
             saying_what_helps(config, self.device, self.ranks.count),
         ):
-            objective, given = (
-                self.objective,
-                [store for store in (train_store, eval_store) if store is not None],
-            )
+            objective = self.objective
+            given = [store for store in (train_store, eval_store) if store is not None]
             train_store, *held = with_predictions(
                 given, objective, model, self.tokenizer, config, self.ranks
             )
@@ -238,7 +239,8 @@ class ChronicalsTrainer:
         """Within: the folder takes the files of this run. Gives the run that is to be replaced,
         on the first rank.
         """
-        folder, earlier = self.output_dir, None
+        folder = self.output_dir
+        earlier = None
 
         def make_room() -> None:
             nonlocal earlier
@@ -275,7 +277,8 @@ class ChronicalsTrainer:
         resumed: Path | None,
         samples: Samples,
     ) -> TrainingResult:
-        config, model = self.config, self.model
+        config = self.config
+        model = self.model
         limited = partial(self._watch.limited, "computing the reference, before the first step")
         reference = StoredReference(
             session, partial(self._stream, epochs=1, shuffle=False), limited

@@ -102,7 +102,8 @@ def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> Chron
 
     Layers that are trained whole, or have an adapter, keep that alone.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     paths = {id(module): path for path, module in model.named_modules()}
     ends = [paths[id(embedding)]]
     if head is not None and head.weight is not embedding.weight:

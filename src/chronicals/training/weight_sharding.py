@@ -73,7 +73,8 @@ def check_divisible(model: Any, config: ChronicalsConfig, sharing: int) -> None:
 
 def why_not_divisible(model: Any, config: ChronicalsConfig) -> str | None:
     """Why this model cannot be trained with its weights divided, among however many; else None."""
-    name, asked = type(model).__name__, config.memory_policies
+    name = type(model).__name__
+    asked = config.memory_policies
     if not decoder_layers(model):
         return f"{name} has no list of decoder layers"
     if skips_layers(model):
@@ -169,7 +170,8 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     Args:
         sharing: neighbours that share one copy.
     """
-    layers, device = decoder_layers(model), ranks.device
+    layers = decoder_layers(model)
+    device = ranks.device
     if not trains_layers(model):
         gathers = gathers_of(model)
         if gathers is None:
@@ -184,7 +186,8 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
         return
     if any(is_divided(p) for p in model.parameters()):  # by a run before
         return
-    products, dtype = list(names_of_products(model)), DTYPES[config.mixed_precision]
+    products = list(names_of_products(model))
+    dtype = DTYPES[config.mixed_precision]
     stored: StoredRows | None = getattr(model, STORED, None)
     read = _in_memory(ranks, device) if stored is None else stored.read
     laid = shard_weights(model, layers, products, weight_mesh(ranks, sharing), dtype, read)

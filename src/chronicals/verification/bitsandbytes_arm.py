@@ -77,8 +77,11 @@ class BitsAndBytesArm(PlainArm):
             raise NotRun(f"{', '.join(missing)}: not installed")
         if score_of(model) is not None:
             raise NotRun("the model is a reward model, whose classifier PEFT adapts otherwise")
-        self.device, self.alone, self.router_loss = fp32.device, False, fp32.router_loss
-        self.objective, self.frozen = fp32.objective, fp32.frozen
+        self.device = fp32.device
+        self.alone = False
+        self.router_loss = fp32.router_loss
+        self.objective = fp32.objective
+        self.frozen = fp32.frozen
         base = _load(model, config, self.device)
         experts = _take_experts(base, model)
         self.differs, close = _differing(base, model, {*fp32.trained, *experts})
@@ -172,12 +175,10 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
         NotRun: other layers are in 4 bits, others than those in 4 bits differ, or a product is not
             by the weight that the codes and scales stand for.
     """
-    theirs, ours, found, close = (
-        quantised_layers(base),
-        quantised_layers(model),
-        dict[str, float](),
-        0,
-    )
+    theirs = quantised_layers(base)
+    ours = quantised_layers(model)
+    found = dict[str, float]()
+    close = 0
     if theirs.keys() != ours.keys():
         raise NotRun(
             f"its layers in 4 bits are others: {', '.join(sorted(theirs.keys() ^ ours.keys())[:2])}"
@@ -191,7 +192,8 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
         ):
             raise NotRun(f"{name} of the model is not that of its checkpoint")
     for path, layer in theirs.items():
-        read, own = weight_of_layer(layer).dense().float(), dense_weight(path, ours[path])
+        read = weight_of_layer(layer).dense().float()
+        own = dense_weight(path, ours[path])
         if off := _off(dense_weight(path, layer), read):
             raise NotRun(
                 f"its {path} does not multiply by the weight that its codes stand for (off by "
@@ -208,7 +210,8 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
 
 def _take(layer: Any, ours: Any) -> None:
     """Copy the codes and scales of a layer of ours, or of another one of bitsandbytes."""
-    own, place = _packed(ours), weight_of_layer(layer)
+    own = _packed(ours)
+    place = weight_of_layer(layer)
     place.codes.copy_(own.codes.view(-1))
     for name in SCALES:
         if (tensor := getattr(place.scales, name)) is not None:
@@ -239,7 +242,8 @@ def _adapted(base: Any, fp32: PlainArm, fields: Mapping[str, Any]) -> Any:
 
     paths = [name.removesuffix(".lora_A") for name in fp32.trained if name.endswith(".lora_A")]
     shapes = {path: rank_and_scale(fields, path) for path in paths}
-    (rank, scale), keys = shapes[paths[0]], {path: path.replace(".", r"\.") for path in paths}
+    (rank, scale) = shapes[paths[0]]
+    keys = {path: path.replace(".", r"\.") for path in paths}
     described = peft.LoraConfig(
         r=rank,
         lora_alpha=scale * rank,

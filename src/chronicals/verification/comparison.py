@@ -53,7 +53,8 @@ from chronicals.verification.modules import Modules
 ALLOWED = 1.5
 OUTLIERS = 4.0
 NEAR_ZERO = 1e-2
-WALK, ROUNDED = 8.0, 32
+WALK = 8.0
+ROUNDED = 32
 MISSING = 0.9
 """A module of ours that is zero is missing if its deviation exceeds this; 1 is all of f."""
 
@@ -166,7 +167,9 @@ class Tally:
     """
 
     def __init__(self, quantity: str, modules: Modules, device: torch.device):
-        self.quantity, self.modules, self.device = quantity, modules, device
+        self.quantity = quantity
+        self.modules = modules
+        self.device = device
         self.steps: list[Tensor] = []
 
     def begin_step(self) -> None:
@@ -207,10 +210,8 @@ class Tally:
         )
         typical = torch.minimum(ours, _median_where(ours_each, each[..., 0] > 0))
         fp32, _, _, dot, own = together.unbind(1)
-        cosine, ratio = (
-            dot / (fp32 * own).sqrt().clamp(min=TINY),
-            (own / fp32.clamp(min=TINY)).sqrt(),
-        )
+        cosine = dot / (fp32 * own).sqrt().clamp(min=TINY)
+        ratio = (own / fp32.clamp(min=TINY)).sqrt()
         rows = zip(
             self.modules.names,
             torch.stack([typical, ours, plain, allowed, cosine, ratio], 1).tolist(),
@@ -223,7 +224,8 @@ class Tally:
         """‖g − f‖ / ‖f‖ and ‖p − f‖ / ‖f‖, ``[..., M]``, a near-zero ‖f‖ replaced as the
         module's docstring says.
         """
-        fp32, sizes = sums[..., 0], self.modules.sizes
+        fp32 = sums[..., 0]
+        sizes = self.modules.sizes
         in_proportion = fp32.sum(-1, keepdim=True) * sizes / sizes.sum()
         base = torch.maximum(fp32, in_proportion * NEAR_ZERO**2).clamp(min=TINY)
         return (sums[..., 1] / base).sqrt(), (sums[..., 2] / base).sqrt()
@@ -305,7 +307,8 @@ def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> 
     )
     rows = []
     for number, (own, f, p, count) in enumerate(found):
-        exact, spread = float(f.sum()) / count, CHANCE * float((p - f).norm()) / count
+        exact = float(f.sum()) / count
+        spread = CHANCE * float((p - f).norm()) / count
         allowed = max(ALLOWED * max(typical, spread), walk * abs(exact), TINY)
         rows.append(StepLoss(number + 1, own, exact, float(p.sum()) / count, allowed))
     return rows

@@ -27,7 +27,8 @@ def rounded(x: Tensor, by_rows: bool = False) -> Tensor:
 class _RoundedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, weight8 = rounded(x), rounded(weight)
+        x8 = rounded(x)
+        weight8 = rounded(weight)
         ctx.save_for_backward(x8, weight8)
         ctx.dtypes = x.dtype, weight.dtype
         return F.linear(x8, weight8).to(x.dtype)

@@ -49,7 +49,9 @@ class TrainingPath:
     def __init__(
         self, model: Any, config: ChronicalsConfig, total_steps: int, tokenizer: Any = None
     ):
-        self.model, self.config, self.total_steps = model, config, total_steps
+        self.model = model
+        self.config = config
+        self.total_steps = total_steps
         self.session = prepare(model, config, build_objective(config), tokenizer=tokenizer)
         self.trained = {
             plain_name(name): p for name, p in model.named_parameters() if p.requires_grad

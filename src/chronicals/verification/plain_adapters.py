@@ -18,7 +18,8 @@ from chronicals.config import ChronicalsConfig
 from chronicals.lora.targets import linear_shape
 from chronicals.models import beside_text, is_within
 
-FEW_TOKENS, FIRST_TOKEN = 4, 3
+FEW_TOKENS = 4
+FIRST_TOKEN = 3
 """Of a forward pass that shows which layers a class calls."""
 
 
@@ -30,7 +31,8 @@ class PlainAdapters:
     """
 
     def __init__(self, model: Any, device: torch.device):
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.trained: dict[str, nn.Parameter] = {}
 
     def attach(self, fields: Mapping[str, Any]) -> None:
@@ -60,7 +62,8 @@ class PlainAdapters:
             a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
             b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
             self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
-            upright, lengths = isinstance(layer, nn.Linear), None
+            upright = isinstance(layer, nn.Linear)
+            lengths = None
             if fields["use_dora"]:
                 lengths = nn.Parameter(weight.detach().float().norm(dim=1 if upright else 0))
                 self.trained[f"{path}.lora_magnitude_vector"] = lengths
@@ -106,10 +109,8 @@ class PlainAdapters:
             path = owner + ".base_layer" * (len(beneath) - 1 - beneath.index(full))
             rank, scale = rank_and_scale(fields, full)
             layer = self.model.get_submodule(owner)
-            weight, transposed = (
-                layer.get_parameter(name),
-                bool(getattr(layer, "is_transposed", False)),
-            )
+            weight = layer.get_parameter(name)
+            transposed = bool(getattr(layer, "is_transposed", False))
             experts = weight.shape[0] if weight.ndim == 3 else 1
             narrow, wide = (
                 weight.shape[:-3:-1] if weight.ndim == 3 and transposed else weight.shape[-2:]
@@ -170,7 +171,8 @@ def _put_in_place(
 
     def before(layer: nn.Module, _: Any) -> None:
         weight = layer.get_parameter(name)
-        down, up = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts)
+        down = a.view(experts, -1, a.shape[1])
+        up = b.view(len(b), -1, experts)
         update = torch.einsum("ore,eri->eoi", up, down) * scale
         update = (
             (update.transpose(1, 2) if transposed else update) if weight.ndim == 3 else update[0]

@@ -121,7 +121,8 @@ def _without_bias(layer: Any) -> Iterator[None]:
     """Within: no bias; training mode, because in evaluation mode bitsandbytes changes the layout
     of weights on some CPUs.
     """
-    training, bias = layer.training, layer.bias
+    training = layer.training
+    bias = layer.bias
     layer.train()
     layer.bias = None
     try:

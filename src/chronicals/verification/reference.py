@@ -38,7 +38,8 @@ from chronicals.verification.quantised import (
     weights_of_experts,
 )
 
-ROW_TOKENS, LOGITS = 4096, 2**28
+ROW_TOKENS = 4096
+LOGITS = 2**28
 """Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole
 attention weights of so many tokens, exist at once. One document is never divided."""
 
@@ -76,10 +77,8 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
     """
     items = [item for pack in packs for item in pack]
     firsts = [next(document for document in item if document.side == 0) for item in items]
-    targets, good = (
-        sum(count_targets(document) for item in items for document in item),
-        sum(d.label == 1 for d in firsts),
-    )
+    targets = sum(count_targets(document) for item in items for document in item)
+    good = sum(d.label == 1 for d in firsts)
     mismatched = sum(is_mismatched(document) for item in items for document in item)
     return {
         "targets": targets,
@@ -137,12 +136,10 @@ class PlainArm:
         alone: bool = False,
         usual_attention: bool = False,
     ):
-        self.device, self.alone, self.objective, self.usual_attention = (
-            device,
-            alone,
-            objective,
-            usual_attention,
-        )
+        self.device = device
+        self.alone = alone
+        self.objective = objective
+        self.usual_attention = usual_attention
         self.model = _fresh(model, device, usual_attention and _takes_sdpa(model))
         self.frozen: dict[str, nn.Module] = {}
         self.router_loss = (
@@ -328,7 +325,8 @@ class PlainArm:
         """Ids, mask of what is no padding, and bool of what is trained: a row a document."""
         width = max(len(document.ids) for document in documents)
         ids = torch.full((len(documents), width), self.pad_token_id or 0)
-        mask, trained = torch.zeros_like(ids), torch.zeros(len(documents), width, dtype=torch.bool)
+        mask = torch.zeros_like(ids)
+        trained = torch.zeros(len(documents), width, dtype=torch.bool)
         for row, (tokens, marks, *_) in enumerate(documents):
             ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
             trained[row, 1 : len(tokens)] = torch.from_numpy(marks[1:].astype(bool))
@@ -347,7 +345,8 @@ class PlainArm:
                 name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits
                 for name, model in self.frozen.items()
             }
-        at, targets = trained[:, 1:], ids[:, 1:]
+        at = trained[:, 1:]
+        targets = ids[:, 1:]
         scored = iter(
             ScoredDocument(
                 logits[row, :-1][at[row]],
@@ -362,7 +361,8 @@ class PlainArm:
 
     def _with_scores(self, items: list[Item], scores: Tensor) -> list[list[ScoredDocument]]:
         """The documents of some items with their scores ``[N, 1]``."""
-        nothing, left = scores.new_zeros(0, 0), iter(scores.float().squeeze(-1).unbind())
+        nothing = scores.new_zeros(0, 0)
+        left = iter(scores.float().squeeze(-1).unbind())
         return [
             [ScoredDocument(nothing, nothing, {}, d.side, d.label, next(left)) for d in item]
             for item in items

@@ -59,7 +59,10 @@ from chronicals.verification.eight_bits import rounded_linear
 
 ALLOWED = 1.5
 LENGTHS = (17, 1, 31)
-DTYPE, WIDTH, VOCABULARY, HEADS = torch.bfloat16, 64, 301, 4
+DTYPE = torch.bfloat16
+WIDTH = 64
+VOCABULARY = 301
+HEADS = 4
 
 Function = Callable[..., Tensor]
 
@@ -90,7 +93,8 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     drawn = _Drawn.of(device)
-    gate, width = drawn.gate, WIDTH
+    gate = drawn.gate
+    width = WIDTH
     kernels = "triton" if runs_triton(gate) else "torch"
     runs_as = {"attention": choose_backend(device, DTYPE, head_dim=16)}
     cases = [*_elementwise(drawn), *_of_heads(drawn), *_rotations(drawn), *_attention(drawn)]
@@ -163,7 +167,9 @@ class _Drawn:
 
 
 def _elementwise(drawn: _Drawn) -> list[Case]:
-    gate, up, random = drawn.gate, drawn.up, drawn.random
+    gate = drawn.gate
+    up = drawn.up
+    random = drawn.random
     return [
         ("rmsnorm", fused_rmsnorm, rmsnorm_reference, (gate, random(WIDTH))),
         (
@@ -187,7 +193,9 @@ def _elementwise(drawn: _Drawn) -> list[Case]:
 
 def _of_heads(drawn: _Drawn) -> list[Case]:
     """Losses of the head, and the merged product."""
-    targets, random, inputs = drawn.targets, drawn.random, (drawn.hidden, drawn.weight)
+    targets = drawn.targets
+    random = drawn.random
+    inputs = (drawn.hidden, drawn.weight)
     teacher = LinearHead(random(len(targets), 2 * WIDTH), random(VOCABULARY, 2 * WIDTH) * 0.1)
 
     def taught(x: Tensor) -> LinearHead:
@@ -234,7 +242,8 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
 
 
 def _rotations(drawn: _Drawn) -> list[Case]:
-    tokens, random = len(drawn.gate), drawn.random
+    tokens = len(drawn.gate)
+    random = drawn.random
 
     def rope(function: Callable[..., tuple[Tensor, ...]]) -> Function:
         return _together(
@@ -251,11 +260,9 @@ def _rotations(drawn: _Drawn) -> list[Case]:
 
         return rope(run)
 
-    qk, norms, qkv = (
-        (random(tokens, HEADS, 16), random(tokens, 2, 16)),
-        (random(16), random(16)),
-        random(tokens, 8 * 16),
-    )
+    qk = (random(tokens, HEADS, 16), random(tokens, 2, 16))
+    norms = (random(16), random(16))
+    qkv = random(tokens, 8 * 16)
     return [
         ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qk),
         ("qk_norm_rope", rope(fused_qk_norm_rope), rope(qk_norm_rope_reference), (*qk, *norms)),
@@ -308,7 +315,8 @@ def _compare(
     definition: Function | None = None,
 ) -> SelfTest:
     """Compare result and gradients with ``definition`` in fp64, which is ``plain`` by default."""
-    exact_inputs, definition = tuple(x.double() for x in inputs), definition or plain
+    exact_inputs = tuple(x.double() for x in inputs)
+    definition = definition or plain
     upstream = torch.randn_like(definition(*exact_inputs))
     exact = _outputs(definition, exact_inputs, upstream)
     return _judged(
@@ -376,7 +384,8 @@ def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
         )
         if update is fused_adamw_:
             high, low = split_master(weight)
-            tensors.weights, tensors.lows = [high], [low]
+            tensors.weights = [high]
+            tensors.lows = [low]
         update(tensors, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
         return (join_master(high, low) if tensors.lows else weight).double() - start[0].double()
 

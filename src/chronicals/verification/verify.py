@@ -72,7 +72,8 @@ from chronicals.verification.reference import (
     without_dropout,
 )
 
-FEWEST, MOST = 5, 20
+FEWEST = 5
+MOST = 20
 PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4", "bitsandbytes", "peft")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN_SCALE = 2.0**12
@@ -294,7 +295,8 @@ class _Arms:
         Args:
             further: frozen models, by name, that the objective's definition needs beside the run's.
         """
-        model, session = path.model, path.session
+        model = path.model
+        session = path.session
         if self.fp32.router_loss and session.presented.router_loss is None:
             for arm in filter(None, (self.fp32, self.plain, self.others)):
                 arm.router_loss = 0.0
@@ -338,10 +340,8 @@ def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list
         items: list[Item] = []
         for number in pack:
             ids, trained = store.whole_document(number)
-            side, label = (
-                0 if sides is None else int(sides[number]),
-                -1 if labels is None else int(labels[number]),
-            )
+            side = 0 if sides is None else int(sides[number])
+            label = -1 if labels is None else int(labels[number])
             if side == 0:
                 items.append([])
             if trained.any():  # a shared prompt is in front of its answers
@@ -355,8 +355,13 @@ class _Comparison:
     """The arms, and the sums over the steps done so far."""
 
     def __init__(self, path: TrainingPath, arms: _Arms, rates: list[float], device: torch.device):
-        self.path, self.fp32, self.plain, self.others = path, arms.fp32, arms.plain, arms.others
-        self.config, self.rates, self.device = arms.config, rates, device
+        self.path = path
+        self.fp32 = arms.fp32
+        self.plain = arms.plain
+        self.others = arms.others
+        self.config = arms.config
+        self.rates = rates
+        self.device = device
         start = self._weights()
         self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
         self.gradients, self.updates, self.optimizer, self.sizes = (
@@ -386,7 +391,8 @@ class _Comparison:
         }
 
     def one_step(self, step: Step, number: int, packs: list[list[Item]]) -> None:
-        before, counts = self._weights(), {**step.counts, **count_items(packs)}
+        before = self._weights()
+        counts = {**step.counts, **count_items(packs)}
         targets = int(counts["targets"])
         self.fp32.load(before)
         self.plain.load(before)
@@ -476,7 +482,8 @@ class _Comparison:
         return Verification(losses, gradients, updates, optimizer, failures, notes, facts, beside)
 
     def _failures(self, losses: list[StepLoss], rows: list[Deviation]) -> list[str]:
-        asked, trained = set(self.fp32.trained), set(self.path.trained)
+        asked = set(self.fp32.trained)
+        trained = set(self.path.trained)
         failures = [
             f"{name}: not trained, though the options ask for it"
             for name in sorted(asked - trained)

@@ -222,7 +222,9 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Ten
         )
     *saved, sinks = ctx.saved_tensors
     dq, dk, dv, d_sinks = _backward(dout, *saved, *ctx.options, sinks)
-    of_bounds, of_options, of_padding = (None, None), [None for _ in ctx.options], None
+    of_bounds = (None, None)
+    of_options = [None for _ in ctx.options]
+    of_padding = None
     return dq, dk, dv, *of_bounds, *of_options, None if sinks is None else d_sinks, of_padding
 
 

@@ -19,7 +19,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from chronicals.attention.support import Spans
 
-BLOCK, KEPT = 128, 8
+BLOCK = 128
+KEPT = 8
 
 # fullgraph: where recompilation reaches its limit it raises, instead of running with the whole
 # score matrix.
@@ -52,7 +53,8 @@ def block_mask(spans: Spans, queries: int, keys: int, window: int | None) -> Blo
         return make_block_mask(spans, queries, keys, window)
     if any(cu.is_inference() for cu in bounds):  # such have no version
         return make_block_mask(spans, queries, keys, window)
-    key, versions = (*map(id, bounds), queries, keys, window), tuple(cu._version for cu in bounds)
+    key = (*map(id, bounds), queries, keys, window)
+    versions = tuple(cu._version for cu in bounds)
     kept = _masks.pop(key, None)
     if (
         kept is None
@@ -75,7 +77,8 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     device = spans.cu_q.device
     place = torch.arange(queries, device=device, dtype=torch.int32)
     document = torch.searchsorted(spans.cu_q, place, right=True) - 1
-    lower, own = spans.cu_k[document], place
+    lower = spans.cu_k[document]
+    own = place
     if not spans.are_equal:
         own = place + spans.cu_k[document + 1] - spans.cu_q[document + 1]
     if window is not None:
@@ -87,13 +90,17 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     def seen_apart(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= own[query]) & (key >= lower[query])
 
-    rows, columns = (queries + BLOCK - 1) // BLOCK, (keys + BLOCK - 1) // BLOCK
+    rows = (queries + BLOCK - 1) // BLOCK
+    columns = (keys + BLOCK - 1) // BLOCK
     row = torch.arange(rows, device=device, dtype=torch.int32)
     column = torch.arange(columns, device=device, dtype=torch.int32)
-    first, last = row * BLOCK, ((row + 1) * BLOCK - 1).clamp(max=queries - 1)
+    first = row * BLOCK
+    last = ((row + 1) * BLOCK - 1).clamp(max=queries - 1)
     # visited: the blocks from lowest to highest; seen whole: those from whole to end, without the
     # latter
-    lowest, highest, end = lower[first] // BLOCK, own[last] // BLOCK, (own[first] + 1) // BLOCK
+    lowest = lower[first] // BLOCK
+    highest = own[last] // BLOCK
+    end = (own[first] + 1) // BLOCK
     whole = torch.minimum((lower[last] + BLOCK - 1) // BLOCK, end)
     before = whole - lowest
     after = (column[None] + (end - before)[:, None]).clamp(max=columns - 1)

@@ -72,7 +72,8 @@ def _one(
     sinks: Tensor | None,
 ) -> Tensor:
     q_HQD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
-    queries, keys = len(q), len(k)
+    queries = len(q)
+    keys = len(k)
     banded = window is not None and window < keys
     plain = softcap is not None or sinks is not None
     seen = None

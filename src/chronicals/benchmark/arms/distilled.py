@@ -35,7 +35,8 @@ class Taught(nn.Module):
 
     def __init__(self, student: Any, teacher: Any, loss: Loss):
         super().__init__()
-        self.student, self.loss = student, loss
+        self.student = student
+        self.loss = loss
         self._teacher = [
             teacher.eval().requires_grad_(False)
         ]  # in a list: its weights are none of this module's
@@ -75,7 +76,8 @@ def plain_divergence(
     backward pass.
     """
     kept = targets != -100
-    student, teacher = student[kept], teacher[kept]
+    student = student[kept]
+    teacher = teacher[kept]
     parts = zip(student.split(ROWS), teacher.split(ROWS))
     sums = [
         checkpoint(_sum, rows, head, others, of_teacher, use_reentrant=False)

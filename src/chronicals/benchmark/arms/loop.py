@@ -98,7 +98,9 @@ class _Loop:
 
     def __init__(self, model: Any, work: Work, updates: bool):
         config = work.config()
-        self.model, self.updates, self.max_norm = model, updates, config.max_grad_norm or math.inf
+        self.model = model
+        self.updates = updates
+        self.max_norm = config.max_grad_norm or math.inf
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -129,10 +131,13 @@ class _Loop:
         """The steps of a round over the batches, from the first one again where they are fewer,
         and the profiled ones.
         """
-        clock, measured = Clock(), [batches[step % len(batches)] for step in range(plan.in_all)]
+        clock = Clock()
+        measured = [batches[step % len(batches)] for step in range(plan.in_all)]
         clock.mark()
         found = [self.step(batch, clock) for batch in measured]
-        seconds, peak, profile = clock.seconds(), peak_gib(), None
+        seconds = clock.seconds()
+        peak = peak_gib()
+        profile = None
         if plan.trace and not plan.rounds:
             profiler = Profiler(plan.trace)
             for batch in batches[plan.in_all :]:

@@ -36,7 +36,10 @@ class Collector(Callback):
     """
 
     def __init__(self, work: Work, plan: ArmPlan, settings: str, run_in_fp8: bool):
-        self.work, self.plan, self.settings, self.run_in_fp8 = work, plan, settings, run_in_fp8
+        self.work = work
+        self.plan = plan
+        self.settings = settings
+        self.run_in_fp8 = run_in_fp8
         self.steps = list[StepMetrics]()
         self.trainer: ChronicalsTrainer | None = None
         self.profiler: Profiler | None = None
@@ -58,14 +61,17 @@ class Collector(Callback):
             self.trainer.stop(save=False)
 
     def _hand_in(self) -> bool:
-        steps, coverage, profile = self.steps[: self.plan.in_all], self.run.coverage, None
+        steps = self.steps[: self.plan.in_all]
+        coverage = self.run.coverage
+        profile = None
         assert coverage is not None
         if self.profiler is not None:
             measured = steps[self.plan.discarded :]
             step_seconds = statistics.median(
                 step.tokens / step.tokens_per_second for step in measured
             )
-            profile, self.profiler = self.profiler.stop(PROFILED_STEPS, step_seconds), None
+            profile = self.profiler.stop(PROFILED_STEPS, step_seconds)
+            self.profiler = None
         peak = max(step.memory_gib for step in steps)
         if self.trainer is not None and is_crowded(peak):
             self.trainer.release_graphs()

@@ -64,11 +64,13 @@ def padded(
     targets = [
         sum(int((document.labels[1:] != -100).sum()) for document in group) for group in groups
     ]
-    micro_batches, slots = [], 0
+    micro_batches = []
+    slots = 0
     for group, held in zip(groups, targets):
         width = len(group[0])
         ids = torch.zeros(len(group), width, dtype=torch.long)
-        labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+        labels = torch.full_like(ids, -100)
+        mask = torch.zeros_like(ids)
         for row, document in enumerate(group):
             ids[row, : len(document)] = torch.from_numpy(np.asarray(document.ids, np.int64))
             labels[row, : len(document)] = torch.from_numpy(np.asarray(document.labels, np.int64))
@@ -131,7 +133,8 @@ def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int,
     Args:
         lengths: of sorted documents, the longest first.
     """
-    costs, starts = [0.0], [0]
+    costs = [0.0]
+    starts = [0]
     for end in range(1, len(lengths) + 1):
         cost, start = min(
             (
@@ -145,7 +148,8 @@ def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int,
         )
         costs.append(cost)
         starts.append(-start)
-    bounds, end = [], len(lengths)
+    bounds = []
+    end = len(lengths)
     while end:
         bounds.append((starts[end], end))
         end = starts[end]

@@ -82,11 +82,13 @@ def train(
         settings: how the model runs, in words.
     """
     held = replace(held, steps=held.steps[: plan.in_all])
-    steps, config = held.steps, work.config()
+    steps = held.steps
+    config = work.config()
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     rounds = config.mixed_precision == "bf16"
-    losses_of, rounded_of = Losses(model, work, held, at_once), None
+    losses_of = Losses(model, work, held, at_once)
+    rounded_of = None
     if rounds:
         with in_bf16(model):
             rounded_of = Losses(model, work, held, at_once)
@@ -99,13 +101,14 @@ def train(
         weight_decay=config.weight_decay,
         fused=device().type == "cuda",
     )
-    losses, norms, movement, clock = list[float](), list[float](), Movement(model), Clock()
-    rounded, rounded_norms, spreads, of_groups = (
-        list[float](),
-        list[float](),
-        list[float](),
-        list[float](),
-    )
+    losses = list[float]()
+    norms = list[float]()
+    movement = Movement(model)
+    clock = Clock()
+    rounded = list[float]()
+    rounded_norms = list[float]()
+    spreads = list[float]()
+    of_groups = list[float]()
     loaded = time.perf_counter() - plan.began
     reset_peak()
     clock.mark()
@@ -165,7 +168,10 @@ class Losses:
     """
 
     def __init__(self, model: Any, work: PairWork, held: Held, at_once: int):
-        self.model, self.work, self.held, self.at_once = model, work, held, at_once
+        self.model = model
+        self.work = work
+        self.held = held
+        self.at_once = at_once
         self.start = (
             [list(self._scores(step)) for step in held.steps] if work.objective == "dpo" else []
         )
@@ -178,7 +184,8 @@ class Losses:
 
     def __call__(self, number: int) -> Iterator[Tensor]:
         """Of step ``number``, one group after the other."""
-        step, trained = self.held.steps[number], self.held.prompt_is_trained
+        step = self.held.steps[number]
+        trained = self.held.prompt_is_trained
         parts = [(part, group) for part in step for group in groups(part, self.at_once)]
         for place, (part, group) in enumerate(parts):
             scores = scores_of(self.model, group, trained)
@@ -272,9 +279,7 @@ def orpo_loss(
     trained = sum(
         len(pair.chosen) + (len(pair.prompt) - 1 if prompt_is_trained else 0) for pair in part
     )
-    chosen, rejected = (
-        scores.chosen / scores.chosen_tokens,
-        scores.rejected / scores.rejected_tokens,
-    )
+    chosen = scores.chosen / scores.chosen_tokens
+    rejected = scores.rejected / scores.rejected_tokens
     odds = (chosen - (1 - chosen.exp()).log()) - (rejected - (1 - rejected.exp()).log())
     return -scores.trained.sum() / trained - work.beta * F.logsigmoid(odds).sum() / len(part)

@@ -21,10 +21,12 @@ from chronicals.benchmark.arms.ways import FLASH_ATTENTION
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.pairs import SHARES, Pair, PairWork
 
-MOST, USUAL = 16, 4
+MOST = 16
+USUAL = 4
 """Pairs of a micro-batch: at most, and where attentions are compared."""
 
-TIMED, ENOUGH = 4, 6.0
+TIMED = 4
+ENOUGH = 6.0
 """Usual steps that a way is timed in at most, of which the median counts, and seconds after
 which no further one begins.
 """
@@ -108,15 +110,15 @@ class PairTrial:
     def __init__(self, build: Build, steps: Sequence[Sequence[Pair]]):
         by_tokens = sorted(steps, key=lambda step: sum(pair.tokens for pair in step))
         first = max(len(steps) - TIMED, 0) // 2
-        longest, usual = (
-            max(steps, key=lambda step: step[0].longest),
-            by_tokens[first : first + TIMED],
-        )
+        longest = max(steps, key=lambda step: step[0].longest)
+        usual = by_tokens[first : first + TIMED]
         others = [
             step for step in by_tokens[:first] + by_tokens[first + TIMED :] if step is not longest
         ]
-        chosen, size = [longest, *usual, *others[-WARM:]], len(longest)
-        self.build, self.trainer = build, build(chosen, 1)
+        chosen = [longest, *usual, *others[-WARM:]]
+        size = len(longest)
+        self.build = build
+        self.trainer = build(chosen, 1)
         if getattr(
             self.trainer.args, "use_liger_kernel", False
         ):  # the trainer does when training begins
@@ -127,8 +129,10 @@ class PairTrial:
         self.longest, *steps_of_rows = (
             rows[start : start + size] for start in range(0, len(rows), size)
         )
-        self.usual, self.others = steps_of_rows[: len(usual)], steps_of_rows[len(usual) :]
-        self.seconds, self.failed = dict[PairWay, float](), dict[PairWay, str]()
+        self.usual = steps_of_rows[: len(usual)]
+        self.others = steps_of_rows[len(usual) :]
+        self.seconds = dict[PairWay, float]()
+        self.failed = dict[PairWay, str]()
 
     def run(self, way: PairWay) -> None:
         """Time it, or note why it does not run; one with more pairs than what ran out of memory
@@ -169,7 +173,8 @@ class PairTrial:
         """Seconds of a usual step forward and backward, the median of some that differ in their
         lengths.
         """
-        model, args = self.build.model, self.trainer.args
+        model = self.build.model
+        args = self.trainer.args
         way.attention.take(model)
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(
@@ -185,7 +190,8 @@ class PairTrial:
         return statistics.median(seconds)
 
     def _passed(self, way: PairWay, rows: Sequence[Any]) -> float:
-        trainer, began = self.trainer, _now()
+        trainer = self.trainer
+        began = _now()
         for start in range(0, len(rows), way.pairs):
             inputs = trainer._prepare_inputs(trainer.data_collator(rows[start : start + way.pairs]))
             trainer.compute_loss(trainer.model, inputs).backward()
@@ -232,7 +238,8 @@ def known_or_fastest_way(
     if work.data not in SHARES:
         return fastest_way(build, steps, attentions)
     name = re.sub(r"[^a-z0-9]+", "-", f"{work.name} {work.mode} {work.objective} {arm}".lower())
-    file, config = work.folder.parent / "ways" / f"{name}.json", work.config()
+    file = work.folder.parent / "ways" / f"{name}.json"
+    config = work.config()
     alike = [str(device()), config.batch_size, config.max_seq_length, len(steps[0])]
     if file.exists():
         found = json.loads(file.read_text())

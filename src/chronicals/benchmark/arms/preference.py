@@ -216,7 +216,8 @@ class PairWatch(Watch):
         """
         if self.objective == "orpo":
             return Held(self.batches, prompt_is_trained=True).to_json()
-        whole, expected = _whole(self.batches), _whole(self.expected)
+        whole = _whole(self.batches)
+        expected = _whole(self.expected)
         return None if whole == expected else Held(whole).to_json()
 
     def begins_alike(self) -> bool:

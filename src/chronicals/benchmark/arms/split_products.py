@@ -29,7 +29,8 @@ TERMS = (4096, 512, 128)
 taken.
 """
 
-ROWS, WORSE = 256, 8.0
+ROWS = 256
+WORSE = 8.0
 """Rows by which the products are tried on a card, and how many times the error of plain fp32
 they may have.
 """

@@ -146,10 +146,14 @@ class Watch:
     """
 
     def __init__(self, trainer: Any, plan: ArmPlan, settings: str, expected: list[list[Any]]):
-        self.trainer, self.plan, self.settings, self.expected = trainer, plan, settings, expected
+        self.trainer = trainer
+        self.plan = plan
+        self.settings = settings
+        self.expected = expected
         self.movement = Movement(trainer.model)
         self.loaded = time.perf_counter() - plan.began
-        self.began_at, self.clock = 0, Clock()
+        self.began_at = 0
+        self.clock = Clock()
         self.micro_batches: list[tuple[int, Tensor, int]] = []
         self.batches: list[list[Any]] = []
         inner = trainer.training_step
@@ -202,7 +206,8 @@ class Watch:
                 first=first,
             )
         )
-        self.began_at, self.clock = self.trainer.state.global_step, Clock()
+        self.began_at = self.trainer.state.global_step
+        self.clock = Clock()
         self.micro_batches.clear()
         self.clock.mark()
         return wanted
@@ -225,7 +230,8 @@ class Watch:
 
     def sizes(self, inputs: dict[str, Any]) -> tuple[Tensor, int]:
         """Real tokens of a micro-batch, and its positions."""
-        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        ids = inputs["input_ids"]
+        mask = inputs.get("attention_mask")
         return torch.tensor(ids.numel()) if mask is None else mask.sum(), ids.numel()
 
     def held(self, inputs: dict[str, Any]) -> list[Any]:
@@ -259,7 +265,8 @@ def documents_in(inputs: dict[str, Any]) -> list[list[int]]:
     kept = (
         torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
     )
-    flat, lengths = ids[kept], inputs.get("packed_seq_lengths")
+    flat = ids[kept]
+    lengths = inputs.get("packed_seq_lengths")
     if lengths is not None and int(lengths.sum()) == flat.numel():
         parts = lengths.tolist()
     elif positions is not None and positions.shape == ids.shape:

@@ -55,7 +55,8 @@ def keeps_documents_apart(model: Any) -> bool:
     the same bits.
     """
     ids = torch.arange(64, device=device())[None]
-    other, positions = torch.where(ids < 32, ids + 1, ids), ids % 32
+    other = torch.where(ids < 32, ids + 1, ids)
+    positions = ids % 32
     given = {"position_ids": positions, **flash_lengths(positions)}
     with torch.no_grad():
         first, second = (model(input_ids=x, **given).logits[:, 32:] for x in (ids, other))
@@ -95,8 +96,11 @@ class Trial:
 
     def __init__(self, model: Any, steps: Sequence[Sequence[Document]], rows: int):
         largest = max(steps, key=lambda documents: sum(len(document) for document in documents))
-        self.model, self.steps, self.rows = model, [steps[0], largest], rows
-        self.seconds, self.failed = dict[Way, float](), dict[Way, str]()
+        self.model = model
+        self.steps = [steps[0], largest]
+        self.rows = rows
+        self.seconds = dict[Way, float]()
+        self.failed = dict[Way, str]()
 
     def run(self, way: Way) -> None:
         """Time it, or note why it does not run.

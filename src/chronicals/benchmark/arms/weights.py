@@ -77,7 +77,8 @@ def load_dequantised(path: str, dtype: torch.dtype, **options: Any) -> Any:
     quantised from ``dtype``; options are of ``from_pretrained``."""
     from chronicals.quantization import Linear4bit
 
-    model, packed = load(path, torch.float32, **options), load_in_4_bits(path, dtype)
+    model = load(path, torch.float32, **options)
+    packed = load_in_4_bits(path, dtype)
     for name, layer in packed.named_modules():
         if isinstance(layer, Linear4bit):
             model.get_submodule(name).weight.data.copy_(layer.packed.dense())
@@ -121,7 +122,8 @@ def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False, **ch
     import peft
 
     config = work.config(**changes)
-    shape, start = adapter_shape(config), start_of(work, config)
+    shape = adapter_shape(config)
+    start = start_of(work, config)
     paths = [
         name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
         for name in start
