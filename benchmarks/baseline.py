@@ -24,7 +24,7 @@ import triton
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.lora import adapters
 from chronicals.models.presentation import padded_arguments
 from chronicals.optimizers import learning_rate_factor

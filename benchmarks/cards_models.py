@@ -148,7 +148,7 @@ def step_of(
     """The batches ``first`` to ``first + count`` of those of a step, of which there are
     ``together``.
     """
-    from chronicals.data.steps import Step
+    from chronicals.data.packs.steps import Step
 
     batches = [
         batch_of(number * together + first + n, packs, width, vocabulary) for n in range(count)
@@ -173,8 +173,8 @@ def dealt(step: Any, ranks: Any) -> Any:
 
     import numpy as np
 
-    from chronicals.data.dealing import part_of
-    from chronicals.data.parts import SPLIT
+    from chronicals.data.packs.dealing import part_of
+    from chronicals.data.packs.parts import SPLIT
 
     if ranks.context is None:
         return step

@@ -32,10 +32,10 @@ import torch
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, TokenStore, build_store, plan_packs
-from chronicals.data.assembly import ENTRIES
-from chronicals.data.loader import Memory
-from chronicals.data.packing import STRATEGIES
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.packs.assembly import ENTRIES
+from chronicals.data.packs.loader import Memory
+from chronicals.data.packs.packing import STRATEGIES
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 
 SEQUENCES = 1_000_000
 PLANS = 9

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from chronicals.benchmark.record import current_commit, versions
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.export import ExportError, NotProved, export, llama_cpp
 from chronicals.models.gguf_families import NotExpressible
 

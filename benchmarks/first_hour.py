@@ -33,7 +33,7 @@ LONGEST_LINE = 150
 MADE = """
 import json, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 def chat(n):
     said = f"twice {n} is {2 * n}" if n % 2 else f"{n} is even, and half of it is {n // 2}"
     return {"messages": [{"role": "user", "content": f"what about {n}?"}, {"role": "assistant", "content": said}]}

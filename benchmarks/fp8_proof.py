@@ -30,7 +30,7 @@ from baseline import documents, versions
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.quantization import FP8
 from chronicals.verification.path import TrainingPath
 from chronicals.verification.reference import PlainArm, exact_products

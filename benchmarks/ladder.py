@@ -22,7 +22,7 @@ import torch
 from baseline import SHAPE, WARM_UP, documents, ours, versions
 
 from chronicals.attention import choice
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.kernels.adamw import Tensors, join_master
 from chronicals.kernels.gradient_norm import gradient_norm_reference
 from chronicals.patching.report import PatchReport

@@ -30,7 +30,7 @@ import torch
 import transformers
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.training import Callback
 from chronicals.training.memory_check import logger as memory_log
 

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from chronicals import ChronicalsConfig
 from chronicals.benchmark.record import current_commit, versions
-from chronicals.data.standard_library import questions_and_answers
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.reading.standard_library import questions_and_answers
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
 VOCABULARY = 1024

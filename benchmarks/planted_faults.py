@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from chronicals.data import build_store  # noqa: E402
-from chronicals.data.gate import RULES, DataReport  # noqa: E402
+from chronicals.data.reading.gate import RULES, DataReport  # noqa: E402
 from data.planted_faults import ALONG, PLANTED, WIDTH, encoder, planted, rule_of  # noqa: E402  the tests' own table
 
 INTRODUCTION = """\

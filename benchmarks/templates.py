@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "data")]
 
 from chronicals.data import TemplateError, Tokenizer  # noqa: E402
-from chronicals.data.chat_templates import FAMILIES  # noqa: E402
+from chronicals.data.tokens.chat_templates import FAMILIES  # noqa: E402
 from data.public_conversations import CONVERSATIONS  # noqa: E402
 from data.stock_templates import (  # noqa: E402  the tests' own tables
     DIFFERENCES,

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, open_store
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 
 CHUNK = 4096
 WIDTH = 2048

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 
 TEXTS = [
     "hello world",

@@ -10,7 +10,7 @@ import pytest
 
 from chronicals.cli.wording import LogFormatter, Wording, begin
 from chronicals.config import Recipe
-from chronicals.data.gate import RULES
+from chronicals.data.reading.gate import RULES
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "chronicals"
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]

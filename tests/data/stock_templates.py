@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 import tiny
 from chronicals.data import TemplateError, Tokenizer
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 
 SPECIAL = re.compile(
     r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>]{1,40}\uff5c>|<\|\w+>|<\w+\|>"

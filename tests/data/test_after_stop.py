@@ -10,8 +10,8 @@ from stock_templates import with_template
 import runs
 import tiny
 from chronicals.data import Tokenizer, build_store
-from chronicals.data.batch_encoding import BatchEncoder
-from chronicals.data.rows import NormalRow
+from chronicals.data.kinds.rows import NormalRow
+from chronicals.data.tokens.batch_encoding import BatchEncoder
 from chronicals.training.finish import TAUGHT
 from preferences import rows
 

@@ -8,9 +8,10 @@ import pytest
 import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, build_store, chunks
-from chronicals.data import store as stores
-from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
+from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, build_store
+from chronicals.data.making import chunks
+from chronicals.data.making import store as stores
+from chronicals.data.packs.assembly import BUCKETS, ENTRY_SHARES
 
 FILLER = 77
 

@@ -10,10 +10,11 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import tiny
-from chronicals.data import DataError, TemplateError, Tokenizer, batch_encoding
-from chronicals.data.batch_encoding import BatchEncoder
-from chronicals.data.rows import NormalRow, kind_of
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data import DataError, TemplateError, Tokenizer
+from chronicals.data.kinds.rows import NormalRow, kind_of
+from chronicals.data.tokens import batch_encoding
+from chronicals.data.tokens.batch_encoding import BatchEncoder
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from data import stock_templates
 from data.stock_templates import assistant, shipped, user, with_template
 from mutants import mutant

@@ -9,9 +9,16 @@ import pytest
 import tiktoken
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from chronicals.data import byte_pairs
-from chronicals.data.byte_pairs import GPT2, GPT2_DIGITS, LONGEST, PATTERNS, SETTLED, BytePairs
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens import byte_pairs
+from chronicals.data.tokens.byte_pairs import (
+    GPT2,
+    GPT2_DIGITS,
+    LONGEST,
+    PATTERNS,
+    SETTLED,
+    BytePairs,
+)
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from mutants import mutant
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()

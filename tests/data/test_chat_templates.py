@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 import tiny
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.data import Tokenizer
-from chronicals.data.chat_templates import NAMED, with_chat_template
+from chronicals.data.tokens.chat_templates import NAMED, with_chat_template
 
 ROLES = ("system", "user", "assistant", "user", "assistant")
 CHAT = {"messages": [{"role": role, "content": f"{role} says"} for role in ROLES]}

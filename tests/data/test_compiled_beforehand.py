@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from chronicals import beforehand
-from chronicals.data import compilation
+from chronicals.data.packs import compilation
 
 RUN = """
 from numba.core import event

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 from chronicals.data import DataError, Tokenizer
-from chronicals.data.batch_encoding import BatchEncoder
-from chronicals.data.continuation import Continuation
-from chronicals.data.rows import NormalRow
+from chronicals.data.kinds.rows import NormalRow
+from chronicals.data.tokens.batch_encoding import BatchEncoder
+from chronicals.data.tokens.continuation import Continuation
 
 TEXTS = [
     "the sum of 2+2=4 and so on",

@@ -12,9 +12,9 @@ import tiny
 from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.dealing import NOBODY, part_of, share_of
-from chronicals.data.loader import COST
-from chronicals.data.parts import SPLIT
+from chronicals.data.packs.dealing import NOBODY, part_of, share_of
+from chronicals.data.packs.loader import COST
+from chronicals.data.packs.parts import SPLIT
 
 FILLER = 1_000_000
 SHARINGS = [(2, 2), (2, 1), (4, 4), (4, 1), (4, 2)]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from chronicals.data import DataError
-from chronicals.data import digests as of_digests
-from chronicals.data.digests import FileDigests
+from chronicals.data.reading import digests as of_digests
+from chronicals.data.reading.digests import FileDigests
 
 
 def digest(folder, file):

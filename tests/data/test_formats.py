@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from chronicals.data import BadRow, DataError
-from chronicals.data import formats as of_formats
-from chronicals.data.formats import READERS, reader_of
-from chronicals.data.records import parsed
+from chronicals.data.reading import formats as of_formats
+from chronicals.data.reading.formats import READERS, reader_of
+from chronicals.data.reading.records import parsed
 
 ALPHABET = "ab1 ,;|\t\"'\\/{}[]:\n\r\x00\ufeff\u2028\u0085é中🙂"
 

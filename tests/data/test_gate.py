@@ -21,12 +21,12 @@ from chronicals.data import (
     Tokenizer,
     TokenStore,
     build_store,
-    chunks,
     open_held_out,
     open_store,
 )
-from chronicals.data.gate import EXAMPLES, RULES
-from chronicals.data.template import TemplateError
+from chronicals.data.making import chunks
+from chronicals.data.reading.gate import EXAMPLES, RULES
+from chronicals.data.tokens.template import TemplateError
 from data.planted_faults import (
     ALONG,
     CLEAN,

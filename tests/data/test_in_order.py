@@ -9,7 +9,7 @@ import pytest
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.loader import plan_of
+from chronicals.data.packs.loader import plan_of
 
 TOKENIZER = tiny.tokenizer()
 

@@ -15,7 +15,7 @@ import torch
 import tiny
 from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import Ledger, open_divided, open_held_out, open_store, read_records
-from chronicals.data.gate import RULES, DataError
+from chronicals.data.reading.gate import RULES, DataError
 from chronicals.objectives import OBJECTIVES
 from chronicals.training.report import Report, data_reports
 

@@ -28,8 +28,8 @@ from chronicals.data import (
     create_dataloader,
     plan_packs,
 )
-from chronicals.data import loader as loader_module
-from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
+from chronicals.data.packs import loader as loader_module
+from chronicals.data.packs.assembly import BUCKETS, ENTRY_SHARES
 
 FILLER = 1_000_000
 """The padding token; no document holds it."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import chronicals
-from chronicals.data import compilation, compiled
+from chronicals.data.packs import compilation, compiled
 
 SOURCE = Path(chronicals.__file__).parent
 
@@ -18,7 +18,12 @@ FILES = {
     "data/__init__.py": "",
     **{
         name: (SOURCE / name).read_text()
-        for name in ("beforehand.py", "lifeline.py", "data/compiled.py", "data/compilation.py")
+        for name in (
+            "beforehand.py",
+            "lifeline.py",
+            "data/packs/compiled.py",
+            "data/packs/compilation.py",
+        )
     },
     "batch.py": "IGNORED = -100\n",
     "data/inner.py": "from .compiled import compiled\n@compiled\ndef inner(x):\n    return x + 1\n",
@@ -76,14 +81,19 @@ def test_all_that_numba_compiles_is_kept_in_this_way():
         if decorated.search(path.read_text())
     }
     assert {name for name in using if "numba" in (SOURCE / name).read_text()} == {
-        "data/compiled.py"
+        "data/packs/compiled.py"
     }
     covered = {
         file.relative_to(SOURCE).as_posix()
         for pattern in compilation.SOURCES
         for file in SOURCE.glob(pattern)
     }
-    assert {"data/assembly.py", "data/packing.py", "data/balancing.py", "batch.py"} <= covered
+    assert {
+        "data/packs/assembly.py",
+        "data/packs/packing.py",
+        "data/packs/balancing.py",
+        "batch.py",
+    } <= covered
 
 
 def package_in(folder):

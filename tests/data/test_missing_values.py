@@ -13,11 +13,11 @@ import pytest
 import tiny
 from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import DataError, Tokenizer, build_store, create_dataloader
-from chronicals.data.chunks import Chunk
-from chronicals.data.frames import chunk_of_frame, frame_of_chunk
-from chronicals.data.plain_values import is_missing, items_of
-from chronicals.data.records import parsed
-from chronicals.data.rows import MEDIA, READ, TRAINED
+from chronicals.data.kinds.rows import MEDIA, READ, TRAINED
+from chronicals.data.making.chunks import Chunk
+from chronicals.data.making.frames import chunk_of_frame, frame_of_chunk
+from chronicals.data.reading.plain_values import is_missing, items_of
+from chronicals.data.reading.records import parsed
 
 ASKED = {"role": "user", "content": "what is 2?"}
 ANSWERED = {"role": "assistant", "content": "two"}

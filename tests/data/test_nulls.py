@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from chronicals.data import nulls, read_records
+from chronicals.data import read_records
+from chronicals.data.reading import nulls
 
 CALLS = [
     {"name": "weather", "arguments": {"city": "Oslo", "unit": None}},

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from chronicals.data import read_records
-from chronicals.data.own_files import own_files
+from chronicals.data.reading.own_files import own_files
 
 REPORT = {
     "data": "a",

@@ -14,7 +14,7 @@ import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import SequencePacker, plan_packs
-from chronicals.data.packing import STRATEGIES
+from chronicals.data.packs.packing import STRATEGIES
 
 CASES = [  # documents, width, distribution
     (1, 1, "uniform"),

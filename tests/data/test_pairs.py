@@ -10,7 +10,7 @@ import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError, DataSource, Recipe
 from chronicals.config.data_source import FIELDS
 from chronicals.data import Tokenizer, build_store
-from chronicals.data.rows import READ, kind_of, normalise
+from chronicals.data.kinds.rows import READ, kind_of, normalise
 
 PAIRS = [("prompt", "response"), ("question", "answer"), ("query", "response"), ("input", "output")]
 PLAIN = {"prompt": "what is 2?", "completion": "two"}

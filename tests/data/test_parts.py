@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from chronicals.data import plan_packs
-from chronicals.data.packing import STRATEGIES
-from chronicals.data.parts import SPLIT, plan_parts
+from chronicals.data.packs.packing import STRATEGIES
+from chronicals.data.packs.parts import SPLIT, plan_parts
 
 MIXES = {
     "any": lambda: np.random.randint(1, 97, 150),

@@ -13,9 +13,9 @@ import pytest
 import tiny
 from chronicals.config import DataSource
 from chronicals.data import Tokenizer, TokenStore, build_store
-from chronicals.data.documents import Piece, fit
-from chronicals.data.gate import DataError, DataReport
-from chronicals.data.preferences import SIDES, sides_of
+from chronicals.data.kinds.preferences import SIDES, sides_of
+from chronicals.data.making.documents import Piece, fit
+from chronicals.data.reading.gate import DataError, DataReport
 from data.stock_templates import names, record, shipped, with_template
 
 KINDS = ("preference",)

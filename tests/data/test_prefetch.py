@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from chronicals.data.prefetch import prefetch
+from chronicals.data.packs.prefetch import prefetch
 
 
 def threads():

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import stock_templates as stock
 
-from chronicals.data import DataError, Tokenizer, prefixes
-from chronicals.data.batch_encoding import BatchEncoder
-from chronicals.data.prefixes import Prefixes
-from chronicals.data.rows import NormalRow
+from chronicals.data import DataError, Tokenizer
+from chronicals.data.kinds.rows import NormalRow
+from chronicals.data.tokens import prefixes
+from chronicals.data.tokens.batch_encoding import BatchEncoder
+from chronicals.data.tokens.prefixes import Prefixes
 
 TOLD = [
     "cohere",

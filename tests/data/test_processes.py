@@ -22,17 +22,18 @@ import pytest
 import tiny
 from chronicals import data
 from chronicals.config import ChronicalsConfig
-from chronicals.data import Tokenizer, build_store, building, chunks, open_store, processes
-from chronicals.data.chunks import Chunk, ChunkEncoder, chunks_of
-from chronicals.data.frames import (
+from chronicals.data import Tokenizer, build_store, open_store
+from chronicals.data.making import building, chunks, processes
+from chronicals.data.making.chunks import Chunk, ChunkEncoder, chunks_of
+from chronicals.data.making.frames import (
     chunk_of_frame,
     frame_of_chunk,
     frame_of_encoded,
     read_frame,
     write_frame,
 )
-from chronicals.data.processes import TokenizingProcesses
-from chronicals.data.records import BadRow, Line
+from chronicals.data.making.processes import TokenizingProcesses
+from chronicals.data.reading.records import BadRow, Line
 from process_groups import members, wait_until
 
 WIDTH = 32
@@ -216,7 +217,7 @@ def test_one_that_fails_ends_them_all(fault):
     """What the others would wait for never comes."""
     program = (
         "import os, signal, sys, time\n"
-        "from chronicals.data.worker import divided\n"
+        "from chronicals.data.making.worker import divided\n"
         "def serving(own):\n"
         "    number = pipes.index(own)\n"
         "    opened = {pipe for pipe in [p for pair in pipes for p in pair] if "
@@ -429,7 +430,7 @@ def test_a_process_starts_with_what_it_needs():
     divide.
     """
     program = (
-        "import sys, chronicals.data.worker; assert not {'torch', 'numba', 'pandas', "
+        "import sys, chronicals.data.making.worker; assert not {'torch', 'numba', 'pandas', "
         "'pyarrow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -469,8 +470,8 @@ def test_processes_end_with_one_that_is_killed():
         "import os, sys, time; sys.path[:0] = sys.argv[1:]\n"
         "import tiny\n"
         "from chronicals.data import Tokenizer\n"
-        "from chronicals.data.chunks import ChunkEncoder\n"
-        "from chronicals.data.processes import TokenizingProcesses\n"
+        "from chronicals.data.making.chunks import ChunkEncoder\n"
+        "from chronicals.data.making.processes import TokenizingProcesses\n"
         "with TokenizingProcesses(ChunkEncoder(Tokenizer(tiny.tokenizer()), 64), 2) as several:\n"
         "    several._start()\n"
         "    while several._free.qsize() < 2: time.sleep(0.01)\n"

@@ -13,8 +13,9 @@ import tiny
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.foreign_values import TEMPLATES
 from chronicals.data import DataError, TemplateError, Tokenizer
-from chronicals.data.batch_encoding import BatchEncoder
-from chronicals.data.chat_templates import (
+from chronicals.data.kinds.rows import NormalRow, plain_row
+from chronicals.data.tokens.batch_encoding import BatchEncoder
+from chronicals.data.tokens.chat_templates import (
     END_OF_TEXT,
     FAMILIES,
     FOLDER,
@@ -22,7 +23,6 @@ from chronicals.data.chat_templates import (
     SPELLINGS,
     with_chat_template,
 )
-from chronicals.data.rows import NormalRow, plain_row
 
 PUBLIC = json.loads((Path(__file__).parent / "public_templates.json").read_text(encoding="utf-8"))
 

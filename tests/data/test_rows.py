@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from chronicals.data import DataError
-from chronicals.data.rows import (
+from chronicals.data.kinds.rows import (
     KINDS,
     SPEAKERS,
     check_answers,

@@ -10,11 +10,11 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data import shared_prompts as module
-from chronicals.data.documents import Piece, fit
-from chronicals.data.gate import DataReport
-from chronicals.data.prompt_keys import shared_keys
-from chronicals.data.shared_prompts import IS_SHARED, SHORTEST, share_prompt
+from chronicals.data.making import shared_prompts as module
+from chronicals.data.making.documents import Piece, fit
+from chronicals.data.making.shared_prompts import IS_SHARED, SHORTEST, share_prompt
+from chronicals.data.packs.prompt_keys import shared_keys
+from chronicals.data.reading.gate import DataReport
 from mutants import mutant
 
 

@@ -18,7 +18,8 @@ import pytest
 import tiny
 from chronicals.cli.wording import Wording
 from chronicals.config import ConfigurationError, DataSource
-from chronicals.data import BadRow, DataError, read_records, source_fingerprint, sources
+from chronicals.data import BadRow, DataError, read_records, source_fingerprint
+from chronicals.data.reading import sources
 
 
 def json_lines(path, rows):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from chronicals.config import DataSource, Recipe
-from chronicals.data.formats import COMPRESSED, READERS
+from chronicals.data.reading.formats import COMPRESSED, READERS
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "sources.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)

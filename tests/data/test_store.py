@@ -21,8 +21,9 @@ import transformers
 import chronicals
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.data import DataError, Tokenizer, TokenStore, build_store, building, chunks
-from chronicals.data.batch_encoding import BatchEncoder
+from chronicals.data import DataError, Tokenizer, TokenStore, build_store
+from chronicals.data.making import building, chunks
+from chronicals.data.tokens.batch_encoding import BatchEncoder
 from data import stock_templates
 
 WIDTH = 64
@@ -475,7 +476,7 @@ BUILDER = """
     from pathlib import Path
     import tiny
     from chronicals.data import Tokenizer, build_store
-    from chronicals.data.batch_encoding import BatchEncoder
+    from chronicals.data.tokens.batch_encoding import BatchEncoder
 
     me, other, cache = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     encode, tokenizer = BatchEncoder.encode, Tokenizer(tiny.tokenizer())

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data import DataError, TemplateError, Tokenizer, stop_token_ids
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from data import stock_templates
 from data.stock_templates import (
     KINDS,

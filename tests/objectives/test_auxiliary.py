@@ -9,7 +9,7 @@ import preferences
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.data import shared_prompts
+from chronicals.data.making import shared_prompts
 from chronicals.models import RouterLoss, present
 from chronicals.objectives import NextToken, Term
 from chronicals.verification import verify

@@ -18,7 +18,7 @@ from chronicals.cli import wording
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
 from chronicals.data import create_dataloader
-from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.training import Callback, ChronicalsTrainer

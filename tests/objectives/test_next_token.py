@@ -8,7 +8,7 @@ import torch
 import runs
 import tiny
 from chronicals.batch import IGNORED
-from chronicals.data.loader import Memory
+from chronicals.data.packs.loader import Memory
 from chronicals.distributed import Mesh
 from chronicals.models import present
 from chronicals.objectives import Term, divide

@@ -18,7 +18,7 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream
-from chronicals.data.building import open_store
+from chronicals.data.making.building import open_store
 from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
@@ -317,7 +317,7 @@ def test_one_token_less_fails_verification(teacher, tmp_path, seed, monkeypatch)
 
 
 def test_predictions_of_the_token_before_fail_verification(teacher, tmp_path, seed, monkeypatch):
-    from chronicals.data.target_columns import TargetColumn
+    from chronicals.data.making.target_columns import TargetColumn
 
     monkeypatch.setattr(TargetColumn, "laid", _laid_one_late(TargetColumn.laid))
     assert not checked(tmp_path, teacher, seed).passed

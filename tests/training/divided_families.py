@@ -18,7 +18,7 @@ import torch.distributed as dist
 import families
 import runs
 from chronicals.batch import IGNORED, Batch
-from chronicals.data.steps import Step
+from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh
 from chronicals.objectives import build_objective
 from chronicals.patching import patch_parts

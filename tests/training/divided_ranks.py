@@ -21,7 +21,7 @@ import runs
 import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ConfigurationError
-from chronicals.data.steps import Step
+from chronicals.data.packs.steps import Step
 from chronicals.distributed import LinearInShards, Mesh
 from chronicals.models import embedding_table, quantise_layers
 from chronicals.objectives import build_objective

@@ -15,7 +15,7 @@ import runs
 import tiny
 from chronicals.config.config import laid_over
 from chronicals.data import TokenStore
-from chronicals.data.sources import source_fingerprint
+from chronicals.data.reading.sources import source_fingerprint
 from chronicals.saving import check_folder, describe, folders, write_folder
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module

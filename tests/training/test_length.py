@@ -13,7 +13,7 @@ import torch
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig
-from chronicals.data.packing import PackPlan
+from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh
 from chronicals.training import Callback, ChronicalsTrainer
 from chronicals.training.length import Length, fit_batch

@@ -15,7 +15,7 @@ import families
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.loader import Memory
+from chronicals.data.packs.loader import Memory
 from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
 from chronicals.lora.embedding_layer import LoRAEmbedding
 from chronicals.models import present

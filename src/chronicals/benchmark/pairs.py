@@ -161,7 +161,7 @@ class PairWork(Work):
         Raises:
             ConfigurationError: of a row more or less than its answer is trained.
         """
-        from chronicals.data.store import SIDE
+        from chronicals.data.making.store import SIDE
 
         stream = self.stream()
         sides = stream.store.columns[SIDE]

@@ -35,8 +35,8 @@ from chronicals.model_shape import ModelShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from chronicals.data.loader import BatchStream
-    from chronicals.data.steps import Step
+    from chronicals.data.packs.loader import BatchStream
+    from chronicals.data.packs.steps import Step
     from chronicals.lora import LoRAConfig
 
 MODES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from chronicals import beforehand
 from chronicals.config import ChronicalsConfig
-from chronicals.data import compilation
+from chronicals.data.packs import compilation
 from chronicals.model_shape import ModelShape
 
 FLASH_ATTENTION = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"

@@ -131,10 +131,10 @@ def show(
     from rich.console import Console
 
     from chronicals.data import DataError, Tokenizer, build_store
-    from chronicals.data.building import log_report
-    from chronicals.data.chat_templates import with_chat_template
-    from chronicals.data.gate import check_shares
-    from chronicals.data.loader import plan_of
+    from chronicals.data.making.building import log_report
+    from chronicals.data.packs.loader import plan_of
+    from chronicals.data.reading.gate import check_shares
+    from chronicals.data.tokens.chat_templates import with_chat_template
     from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
 
@@ -209,8 +209,8 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
 
 def _answer(store: TokenStore, number: int) -> str:
     """Which answer of its row a document is, and what it shares; nothing of a row with one."""
-    from chronicals.data.preferences import SIDES
-    from chronicals.data.store import LABEL, SIDE
+    from chronicals.data.kinds.preferences import SIDES
+    from chronicals.data.making.store import LABEL, SIDE
 
     if store.items is None:
         return ""

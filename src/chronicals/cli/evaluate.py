@@ -91,7 +91,7 @@ def evaluate(
 
     from chronicals.config import ConfigurationError, Recipe
     from chronicals.config.sections import merged
-    from chronicals.data.chat_templates import with_chat_template
+    from chronicals.data.tokens.chat_templates import with_chat_template
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import load_trained
     from chronicals.objectives import OBJECTIVES, NextToken

@@ -93,7 +93,7 @@ def train(
     from rich.console import Console
     from rich.markup import escape
 
-    from chronicals.data.chat_templates import with_chat_template
+    from chronicals.data.tokens.chat_templates import with_chat_template
     from chronicals.distributed import Mesh
     from chronicals.objectives import OBJECTIVES, build_objective
     from chronicals.saving import SavedModel
@@ -146,7 +146,7 @@ def _ledger(ledger: Ledger) -> Table:
     from rich import box
     from rich.table import Table
 
-    from chronicals.data.ledger import COLUMNS
+    from chronicals.data.reading.ledger import COLUMNS
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in COLUMNS:
@@ -173,7 +173,7 @@ def _check_data(
     from rich.console import Console
     from rich.markup import escape
 
-    from chronicals.data.loader import plan_of
+    from chronicals.data.packs.loader import plan_of
     from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run

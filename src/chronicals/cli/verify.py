@@ -57,7 +57,7 @@ def verify(
     from rich.console import Console
     from rich.progress import Progress
 
-    from chronicals.data.chat_templates import with_chat_template
+    from chronicals.data.tokens.chat_templates import with_chat_template
     from chronicals.models.loading import DTYPES
     from chronicals.objectives import OBJECTIVES, build_objective
     from chronicals.saving import SavedModel

@@ -16,7 +16,7 @@ import torch
 
 from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
-from chronicals.data.rows import CHATS
+from chronicals.data.kinds.rows import CHATS
 from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
 from chronicals.export.part_names import language_name, reads_images

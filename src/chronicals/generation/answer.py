@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from chronicals.data import Tokenizer, stop_token_ids
-from chronicals.data.rows import CHATS
-from chronicals.data.template import Message
+from chronicals.data.kinds.rows import CHATS
+from chronicals.data.tokens.template import Message
 from chronicals.generation.ending import Ending
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.streaming import Stream

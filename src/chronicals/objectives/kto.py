@@ -7,7 +7,7 @@ judged one by one.
 
 z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all
 ranks, never of a micro-batch. y' is the answer of the nearest row before with another prompt
-(``data/judged_answers.py``). A row that leaves no room for one has none: z is the mean over those
+(``data/kinds/judged_answers.py``). A row that leaves no room for one has none: z is the mean over those
 of the others, 0 where no row of the step has one.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data.judged_answers import JUDGED
-from chronicals.data.store import LABEL, SIDE
+from chronicals.data.kinds.judged_answers import JUDGED
+from chronicals.data.making.store import LABEL, SIDE
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED
 from chronicals.objectives.definitions import document_of, log_ratio

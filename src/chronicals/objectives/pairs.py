@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.data.loader import GROUP
-from chronicals.data.store import SIDE
+from chronicals.data.making.store import SIDE
+from chronicals.data.packs.loader import GROUP
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.definitions import document_of
 from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens

@@ -11,7 +11,7 @@ import pydantic
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.foreign import no_such_field, no_such_objective, setting_called
 from chronicals.config.sections import SHARED
-from chronicals.data.rows import TRAINED
+from chronicals.data.kinds.rows import TRAINED
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from chronicals.config import ConfigurationError
-from chronicals.data.template import PROBE
+from chronicals.data.tokens.template import PROBE
 
 OF_ITS_BASE = (
     "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name "

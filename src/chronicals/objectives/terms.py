@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.rows import TRAINED
+from chronicals.data.kinds.rows import TRAINED
 from chronicals.models import PresentedModel, Term, Terms, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.moe.router_settings import RouterSettings
@@ -54,7 +54,7 @@ class ScoredDocument:
         logits: of the trained model at the trained targets, ``[n, V]``, differentiable.
         targets: int64 ``[n]``.
         frozen: logits of the objective's frozen models at the same places, by name.
-        side, label: of these columns of the data (``data/store.py``).
+        side, label: of these columns of the data (``data/making/store.py``).
         score: fp32 scalar, of a model with a score (``models/classifier.py``), which has no logits.
     """
 

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chronicals.attention import attend_split
 from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
-from chronicals.data.dealing import share_of
-from chronicals.data.parts import SPLIT
+from chronicals.data.packs.dealing import share_of
+from chronicals.data.packs.parts import SPLIT
 from chronicals.distributed import (
     EmbeddingInShards,
     Gathers,

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from chronicals.data.template import PROBE
+from chronicals.data.tokens.template import PROBE
 from chronicals.lora import adapters
 from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.loading import describe_adapter, shape_of

@@ -19,8 +19,8 @@ from chronicals.attention import why_not_divided
 from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import TokenStore
-from chronicals.data.dealing import NOBODY, part_of, share_of
-from chronicals.data.parts import SPLIT
+from chronicals.data.packs.dealing import NOBODY, part_of, share_of
+from chronicals.data.packs.parts import SPLIT
 from chronicals.distributed import WAITING, Mesh
 from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, embedding_table, in_evaluation, why_neighbours_matter

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.own_files import RUN
+from chronicals.data.reading.own_files import RUN
 from chronicals.models import within_adapters
 from chronicals.moe.anchor import FILE as ANCHOR
 from chronicals.saving import MANIFEST, remove

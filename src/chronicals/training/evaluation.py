@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, filler_token, open_store
-from chronicals.data.steps import Steps
+from chronicals.data.packs.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.models import (
     PresentedModel,

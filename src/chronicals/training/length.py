@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.packing import PackPlan
+from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh
 from chronicals.objectives import default_learning_rate
 from chronicals.training import checkpoint

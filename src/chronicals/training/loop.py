@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from chronicals.data.steps import Steps
+from chronicals.data.packs.steps import Steps
 from chronicals.distributed import RankWatch
 from chronicals.training.audit import FirstStepAudit
 from chronicals.training.callbacks import Callback, Callbacks

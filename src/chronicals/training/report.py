@@ -20,7 +20,7 @@ import torch
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import DataReport, Ledger
-from chronicals.data.ledger import COLUMNS
+from chronicals.data.reading.ledger import COLUMNS
 from chronicals.training.metrics import StepMetrics
 
 PANELS = {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.steps import Steps
+from chronicals.data.packs.steps import Steps
 from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, Told, is_divided, whole_parts
 from chronicals.models.base_format import BaseFormat
 from chronicals.optimizers import FusedAdamW

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.data import TokenStore
-from chronicals.data.store import SIDE
+from chronicals.data.making.store import SIDE
 from chronicals.generation import Trained, generate
 from chronicals.models import input_device
 from chronicals.training.report import Sample

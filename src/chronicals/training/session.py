@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.steps import Step
+from chronicals.data.packs.steps import Step
 from chronicals.distributed import (
     HostExchange,
     Mesh,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data.steps import Step
+from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide

@@ -25,7 +25,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.target_columns import TargetColumn
+from chronicals.data.making.target_columns import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, embedding_table, input_device
 from chronicals.objectives import Objective

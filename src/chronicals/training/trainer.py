@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.loader import plan_of
-from chronicals.data.packing import PackPlan
+from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh, RankWatch, whole_parts
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import check_positions, count_values, embedding_table

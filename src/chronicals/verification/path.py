@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.steps import Step
+from chronicals.data.packs.steps import Step
 from chronicals.kernels.master import join_master
 from chronicals.objectives import build_objective
 from chronicals.training.session import prepare

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.loader import plan_of
-from chronicals.data.steps import Step
-from chronicals.data.store import LABEL, SIDE
+from chronicals.data.making.store import LABEL, SIDE
+from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH

@@ -1,0 +1,229 @@
+"""Assembly: the documents of a step, written from the token store's file into the tensors of its
+Batches.
+
+It runs in numba without the GIL. Ids, targets and positions of the micro-batches lie in one array,
+int64 ``[steps, batches, 3, T]``, the bounds of their documents in another, int32 ``[steps, batches,
+bounds]``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from chronicals.batch import IGNORED
+from chronicals.data.packs.compiled import compiled
+
+BUCKETS = 8
+"""``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this
+many filler documents.
+"""
+
+ENTRY_SHARES = 8
+"""Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward
+holds 128 rows more for each.
+"""
+
+FILLER = -1
+"""In the place of a document's number."""
+
+LONGEST = 0
+ENTRIES = 1
+TRAINED = 2
+"""What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its
+targets.
+"""
+
+
+class PackedDocuments(NamedTuple):
+    """Where tokens lie, and which documents a pack holds.
+
+    Attributes:
+        ids: int32, the store's file.
+        trained: uint8, the same file.
+        id_starts, trained_starts: int64 ``[documents]``, where each begins in ``ids`` and in
+            ``trained``.
+        lengths: int64 ``[documents]``.
+        before: int64 ``[documents]``, the position of each one's first token: behind a shared
+            prompt not 0.
+        packed: int64, documents pack after pack.
+        offsets: int64 ``[packs + 1]``: pack p holds ``packed[offsets[p]:offsets[p + 1]]``.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    id_starts: np.ndarray
+    trained_starts: np.ndarray
+    lengths: np.ndarray
+    before: np.ndarray
+    packed: np.ndarray
+    offsets: np.ndarray
+
+
+class StepSizes(NamedTuple):
+    """Sizes that are the same in every step.
+
+    Attributes:
+        batches: micro-batches of a rank in a step.
+        packs: packs in a micro-batch.
+        width: tokens in a pack.
+        share: entries of the bounds come in multiples of this, ``ENTRY_SHARES`` of them at most.
+        filler: the token that filler documents are made of.
+    """
+
+    batches: int
+    packs: int
+    width: int
+    share: int
+    filler: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions in a micro-batch."""
+        return self.packs * self.width
+
+    @property
+    def bounds(self) -> int:
+        """Room for the bounds of a micro-batch."""
+        return ENTRY_SHARES * self.share + 1
+
+    @property
+    def bytes(self) -> int:
+        """What a step takes in memory."""
+        return self.batches * (24 * self.tokens + 4 * self.bounds)
+
+
+@compiled(nogil=True)
+def assemble(
+    columns: np.ndarray,
+    bounds: np.ndarray,
+    held: np.ndarray,
+    packs: np.ndarray,
+    facts: np.ndarray,
+    documents: PackedDocuments,
+    sizes: StepSizes,
+) -> tuple[int, int]:
+    """Write the micro-batches of several steps.
+
+    Args:
+        columns: int64 ``[steps, batches, 3, T]``, filled here: ids, targets and positions.
+        bounds: int32 ``[steps, batches, bounds]``, filled here as far as they are used.
+        held: int64 ``[steps, batches, bounds]``, filled here: the document that begins at each
+            bound, or ``FILLER``.
+        packs: int64 ``[steps, batches · packs]``, by their number in the plan.
+        facts: int64 ``[steps, batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED``
+            of each micro-batch.
+
+    Returns:
+        How many steps are written; and the document that lies outside the file or does not fit in
+        its pack, at which it stopped, or -1.
+    """
+    for step in range(len(packs)):
+        for batch in range(sizes.batches):
+            mine = packs[step, batch * sizes.packs : (batch + 1) * sizes.packs]
+            wrong = _assemble_batch(
+                columns[step, batch],
+                bounds[step, batch],
+                held[step, batch],
+                mine,
+                facts[step, batch],
+                documents,
+                sizes,
+            )
+            if wrong >= 0:
+                return step, wrong
+    return len(packs), -1
+
+
+@compiled(nogil=True)
+def _assemble_batch(
+    columns: np.ndarray,
+    bounds: np.ndarray,
+    held: np.ndarray,
+    packs: np.ndarray,
+    facts: np.ndarray,
+    documents: PackedDocuments,
+    sizes: StepSizes,
+) -> int:
+    longest = _bucket(packs, documents, sizes.width)
+    entries = trained = 0
+    bounds[0] = 0
+    held[:] = FILLER
+    for number in range(packs.size):
+        at = number * sizes.width
+        end = (number + 1) * sizes.width
+        for document in documents.packed[
+            documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]
+        ]:
+            length = documents.lengths[document]
+            first = documents.id_starts[document]
+            first_trained = documents.trained_starts[document]
+            inside = (
+                0 <= first <= documents.ids.size - length
+                and 0 <= first_trained <= documents.trained.size - length
+            )
+            if not (inside and 0 < length <= end - at):
+                return document
+            ids = documents.ids[first : first + length]
+            mask = documents.trained[first_trained : first_trained + length]
+            trained += _write_document(
+                columns[:, at : at + length], ids, mask, documents.before[document]
+            )
+            held[entries] = document
+            at += length
+            entries += 1
+            bounds[entries] = at
+        while at < end:
+            length = min(longest, end - at)
+            _write_filler(columns[:, at : at + length], sizes.filler)
+            at += length
+            entries += 1
+            bounds[entries] = at
+    used = -(-entries // sizes.share) * sizes.share
+    bounds[entries + 1 : used + 1] = columns.shape[1]
+    facts[LONGEST], facts[ENTRIES], facts[TRAINED] = longest, used, trained
+    return -1
+
+
+@compiled(nogil=True)
+def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
+    """The least of width / 8, / 4, / 2 and / 1, rounded up, that bounds the length of every
+    document of the packs.
+    """
+    longest = 1
+    for pack in packs:
+        for document in documents.packed[documents.offsets[pack] : documents.offsets[pack + 1]]:
+            longest = max(longest, documents.lengths[document])
+    share = BUCKETS
+    while -(-width // share) < longest and share > 1:
+        share //= 2
+    return -(-width // share)
+
+
+@compiled(nogil=True)
+def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray, before: int) -> int:
+    """Ids, targets (the next token where it is trained) and positions; three loops, for each
+    becomes vector code.
+    """
+    written = columns[0]
+    targets = columns[1]
+    positions = columns[2]
+    last = ids.size - 1
+    for place in range(ids.size):
+        written[place] = ids[place]
+    count = 0
+    for place in range(last):
+        targets[place] = ids[place + 1] if trained[place + 1] else IGNORED
+        count += trained[place + 1] != 0
+    targets[last] = IGNORED
+    for place in range(ids.size):
+        positions[place] = before + place
+    return count
+
+
+@compiled(nogil=True)
+def _write_filler(columns: np.ndarray, filler: int) -> None:
+    columns[0] = filler
+    columns[1] = IGNORED
+    columns[2] = np.arange(columns.shape[1])

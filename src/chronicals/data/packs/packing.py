@@ -1,0 +1,436 @@
+"""Packing: which documents share a row of ``max_seq_length`` tokens.
+
+- ``best-fit``: longest documents first, each into the fullest pack that still holds it (best-fit
+  decreasing; Johnson, 1973). Lengths are small integers, so packs are kept by the room they have
+  left, and a bitmap finds the smallest sufficient room: O(n) for n documents plus a short scan
+  each.
+- ``first-fit``: longest documents first, each into the first pack that still holds it (first-fit
+  decreasing). A tree of the most room in each half of the packs finds it: O(n log n).
+- ``in-order``: documents as they come, a new pack where the next one does not fit (next-fit).
+  Nothing is sorted, and packs are not shuffled: what stands together in the data stays together,
+  and steps take it in its order.
+
+Plans run in numba without the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba.core import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from chronicals.data.packs.compiled import compiled
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Which documents go into which pack, and into which part of it where several processes share
+    it.
+
+    Attributes:
+        documents: int64 ``[n]``, indices of all documents, pack after pack.
+        offsets: int64 ``[packs + 1]``: pack p holds ``documents[offsets[p]:offsets[p + 1]]``.
+        tokens: documents' tokens in all packs.
+        max_seq_length: width of a pack.
+        parts: of a pack, of equal width (``parts.py``).
+        part_of: int64 ``[n]``, the part in which each of ``documents`` lies whole, or ``SPLIT``;
+            None of packs with one part.
+    """
+
+    documents: np.ndarray
+    offsets: np.ndarray
+    tokens: int
+    max_seq_length: int
+    parts: int = 1
+    part_of: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> np.ndarray:
+        return self.documents[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[pack] for pack in range(len(self)))
+
+    @property
+    def max_documents(self) -> int:
+        """Documents in the pack that has the most."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    @property
+    def fill(self) -> float:
+        """Share of the positions that hold a document's token."""
+        return self.tokens / max(len(self) * self.max_seq_length, 1)
+
+
+def plan_packs(
+    lengths: Sequence[int] | np.ndarray,
+    max_seq_length: int,
+    max_documents: int | None = None,
+    strategy: str = "best-fit",
+    items: np.ndarray | None = None,
+) -> PackPlan:
+    """Assign every document to a pack; those of an item share one.
+
+    Args:
+        lengths: tokens of each document, 1 to ``max_seq_length``.
+        max_seq_length: width of a pack.
+        max_documents: most documents in a pack; no limit by default.
+        strategy: ``best-fit``, ``first-fit`` or ``in-order``; see the module's docstring.
+        items: int64 ``[items + 1]``: item i is the documents ``items[i]:items[i + 1]``; by default
+            every document is one.
+
+    Raises:
+        ValueError: a length is out of range, an item is longer than a pack or has more than
+            ``max_documents``, which is below 1, or there is no such strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy={strategy!r}: no such strategy; there are {', '.join(STRATEGIES)}"
+        )
+    sizes = np.ascontiguousarray(lengths, dtype=np.int64)
+    if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
+        wrong = int(np.flatnonzero((sizes < 1) | (sizes > max_seq_length))[0])
+        raise ValueError(
+            f"lengths[{wrong}]={sizes[wrong]}: must be between 1 and "
+            f"max_seq_length={max_seq_length}"
+        )
+    if max_documents is not None and max_documents < 1:
+        raise ValueError(f"max_documents={max_documents}: a pack must hold at least one document")
+    limit = max_documents or max(sizes.size, 1)
+    if items is None:
+        documents, offsets = STRATEGIES[strategy](sizes, max_seq_length, limit, *NO_PACKS)
+    else:
+        totals = np.add.reduceat(sizes, items[:-1])
+        widest = int(np.diff(items).max())
+        if totals.max() > max_seq_length:
+            wrong = int(np.argmax(totals > max_seq_length))
+            raise ValueError(
+                f"item {wrong} has {totals[wrong]} tokens: must be at most "
+                f"max_seq_length={max_seq_length}"
+            )
+        if limit < widest:
+            raise ValueError(
+                f"max_documents={max_documents}: an item has {widest} documents, which must share "
+                "a pack"
+            )
+        documents, offsets = documents_of(
+            items, *STRATEGIES[strategy](totals, max_seq_length, limit // widest, *NO_PACKS)
+        )
+    return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
+
+
+def documents_of(
+    items: np.ndarray, packed: np.ndarray, offsets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Documents pack after pack and where packs begin, from the same of items."""
+    counts = np.diff(items)[packed]
+    ends = np.append(0, np.cumsum(counts))
+    documents = np.arange(ends[-1]) + np.repeat(items[packed] - ends[:-1], counts)
+    return documents, ends[offsets]
+
+
+def _count_trailing_zeros(_context, bits):  # type: ignore[no-untyped-def]
+    def generate(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.cttz(arguments[0], context.get_constant(types.boolean, False))
+
+    return types.int64(types.uint64), generate
+
+
+_trailing_zeros: Any = intrinsic(_count_trailing_zeros)
+"""``_trailing_zeros(bits)`` of a uint64, one instruction; a search by halves is mispredicted at
+every other branch.
+"""
+
+
+@compiled(nogil=True)
+def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> int:
+    """First set bit at or after ``start`` of a two-level bitmap, or -1."""
+    word = start >> 6
+    bits = words[word] & (~np.uint64(0) << np.uint64(start & 63))
+    if not bits:
+        word += 1
+        upper = word >> 6
+        if upper >= summary.size:
+            return -1
+        marks = summary[upper] & (~np.uint64(0) << np.uint64(word & 63))
+        while not marks:
+            upper += 1
+            if upper >= summary.size:
+                return -1
+            marks = summary[upper]
+        word = (upper << 6) + _trailing_zeros(marks)
+        bits = words[word]
+    return (word << 6) + _trailing_zeros(bits)
+
+
+@compiled(nogil=True)
+def _best_fit_decreasing(
+    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    order, decreasing = _longest_first(sizes, width)
+    n = sizes.size + rooms.size
+    head = np.full(
+        width + 1, -1, np.int32
+    )  # head[room]: a pack with that room left, chained by `below`
+    below = np.empty(n, np.int32)
+    held = np.zeros(n, np.int32)
+    words = np.zeros((width >> 6) + 2, np.uint64)
+    summary = np.zeros((words.size >> 6) + 1, np.uint64)
+    pack_of = np.empty(sizes.size, np.int32)
+    packs = rooms.size
+    for pack in range(packs):
+        left = rooms[pack]
+        held[pack] = taken[pack]
+        if left > 0 and taken[pack] < limit:
+            below[pack] = head[left]
+            head[left] = pack
+            words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
+            summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
+    for rank, size in enumerate(decreasing):
+        room = _lowest_set_at_least(words, summary, size)
+        if room < 0:
+            pack = packs
+            room = width
+            packs += 1
+        else:
+            pack = head[room]
+            head[room] = below[pack]
+            if head[room] < 0:
+                words[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
+                if not words[room >> 6]:
+                    summary[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
+        pack_of[rank] = pack
+        held[pack] += 1
+        left = room - size
+        if left > 0 and held[pack] < limit:
+            below[pack] = head[left]
+            head[left] = pack
+            words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
+            summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
+    held[: rooms.size] -= taken
+    return _pack_after_pack(order, pack_of, held[:packs])
+
+
+@compiled(nogil=True)
+def _first_fit_decreasing(
+    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    order, decreasing = _longest_first(sizes, width)
+    # Two packs that were not closed at the limit hold more than one width: that bounds their
+    # number.
+    most_packs = rooms.size + min(
+        sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2
+    )
+    leaves = 1
+    while leaves < most_packs:
+        leaves *= 2
+    # most[leaves + pack] is the room of a pack (all of it before it is opened), most[node] the most
+    # below a node.
+    most = np.full(2 * leaves, width, np.int32)
+    held = np.zeros(leaves, np.int32)
+    pack_of = np.empty(sizes.size, np.int32)
+    packs = rooms.size
+    for pack in range(packs):
+        held[pack] = taken[pack]
+        most[leaves + pack] = rooms[pack] if taken[pack] < limit else 0
+    if packs:
+        for node in range(leaves - 1, 0, -1):
+            most[node] = max(most[2 * node], most[2 * node + 1])
+    for rank, size in enumerate(decreasing):
+        node = 1
+        while node < leaves:
+            node = 2 * node + (most[2 * node] < size)
+        pack = node - leaves
+        packs = max(packs, pack + 1)
+        pack_of[rank] = pack
+        held[pack] += 1
+        most[node] = most[node] - size if held[pack] < limit else 0
+        while node > 1:
+            node //= 2
+            left = max(most[2 * node], most[2 * node + 1])
+            if most[node] == left:
+                break
+            most[node] = left
+    held[: rooms.size] -= taken
+    return _pack_after_pack(order, pack_of, held[:packs])
+
+
+@compiled(nogil=True)
+def _next_fit(
+    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    offsets = np.zeros(sizes.size + 1, np.int64)
+    packs = held = room = 0
+    for document in range(sizes.size):
+        if not packs or room < sizes[document] or held == limit:
+            offsets[packs] = document
+            packs = packs + 1
+            held = 0
+            room = width
+        held += 1
+        room -= sizes[document]
+    offsets[packs] = sizes.size
+    return np.arange(sizes.size), offsets[: packs + 1].copy()
+
+
+@compiled(nogil=True)
+def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices by decreasing size, equal sizes in their first order (counting sort), and the
+    sizes in that order.
+    """
+    start = np.zeros(width + 2, np.int64)
+    for size in sizes:
+        start[width - size + 1] += 1
+    start = np.cumsum(start)
+    order = np.empty(sizes.size, np.int64)
+    decreasing = np.empty(sizes.size, np.int64)
+    for document, size in enumerate(sizes):
+        place = start[width - size]
+        order[place] = document
+        decreasing[place] = size
+        start[width - size] += 1
+    return order, decreasing
+
+
+@compiled(nogil=True)
+def _pack_after_pack(
+    order: np.ndarray, pack_of: np.ndarray, held: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of pack 0, of pack 1 and so on, from documents in an order and the pack of each;
+    where packs begin.
+    """
+    offsets = np.zeros(held.size + 1, np.int64)
+    offsets[1:] = np.cumsum(held)
+    place = offsets[:-1].copy()
+    documents = np.empty(order.size, np.int64)
+    for rank, document in enumerate(order):
+        pack = pack_of[rank]
+        documents[place[pack]] = document
+        place[pack] += 1
+    return documents, offsets
+
+
+STRATEGIES = {
+    "best-fit": _best_fit_decreasing,
+    "first-fit": _first_fit_decreasing,
+    "in-order": _next_fit,
+}
+"""From lengths, width, most documents in a pack, and of packs that are there already the room
+that is left and the documents in each, to documents and offsets of a plan; those packs come
+first. ``in-order`` goes back to none and takes ``NO_PACKS``."""
+
+NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+
+class SequencePacker:
+    """Packs tokenised rows into rows of exactly ``max_seq_length`` tokens, for loops that are not
+    ours.
+
+    Args:
+        max_seq_length: width of a packed row; longer documents are cut there, counted and warned
+            about.
+        padding_token_id: what fills the tail of a row.
+    """
+
+    PADDING = -1
+    """``sequence_ids`` of positions that hold no document; documents count from 0 in each row."""
+
+    def __init__(self, max_seq_length: int, padding_token_id: int = 0):
+        if max_seq_length < 1:
+            raise ValueError(f"max_seq_length={max_seq_length}: must be at least 1")
+        self.max_seq_length = max_seq_length
+        self.padding_token_id = padding_token_id
+        self.original_tokens = 0
+        self.packed_tokens = 0
+        self.truncated_documents = 0
+
+    @property
+    def efficiency(self) -> float:
+        """Documents' tokens as a share of the positions in the packed rows, after the last
+        ``pack``.
+        """
+        return self.original_tokens / self.packed_tokens if self.packed_tokens else 0.0
+
+    def pack(self, dataset: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
+        """Rows of ``input_ids``, ``labels``, ``position_ids`` and ``sequence_ids``, each
+        ``max_seq_length`` long.
+
+        Args:
+            dataset: rows with ``input_ids`` and optionally ``labels`` (aligned, not shifted, -100
+                where nothing is trained). The first label of every document becomes -100: nothing
+                precedes it.
+
+        Raises:
+            ValueError: a row is empty, or its labels are not as long as its ids.
+        """
+        self.truncated_documents = 0
+        ids = []
+        labels = []
+        for number, row in enumerate(dataset):
+            tokens = list(row["input_ids"])
+            marks = list(row.get("labels", row["input_ids"]))
+            if not tokens or len(tokens) != len(marks):
+                raise ValueError(
+                    f"row {number}: {len(tokens)} input_ids and {len(marks)} labels; need equal, "
+                    "non-zero counts"
+                )
+            self.truncated_documents += len(tokens) > self.max_seq_length
+            ids.append(tokens[: self.max_seq_length])
+            labels.append([-100, *marks[1 : self.max_seq_length]])
+        if self.truncated_documents:
+            logger.warning(
+                "%d documents were cut at max_seq_length=%d",
+                self.truncated_documents,
+                self.max_seq_length,
+            )
+        plan = plan_packs([len(tokens) for tokens in ids], self.max_seq_length)
+        self.original_tokens = plan.tokens
+        self.packed_tokens = len(plan) * self.max_seq_length
+        return [self._row([(ids[n], labels[n]) for n in pack]) for pack in plan]
+
+    def _row(self, documents: list[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
+        row: dict[str, list[int]] = {
+            "input_ids": [],
+            "labels": [],
+            "position_ids": [],
+            "sequence_ids": [],
+        }
+        for number, (tokens, marks) in enumerate(documents):
+            row["input_ids"] += tokens
+            row["labels"] += marks
+            row["position_ids"] += range(len(tokens))
+            row["sequence_ids"] += [number] * len(tokens)
+        tail = self.max_seq_length - len(row["input_ids"])
+        row["input_ids"] += [self.padding_token_id] * tail
+        row["labels"] += [-100] * tail
+        row["position_ids"] += range(tail)
+        row["sequence_ids"] += [self.PADDING] * tail
+        return row
+
+    def create_attention_mask(
+        self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True
+    ) -> Tensor:
+        """bool ``[B, 1, S, S]`` from ``sequence_ids`` ``[B, S]``; True where the row's position may
+        attend to the column's.
+
+        A position attends to its own document, with ``causal`` no further than itself. Padding
+        attends to itself alone, so that no row of the softmax is empty; nothing attends to padding.
+        """
+        ids = torch.as_tensor(sequence_ids)
+        if ids.ndim == 1:
+            ids = ids[None]
+        allowed = (ids[:, :, None] == ids[:, None, :]) & (ids != self.PADDING)[:, None, :]
+        if causal:
+            allowed = allowed.tril()
+        return (allowed | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device))[:, None]

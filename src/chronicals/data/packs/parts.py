@@ -1,0 +1,238 @@
+"""Packs in parts: documents that stay whole on one of the processes that share a pack, and those
+that are split over all.
+
+A pack of W tokens has P parts of W / P. A document that fits in a part lies whole in one, and
+whoever has the part needs nothing from others to attend to it. A longer one of L tokens is cut into
+2 P chunks of ⌈L / 2P⌉, of which every part takes two; so the parts of a pack have the same room
+left for others. Long documents are packed first, the others into the room of parts.
+
+Where the strategy sorts documents, parts are made even: attention in a part costs the sum of its
+whole documents' squared lengths. Parts without a long document share a pack with those next to them
+in cost; then the documents of a pack are dealt to its parts anew, longest first, each to the least
+costly part with room (Graham's rule), where that is more even.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chronicals.data.packs.compiled import compiled
+from chronicals.data.packs.packing import NO_PACKS, STRATEGIES, PackPlan, documents_of, plan_packs
+
+SPLIT = -1
+"""In the place of a part's number: a document that every part has two chunks of."""
+
+IN_ORDER = "in-order"
+
+
+def plan_parts(
+    lengths: np.ndarray,
+    max_seq_length: int,
+    max_documents: int | None,
+    strategy: str,
+    items: np.ndarray | None,
+    parts: int,
+) -> PackPlan:
+    """As ``plan_packs``, of packs with ``parts``. A part holds ``max_documents // parts`` documents
+    at most.
+
+    Raises:
+        ValueError: as ``plan_packs``; the width is no multiple of twice the parts, a part can hold
+            no document, or an item of several documents is longer than a part.
+    """
+    if parts == 1:
+        return plan_packs(lengths, max_seq_length, max_documents, strategy, items)
+    if max_seq_length % (2 * parts):
+        raise ValueError(
+            f"max_seq_length={max_seq_length}: packs in {parts} parts (context_parallel, "
+            "pack_parts) need a multiple of "
+            f"{2 * parts}"
+        )
+    plan_packs(lengths[:0], max_seq_length, max_documents, strategy)  # its checks
+    sizes = np.ascontiguousarray(lengths, np.int64)
+    width = max_seq_length // parts
+    if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
+        raise ValueError(
+            f"lengths of {sizes.min()} to {sizes.max()}: must be between 1 and "
+            f"max_seq_length={max_seq_length}"
+        )
+    bounds = np.arange(sizes.size + 1) if items is None else items
+    totals = np.add.reduceat(sizes, bounds[:-1]) if sizes.size else sizes
+    counts = np.diff(bounds)
+    if (wrong := np.flatnonzero((totals > width) & (counts > 1))).size:
+        raise ValueError(
+            f"item {wrong[0]} has {totals[wrong[0]]} tokens in {counts[wrong[0]]} documents, "
+            "which one process must have: at "
+            f"most max_seq_length / {parts} = {width}; raise max_seq_length, or lower "
+            "context_parallel (pack_parts)"
+        )
+    widest = int(counts.max(initial=1))
+    limit = (max_documents or max(sizes.size, 1) * parts * widest) // (parts * widest)
+    if not limit:
+        raise ValueError(
+            f"max_documents={max_documents}: {parts} parts of a pack must hold {widest} each"
+        )
+    if strategy == IN_ORDER:
+        order, pack_of, part_of = _in_order(totals, width, limit, parts)
+    else:
+        costs = np.add.reduceat(sizes**2, bounds[:-1]) if sizes.size else sizes
+        packed = _sorted(totals, costs, width, limit, parts, strategy)
+        order, pack_of, part_of = _evened(*packed, totals, costs, width, limit, parts)
+    offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=1 if sizes.size else 0)))
+    documents, offsets = documents_of(bounds, order, offsets)
+    return PackPlan(
+        documents,
+        offsets,
+        int(sizes.sum()),
+        max_seq_length,
+        parts,
+        np.repeat(part_of, counts[order]),
+    )
+
+
+def _split_size(totals: np.ndarray, parts: int) -> np.ndarray:
+    """What a split document takes of each part."""
+    return 2 * -(-totals // (2 * parts))
+
+
+def _sorted(
+    totals: np.ndarray, costs: np.ndarray, width: int, limit: int, parts: int, strategy: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Items, and the pack and the part of each."""
+    long = np.flatnonzero(totals > width)
+    short = np.flatnonzero(totals <= width)
+    sizes = _split_size(totals[long], parts)
+    placed, offsets = STRATEGIES[strategy](sizes, width, limit, *NO_PACKS)
+    first = len(offsets) - 1
+    of_long = np.repeat(np.arange(first), np.diff(offsets))
+    held = np.bincount(of_long, minlength=first)
+    rooms = width - np.bincount(of_long, sizes[placed], first).astype(np.int64)
+    filled, ends = STRATEGIES[strategy](
+        totals[short], width, limit, np.repeat(rooms, parts), np.repeat(held, parts)
+    )
+    bins = len(ends) - 1
+    bin_of = np.repeat(np.arange(bins), np.diff(ends))
+    items = short[filled]
+    cost = np.bincount(bin_of, costs[items], bins)
+    place = np.arange(bins)  # new parts of like cost share a pack
+    place[first * parts + np.argsort(-cost[first * parts :], kind="stable")] = np.arange(
+        first * parts, bins
+    )
+    return (
+        np.append(long[placed], items),
+        np.append(of_long, place[bin_of] // parts),
+        np.append(np.full(long.size, SPLIT), place[bin_of] % parts),
+    )
+
+
+def _evened(
+    order: np.ndarray,
+    pack_of: np.ndarray,
+    part_of: np.ndarray,
+    totals: np.ndarray,
+    costs: np.ndarray,
+    width: int,
+    limit: int,
+    parts: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same pack after pack, the longest items of each first, dealt to its parts evenly."""
+    by_pack = np.lexsort((-totals[order], pack_of))
+    order = order[by_pack]
+    pack_of = pack_of[by_pack]
+    part_of = part_of[by_pack]
+    offsets = np.append(0, np.cumsum(np.bincount(pack_of)))
+    sizes = np.where(part_of == SPLIT, _split_size(totals[order], parts), totals[order])
+    _deal(part_of, offsets, sizes, costs[order], width, limit, parts)
+    in_parts = np.lexsort((part_of, pack_of))
+    return order[in_parts], pack_of, part_of[in_parts]
+
+
+@compiled(nogil=True)
+def _deal(
+    part_of: np.ndarray,
+    offsets: np.ndarray,
+    sizes: np.ndarray,
+    costs: np.ndarray,
+    width: int,
+    limit: int,
+    parts: int,
+) -> None:
+    """Change ``part_of`` in each pack where all items fit and the costliest part costs less."""
+    for pack in range(offsets.size - 1):
+        first = offsets[pack]
+        end = offsets[pack + 1]
+        before = np.zeros(parts, np.int64)
+        cost = np.zeros(parts, np.int64)
+        room = np.full(parts, width)
+        held = np.zeros(parts, np.int64)
+        dealt = part_of[first:end].copy()
+        for item in range(first, end):
+            if part_of[item] < 0:
+                room -= sizes[item]
+                held += 1
+            else:
+                before[part_of[item]] += costs[item]
+        fits = True
+        for item in range(first, end):
+            if part_of[item] < 0:
+                continue
+            chosen = -1
+            for part in range(parts):
+                free = room[part] >= sizes[item] and held[part] < limit
+                if free and (chosen < 0 or cost[part] < cost[chosen]):
+                    chosen = part
+            if chosen < 0:
+                fits = False
+                break
+            dealt[item - first] = chosen
+            room[chosen] -= sizes[item]
+            held[chosen] += 1
+            cost[chosen] += costs[item]
+        if fits and cost.max() < before.max():
+            part_of[first:end] = dealt
+
+
+def _in_order(
+    totals: np.ndarray, width: int, limit: int, parts: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Items as they come, each in the first part from the last one's on that has room, a new
+    pack where there is none.
+    """
+    pack_of, part_of = _next_parts(totals, _split_size(totals, parts), width, limit, parts)
+    in_packs = np.lexsort((np.arange(totals.size), pack_of))
+    return in_packs, pack_of, part_of
+
+
+@compiled(nogil=True)
+def _next_parts(
+    sizes: np.ndarray, split: np.ndarray, width: int, limit: int, parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    pack_of = np.empty(sizes.size, np.int64)
+    part_of = np.empty(sizes.size, np.int64)
+    room = np.full(parts, width)
+    held = np.zeros(parts, np.int64)
+    pack = last = 0
+    for item, size in enumerate(sizes):
+        if size > width:
+            if room.min() < split[item] or held.max() >= limit:
+                pack = pack + 1
+                last = 0
+                room[:] = width
+                held[:] = 0
+            room -= split[item]
+            held += 1
+            pack_of[item] = pack
+            part_of[item] = -1
+            continue
+        while last < parts and (room[last] < size or held[last] >= limit):
+            last += 1
+        if last == parts:
+            pack = pack + 1
+            last = 0
+            room[:] = width
+            held[:] = 0
+        room[last] -= size
+        held[last] += 1
+        pack_of[item] = pack
+        part_of[item] = last
+    return pack_of, part_of

@@ -1,0 +1,478 @@
+"""The gate before step 0: what is wrong with the data, in which rows, and when that would make
+training wrong.
+
+Every rule has a name, a remedy, and the largest share of the rows it may touch before it is an
+error: 0 where a single row would make training wrong, 1 where it may be meant, None where nothing
+is wrong. ``ChronicalsConfig.gate`` sets other shares by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from chronicals.config import ConfigurationError
+from chronicals.data.reading.ledger import Ledger
+
+EXAMPLES = 5
+"""Row numbers that are kept of each finding."""
+
+
+class DataError(ValueError):
+    """The data would make training wrong or impossible; the message names the place and the remedy.
+
+    Attributes:
+        rule: name of the gate's rule, where a row (not the file) is at fault.
+    """
+
+    rule = "wrong_type"
+
+    def __init__(self, message: str, rule: str | None = None):
+        super().__init__(message)
+        self.rule = rule or self.rule
+
+
+class Rule(NamedTuple):
+    """What a finding means, what to do about it, and the largest share of the rows that is let
+    pass.
+    """
+
+    what: str
+    remedy: str
+    share: float | None
+
+
+RULES = {
+    "unparsable_line": Rule("lines that do not parse", "mend or delete them", 0),
+    "missing_field": Rule(
+        "rows without a field they need",
+        "fill it in, or name the columns with 'columns' (in memory: rename them)",
+        0,
+    ),
+    "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
+    "unread_field": Rule(
+        "plain completions with a system message, tools or a history, which are left out",
+        "set completions_as_chat=True to render them through the chat template, which has a place "
+        "for them",
+        1,
+    ),
+    "pictures_or_sound": Rule(
+        "rows with pictures, video or sound, of which only text could be trained",
+        "leave them out (allowed, they are), or remove the column or the parts where the text "
+        "says it all",
+        0,
+    ),
+    "columns_recognised": Rule(
+        "rows whose columns were taken for prompt and completion by their names",
+        "nothing, if that is meant; else name them: columns={'prompt': 'THEIR_PROMPT', "
+        "'completion': 'THEIR_ANSWER'}",
+        None,
+    ),
+    "plain_completion": Rule(
+        "prompts and completions without the chat template that this tokenizer has, unlike what a "
+        "chat with the model sends",
+        "set completions_as_chat=True to render them as a user's and an assistant's message, "
+        "unless plain text is meant, or "
+        "texts hold turns of their own ('Human:', 'Assistant:'), which belong in messages",
+        1,
+    ),
+    "repeated_prompt": Rule(
+        "answers that begin with the whole prompt, which is trained once more there",
+        "leave it out of the answers, unless that is meant",
+        1,
+    ),
+    "unusable_kind": Rule(
+        "rows this objective cannot train on", "choose their objective, or map their columns", 0
+    ),
+    "empty_conversation": Rule("conversations without a message", "delete them", 0),
+    "unknown_role": Rule(
+        "messages of an unknown role", "use system, developer, user, assistant or tool", 0
+    ),
+    "empty_answer": Rule(
+        "empty answers, which teach to say nothing", "delete them or fill them in", 0
+    ),
+    "no_assistant_turn": Rule(
+        "conversations without an assistant's turn",
+        "let them end with the assistant, or delete them; where all is trained, use "
+        "objective='pretraining'",
+        0.5,
+    ),
+    "consecutive_answers": Rule(
+        "two assistant's turns in a row", "join them, unless this is meant", 1
+    ),
+    "late_system_message": Rule(
+        "system messages in the middle of a conversation", "put them first", 1
+    ),
+    "template_refuses": Rule(
+        "conversations the chat template refuses", "mend them, or use another template", 0
+    ),
+    "template_differs": Rule(
+        "conversations rendered otherwise in training than in generation", "use another template", 0
+    ),
+    "no_stop_token": Rule(
+        "answers the chat template does not close with a stop token", "use a template that does", 0
+    ),
+    "masked_stop": Rule(
+        "answers whose stop token is not trained", "train the token that ends the answer", 0
+    ),
+    "cut_stop": Rule(
+        "answers that lost their stop token to the cut",
+        "raise max_seq_length, or set overlong='drop'",
+        0.5,
+    ),
+    "masked_row": Rule("rows with no token to train on", "look at their labels and roles", 0.5),
+    "masked_by_cut": Rule(
+        "rows with an answer of which the cut leaves no token to train on",
+        "raise max_seq_length",
+        0.5,
+    ),
+    "double_bos": Rule(
+        "rows that begin with two BOS tokens", "let one of the two writers of BOS be silent", 0
+    ),
+    "special_token_in_text": Rule(
+        "texts that hold a special token", "remove it, unless this is meant", 1
+    ),
+    "trained_padding": Rule(
+        "rows that train the padding token", "mask it, or choose another pad_token", 0
+    ),
+    "vocabulary_too_large": Rule(
+        "tokens of the tokenizer that the embedding lacks", "set resize_embeddings=True", 1
+    ),
+    "id_out_of_range": Rule(
+        "token ids outside the model's embedding", "use the model's own tokenizer", 0
+    ),
+    "byte_garbage": Rule(
+        "texts with U+FFFD, left by a wrong decoding", "read the source in its own encoding", 0.1
+    ),
+    "cut_row": Rule(
+        "rows cut at max_seq_length",
+        "raise max_seq_length, or set overlong='drop', or 'split' where a row is one document",
+        1,
+    ),
+    "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", None),
+    "dropped_row": Rule("rows longer than max_seq_length, left out", "raise max_seq_length", 0.5),
+    "single_token": Rule("rows of a single token", "look at what the column holds", 0.5),
+    "no_common_prompt": Rule(
+        "pairs without a prompt, whose answers do not begin alike",
+        "give them a prompt, or name its column with 'columns'",
+        0.5,
+    ),
+    "other_prompt": Rule(
+        "answers that begin with a question other than that of their row's prompt",
+        "leave the prompt out where the conversations hold it all, or let the answers begin "
+        "behind it",
+        0.5,
+    ),
+    "identical_answers": Rule(
+        "pairs of two equal answers, which teach nothing",
+        "remove them, or name the right columns",
+        0.1,
+    ),
+    "tied_scores": Rule(
+        "ranked answers that have one score", "score them apart, or remove them", 0.5
+    ),
+    "unusable_scores": Rule(
+        "ranked answers without one finite number as the score of each, or fewer than two",
+        "mend or delete them",
+        0,
+    ),
+    "unusable_label": Rule(
+        "judged answers without a label, or with one that is neither true nor false",
+        "write true for good answers and false for bad ones, or name the column with 'columns'",
+        0,
+    ),
+    "no_other_prompt": Rule(
+        "judged answers near which all have the same prompt, so that none is an answer to another "
+        "one",
+        "shuffle the rows, or add answers to other prompts",
+        0.5,
+    ),
+    "no_room_for_other": Rule(
+        "judged answers that leave no room for one to another prompt, so that the divergence is "
+        "estimated without them",
+        "raise max_seq_length",
+        1,
+    ),
+    "one_label": Rule(
+        "answers that are all good, or all bad",
+        "add answers of the other label, unless this is meant: unlearning, say",
+        1,
+    ),
+    "duplicate_row": Rule(
+        "documents that are in the data more than once", "remove them, unless this is meant", 1
+    ),
+    "held_out_in_training": Rule(
+        "held-out documents that are trained on as well", "remove them from one of the two", 0.5
+    ),
+}
+
+
+OF_ANSWERS = {"cut_row": "raise max_seq_length, or set overlong='drop'"}
+"""Remedies of rules where rows are whole answers, which cannot be split."""
+
+
+@dataclass
+class Finding:
+    """How often a rule was broken, the first rows (from 1, as read), the first one's words, and
+    where these rows are.
+    """
+
+    count: int = 0
+    rows: list[int] = field(default_factory=list)
+    example: str = ""
+    places: list[str] = field(default_factory=list)
+
+
+@dataclass
+class DataReport:
+    """What one tokenised data set holds.
+
+    Attributes:
+        rows: records read.
+        documents: documents stored (a long text becomes several).
+        tokens: tokens stored.
+        targets: tokens that are predicted and trained on.
+        kinds: rows by kind, as recognised, those that are left out included.
+        findings: by the name of the rule.
+        answers: whether the rows are whole answers, compared or judged.
+        forms: rows by the kind of their first document, in which form they are trained: a pair may
+            be of chats.
+        left_out: rows that gave no document, by kind and then by the rule that says why.
+        prompts: documents that are prompts, which answers share.
+        mismatched: documents that are answers to other prompts, beside judged ones.
+    """
+
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    targets: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    findings: dict[str, Finding] = field(default_factory=dict)
+    answers: bool = False
+    forms: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
+    prompts: int = 0
+    mismatched: int = 0
+
+    def note(self, rule: str, row: int | None = None, example: str = "", count: int = 1) -> None:
+        """Count ``row`` (from 0; None is the data as a whole) under ``rule``."""
+        found = self.findings.setdefault(rule, Finding())
+        found.count += count
+        found.example = found.example or example
+        if row is not None and len(found.rows) < EXAMPLES:
+            found.rows.append(row + 1)
+
+    def count(self, rule: str) -> int:
+        """Rows counted under ``rule``."""
+        return self.findings[rule].count if rule in self.findings else 0
+
+    def add(self, other: DataReport) -> None:
+        """Count what ``other`` counted of further rows."""
+        self.rows += other.rows
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.targets += other.targets
+        self.answers |= other.answers
+        self.prompts += other.prompts
+        self.mismatched += other.mismatched
+        _add_counts(self.kinds, other.kinds)
+        _add_counts(self.forms, other.forms)
+        for kind, causes in other.left_out.items():
+            _add_counts(self.left_out.setdefault(kind, {}), causes)
+        for rule, found in other.findings.items():
+            self.note(rule, example=found.example, count=found.count)
+            kept = self.findings[rule].rows
+            self.findings[rule].places += found.places[: EXAMPLES - len(kept)]
+            kept += found.rows[: EXAMPLES - len(kept)]
+
+    def level(self, rule: str, shares: Mapping[str, float]) -> Literal["error", "warning", "info"]:
+        """Whether a finding stops the run, by its own largest share or the one set in
+        ``shares``.
+        """
+        share = shares.get(rule, RULES[rule].share)
+        if share is None:
+            return "info"
+        return "error" if share < 1 and self.count(rule) / max(self.rows, 1) > share else "warning"
+
+    def remedy(self, rule: str) -> str:
+        """What to do about a finding."""
+        return OF_ANSWERS.get(rule, RULES[rule].remedy) if self.answers else RULES[rule].remedy
+
+    def entries(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+        """Each finding as a row of the table: rule, level, count, share, rows, what, remedy,
+        example; errors first.
+        """
+        entries = [
+            {
+                "rule": rule,
+                "level": self.level(rule, shares or {}),
+                "count": found.count,
+                "share": found.count / max(self.rows, 1),
+                "rows": found.rows,
+                "places": found.places,
+                "what": RULES[rule].what,
+                "remedy": self.remedy(rule),
+                "example": found.example,
+            }
+            for rule, found in self.findings.items()
+        ]
+        order = list(RULES)
+        levels = ("error", "warning", "info")
+        return sorted(
+            entries, key=lambda entry: (levels.index(entry["level"]), order.index(entry["rule"]))
+        )
+
+    @property
+    def ledger(self) -> Ledger:
+        """What became of the rows where none is held out."""
+        kept = {
+            kind: count - sum(self.left_out.get(kind, {}).values())
+            for kind, count in self.kinds.items()
+        }
+        trained = {kind: count for kind, count in kept.items() if count}
+        return Ledger(self.kinds, trained, left_out=self.left_out)
+
+    def summary(self, ledger: Ledger | None = None) -> str:
+        """One line: rows by kind and what became of them, then documents, tokens and how many are
+        trained of those kept here.
+
+        Args:
+            ledger: of the data, where some of them are held out.
+        """
+        ledger = ledger or self.ledger
+        share = self.targets / max(self.tokens, 1)
+        what = "scored" if ledger.is_scored else "trained"
+        return (
+            f"{ledger.words()}, {self.documents_in_words()}, {self.tokens:,} tokens, "
+            f"{self.targets:,} of them {what} "
+            f"({share:.0%})"
+        )
+
+    def documents_in_words(self) -> str:
+        """How many documents there are; of compared and judged answers, what they are."""
+        if not self.answers:
+            return f"{self.documents:,} documents"
+        counts = {
+            "answers": self.documents - self.prompts - self.mismatched,
+            "answers to other prompts": self.mismatched,
+            "shared prompts": self.prompts,
+        }
+        return ", ".join(
+            f"{count:,} {name}" for name, count in counts.items() if count or name == "answers"
+        )
+
+    def table(
+        self, shares: Mapping[str, float] | None = None, ledger: Ledger | None = None
+    ) -> list[tuple[str, str]]:
+        """Level and text of each line: the summary, and a row a finding, in columns."""
+        entries = self.entries(shares)
+        cells = [
+            (
+                e["level"],
+                e["rule"],
+                f"{e['count']:,}",
+                _listed_rows(e),
+                f"{e['what']}: {e['remedy']}",
+            )
+            for e in entries
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        return [
+            ("info", self.summary(ledger)),
+            *zip((entry["level"] for entry in entries), rows, strict=True),
+        ]
+
+    def errors(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+        """Findings that touch more rows than they may, as ``entries`` gives them."""
+        return [entry for entry in self.entries(shares) if entry["level"] == "error"]
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> DataReport:
+        return cls(
+            **{
+                **fields,
+                "findings": {rule: Finding(**found) for rule, found in fields["findings"].items()},
+            }
+        )
+
+    def check(self, name: str, shares: Mapping[str, float] | None = None) -> None:
+        """Raise where training would be wrong; all that is wrong is in one message.
+
+        Args:
+            name: what the message calls the data.
+            shares: other largest shares, by the name of the rule.
+
+        Raises:
+            DataError: no row, nothing to train on, or a finding touches more rows than it may.
+        """
+        if not self.rows:
+            raise DataError(f"{name}: holds no rows; give a file with at least one")
+        entries = self.entries(shares)
+        wrong = self.errors(shares)
+        nothing = f"nothing to train on in any of {self.rows:,} rows"
+        if wrong or not self.targets:
+            lines = "".join(
+                f"\n  {describe(entry)}" for entry in (wrong if self.targets else entries)
+            )
+            broken = (
+                f"breaks {len(wrong)} of the gate's rules in {self.rows:,} rows"
+                if self.targets
+                else nothing
+            )
+            raise DataError(
+                f"{name}: {broken}:{lines}{_how_to_allow(wrong) if self.targets else ''}"
+            )
+
+
+def _add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
+
+
+def _how_to_allow(wrong: Sequence[Mapping[str, Any]]) -> str:
+    shares = {entry["rule"]: min(1.0, math.ceil(1000 * entry["share"]) / 1000) for entry in wrong}
+    return f"\nTo train without these rows or in spite of this, allow it: gate={shares}"
+
+
+def describe(entry: Mapping[str, Any]) -> str:
+    """A finding in one line."""
+    rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
+    example = f"; for one, {entry['example']}" if entry["example"] else ""
+    return f"{entry['rule']}: {entry['count']:,} {entry['what']}{rows}: {entry['remedy']}{example}"
+
+
+def _listed_rows(entry: Mapping[str, Any]) -> str:
+    more = " …" if entry["count"] > len(entry["rows"]) else ""
+    if _of_several_files(entry):
+        return f"{', '.join(entry['places'])}{more}"
+    return f"rows {', '.join(map(str, entry['rows']))}{more}" if entry["rows"] else ""
+
+
+def _of_several_files(entry: Mapping[str, Any]) -> bool:
+    """Whether other files were read before those of some rows, whose own numbers are lower then."""
+    places = entry.get("places") or []
+    numbers = [re.search(r"(\d+)$", place) for place in places]
+    return len(places) == len(entry["rows"]) and any(
+        n and int(n[1]) < row for n, row in zip(numbers, entry["rows"])
+    )
+
+
+def check_shares(shares: Mapping[str, float]) -> None:
+    """Raise ConfigurationError where ``gate`` names no rule or sets no share."""
+    for rule, share in shares.items():
+        if rule not in RULES:
+            raise ConfigurationError(
+                f"gate: no rule is named {rule!r}; there are {', '.join(RULES)}"
+            )
+        if not 0 <= share <= 1:
+            raise ConfigurationError(f"gate: {rule}={share}: must be a share of the rows, 0 to 1")

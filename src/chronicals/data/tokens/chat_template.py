@@ -1,0 +1,284 @@
+"""A tokenizer's own chat template, unedited: what it renders, what form it takes messages in,
+and where answers stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from chronicals.data.kinds.rows import THOUGHTS
+from chronicals.data.reading.gate import DataError
+
+Message = dict[str, Any]
+
+Asked = tuple[Sequence[Message], Any, str]
+"""Messages already in form, tools, and what errors call the row."""
+
+
+class TemplateError(DataError):
+    """The chat template cannot be handled, or does not fit the conversation."""
+
+    rule = "template_refuses"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The form in which a template takes messages; both forms say the same.
+
+    Attributes:
+        parts: contents as lists of parts, not as text.
+        text_arguments: the arguments of a call as JSON text, not as an object.
+    """
+
+    parts: bool = False
+    text_arguments: bool = False
+
+    def message(self, message: Message) -> Message:
+        """The message in this form, without what is ours (``train``); thoughts under both names
+        that templates read.
+        """
+        formed = {name: value for name, value in message.items() if name != "train"}
+        thought = next((formed[name] for name in THOUGHTS if formed.get(name) is not None), None)
+        if thought is not None:
+            formed = {"thinking": thought, **formed, "reasoning_content": thought}
+        if self.parts and isinstance(formed.get("content"), str):
+            formed["content"] = [{"type": "text", "text": formed["content"]}]
+        if formed.get("tool_calls"):
+            formed["tool_calls"] = [self._call(call) for call in formed["tool_calls"]]
+        return formed
+
+    def _call(self, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._call(call["function"])}
+        arguments = call.get("arguments")
+        if self.text_arguments and isinstance(arguments, dict):
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        if not self.text_arguments and isinstance(arguments, str):
+            return {**call, "arguments": _object(arguments)}
+        return call
+
+
+class ChatTemplate:
+    """The chat template of a transformers tokenizer.
+
+    Args:
+        tokenizer: a ``PreTrainedTokenizerBase``; its template must not change afterwards.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def copy_globals_once(self) -> None:
+        """Render faster from now on, in this whole process.
+
+        For each text jinja copies the template's globals, which it keeps in a ``ChainMap``; a dict
+        is copied in a tenth of the time, and nothing is put into either afterwards.
+        """
+        with contextlib.suppress(
+            ValueError, jinja2.TemplateError
+        ):  # what is wrong with it is said where it is used
+            compiled = self.compiled() if self.tokenizer.chat_template is not None else None
+            if compiled is not None:
+                compiled.globals = dict(compiled.globals)
+
+    def source(self, tools: Any = None) -> str:
+        """The template's text; some tokenizers have another one for conversations with tools."""
+        return self.tokenizer.get_chat_template(tools=tools)
+
+    def compiled(self, tools: Any = None) -> Any:
+        """The template as transformers has compiled it, or None where this transformers does not
+        show it.
+        """
+        from transformers.utils import chat_template_utils
+
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        return None if compile_template is None else compile_template(self.source(tools))
+
+    @functools.cached_property
+    def dialect(self) -> Dialect:
+        """Found by asking the template for an answer and for a call, in either form."""
+        question = {"role": "user", "content": "?"}
+        answer = {"role": "assistant", "content": "chronicals"}
+        in_parts = [Dialect(parts=True).message(message) for message in (question, answer)]
+        parts = not self._shows("chronicals", [question, answer]) and self._shows(
+            "chronicals", in_parts
+        )
+        if parts:
+            question = in_parts[0]
+
+        def calls(arguments: Any) -> list[Message]:
+            function = {"name": "chronicals", "arguments": arguments}
+            return [
+                question,
+                {"role": "assistant", "content": "", "tool_calls": [_call_of(function)]},
+            ]
+
+        text = not self._shows("chronicals", calls({"a": "b"})) and self._shows(
+            "chronicals", calls('{"a": "b"}')
+        )
+        return Dialect(parts, text)
+
+    def _shows(self, text: str, messages: list[Message]) -> bool:
+        try:
+            return text in self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # jinja raises whatever the template author chose
+            return False
+
+    def form(self, messages: Sequence[Message], where: str) -> list[Message]:
+        """The messages as this template takes them.
+
+        Raises:
+            DataError: the arguments of a call are text that is no JSON object.
+        """
+        self._require(where)
+        formed = []
+        for number, message in enumerate(messages, 1):
+            try:
+                formed.append(self.dialect.message(message))
+            except ValueError as error:
+                raise DataError(f"{where}: message {number}: {error}") from error
+        return formed
+
+    def ids(
+        self,
+        formed: Sequence[Message],
+        tools: Any = None,
+        generation: bool = False,
+        where: str = "chat",
+    ) -> list[int]:
+        """Ids of messages already in form; with ``generation`` up to where the assistant begins
+        to answer.
+        """
+        return list(
+            self._apply(formed, tools, generation, where, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
+        )
+
+    def text(
+        self,
+        formed: Sequence[Message],
+        tools: Any = None,
+        generation: bool = False,
+        where: str = "chat",
+    ) -> str:
+        """What ``ids`` are the ids of."""
+        return self._apply(formed, tools, generation, where, tokenize=False)
+
+    def texts(self, asked: Sequence[Asked], generation: bool = False) -> list[str | TemplateError]:
+        """``text`` of each, or the error it raises; many at a time, which is faster."""
+        found: list[str | TemplateError] = []
+        for without_tools, part in itertools.groupby(asked, lambda one: not one[1]):
+            render = self._texts_together if without_tools else self._texts_alone
+            found += render(list(part), generation)
+        return found
+
+    def _texts_together(
+        self, asked: Sequence[Asked], generation: bool
+    ) -> list[str | TemplateError]:
+        """Of conversations without tools; where one is refused, each half by itself."""
+        try:
+            conversations = [list(formed) for formed, _, _ in asked]
+            return self.tokenizer.apply_chat_template(
+                conversations, add_generation_prompt=generation, tokenize=False
+            )
+        except Exception:  # jinja raises whatever the template author chose
+            half = len(asked) // 2
+            if not half:
+                return self._texts_alone(asked, generation)
+            return self._texts_together(asked[:half], generation) + self._texts_together(
+                asked[half:], generation
+            )
+
+    def _texts_alone(self, asked: Sequence[Asked], generation: bool) -> list[str | TemplateError]:
+        found: list[str | TemplateError] = []
+        for formed, tools, where in asked:
+            try:
+                found.append(self.text(formed, tools, generation, where))
+            except TemplateError as error:
+                found.append(error)
+        return found
+
+    def _apply(
+        self, formed: Sequence[Message], tools: Any, generation: bool, where: str, **how: Any
+    ) -> Any:
+        self._require(where)
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(formed), tools=tools, add_generation_prompt=generation, **how
+            )
+        except Exception as error:  # jinja raises whatever the template author chose
+            raise TemplateError(
+                f"{where}: the chat template refuses the conversation: {error}"
+            ) from error
+
+    def _require(self, where: str) -> None:
+        if self.tokenizer.chat_template is None:
+            raise TemplateError(
+                f"{where}: has messages, but the tokenizer has no chat template; set "
+                "tokenizer.chat_template, or "
+                "chat_template='chatml' (or another name of docs/templates.md, or a file), use "
+                "the instruct version of the "
+                "model, or bring the rows as prompt and completion"
+            )
+
+    @functools.cached_property
+    def stop(self) -> int:
+        """The special token that the template writes after an assistant's content.
+
+        Raises:
+            TemplateError: there is none, so a model trained on it would never stop.
+        """
+        content = "chronicals"
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        ids = self.ids(self.form(turn, "chat"))
+        after = len(ids)
+        while after and content not in self.decode(ids[after - 1 :]):
+            after -= 1
+        stops = [token for token in ids[after:] if token in special] if after else []
+        if not after:
+            raise TemplateError(
+                "the chat template does not render the content of an assistant's message given as "
+                "text"
+            )
+        if not stops:
+            raise TemplateError(
+                "the chat template writes no special token after an assistant's answer, so the "
+                "model would never "
+                "learn to stop; use a template that closes the assistant's turn",
+                "no_stop_token",
+            )
+        return stops[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, nothing left out and nothing tidied."""
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+
+def _call_of(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "id": "call00001", "function": function}
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"the arguments of a call, {text[:40]!r}, do not parse as JSON: {error}"
+        ) from error
+    if not isinstance(value, dict):
+        raise DataError(f"the arguments of a call must be a JSON object, these are {text[:40]!r}")
+    return value

@@ -1,0 +1,64 @@
+"""Token ids of a text that goes on after another one, as a completion does after its prompt.
+
+Some tokenizers put a blank before every text (those of Llama 2 and Mistral, others with
+SentencePiece's prefix, byte-level ones with ``add_prefix_space``). A completion tokenised by itself
+would begin with a blank that its row does not hold. So under such a tokenizer it is tokenised
+behind a mark, a short text whose own ids stay the same in front of it, and these are taken off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chronicals.data.reading.gate import DataError
+
+MARKS = ("\n", "0", ".", ")", "é")
+"""Of several kinds, for a mark must not merge with the text behind it."""
+
+PROBES = ("a", "7", "the")
+
+
+class Continuation:
+    """How a tokenizer is to be given texts that go on after others.
+
+    Attributes:
+        mark: what stands before such a text; empty where the tokenizer puts nothing before a text.
+        mark_ids: its token ids.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._marks: dict[str, list[int]] = {
+            mark: ids for mark in MARKS if (ids := self._ids(mark))
+        }
+        if not any(self._differs(mark, probe) for mark in self._marks for probe in PROBES):
+            self._marks = {}
+        self.mark, self.mark_ids = next(iter(self._marks.items()), ("", []))
+
+    def ids(self, prompt: str, text: str, where: str) -> list[int]:
+        """Ids of the text behind ``prompt``; behind an empty one it is a text by itself.
+
+        Raises:
+            DataError: the tokenizer merges its beginning with every mark.
+        """
+        if not self._marks or not prompt:
+            return self._ids(text)
+        for mark in self._marks:
+            if (ids := self._behind(mark, text)) is not None:
+                return ids
+        raise DataError(
+            f"{where}: the tokenizer cannot be made to tokenise {text[:20]!r} as the continuation "
+            "of a prompt"
+        )
+
+    def _behind(self, mark: str, text: str) -> list[int] | None:
+        ids = self._ids(mark + text)
+        count = len(self._marks[mark])
+        return ids[count:] if ids[:count] == self._marks[mark] else None
+
+    def _differs(self, mark: str, probe: str) -> bool:
+        behind = self._behind(mark, probe)
+        return behind is not None and behind != self._ids(probe)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,330 @@
+"""What a chat template writes of the first messages of a long conversation, without rendering each
+of these parts.
+
+A template is a program that is run on a list of messages. On the first i of them it does what it
+does on all, until it first looks at message i or at the end of the list. Where it looks there only
+by going on in its one loop over the messages:
+
+- what it has written by then is common to both renderings;
+- what it writes from there on, behind the loop, depends on nothing but its namespaces, because
+  Jinja's other variables do not outlive an iteration, provided that it looks at no message again.
+  So it is rendered once for each state of the namespaces.
+
+All of this is observed while it runs, on lists and namespaces that record what is done with them.
+Of templates that look ahead, at the length or from the end, that loop within a macro or a buffer,
+or that keep what they see elsewhere, nothing is told. What is kept elsewhere may be the position of
+an iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a
+namespace.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+from jinja2 import nodes
+from jinja2.runtime import LoopContext
+from jinja2.utils import Namespace
+
+from chronicals.data.tokens.chat_template import ChatTemplate, Message
+
+MOST_STATES = 16
+"""Namespaces' states whose rests are rendered; with more of them there is no gain, and no more
+are recorded.
+"""
+
+LAZY = {
+    "batch",
+    "items",
+    "map",
+    "reject",
+    "rejectattr",
+    "reverse",
+    "select",
+    "selectattr",
+    "slice",
+    "unique",
+}
+"""Filters that return an iterator."""
+
+CONSUMING = {"first", "join", "list", "max", "min", "sort", "sum"}
+"""Filters that use an iterator up, or let nothing else use it."""
+
+State = tuple[tuple[tuple[int, str], str], ...]
+
+
+class Prefixes:
+    """The parts of one conversation.
+
+    Args:
+        whole: what the template writes of all messages.
+    """
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message], tools: Any, whole: str):
+        self._template = template
+        self._messages = messages
+        self._tools = tools
+        self._whole = whole
+        self._rests: dict[tuple[bool, State], str | None] = {}
+        self._runs: dict[bool, _Run] = {}
+        compiled = template.compiled(tools)
+        if compiled is None or not _keeps_nothing(compiled, template.source(tools)):
+            return
+        try:
+            runs = {
+                generation: _Run(template, messages, tools, generation)
+                for generation in (False, True)
+            }
+        except Exception:  # jinja raises whatever the template author chose
+            return
+        if runs[False].text == whole:
+            self._runs = runs
+
+    def part(self, count: int, generation: bool) -> tuple[int, str] | None:
+        """What is written of the first ``count`` messages: letters in common with the whole, and
+        what follows these.
+
+        None where it is not proved.
+        """
+        run = self._runs.get(generation)
+        if run is None or count >= len(run.places):
+            return None
+        place = run.places[count]
+        state = run.states[count]
+        if place is None:
+            return None
+        if not self._whole.startswith(run.text[run.compared : place], run.compared):
+            del self._runs[generation]
+            return None
+        run.compared = max(run.compared, place)
+        if (generation, state) not in self._rests:
+            if len(self._rests) >= MOST_STATES:
+                return None
+            self._rests[generation, state] = self._rest(count, generation, place)
+        rest = self._rests[generation, state]
+        return None if rest is None else (place, rest)
+
+    def _rest(self, count: int, generation: bool, place: int) -> str | None:
+        """What is written after the loop has met the end, if that looks at no messages."""
+        part = self._messages[:count]
+        try:
+            run = _Run(self._template, part, self._tools, generation)
+            text = self._template.text(part, self._tools, generation)
+        except Exception:
+            return None
+        return (
+            text[place:]
+            if run.ended == place and not run.looked_again and run.text == text
+            else None
+        )
+
+
+def _keeps_nothing(compiled: Any, source: str) -> bool:
+    """Whether the template loops outside of buffers, and has no state but namespaces."""
+    tree = compiled.environment.parse(source)
+    if any(
+        _keeps(parent, child)
+        for parent in tree.find_all(nodes.Node)
+        for child in parent.iter_child_nodes()
+    ):
+        return False
+    buffered = any(
+        next(block.find_all(nodes.For), None)
+        for block in tree.find_all((nodes.AssignBlock, nodes.FilterBlock))
+    )
+    return not buffered and not any(
+        name.name in ("cycler", "joiner", "lipsum") for name in tree.find_all(nodes.Name)
+    )
+
+
+def _keeps(parent: nodes.Node, child: nodes.Node) -> bool:
+    """Whether ``child`` is an iterator that ``parent`` may keep for later use."""
+    if isinstance(child, nodes.Name) and child.name == "loop":
+        return not isinstance(parent, (nodes.Getattr, nodes.Getitem))
+    if not isinstance(child, nodes.Filter) or child.name not in LAZY:
+        return False
+    if isinstance(parent, nodes.For):
+        return child is not parent.iter
+    return not (
+        isinstance(parent, nodes.Filter)
+        and child is parent.node
+        and parent.name in LAZY | CONSUMING
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``repr`` tells all of it: texts, numbers, None, and collections of these."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
+
+
+class _Run:
+    """A rendering that is watched.
+
+    Attributes:
+        text: what was written.
+        places: for each message the letters written when the loop first took it; None where it was
+            seen otherwise.
+        states: of the namespaces at that time.
+        ended: letters written when the loop met the end; None where the end was seen otherwise.
+        looked_again: whether messages were looked at after that.
+        compared: letters of ``text`` that are known to be those of the whole.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: Any, generation: bool
+    ):
+        self.messages = messages
+        self.places: list[int | None] = []
+        self.states: list[State] = []
+        self.ended: int | None = None
+        self.looked_again = False
+        self.compared = 0
+        self.loops = 0
+        self._seen_end = False
+        self._letters = 0
+        self._state: dict[tuple[int, str], str] = {}
+        self._known: dict[State, State] = {}
+        self._recording = True
+        self._namespaces: list[Any] = []
+        pieces = []
+        variables = {**template.tokenizer.special_tokens_map, "namespace": self._recorded_namespace}
+        watched = _Watched(self)
+        for piece in template.compiled(tools).generate(
+            messages=watched,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=generation,
+            **variables,
+        ):
+            pieces.append(piece)
+            self._letters += len(piece)
+        self.text = "".join(pieces)
+
+    def look(self, number: int, in_loop: bool) -> None:
+        """The template looks at a message, or where there is none any more."""
+        self.looked_again |= self._seen_end
+        while len(self.places) <= min(number, len(self.messages) - 1):
+            proper = (
+                in_loop and len(self.places) == number and self.loops == 1 and not self._seen_end
+            )
+            state = self._current_state()
+            self.places.append(self._letters if proper and self._recording else None)
+            self.states.append(state)
+        if number >= len(self.messages):
+            self.look_at_end(in_loop and self.loops == 1)
+
+    def look_at_end(self, in_loop: bool = False) -> None:
+        self.looked_again |= self._seen_end
+        if in_loop and not self._seen_end:
+            self.ended = self._letters
+        self._seen_end = True
+
+    def _current_state(self) -> State:
+        """One object for equal states; empty, and the recording stops, once there are too many
+        of them.
+        """
+        state = tuple(sorted(self._state.items()))
+        if state not in self._known and len(self._known) == MOST_STATES:
+            self._stop_recording()
+            return ()
+        return self._known.setdefault(state, state)
+
+    def _stop_recording(self) -> None:
+        self._recording = False
+        self._state.clear()
+
+    def _record(self, number: int, name: str, value: Any) -> None:
+        if self._recording and _is_plain(value):
+            self._state[number, name] = repr(value)
+        else:
+            self._stop_recording()
+
+    def _recorded_namespace(self, *args: Any, **attributes: Any) -> Namespace:
+        record = self._record
+        number = len(self._namespaces)
+
+        class Recorded(Namespace):
+            def __setitem__(self, name: str, value: Any) -> None:
+                super().__setitem__(name, value)
+                record(number, name, value)
+
+        made = Recorded(*args, **attributes)
+        self._namespaces.append(made)
+        for name, value in dict(*args, **attributes).items():
+            record(number, name, value)
+        return made
+
+
+class _Watched(Sequence[Message]):
+    """The messages of a run from ``first`` on."""
+
+    def __init__(self, run: _Run, first: int = 0):
+        self._run = run
+        self._first = first
+
+    def __iter__(self) -> Iterator[Message]:
+        self._run.loops += 1
+        return _Loop(self._run, self._first)
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Message]: ...
+    def __getitem__(self, index: Any) -> Any:
+        run = self._run
+        if (
+            isinstance(index, slice)
+            and index.stop is None
+            and index.step is None
+            and (index.start or 0) >= 0
+        ):
+            return _Watched(run, self._first + (index.start or 0))
+        if isinstance(index, int) and index >= 0:
+            run.look(self._first + index, in_loop=False)
+        else:
+            run.look_at_end()
+        return (
+            run.messages[self._first + index]
+            if isinstance(index, int) and index >= 0
+            else self._plain()[index]
+        )
+
+    def __len__(self) -> int:
+        self._run.look_at_end()
+        return max(len(self._run.messages) - self._first, 0)
+
+    def __bool__(self) -> bool:
+        self._run.look(self._first, in_loop=False)
+        return len(self._run.messages) > self._first
+
+    def __eq__(self, other: object) -> bool:
+        self._run.look_at_end()
+        return self._plain() == other
+
+    def _plain(self) -> list[Message]:
+        return list(self._run.messages[self._first :])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Loop(Iterator[Message]):
+    def __init__(self, run: _Run, first: int):
+        self._run = run
+        self._next = first
+
+    def __next__(self) -> Message:
+        caller: Any = sys._getframe(1)
+        if caller.f_code is LoopContext.__next__.__code__:
+            caller = caller.f_back
+        run = self._run
+        number = self._next
+        run.look(number, in_loop=caller.f_code.co_name == "root")
+        if number >= len(run.messages):
+            raise StopIteration
+        self._next += 1
+        return run.messages[number]

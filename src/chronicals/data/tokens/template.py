@@ -1,0 +1,350 @@
+"""One way from a row to token ids and the mask of what is trained; training, evaluation and
+generation all take it.
+
+A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is
+found by rendering prefixes of it (``spans``). ``encode`` is the definition, a row at a time;
+``batch_encoding`` gives the same for many rows at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainOn, Turns
+from chronicals.data.kinds.rows import (
+    TRAINED,
+    NormalRow,
+    Record,
+    as_instruction,
+    kind_of,
+    plain_row,
+    with_conversations,
+)
+from chronicals.data.reading.gate import DataError
+from chronicals.data.tokens.chat_template import ChatTemplate, Message, TemplateError
+from chronicals.data.tokens.continuation import Continuation
+from chronicals.data.tokens.conversation import Conversation, chosen, messages_of
+from chronicals.data.tokens.spans import trained_span
+from chronicals.data.tokens.texts import check_text, without_double_beginning, without_end
+
+__all__ = ["Message", "TemplateError", "Tokenizer", "Tokens", "stop_token_ids"]
+
+PROBE = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
+"""A text that tokenizers of one vocabulary split in different ways; where Python does it,
+nothing else tells.
+"""
+
+NAMES: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
+"""What the names of stores are made of."""
+
+Tokens = tuple[list[int], list[bool]]
+"""Token ids, and for each whether it is trained."""
+
+
+class Tokenizer:
+    """A transformers tokenizer with the one path from rows to tokens.
+
+    Args:
+        tokenizer: a ``PreTrainedTokenizerBase``; its vocabulary and template must not change
+            afterwards.
+        train_on: ``answers`` of conversations, completions and texts, or ``all`` tokens of every
+            row.
+        train_on_roles: whose messages of a conversation are trained.
+        train_on_turns: ``all`` of those messages, or the ``last`` of each conversation.
+        completions_as_chat: rows of prompt and completion go through the chat template, as a
+            question and its answer.
+        kinds: of rows that the objective takes; a ``preference`` becomes an item of two documents.
+        train_after_stop: what the template writes behind the stop token of a trained answer is
+            trained, too: white space, and behind the last message everything.
+
+    A message's own ``train`` (true or false) wins over both.
+
+    Raises:
+        ConfigurationError: a role is unknown, or none is named.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on: TrainOn = "answers",
+        train_on_roles: Collection[str] = ("assistant",),
+        train_on_turns: Turns = "all",
+        completions_as_chat: bool = False,
+        kinds: Collection[str] = TRAINED,
+        train_after_stop: bool = False,
+    ):
+        if not train_on_roles or not set(train_on_roles) <= set(get_args(Role)):
+            raise ConfigurationError(
+                f"train_on_roles={list(train_on_roles)}: name at least one of "
+                f"{', '.join(get_args(Role))}"
+            )
+        if train_on not in get_args(TrainOn):
+            raise ConfigurationError(
+                f"train_on={train_on!r}: must be one of {', '.join(get_args(TrainOn))}"
+            )
+        if train_on_turns not in get_args(Turns):
+            raise ConfigurationError(
+                f"train_on_turns={train_on_turns!r}: must be one of {', '.join(get_args(Turns))}"
+            )
+        self.tokenizer = tokenizer
+        self.train_on = train_on
+        self.train_on_roles = frozenset(train_on_roles)
+        self.train_on_turns = train_on_turns
+        self.completions_as_chat = completions_as_chat
+        self.kinds = frozenset(kinds)
+        self.train_after_stop = train_after_stop
+        self._white: dict[int, bool] = {}
+        self.template = ChatTemplate(tokenizer)
+
+    @classmethod
+    def configured(
+        cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = TRAINED
+    ) -> Tokenizer:
+        """As a run's configuration has it."""
+        trained = config.trained_tokens, config.train_on_roles, config.train_on_turns
+        return cls(tokenizer, *trained, config.completions_as_chat, kinds, config.train_after_stop)
+
+    def encode(self, record: Record, where: str) -> Tokens:
+        """Token ids of a row and the mask of what is trained.
+
+        Raises:
+            DataError: the row lacks a field, a field has the wrong type, or the template refuses
+                it.
+        """
+        record = plain_row(with_conversations(record), where)
+        kind = kind_of(record, where)
+        if kind == "completion" and self.completions_as_chat:
+            kind = "instruction"
+            record = as_instruction(record)
+        return self.encode_normalised(NormalRow.of(record, kind, where), where)
+
+    def encode_normalised(self, row: NormalRow, where: str) -> Tokens:
+        return _ENCODERS[row.kind](self, row.record, where)
+
+    @functools.cached_property
+    def continuation(self) -> Continuation:
+        """How completions are tokenised."""
+        return Continuation(self.tokenizer)
+
+    def fingerprint(self) -> str:
+        """Changes whenever this path could turn a row into other tokens."""
+        inner = self.tokenizer
+        if getattr(inner, "is_fast", False):
+            described = inner.backend_tokenizer.to_str()
+            # before the added tokens stand truncation and padding, left by whoever called the
+            # tokenizer last
+            vocabulary = described.partition('"added_tokens":')[2] or described
+        else:
+            vocabulary = json.dumps(
+                [
+                    sorted(inner.get_vocab().items()),
+                    type(inner).__qualname__,
+                    inner(PROBE)["input_ids"],
+                ]
+            )
+        trained: list[Any] = [
+            NAMES[self.train_on],
+            sorted(self.train_on_roles),
+            self.train_on_turns,
+        ]
+        trained += (
+            [True] if self.completions_as_chat else []
+        )  # without it the tokens, and so the name, are those of before
+        trained += ["after stop"] if self.train_after_stop else []
+        trained += [] if self.kinds == frozenset(TRAINED) else [sorted(self.kinds)]
+        splits = bool(getattr(inner, "split_special_tokens", False))
+        state = json.dumps(
+            [inner.chat_template, inner.special_tokens_map, splits, *trained],
+            default=str,
+            sort_keys=True,
+        )
+        return hashlib.sha256(f"{vocabulary}{state}".encode()).hexdigest()
+
+    # --- conversations
+    # -------------------------------------------------------------------------------------------
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        generation: bool = False,
+        where: str = "chat",
+    ) -> list[int]:
+        """Ids the template renders; with ``generation`` up to where the assistant begins to
+        answer.
+        """
+        return self.template.ids(self.template.form(messages, where), tools, generation, where)
+
+    def stop_token(self) -> int:
+        """The special token that the template writes after an assistant's content.
+
+        Raises:
+            TemplateError: there is none, so a model trained on it would never stop.
+        """
+        return self.template.stop
+
+    def conversation(self, record: Record, where: str) -> Conversation:
+        """The messages of a row in the template's form, and which of them are trained."""
+        messages, prompt = messages_of(record)
+        trained = chosen(messages, prompt, self.train_on_roles, self.train_on_turns, where)
+        return Conversation(self.template.form(messages, where), record.get("tools"), trained)
+
+    def _chat(self, record: Record, where: str) -> Tokens:
+        return self.encode_conversation(self.conversation(record, where), where)
+
+    def encode_conversation(self, conversation: Conversation, where: str) -> Tokens:
+        ids = self.template.ids(conversation.messages, conversation.tools, where=where)
+        if self.train_on == "all":
+            return ids, [True] * len(ids)
+        trained = [False] * len(ids)
+        for number in conversation.trained:
+            start, end = trained_span(self.template, conversation, number, ids, where)
+            if conversation.messages[number]["role"] == "assistant":
+                end = self.end_of_answer(conversation, number, ids, end)
+            trained[start:end] = [True] * (end - start)
+        return ids, trained
+
+    def end_of_answer(
+        self, conversation: Conversation, number: int, ids: Sequence[int] | np.ndarray, end: int
+    ) -> int:
+        """Where what is trained of an answer ends in ``ids``, which its stop token closes just
+        before ``end``.
+        """
+        if not self.train_after_stop:
+            return end
+        if number + 1 == len(conversation.messages):
+            return len(ids)
+        while end < len(ids) and self._is_white(int(ids[end])):
+            end += 1
+        return end
+
+    def _is_white(self, token: int) -> bool:
+        """Whether a token is white space and nothing else."""
+        if token not in self._white:
+            is_text = token not in self.tokenizer.added_tokens_decoder
+            self._white[token] = is_text and not self.template.decode([token]).strip()
+        return self._white[token]
+
+    # --- everything else
+    # -----------------------------------------------------------------------------------------
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a plain prompt as the model sees it in training and in generation."""
+        ids = list(self.tokenizer(text)["input_ids"])
+        return without_end(
+            without_double_beginning(ids, self.tokenizer.bos_token_id), self.tokenizer.eos_token_id
+        )
+
+    def end(self, where: str) -> int:
+        """The token that ends texts and completions.
+
+        Raises:
+            DataError: the tokenizer has none.
+        """
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{where}: the tokenizer has no eos_token, so the model would never learn to "
+                "stop; set one",
+                "no_stop_token",
+            )
+        return self.tokenizer.eos_token_id
+
+    def _completion(self, record: Record, where: str) -> Tokens:
+        end = self.end(where)
+        prompt, text = (check_text(record[name], name, where) for name in ("prompt", "completion"))
+        before = self.prompt(prompt)
+        after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
+        return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
+
+    def _text(self, record: Record, where: str) -> Tokens:
+        end = self.end(where)
+        ids = [*self.prompt(check_text(record["text"], "text", where)), end]
+        return ids, [True] * len(ids)
+
+    def _tokens(self, record: Record, where: str) -> Tokens:
+        ids = _integers(record["input_ids"])
+        labels = record.get("labels")
+        if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
+            raise DataError(f"{where}: input_ids must be a list of token ids")
+        seen = _attended(record.get("attention_mask"), len(ids), where)
+        if labels is None or self.train_on == "all":
+            return ids[seen].tolist(), [True] * len(ids[seen])
+        labels = _integers(labels)
+        if labels is None:
+            raise DataError(f"{where}: labels must be a list of token ids and -100")
+        if len(labels) != len(ids):
+            raise DataError(
+                f"{where}: {len(ids)} input_ids but {len(labels)} labels; they must be aligned, "
+                "not shifted"
+            )
+        for position in np.flatnonzero((labels != -100) & (labels != ids))[:1]:
+            label = labels[position]
+            token = ids[position]
+            raise DataError(
+                f"{where}: labels[{position}]={label} is neither -100 nor "
+                f"input_ids[{position}]={token}"
+            )
+        return ids[seen].tolist(), (labels[seen] != -100).tolist()
+
+
+def _attended(mask: Any, length: int, where: str) -> slice:
+    """The positions that are no padding, which stands at either end."""
+    if mask is None:
+        return slice(0, length)
+    values = _integers(mask, "iub")
+    if values is None or len(values) != length or not np.isin(values, (0, 1)).all():
+        raise DataError(
+            f"{where}: attention_mask must hold a 0 or a 1 for each of {length} input_ids"
+        )
+    kept = np.flatnonzero(values)
+    begin, end = (kept[0], kept[-1] + 1) if kept.size else (0, 0)
+    if end - begin != kept.size:
+        hole = begin + int(np.flatnonzero(values[begin:end] == 0)[0])
+        raise DataError(
+            f"{where}: attention_mask[{hole}] is 0 between ones; only padding at either end can "
+            "be left out"
+        )
+    return slice(int(begin), int(end))
+
+
+def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
+    """int64 ``[T]``, or None where the values are no flat list of whole numbers."""
+    try:
+        array = np.asarray(values)
+        if array.dtype == object:  # how pandas holds a column of lists
+            array = np.asarray(array.tolist())
+    except ValueError:
+        return None
+    whole = array.dtype.kind in kinds or array.size == 0
+    return array.astype(np.int64) if whole and array.ndim == 1 else None
+
+
+_ENCODERS = {
+    "chat": Tokenizer._chat,
+    "completion": Tokenizer._completion,
+    "text": Tokenizer._text,
+    "tokens": Tokenizer._tokens,
+}
+
+
+def stop_token_ids(tokenizer: Any, chats: bool = True) -> list[int]:
+    """Ids at which generation must end: what training taught, and the tokenizer's own end of text.
+
+    Args:
+        chats: whether the chat template was trained, so that its stop token counts.
+
+    Raises:
+        TemplateError: the template has no stop token.
+    """
+    stops = (
+        [Tokenizer(tokenizer).stop_token()] if chats and tokenizer.chat_template is not None else []
+    )
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
+        stops.append(tokenizer.eos_token_id)
+    return stops
