@@ -23,13 +23,13 @@ from pathlib import Path
 import moe_small as small
 import torch
 
-from chronicals.moe.choosing import Choice
-from chronicals.moe.distil_heads import Distillation, head_loss
-from chronicals.moe.identity import checksum
+from chronicals.moe.lookahead.choosing import Choice
+from chronicals.moe.lookahead.distil_heads import Distillation, head_loss
+from chronicals.moe.lookahead.identity import checksum
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.lookahead.trace import Trace, record_trace
+from chronicals.moe.lookahead.train_predictor import train_from_trace
 from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.trace import Trace, record_trace
-from chronicals.moe.train_predictor import train_from_trace
 
 SIZES = HeadSizes(furthest=2, tokens=1, rank=128)
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "moe_intermediate_size": 32}

@@ -29,13 +29,13 @@ import moe_small as small
 import torch
 
 from chronicals import ChronicalsTrainer
-from chronicals.moe.distil_heads import Distillation
-from chronicals.moe.identity import checksum
-from chronicals.moe.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.recall import measure
-from chronicals.moe.recording import record_data
-from chronicals.moe.trace import record_trace
-from chronicals.moe.train_predictor import train_from_trace
+from chronicals.moe.lookahead.distil_heads import Distillation
+from chronicals.moe.lookahead.identity import checksum
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.lookahead.recall import measure
+from chronicals.moe.lookahead.recording import record_data
+from chronicals.moe.lookahead.trace import record_trace
+from chronicals.moe.lookahead.train_predictor import train_from_trace
 
 ROUTER = {"balance": 0.01, "layer_ahead": 1.0, "token_ahead": 0.3, "lookahead_temperature": 0.2}
 HEADS = HeadSizes(furthest=3, tokens=2, rank=256)

@@ -31,7 +31,7 @@ import torch
 from chronicals import ChronicalsTrainer
 from chronicals.models import load_model, load_tokenizer
 from chronicals.moe import router_losses as losses
-from chronicals.moe.recording import Recorded, record_data
+from chronicals.moe.lookahead.recording import Recorded, record_data
 from chronicals.training import report
 from chronicals.training.evaluation import evaluate_data
 

@@ -7,7 +7,7 @@ import transformers
 
 import families
 from chronicals.batch import Batch
-from chronicals.moe.choosing import Choice
+from chronicals.moe.lookahead.choosing import Choice
 from chronicals.moe.mixture_parts import mixture_layers
 
 K = 2

@@ -16,15 +16,15 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present, quantise_layers
-from chronicals.moe.distil_heads import Distillation, distil, head_loss
-from chronicals.moe.identity import checksum
+from chronicals.moe.lookahead.distil_heads import Distillation, distil, head_loss
+from chronicals.moe.lookahead.identity import checksum
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.lookahead.recall import Recalls, hits, measure
+from chronicals.moe.lookahead.recording import Recorded, record, record_data
+from chronicals.moe.lookahead.trace import INDEX, Trace, TraceInfo, TraceWriter, read_trace
+from chronicals.moe.lookahead.train_predictor import TrainedPredictor, train_predictor
 from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.recall import Recalls, hits, measure
-from chronicals.moe.recording import Recorded, record, record_data
 from chronicals.moe.routers import experts_per_token
-from chronicals.moe.trace import INDEX, Trace, TraceInfo, TraceWriter, read_trace
-from chronicals.moe.train_predictor import TrainedPredictor, train_predictor
 from comparison import equal
 from mixtures import mixture
 

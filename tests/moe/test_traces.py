@@ -15,15 +15,15 @@ import runs
 import tiny
 from choosers import batch, build
 from chronicals.models import present
-from chronicals.moe import train_predictor as training
-from chronicals.moe.choosing import SAMPLE, Choice
-from chronicals.moe.distil_heads import Distillation
-from chronicals.moe.identity import checksum, config_digest
+from chronicals.moe.lookahead.choosing import SAMPLE, Choice
+from chronicals.moe.lookahead.distil_heads import Distillation
+from chronicals.moe.lookahead.heads import train_predictor as training
+from chronicals.moe.lookahead.identity import checksum, config_digest
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.lookahead.recording import record, record_data
+from chronicals.moe.lookahead.trace import Trace, TraceInfo, TraceWriter, read_trace, record_trace
+from chronicals.moe.lookahead.train_predictor import train_from_trace, train_predictor
 from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.recording import record, record_data
-from chronicals.moe.trace import Trace, TraceInfo, TraceWriter, read_trace, record_trace
-from chronicals.moe.train_predictor import train_from_trace, train_predictor
 from comparison import equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

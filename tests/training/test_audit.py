@@ -9,7 +9,7 @@ from torch import nn
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.moe.lookahead import LayerAhead
+from chronicals.moe.lookahead.heads import LayerAhead
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.audit import FirstStepAudit
 

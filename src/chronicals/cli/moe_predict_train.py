@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from chronicals.moe.recall import Recalls
+    from chronicals.moe.lookahead.recall import Recalls
 
 
 def predict_train(
@@ -89,9 +89,9 @@ def predict_train(
     weights of the model are the same before and after, which is checked.
     """
     from chronicals.cli.moe_trace import loaded_mixture, recipe_of
-    from chronicals.moe.distil_heads import Distillation
-    from chronicals.moe.predictor import HeadSizes
-    from chronicals.moe.train_predictor import train_from_trace, train_predictor
+    from chronicals.moe.lookahead.distil_heads import Distillation
+    from chronicals.moe.lookahead.predictor import HeadSizes
+    from chronicals.moe.lookahead.train_predictor import train_from_trace, train_predictor
     from chronicals.standard_json import to_json
 
     of_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "objective": objective}

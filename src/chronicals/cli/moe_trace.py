@@ -54,7 +54,7 @@ def trace(
     for each token of each layer the chosen experts, their weights and the router's logits to
     `trace-*.npz`, and to `trace.json` what they are.
     """
-    from chronicals.moe.trace import record_trace
+    from chronicals.moe.lookahead.trace import record_trace
 
     recipe = recipe_of(model, data, max_seq_length, batch_size, objective)
     loaded, tokenizer = loaded_mixture(model, base_model, load_in_4bit, trust_remote_code)

@@ -1,4 +1,4 @@
-"""Heads of a decoder that predict which experts will be chosen (``moe/lookahead.py``): their names,
+"""Heads of a decoder that predict which experts will be chosen (``moe/lookahead/heads.py``): their names,
 and where they are.
 
 Logits do not depend on them. Beside adapters they are trained whole, and saved with these.

@@ -36,7 +36,7 @@ from chronicals.moe.cache import CACHE, seen_tokens, the_cache
 from chronicals.moe.configuration import FULL, SLIDING, ChronicalsMoeConfig
 from chronicals.moe.experts import MixtureOfExperts, RoutedExperts, TopKRouter
 from chronicals.moe.latent_attention import LatentAttention
-from chronicals.moe.lookahead import LayerAhead, TokenAhead
+from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
 from chronicals.moe.rotary import ChronicalsMoeRotaryEmbedding
 from chronicals.moe.sliding_attention import SlidingAttention
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.moe.choosing import SAMPLE, Choice
-from chronicals.moe.distil_heads import Distillation, distil
-from chronicals.moe.identity import checksum
-from chronicals.moe.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.recall import Recalls, measure
-from chronicals.moe.recording import Recorded, record_data
+from chronicals.moe.lookahead.choosing import SAMPLE, Choice
+from chronicals.moe.lookahead.distil_heads import Distillation, distil
+from chronicals.moe.lookahead.identity import checksum
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.lookahead.recall import Recalls, measure
+from chronicals.moe.lookahead.recording import Recorded, record_data
+from chronicals.moe.lookahead.trace import Trace
 from chronicals.moe.routers import experts_per_token
-from chronicals.moe.trace import Trace
 
 
 @dataclass(frozen=True)

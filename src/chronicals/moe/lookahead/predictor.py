@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from chronicals.moe.choosing import Choice
-from chronicals.moe.lookahead import LayerAhead, TokenAhead
+from chronicals.moe.lookahead.choosing import Choice
+from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.standard_json import to_json
 

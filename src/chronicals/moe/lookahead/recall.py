@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.moe.predictor import ExpertPredictor
-from chronicals.moe.recording import Recorded
+from chronicals.moe.lookahead.predictor import ExpertPredictor
+from chronicals.moe.lookahead.recording import Recorded
 
 
 @dataclass

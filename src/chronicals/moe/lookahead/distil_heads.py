@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from chronicals.moe import router_losses as losses
-from chronicals.moe.choosing import Choice
-from chronicals.moe.predictor import ExpertPredictor
-from chronicals.moe.recording import Recorded
+from chronicals.moe.lookahead.choosing import Choice
+from chronicals.moe.lookahead.predictor import ExpertPredictor
+from chronicals.moe.lookahead.recording import Recorded
 from chronicals.optimizers import learning_rate_factor
 
 logger = logging.getLogger(__name__)

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
-from chronicals.moe.choosing import SAMPLE, Choice
-from chronicals.moe.identity import checksum, config_digest
+from chronicals.moe.lookahead.choosing import SAMPLE, Choice
+from chronicals.moe.lookahead.identity import checksum, config_digest
+from chronicals.moe.lookahead.recording import Recorded, record_data
 from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.recording import Recorded, record_data
 from chronicals.moe.routers import experts_per_token
 from chronicals.standard_json import to_json
 

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chronicals.moe.lookahead.recording import Recorded
 from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.recording import Recorded
 from chronicals.moe.router_losses import log_scores, wide
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
