@@ -1,9 +1,18 @@
 """Plants faults in a copy of the source, one at a time, and runs the tests that must see them.
 
-``python benchmarks/mutations.py [--only TEXT] [--jobs 2]`` prints a table and exits 1 if a planted fault survives. The faults
-are listed in ``tests/mutations/*.toml``, one ``[[mutant]]`` each: ``name`` (what is wrong), ``file`` (below
-``src/chronicals``), ``old`` (text that occurs once in it), ``new`` (what stands there instead) and ``tests`` (node ids of
-pytest, which pass without the fault). Some of them need the ``export`` extra and llama-cpp-python.
+``python benchmarks/mutations.py [--only TEXT] [--jobs 2]`` prints a table and exits 1 if a planted
+fault survives. The faults are listed in ``tests/mutations/*.toml``, one ``[[mutant]]`` each:
+
+- ``name``: what is wrong.
+- ``file``: the module below ``src/chronicals``. Where it does not define what ``in`` names, the
+  only module that does is taken.
+- ``in``: a function, class or constant, as ``Class.method``; left out for other code of a module.
+- ``old``: an expression or statements that occur once in it. How they are written does not matter.
+- ``new``: what stands there instead, ``pass`` for nothing.
+- ``tests``: node ids of pytest, which pass without the fault.
+
+``tests/planting.py`` says how ``old`` is found. Some tests need the ``export`` extra and
+llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -22,9 +31,14 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from planting import Unfit, find, module_at, path_of, plant  # noqa: E402
+
+SOURCE = ROOT / "src" / "chronicals"
 TIME_LIMIT = 900
 TESTS_FAILED = 1
-"""Exit code of pytest where it ran tests and some failed; other codes mean that it could not run them."""
+"""Exit code of pytest where it ran tests and some failed; with others it could not run them."""
 
 
 def listed() -> list[dict]:
@@ -34,31 +48,58 @@ def listed() -> list[dict]:
 
 
 def check(mutants: list[dict]) -> None:
-    """Raises SystemExit where the text of a mutant is not there, or is there more than once."""
+    """Raises SystemExit with all mutants that have no place in the source, or several."""
+    wrong = []
     for mutant in mutants:
-        count = (ROOT / "src" / "chronicals" / mutant["file"]).read_text().count(mutant["old"])
-        if count != 1:
-            raise SystemExit(f"{mutant['name']}: its text occurs {count} times in {mutant['file']}, not once")
+        try:
+            find(module_at(path_of(mutant, SOURCE)), mutant)
+        except Unfit as error:
+            wrong.append(f"{mutant['name']} ({mutant['file']}): {error}")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 def outcome(mutant: dict) -> str:
     """``killed``, ``SURVIVED``, or what kept the tests from running."""
     with tempfile.TemporaryDirectory(prefix="chronicals-") as folder:
         source = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        path = source / "chronicals" / mutant["file"]
-        path.write_text(path.read_text().replace(mutant["old"], mutant["new"]))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant["tests"]]
+        shutil.copytree(
+            ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+        )
+        path = path_of(mutant, SOURCE)
+        copy = source / "chronicals" / path.relative_to(SOURCE)
+        copy.write_text(plant(path.read_text(), mutant))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *mutant["tests"],
+        ]
         places = filter(None, [str(source), os.environ.get("PYTHONPATH")])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         try:
-            run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT)
+            run = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIME_LIMIT,
+            )
         except subprocess.TimeoutExpired:
             return f"no verdict within {TIME_LIMIT} s"
     if run.returncode == TESTS_FAILED:
         return "killed"
     if run.returncode == 0:
-        return "SURVIVED" if "skipped" not in run.stdout.splitlines()[-1] else "not seen: tests were skipped"
+        return (
+            "SURVIVED"
+            if "skipped" not in run.stdout.splitlines()[-1]
+            else "not seen: tests were skipped"
+        )
     return f"pytest exited {run.returncode}: {run.stdout[-200:]}"
 
 
@@ -67,7 +108,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="mutants whose name or file contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     given = parser.parse_args()
-    chosen = [mutant for mutant in listed() if given.only in mutant["name"] or given.only in mutant["file"]]
+    chosen = [
+        mutant
+        for mutant in listed()
+        if given.only in mutant["name"] or given.only in mutant["file"]
+    ]
     check(chosen)
     table = Table("planted fault", "in", "outcome")
     with ThreadPoolExecutor(given.jobs) as pool:
