@@ -214,24 +214,57 @@ def test_quantised_with_it_is_the_same(layout, device):
 
 FAULTS = {
     "of the norm before its weight": (
-        RMSNORM, "magnitude(y.to(tl.float32))", "magnitude((s * rstd[:, None]).to(tl.float32))"
+        RMSNORM,
+        "magnitude(y.to(tl.float32))",
+        "magnitude((s * rstd[:, None]).to(tl.float32))",
     ),
     "of the gradient's last rows alone": (
-        RMSNORM, "most = tl.maximum(most, tl.where(here,", "most = (tl.where(here,"
+        RMSNORM,
+        "tl.maximum(most, tl.where(here, magnitude(ds.to(tl.float32)), 0.0))",
+        "tl.where(here, magnitude(ds.to(tl.float32)), 0.0)",
     ),
     "of the gate's gradient alone": (
-        GLU, "tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))", "magnitude(d_gate.to(tl.float32))"
+        GLU,
+        "tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))",
+        "magnitude(d_gate.to(tl.float32))",
     ),
     "before rounding": (GLU, "magnitude(y.to(tl.float32))", "magnitude(activated * up)"),
-    "of queries and keys alone": (ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX", "V_HEADS, ROWS, WIDTH, WHOLE, False"),
-    "of rotated channels alone": (ROPE, "magnitude(rest.to(tl.float32))", "0.0 * magnitude(rest.to(tl.float32))"),
+    "of queries and keys alone": (
+        ROPE,
+        "tl.where(inside, magnitude(x.to(tl.float32)), 0.0)",
+        "0.0 * tl.where(inside, magnitude(x.to(tl.float32)), 0.0)",
+    ),
+    "of rotated channels alone": (
+        ROPE,
+        "magnitude(rest.to(tl.float32))",
+        "0.0 * magnitude(rest.to(tl.float32))",
+    ),
     "rotated, before rounding": (ROPE, "most.to(out_ptr.dtype.element_ty)", "most"),
     "of normed queries and keys alone": (
-        NORM_ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX", "V_HEADS, ROWS, WIDTH, WHOLE, False"
+        NORM_ROPE,
+        (
+            "copy_heads(dv_ptr, dv_place_ptr, amax_ptr, (program - of_q - of_k) * ROWS, "
+            "positions, length, dv_batch, dv_token, dv_head, place_batch, place_token, "
+            "place_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX)"
+        ),
+        (
+            "copy_heads(dv_ptr, dv_place_ptr, amax_ptr, (program - of_q - of_k) * ROWS, "
+            "positions, length, dv_batch, dv_token, dv_head, place_batch, place_token, "
+            "place_head, V_HEADS, ROWS, WIDTH, WHOLE, False)"
+        ),
     ),
-    "of normed and rotated channels alone": (NORM_ROPE, "tl.max(magnitude(d_rest), 1)", "0.0 * tl.max(magnitude(d_rest), 1)"),
-    "of the last heads alone": (NORM_ROPE, "most = tl.maximum(most, tl.max(tl.maximum(", "most = (tl.max(tl.maximum("),
-}  # fmt: skip
+    "of normed and rotated channels alone": (
+        NORM_ROPE,
+        "tl.max(magnitude(d_rest), 1)",
+        "0.0 * tl.max(magnitude(d_rest), 1)",
+    ),
+    "of the last heads alone": (
+        NORM_ROPE,
+        "tl.maximum(most, tl.max(tl.maximum(magnitude(d_a), magnitude(d_b)), 1))",
+        "tl.max(tl.maximum(magnitude(d_a), magnitude(d_b)), 1)",
+    ),
+}
+
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)

@@ -193,16 +193,33 @@ def test_the_ends_of_the_jsd_are_the_divergences_themselves():
 
 
 MUTATIONS = {
-    "the other sign": ("gradient = of_d * (h - q * sum_of_h)", "gradient = of_d * (q * sum_of_h - h)"),
-    "temperature lost in the gradient": ("weight * of_divergence / temperature", "weight * of_divergence"),
-    "teacher at temperature 1": (
-        "- y_top) / temperature - y_tempered\n                q, div", "- y_top) - y_rest\n                q, div"
+    "the other sign": (
+        "gradient = of_d * (h - q * sum_of_h)",
+        "gradient = of_d * (q * sum_of_h - h)",
     ),
-    "chances of the cross-entropy at the temperature": ("x_top - x_rest) if TEMPERED", "x_top - x_rest) if not TEMPERED"),
-    "the other side of the mixture": ("of_q - (of_teacher * (1.0 - share)", "of_q - (of_teacher * share"),
+    "temperature lost in the gradient": (
+        "weight * of_divergence / temperature",
+        "weight * of_divergence",
+    ),
+    "teacher at temperature 1": (
+        (
+            "log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) / temperature - "
+            "y_tempered\n"
+            "q, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)"
+        ),
+        (
+            "log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) - y_rest\n"
+            "q, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)"
+        ),
+    ),
+    "chances of the cross-entropy at the temperature": (
+        "tl.exp(z - x_top - x_rest) if TEMPERED else q",
+        "tl.exp(z - x_top - x_rest) if not TEMPERED else q",
+    ),
+    "the other side of the mixture": ("of_teacher * (1.0 - share)", "of_teacher * share"),
     "no mean is taken off": ("(h - q * sum_of_h)", "(h + q)"),
-    "another likeliest token": ("tl.where(top > largest, tl.min", "tl.where(top < largest, tl.min"),
-}  # fmt: skip
+    "another likeliest token": ("top > largest", "top < largest"),
+}
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)

@@ -131,7 +131,7 @@ FAULTS = {
     "the maximum of the gate alone": ("tl.maximum(magnitude(d_gate), magnitude(d_up))", "magnitude(d_gate)"),
     "the maximum of the last columns": ("most = tl.maximum(most, tl.max(tl.where(inside, magnitude(u), 0.0), 1))",
                                         "most = tl.max(tl.where(inside, magnitude(u), 0.0), 1)"),
-    "up's gradient without its scale": ("d_gate * inverse, d_up * inverse", "d_gate * inverse, d_up"),
+    "up's gradient without its scale": ("d_up * inverse", "d_up"),
 }  # fmt: skip
 
 

@@ -95,13 +95,23 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 FAULTS = {
-    "the maximum of the first expert": ("raise_amax(most_ptr + expert, most)", "raise_amax(most_ptr, most)"),
-    "the scale of the first expert": ("known = tl.load(most_ptr + expert)", "known = tl.load(most_ptr)"),
-    "columns of the first expert": (
-        "into = columns_ptr + (place // 4 if columns_ptr.dtype.element_ty == tl.uint32 else place)", "into = columns_ptr",
+    "the maximum of the first expert": (
+        "raise_amax(most_ptr + expert, most)",
+        "raise_amax(most_ptr, most)",
     ),
-    "the first block of an expert has no part": ("at = first + step * BLOCK", "at = BLOCK + first + step * BLOCK"),
-}  # fmt: skip
+    "the scale of the first expert": (
+        "known = tl.load(most_ptr + expert)",
+        "known = tl.load(most_ptr)",
+    ),
+    "columns of the first expert": (
+        "into = columns_ptr + (place // 4 if columns_ptr.dtype.element_ty == tl.uint32 else place)",
+        "into = columns_ptr",
+    ),
+    "the first block of an expert has no part": (
+        "first + step * BLOCK",
+        "BLOCK + first + step * BLOCK",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

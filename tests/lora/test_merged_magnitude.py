@@ -89,12 +89,15 @@ def test_under_dropout_equals_the_formula_with_its_mask(dtype, biased, device):
 
 MUTATIONS = {
     "dm without the norm": (module, "sums / lengths", "sums"),
-    "dx without the factor": (module, "else _of_magnitudes(ctx, dz, outputs, factor, lengths)",
-                              "else (in_rows(dz), _of_magnitudes(ctx, dz, outputs, factor, lengths)[1])"),
-    "dm of the result as if it were not scaled": (module, "factor * norms if stays else", "norms if stays else"),
+    "dx without the factor": (
+        module,
+        "_of_magnitudes(ctx, dz, outputs, factor, lengths)",
+        "(in_rows(dz), _of_magnitudes(ctx, dz, outputs, factor, lengths)[1])",
+    ),
+    "dm of the result as if it were not scaled": (module, "factor * norms", "norms"),
     "the bias scaled, too": (module, "None if ctx.scaled else merged.bias", "merged.bias"),
     "the gradient of biases scaled": (module, "_of_biases(dz)", "_of_biases(dy)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
@@ -159,7 +162,9 @@ def test_a_graph_computes_its_norms_itself(device, monkeypatch):
 
 
 def test_norms_that_are_never_computed_again_are_found(device):
-    wrong = mutant(norms_module, "if self._norms is not None and self._norms[0] == key:", "if self._norms is not None:")
+    wrong = mutant(
+        norms_module, "self._norms is not None and self._norms[0] == key", "self._norms is not None"
+    )
     x, merged, w, a, b, m = one_layer(device)
     merged = Merged(merged.storage, merged.base, merged.padding, merged.biases, merged.bias, wrong.RowNorms())
     with pytest.raises(AssertionError):
