@@ -64,9 +64,9 @@ def test_choice_without_a_card(dtype):
 
 def test_every_order_ends_where_everything_can_be_done():
     for names in [
-        choice.ELSEWHERE,
-        choice.EXACT,
-        *(x for of in choice.FASTEST.values() for x in of.values()),
+        choice.DEFAULT_ORDER,
+        choice.EXACT_ORDER,
+        *(x for of in choice.FASTEST_ORDERS.values() for x in of.values()),
     ]:
         assert names[-1] == "per-document" and set(names) <= set(BACKENDS)
 

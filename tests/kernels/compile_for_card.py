@@ -336,9 +336,9 @@ def magnitudes() -> None:
 
 
 def eight_bits() -> None:
-    from chronicals.kernels.fp8 import SCALINGS, fp8_quantize
+    from chronicals.kernels.fp8 import FP8_SCALINGS, fp8_quantize
 
-    for scaling in SCALINGS:
+    for scaling in FP8_SCALINGS:
         fp8_quantize(torch.randn(256, 1024).to(HALF), scaling, layout="both")
 
 
@@ -392,7 +392,7 @@ def units_in_eight_bits(inner: int, dense: bool) -> None:
 
 
 def blocks_of_gguf(gguf_blocks) -> None:
-    for kind, (block, size) in gguf_blocks.KINDS.items():
+    for kind, (block, size) in gguf_blocks.GGUF_KINDS.items():
         packed = torch.zeros(256 * 512 // block * size, dtype=torch.uint8)
         gguf_blocks.dequantize_gguf(packed, torch.empty(256, 512, dtype=HALF), kind)
 

@@ -22,7 +22,7 @@ from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.linear_head import _places
-from chronicals.kernels.operators import FUNCTIONS
+from chronicals.kernels.operators import OPERATOR_FUNCTIONS
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -294,7 +294,7 @@ def operators_seen_through():
         for of in (module, sys.modules["chronicals.kernels.token_log_probability"]):
             for name in ("_forward", "_backward"):
                 if hasattr(of, name):
-                    patch.setattr(of, name, FUNCTIONS[getattr(of, name)])
+                    patch.setattr(of, name, OPERATOR_FUNCTIONS[getattr(of, name)])
         yield
 
 
@@ -706,7 +706,7 @@ def test_gradients_made_at_once_are_those_made_in_turn(count, trained, device):
     )
     targets = torch.randint(0, len(weight), (len(hidden),), device=device)
     targets[2000:] = IGNORED
-    stream = torch.cuda.Stream(priority=two_streams.FIRST)
+    stream = torch.cuda.Stream(priority=two_streams.HIGH_PRIORITY)
     found = []
     replayed = None
 

@@ -8,14 +8,14 @@ from functools import cache
 import torch
 
 from chronicals.attention.backends import BACKENDS
-from chronicals.attention.support import HALVES, Needs
+from chronicals.attention.support import HALF_DTYPES, Needs
 
 logger = logging.getLogger(__name__)
 
 FLASH = ("flash-attn-4", "flash")
 """Backends that never hold a score matrix and need nothing compiled by torch."""
 
-FASTEST: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
+FASTEST_ORDERS: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
     (9, 0): {
         128: ("flash-attn-4", "flash", "flex", "per-document"),
         256: ("flash", "flash-attn-4", "flex", "per-document"),
@@ -25,17 +25,19 @@ FASTEST: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
 widths 64 and 128 with documents of 512 to 8192 tokens: flash-attn-4 before flash everywhere.
 Above 128 nothing was measured, and what is proved longest comes first."""
 
-ELSEWHERE = ("flash-attn-4", "flash", "flex", "per-document")
-EXACT = ("per-document",)
+DEFAULT_ORDER = ("flash-attn-4", "flash", "flex", "per-document")
+EXACT_ORDER = ("per-document",)
 """For other devices, and for types of more than 16 bits, which are there for proof."""
 
 
 def order(needs: Needs) -> tuple[str, ...]:
     """Names of backends, the preferred one first."""
-    if needs.device != "cuda" or needs.dtype not in HALVES:
-        return EXACT
-    classes = FASTEST.get(needs.capability, {})
-    return next((names for widest, names in classes.items() if needs.head_dim <= widest), ELSEWHERE)
+    if needs.device != "cuda" or needs.dtype not in HALF_DTYPES:
+        return EXACT_ORDER
+    classes = FASTEST_ORDERS.get(needs.capability, {})
+    return next(
+        (names for widest, names in classes.items() if needs.head_dim <= widest), DEFAULT_ORDER
+    )
 
 
 @torch.compiler.assume_constant_result

@@ -11,7 +11,7 @@ import torch
 
 from chronicals.attention.documents import document_attention
 
-MOST_TOKENS = 4096
+MAX_COMPILE_TOKENS = 4096
 
 
 def main(dtype: str, longest: str, heads: str, key_heads: str, width: str, softcap: str) -> None:
@@ -24,7 +24,7 @@ def main(dtype: str, longest: str, heads: str, key_heads: str, width: str, softc
         heads, key_heads, width: heads of the queries, heads of keys and values, width of a head.
         softcap: 0 for none.
     """
-    tokens = min(int(longest), MOST_TOKENS)
+    tokens = min(int(longest), MAX_COMPILE_TOKENS)
     card = torch.device("cuda")
     q, k, v = (
         torch.zeros(

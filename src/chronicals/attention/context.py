@@ -37,18 +37,18 @@ from torch import Tensor
 
 from chronicals.batch import Context, SharedKeys, SplitDocuments
 
-AT_ONCE = 1 << 30
+GATHER_BYTES = 1 << 30
 """Bytes of keys and values that are gathered at a time, at least those of one head; all of a
 million tokens of 8 heads are 4 GiB."""
 
-Attend = Callable[..., Tensor]
+DocumentAttend = Callable[..., Tensor]
 """``(q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, *of_heads)`` to the
 output, as ``document_attention``.
 """
 
 
 def attend_split(
-    attend: Attend,
+    attend: DocumentAttend,
     q_THD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
@@ -76,7 +76,12 @@ def attend_split(
 
 
 def _together(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, split: SplitDocuments, *of_heads: Tensor
+    attend: DocumentAttend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    split: SplitDocuments,
+    *of_heads: Tensor,
 ) -> Tensor:
     """Output for this rank's tokens of split documents, ``[n, H, D]``."""
     heads = q.shape[1]
@@ -100,7 +105,7 @@ def _together(
 
 
 def _to_gathered(
-    attend: Attend,
+    attend: DocumentAttend,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -112,7 +117,7 @@ def _to_gathered(
     heads = q.shape[1]
     groups = k.shape[1]
     a_head = len(keys.index) * (k.shape[2] + v.shape[2]) * k.element_size()
-    at_once = max(1, AT_ONCE // a_head)
+    at_once = max(1, GATHER_BYTES // a_head)
     ratio = heads // groups
     outs = []
     for first in range(0, groups, at_once):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALVES = frozenset({torch.bfloat16, torch.float16})
+HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)

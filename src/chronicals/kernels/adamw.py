@@ -23,9 +23,16 @@ from torch import Tensor
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
+from chronicals.kernels.tensor_lists import (
+    LIST_BLOCK,
+    LIST_CHUNK,
+    Table,
+    of_triton,
+    pointers,
+    table_of,
+)
 
-GOLDEN = 0x9E3779B9
+GOLDEN_RATIO_32 = 0x9E3779B9
 """2³² over the golden ratio, odd: what seeds are spread by."""
 
 
@@ -234,7 +241,7 @@ class Part:
         0.
         """
         of_launch = self.steps.sum(dtype=torch.int64)
-        return of_launch + self.chunk * pow(GOLDEN, -1, 2**32) if self.chunk else of_launch
+        return of_launch + self.chunk * pow(GOLDEN_RATIO_32, -1, 2**32) if self.chunk else of_launch
 
 
 def fused_adamw_part_(
@@ -302,8 +309,8 @@ def fused_adamw_part_(
         apply is not None,
         apply is not None and apply.ndim == 1,
         table.aligned,
-        BLOCK,
-        CHUNK,
+        LIST_BLOCK,
+        LIST_CHUNK,
         num_warps=4,
         enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
     )
@@ -355,7 +362,7 @@ def _rows(tensors: Tensors) -> list[list[Tensor]]:
     ]
 
 
-def _table(tensors: Tensors, chunk: int = CHUNK) -> Table:
+def _table(tensors: Tensors, chunk: int = LIST_CHUNK) -> Table:
     return table_of(_rows(tensors), chunk)
 
 

@@ -42,21 +42,21 @@ from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.tensor_lists import Table, of_triton, table_of
 
-SIZE = 256
+MOMENT_BLOCK = 256
 """Elements that share a scale."""
 
-BLOCK = 2048
-CHUNK = 8192
+BLOCK_8BIT = 2048
+CHUNK_8BIT = 8192
 """Elements that four warps hold at a time, and of a chunk, whose beginning takes as long as 200
 instructions of each thread.
 """
 
-LARGEST = {True: 64**2 * (7 * 127 - 6 * 64), False: 128**2 * (7 * 255 - 6 * 128)}
+TOP_RANK_VALUES = {True: 64**2 * (7 * 127 - 6 * 64), False: 128**2 * (7 * 255 - 6 * 128)}
 """By whether a moment has a sign, what the rank of a block's largest magnitude stands for; both
 are fp32 numbers.
 """
 
-LEAST = 1e-30
+MIN_MOMENT_AMAX = 1e-30
 """A block whose largest magnitude is less counts as zeros."""
 
 
@@ -78,9 +78,9 @@ def quantize_moment(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     torch.
     """
     flat = values.float().reshape(-1)
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % SIZE)).view(-1, SIZE)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
     scales = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
-    ones = torch.where(scales > LEAST, LARGEST[signed] / scales, 0.0)
+    ones = torch.where(scales > MIN_MOMENT_AMAX, TOP_RANK_VALUES[signed] / scales, 0.0)
     scaled = (blocks * ones.unsqueeze(1)).reshape(-1)[: flat.numel()]
     magnitude = scaled.abs()
     octave = torch.frexp(magnitude).exponent.clamp(min=-8) - 1
@@ -91,7 +91,10 @@ def quantize_moment(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """fp32, shaped like ``codes``."""
-    each = scales.repeat_interleave(SIZE)[: codes.numel()].view(codes.shape) / LARGEST[signed]
+    each = (
+        scales.repeat_interleave(MOMENT_BLOCK)[: codes.numel()].view(codes.shape)
+        / TOP_RANK_VALUES[signed]
+    )
     rank = codes.float() - (127 if signed else 0)
     power = torch.ldexp(torch.sign(rank), torch.frexp(rank).exponent - 1)
     return (7 * rank - 6 * power) * power.square() * each
@@ -349,7 +352,7 @@ def adamw_8bit_part_(
     if not runs_here(tensors):
         _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
         return
-    table = _table(tensors, CHUNK)
+    table = _table(tensors, CHUNK_8BIT)
     scales = _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
@@ -378,12 +381,12 @@ def adamw_8bit_part_(
         apply is not None,
         apply is not None and apply.ndim == 1,
         table.aligned,
-        BLOCK,
-        CHUNK,
-        SIZE,
-        LARGEST[True],
-        LARGEST[False],
-        LEAST,
+        BLOCK_8BIT,
+        CHUNK_8BIT,
+        MOMENT_BLOCK,
+        TOP_RANK_VALUES[True],
+        TOP_RANK_VALUES[False],
+        MIN_MOMENT_AMAX,
         num_warps=4,
         enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
     )
@@ -404,7 +407,7 @@ def _scales(tensors: QuantizedTensors) -> Table:
 
 def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
     """What a launch for ``tensors`` looks up, made now."""
-    return [*_table(tensors, CHUNK).on_device, *_scales(tensors).on_device]
+    return [*_table(tensors, CHUNK_8BIT).on_device, *_scales(tensors).on_device]
 
 
 def adamw_8bit_reference_(

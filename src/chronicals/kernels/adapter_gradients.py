@@ -28,16 +28,16 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.products import product, product_into
 
-LAYERS = 3
-WIDEST_RANK = 32
+MAX_FUSED_LAYERS = 3
+MAX_FUSED_RANK = 32
 """What a launch takes; more layers, and wider adapters, whose shares would be half of dy, go by
 products.
 """
 
-ROWS = 64
+GRADIENT_TILE_ROWS = 64
 """Of dy in a tile: the fewest that a warpgroup multiplies."""
 
-SUMMED = 1024
+SUM_BLOCK = 1024
 """Elements that a program of the second launch sums."""
 
 
@@ -213,14 +213,21 @@ def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
     columns = 512 if held == 16 else 256
     while dy.is_cuda and _tiles(dy, columns, held) < 2:
         columns //= 2
-    constants = {"COLUMNS": columns, "RANK": held, "ROWS": ROWS, "KIND": multiplied_in(dy.dtype)}
+    constants = {
+        "COLUMNS": columns,
+        "RANK": held,
+        "ROWS": GRADIENT_TILE_ROWS,
+        "KIND": multiplied_in(dy.dtype),
+    }
     return constants, {"num_warps": 8, "num_stages": max(1, min(4, _tiles(dy, columns, held)))}
 
 
 def _tiles(dy: Tensor, columns: int, rank: int) -> int:
     """How many of dy and u shared memory holds beside the strip's s·B."""
     size = dy.element_size()
-    return (shared_memory(dy.device) - columns * rank * size) // (ROWS * (columns + rank) * size)
+    return (shared_memory(dy.device) - columns * rank * size) // (
+        GRADIENT_TILE_ROWS * (columns + rank) * size
+    )
 
 
 def adapter_gradients(
@@ -242,19 +249,23 @@ def adapter_gradients(
         sizes, ranks: of the layers; a rank of 0 is no adapter.
         factors: of each dB.
     """
-    if len(sizes) > LAYERS or not 0 < max(ranks) <= WIDEST_RANK or not runs_in_16_bit(dy, up, u, g):
+    if (
+        len(sizes) > MAX_FUSED_LAYERS
+        or not 0 < max(ranks) <= MAX_FUSED_RANK
+        or not runs_in_16_bit(dy, up, u, g)
+    ):
         return _by_products(dy, up, u, g, sizes, ranks, factors, kind)
     constants, launch = _constants(dy, max(ranks))
     columns = constants["COLUMNS"]
     rank = constants["RANK"]
-    none = [0] * (LAYERS - len(sizes))
+    none = [0] * (MAX_FUSED_LAYERS - len(sizes))
     strips = [triton.cdiv(size, columns) if r else 0 for size, r in zip(sizes, ranks)]
     count = sum(strips)
     empty = g.shape[1] - sum(ranks)
     rows = len(dy)
-    tiles = triton.cdiv(len(dy), ROWS)
+    tiles = triton.cdiv(len(dy), GRADIENT_TILE_ROWS)
     parts = max(1, min(tiles, multiprocessors(dy.device) // count))
-    chunk = triton.cdiv(tiles, parts) * ROWS
+    chunk = triton.cdiv(tiles, parts) * GRADIENT_TILE_ROWS
     of_g = dy.new_empty((count, rows, rank), dtype=torch.float32)
     of_up = dy.new_empty((parts, count * columns, rank), dtype=torch.float32)
     found = dy.new_empty(sum(size * r for size, r in zip(sizes, ranks)), dtype=kind)
@@ -277,8 +288,8 @@ def adapter_gradients(
         **constants,
         **launch,
     )
-    of_rows = triton.cdiv(rows * rank, SUMMED)
-    _summing_kernel[(of_rows + triton.cdiv(max(sizes) * rank, SUMMED), len(sizes))](
+    of_rows = triton.cdiv(rows * rank, SUM_BLOCK)
+    _summing_kernel[(of_rows + triton.cdiv(max(sizes) * rank, SUM_BLOCK), len(sizes))](
         of_g,
         of_up,
         g,
@@ -298,7 +309,7 @@ def adapter_gradients(
         *none,
         columns,
         rank,
-        SUMMED,
+        SUM_BLOCK,
         next_power_of_2(empty) if empty else 0,
     )
     blocks = found.split([size * r for size, r in zip(sizes, ranks)])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from chronicals.kernels.adapter_gradients import LAYERS
+from chronicals.kernels.adapter_gradients import MAX_FUSED_LAYERS
 from chronicals.kernels.launch import runs_triton, tl, triton
 
 
@@ -103,14 +103,14 @@ def write_adapters(
     """
     there = [x for x in (*downs, *ups) if x is not None]
     fits = (
-        len(sizes) <= LAYERS
+        len(sizes) <= MAX_FUSED_LAYERS
         and len({x.dtype for x in there}) == 1
         and all(x.is_contiguous() for x in there)
     )
     if not fits or not runs_triton(up, *there):
         write_adapters_reference(down, up, sizes, ranks, downs, ups, scales)
         return
-    missing = LAYERS - len(sizes)
+    missing = MAX_FUSED_LAYERS - len(sizes)
     width = down.shape[1]
     of_a, of_b = (
         [there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
 
-ROWS = 8
-BLOCK = 256
+SCALING_TILE_ROWS = 8
+SCALING_TILE_COLUMNS = 256
 """Rows and columns of a tile."""
 
-CHUNK = 256
+SCALING_CHUNK_ROWS = 256
 """Rows that a program goes down."""
 
 
@@ -97,7 +97,7 @@ def scale_columns(
     if not runs_triton(y, factor, bias) or y.stride(1) != 1 or out.stride(1) != 1:
         return out.copy_(scale_columns_reference(y, factor, bias))
     rows, width = y.shape
-    grid = triton.cdiv(rows, ROWS), triton.cdiv(width, BLOCK)
+    grid = triton.cdiv(rows, SCALING_TILE_ROWS), triton.cdiv(width, SCALING_TILE_COLUMNS)
     if rows:
         _scale_kernel[grid](
             y,
@@ -109,8 +109,8 @@ def scale_columns(
             y.stride(0),
             out.stride(0),
             bias is not None,
-            ROWS,
-            BLOCK,
+            SCALING_TILE_ROWS,
+            SCALING_TILE_COLUMNS,
         )
     return out
 
@@ -135,10 +135,10 @@ def scaled_columns_gradient(
         out.copy_(gradient)
         return sums
     rows, width = dz.shape
-    parts = triton.cdiv(rows, CHUNK)
+    parts = triton.cdiv(rows, SCALING_CHUNK_ROWS)
     sums = factor.new_empty((0 if y is None else parts, width))
     beside = dz if y is None else y
-    _gradient_kernel[(parts, triton.cdiv(width, BLOCK))](
+    _gradient_kernel[(parts, triton.cdiv(width, SCALING_TILE_COLUMNS))](
         dz,
         beside,
         factor,
@@ -150,9 +150,9 @@ def scaled_columns_gradient(
         beside.stride(0),
         out.stride(0),
         y is not None,
-        CHUNK,
-        ROWS,
-        BLOCK,
+        SCALING_CHUNK_ROWS,
+        SCALING_TILE_ROWS,
+        SCALING_TILE_COLUMNS,
     )
     return None if y is None else sums.sum(0)
 

@@ -19,8 +19,8 @@ import torch
 
 from chronicals.kernels.launch import HAS_TRITON, triton
 
-MOST_THREADS = 16
-OURS = "chronicals."
+MAX_COMPILE_THREADS = 16
+PACKAGE_PREFIX = "chronicals."
 
 
 def can_compile_only() -> bool:
@@ -51,11 +51,11 @@ def compiling_only() -> Iterator[None]:
 
     launch = triton.JITFunction.run
     kernels = dict[int, Any]()
-    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)))) as threads:
         mode = AsyncCompileMode(threads)
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            if not kernel.module.startswith(OURS):
+            if not kernel.module.startswith(PACKAGE_PREFIX):
                 return launch(kernel, *args, grid=grid, warmup=warmup, **options)
             before = active_mode.set(mode)  # per thread: autograd has its own
             try:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.logit_rows import (
-    IGNORED,
+    IGNORE_INDEX,
     LossOptions,
     chain_,
     places_of,
@@ -48,7 +48,7 @@ from chronicals.kernels.logit_rows import (
     tile_of,
 )
 
-FOUND = ("divergence", "cross_entropy", "teacher_cross_entropy", "agreement", "accuracy")
+ROW_RESULTS = ("divergence", "cross_entropy", "teacher_cross_entropy", "agreement", "accuracy")
 """What is found of a row, in this order: D; minus the logarithm of the target's probability at
 temperature 1, the student's and the teacher's; whether both have the same likeliest token;
 whether the student's is the target."""
@@ -139,14 +139,14 @@ class DistillationOptions:
     of_cross_entropy: float = 0.0
 
 
-FORWARD = 0
-REVERSE = 1
-MIXTURE = 2
+MIXTURE_IS_STUDENT = 0
+MIXTURE_IS_TEACHER = 1
+MIXTURE_OF_BOTH = 2
 
 
 def _kind(divergence: Divergence) -> int:
     """Whether m is q, p or between them."""
-    return {0.0: FORWARD, 1.0: REVERSE}.get(divergence.share, MIXTURE)
+    return {0.0: MIXTURE_IS_STUDENT, 1.0: MIXTURE_IS_TEACHER}.get(divergence.share, MIXTURE_OF_BOTH)
 
 
 @triton.jit
@@ -343,7 +343,7 @@ def divergence_and_gradient_(
     options: DistillationOptions,
     wants_gradient: bool,
 ) -> Tensor:
-    """``FOUND`` of each row, fp32 ``[5, rows]``, without weights, zero where the target is −100;
+    """``ROW_RESULTS`` of each row, fp32 ``[5, rows]``, without weights, zero where the target is −100;
     ``x`` becomes its gradient.
 
     Args:
@@ -355,7 +355,7 @@ def divergence_and_gradient_(
     if not runs_triton(x, y):
         return divergence_and_gradient_reference_(x, y, targets, weights, options, wants_gradient)
     rows, vocabulary = x.shape
-    found = x.new_empty((len(FOUND), rows), dtype=torch.float32)
+    found = x.new_empty((len(ROW_RESULTS), rows), dtype=torch.float32)
     tile = tile_of(vocabulary)
     of = options.divergence
     student = options.student
@@ -446,7 +446,7 @@ def divergence_and_gradient_reference_(
         for log in (log_chances, torch.log_softmax(teacher_z, 1))
     ]
     same = [(best == other).to(wide) for other in (teachers_best, targets)]
-    found = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORED, 0.0)
+    found = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORE_INDEX, 0.0)
     if wants_gradient:
         gradient = (
             options.of_divergence
@@ -458,7 +458,7 @@ def divergence_and_gradient_reference_(
                 1, at_target, torch.full_like(at_target, -1, dtype=wide)
             )
             gradient += options.of_cross_entropy * chances
-        kept = (targets != IGNORED).to(wide)
+        kept = (targets != IGNORE_INDEX).to(wide)
         gradient *= (kept if weights is None else kept * weights)[:, None]
         chain_(gradient, z, x, options.student)
     return found

@@ -26,25 +26,25 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
-from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
+from chronicals.kernels.lowbias32 import MASK_32_BITS, lowbias32, lowbias32_reference
 
-WIDEST_RANK = 256
+MAX_LAUNCH_RANK = 256
 """Columns of u that a program holds; wider adapters are taken in slices."""
 
-ROWS = 64
-FEW = 32
-BLOCK = 128
+DROPOUT_TILE_ROWS = 64
+SMALL_RANK_TILE_ROWS = 32
+DROPOUT_TILE_COLUMNS = 128
 """Rows and columns of x in a program; of adapters of rank 32 and less few rows, so that more
 programs run at once.
 """
 
-SUMMED = 8
+SUM_ROWS = 8
 """Rows of u whose shares a program adds up."""
 
 
 @triton.jit
 def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
-    """Which of ``BLOCK`` columns from ``first`` on stay, in each row: two neighbours share a
+    """Which of ``DROPOUT_TILE_COLUMNS`` columns from ``first`` on stay, in each row: two neighbours share a
     hash, 16 bits for each, and stay where these are at least ``bound``."""
     pair = first // 2 + tl.arange(0, BLOCK // 2)
     bits = lowbias32((row[:, None] * ((width + 1) // 2) + pair[None, :]).to(tl.uint32) ^ seed)
@@ -201,11 +201,16 @@ def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int], in
     """What the kernels are compiled for, the launch, and how many programs then run at once: as
     many stages, of a tile of x and one of A each, as there is shared memory for."""
     held = max(16, next_power_of_2(rank))
-    rows = FEW if held <= FEW else ROWS
-    stage = (rows + held) * BLOCK * x.element_size()
+    rows = SMALL_RANK_TILE_ROWS if held <= SMALL_RANK_TILE_ROWS else DROPOUT_TILE_ROWS
+    stage = (rows + held) * DROPOUT_TILE_COLUMNS * x.element_size()
     stages = max(1, min(3, shared_memory(x.device) // stage))
     resident = multiprocessors(x.device) * max(1, shared_memory(x.device) // (stages * stage))
-    constants = {"ROWS": rows, "BLOCK": BLOCK, "RANK": held, "KIND": multiplied_in(x.dtype)}
+    constants = {
+        "ROWS": rows,
+        "BLOCK": DROPOUT_TILE_COLUMNS,
+        "RANK": held,
+        "KIND": multiplied_in(x.dtype),
+    }
     return constants, {"num_warps": 4, "num_stages": stages}, resident
 
 
@@ -219,10 +224,10 @@ def _slices(like: Tensor, rank: int) -> Iterator[slice]:
     """The columns of u for one launch each: g A, the largest product, must find room for its
     operands.
     """
-    widest = WIDEST_RANK
-    while like.is_cuda and (ROWS + BLOCK) * widest * like.element_size() > shared_memory(
-        like.device
-    ):
+    widest = MAX_LAUNCH_RANK
+    while like.is_cuda and (
+        DROPOUT_TILE_ROWS + DROPOUT_TILE_COLUMNS
+    ) * widest * like.element_size() > shared_memory(like.device):
         widest //= 2
     return (slice(first, first + widest) for first in range(0, rank, widest))
 
@@ -249,7 +254,10 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
         (bound, factor) = _bound(dropout)
         (constants, launch, resident) = _constants(x, rank)
         blocks = triton.cdiv(rows, constants["ROWS"])
-        chunk = triton.cdiv(triton.cdiv(width, BLOCK), max(1, resident // blocks)) * BLOCK
+        chunk = (
+            triton.cdiv(triton.cdiv(width, DROPOUT_TILE_COLUMNS), max(1, resident // blocks))
+            * DROPOUT_TILE_COLUMNS
+        )
         shares = x.new_empty((triton.cdiv(width, chunk), rows, rank), dtype=torch.float32)
         _down_kernel[(blocks, len(shares))](
             x,
@@ -266,7 +274,7 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
             **constants,
             **launch,
         )
-        _sum_kernel[(triton.cdiv(rows, SUMMED),)](
+        _sum_kernel[(triton.cdiv(rows, SUM_ROWS),)](
             shares,
             of_out,
             rows,
@@ -275,7 +283,7 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
             columns,
             out.stride(0),
             factor,
-            ROWS=SUMMED,
+            ROWS=SUM_ROWS,
             COLUMNS=next_power_of_2(columns),
         )
 
@@ -286,7 +294,7 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
         kept = dropped_reference(x, seed, dropout)
         return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
-    blocks = triton.cdiv(width, BLOCK)
+    blocks = triton.cdiv(width, DROPOUT_TILE_COLUMNS)
     found = []
     for part in _slices(x, g.shape[1]):
         of_g = g[:, part]
@@ -324,7 +332,9 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
         of_a = a[part]
         (bound, factor) = _bound(dropout)
         (constants, launch, _) = _constants(dx, len(of_a))
-        _of_x_kernel[(triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, BLOCK),)](
+        _of_x_kernel[
+            (triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, DROPOUT_TILE_COLUMNS),)
+        ](
             dx,
             of_g,
             of_a,
@@ -347,9 +357,9 @@ def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``drop(x)``, with the very mask of the kernels."""
     rows, width = x.shape
     pairs = (width + 1) // 2
-    bits = lowbias32_reference((torch.arange(rows * pairs, device=x.device) & WHOLE) ^ seed).view(
-        rows, pairs, 1
-    )
+    bits = lowbias32_reference(
+        (torch.arange(rows * pairs, device=x.device) & MASK_32_BITS) ^ seed
+    ).view(rows, pairs, 1)
     (bound, factor) = _bound(dropout)
     halves = torch.cat((bits & 0xFFFF, bits >> 16), 2)
     return torch.where(halves.view(rows, 2 * pairs)[:, :width] >= bound, x * factor, 0.0)

@@ -27,17 +27,17 @@ from torch import Tensor
 from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-PAIRS = 128
+BLOCK_PAIRS = 128
 """Of a block."""
 
-SPAN = 128
+COMPARE_WIDTH = 128
 """Experts, or tiles, that a program compares with at once."""
 
-TALL = 128
-LOW = 64
+TALL_TILE_ROWS = 128
+LOW_TILE_ROWS = 64
 """Rows of a tile."""
 
-FEW = 96
+TALL_TILE_MIN_MEAN = 96
 """Mean rows of an expert below which tiles are low."""
 
 
@@ -181,16 +181,16 @@ def _place_kernel(
 def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order, places, bounds, tiles = _empty(experts_S, experts, rows)
     pairs = len(experts_S)
-    blocks = triton.cdiv(pairs, PAIRS)
+    blocks = triton.cdiv(pairs, BLOCK_PAIRS)
     most = tiles.shape[1]
     wide = next_power_of_2(experts + 1)
     counts, totals = (order.new_empty(size) for size in (experts * blocks, experts))
-    _count_kernel[(blocks,)](experts_S, counts, pairs, blocks, experts, PAIRS, SPAN)
+    _count_kernel[(blocks,)](experts_S, counts, pairs, blocks, experts, BLOCK_PAIRS, COMPARE_WIDTH)
     _sum_kernel[(experts,)](counts, totals, blocks, min(1024, next_power_of_2(blocks)))
-    _schedule_kernel[(triton.cdiv(most, SPAN),)](
-        totals, bounds, tiles, most, experts, wide, rows, SPAN, num_warps=8
+    _schedule_kernel[(triton.cdiv(most, COMPARE_WIDTH),)](
+        totals, bounds, tiles, most, experts, wide, rows, COMPARE_WIDTH, num_warps=8
     )
-    _place_kernel[(blocks,)](experts_S, counts, bounds, order, places, pairs, blocks, PAIRS)
+    _place_kernel[(blocks,)](experts_S, counts, bounds, order, places, pairs, blocks, BLOCK_PAIRS)
     return order, places, bounds, tiles
 
 
@@ -223,7 +223,7 @@ def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
             "or int64"
         )
     each = experts_Tk.shape[1]
-    rows = LOW if experts_Tk.numel() < FEW * experts else TALL
+    rows = LOW_TILE_ROWS if experts_Tk.numel() < TALL_TILE_MIN_MEAN * experts else TALL_TILE_ROWS
     experts_S = experts_Tk.reshape(-1).contiguous()
     on_card = HAS_TRITON and runs_triton(experts_S.new_empty(0, dtype=torch.float32))
     made = _dispatch if on_card and len(experts_S) else dispatch_reference

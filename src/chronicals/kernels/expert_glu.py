@@ -29,14 +29,14 @@ from chronicals.kernels.glu import _activate, _sigmoid
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-ELEMENTS = 1024
+GATE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+GLU_PROGRAM_ELEMENTS = 1024
 """That a program holds at once: a wide row's block, or several rows of a narrow one."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """How gate and up become the unit: ``activation`` of ``ACTIVATIONS``, and the numbers of the
+    """How gate and up become the unit: ``activation`` of ``GATE_ACTIVATIONS``, and the numbers of the
     formula.
 
     Attributes:
@@ -346,7 +346,7 @@ def _forward(
     width = h.shape[1] // 2
     u = h.new_empty(rows, width)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
         h,
         u,
@@ -395,7 +395,7 @@ def _backward(
     rows, width = g.shape
     d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
         g,
         h,

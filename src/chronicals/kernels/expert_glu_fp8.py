@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import absent
 from chronicals.kernels.expert_glu import (
-    ELEMENTS,
+    GLU_PROGRAM_ELEMENTS,
     Gate,
     _block,
     _expert_glu_backward_kernel,
@@ -27,11 +27,11 @@ from chronicals.kernels.expert_glu import (
     expert_glu_gradient_reference,
     expert_glu_reference,
 )
-from chronicals.kernels.fp8 import LIMITS, Scaled, fp8_quantize_reference, lacks_fp8
+from chronicals.kernels.fp8 import FP8_MAX, Scaled, fp8_quantize_reference, lacks_fp8
 from chronicals.kernels.launch import runs_triton, triton
 from chronicals.kernels.operators import operator
 
-KIND = torch.float8_e4m3fn
+UNIT_DTYPE = torch.float8_e4m3fn
 
 
 def _empty(h: Tensor, width: int, dense: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +39,7 @@ def _empty(h: Tensor, width: int, dense: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = len(h)
     return (
         h.new_empty(rows, width) if dense else absent(h),
-        h.new_empty(rows, width, dtype=KIND),
+        h.new_empty(rows, width, dtype=UNIT_DTYPE),
         h.new_empty(rows, 1, dtype=torch.float32),
     )
 
@@ -58,7 +58,7 @@ def _forward(
     width = h.shape[1] // 2
     u, values, scale = _empty(h, width, dense)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
         h,
         u if dense else None,
@@ -76,7 +76,7 @@ def _forward(
         interleaved,
         dense,
         True,
-        LIMITS[KIND],
+        FP8_MAX[UNIT_DTYPE],
         held,
         block,
         num_warps=4,
@@ -114,7 +114,7 @@ def _backward(
     rows, width = g.shape
     d_h, values, scale, unit, d_shares = _empty_gradients(h, shares, dense, has_unit)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
         g,
         h,
@@ -140,7 +140,7 @@ def _backward(
         dense,
         has_unit,
         True,
-        LIMITS[KIND],
+        FP8_MAX[UNIT_DTYPE],
         held,
         block,
         num_warps=4,

@@ -25,7 +25,7 @@ from torch import Tensor
 from chronicals.kernels.amax import absent, new_amax, raise_amax
 from chronicals.kernels.launch import (
     INTERPRETED,
-    WIDEST,
+    MAX_ROW_WIDTH,
     in_rows,
     next_power_of_2,
     runs_triton,
@@ -34,16 +34,16 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-BLOCK = 128
-SCALINGS = ("tensor", "row", "block", "square")
-LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-STRIP = (512, 64)
+FP8_BLOCK = 128
+FP8_SCALINGS = ("tensor", "row", "block", "square")
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+AMAX_STRIP = (512, 64)
 """Rows of a strip, and of them at a time."""
 
-SMALLEST = 2.0**-126
+MIN_SCALE = 2.0**-126
 """Of scales: the inverse of a smaller one is infinite."""
 
-FIRST = (8, 9)
+FIRST_FP8_CAPABILITY = (8, 9)
 """The first compute capability with FP8."""
 
 
@@ -52,10 +52,12 @@ def lacks_fp8(device: torch.device) -> str:
     """Why there are no conversions to FP8 and no products in it; empty where there are, or where
     all is emulated (CPU).
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else FIRST
+    capability = (
+        torch.cuda.get_device_capability(device) if device.type == "cuda" else FIRST_FP8_CAPABILITY
+    )
     return (
         ""
-        if capability >= FIRST
+        if capability >= FIRST_FP8_CAPABILITY
         else f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]}) has no FP8"
     )
 
@@ -354,12 +356,12 @@ def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> Output
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
     """As it lies in memory, where the runs of a block come first."""
     outer, inner = shape
-    blocks = triton.cdiv(inner, BLOCK)
+    blocks = triton.cdiv(inner, FP8_BLOCK)
     return {
         "tensor": (),
         "row": (outer, 1),
         "block": (blocks, outer),
-        "square": (triton.cdiv(outer, BLOCK), blocks),
+        "square": (triton.cdiv(outer, FP8_BLOCK), blocks),
     }[scaling]
 
 
@@ -381,15 +383,15 @@ def _quantize(
     by_columns = made[2:]
     (rows, width) = x.shape
     stride = x.stride(0)
-    limit = LIMITS[dtype]
-    if scaling == "row" and layout == "rows" and width <= WIDEST:
+    limit = FP8_MAX[dtype]
+    if scaling == "row" and layout == "rows" and width <= MAX_ROW_WIDTH:
         block = next_power_of_2(width)
         warps = min(max(block // 1024, 1), 16)
         _rows_kernel[(rows,)](x, *by_rows, width, stride, limit, block, num_warps=warps)
         return made
     known = amax if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
-    whole = rows % BLOCK == width % BLOCK == 0
+    whole = rows % FP8_BLOCK == width % FP8_BLOCK == 0
     warps = 4 if x.dtype == torch.bfloat16 else 8
     if layout == "columns":  # nothing is written there, but the kernel reads its type
         by_rows = by_columns
@@ -409,7 +411,7 @@ def _quantize(
         layout != "rows",
         limit,
         whole,
-        BLOCK,
+        FP8_BLOCK,
         num_warps=warps,
     )
     return made
@@ -421,7 +423,7 @@ def _in_fours(columns: Tensor) -> Tensor:
 
 
 def _tiles(x: Tensor) -> int:
-    return triton.cdiv(x.shape[0], BLOCK) * triton.cdiv(x.shape[1], BLOCK)
+    return triton.cdiv(x.shape[0], FP8_BLOCK) * triton.cdiv(x.shape[1], FP8_BLOCK)
 
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
@@ -434,18 +436,29 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
         return x, x
     bits = new_amax(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
-    (high, part) = STRIP
+    (high, part) = AMAX_STRIP
     stride = x.stride(0)
-    whole = rows % high == width % BLOCK == 0
-    programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
+    whole = rows % high == width % FP8_BLOCK == 0
+    programs = triton.cdiv(rows, high) * triton.cdiv(width, FP8_BLOCK)
     _extremes_kernel[(programs,)](
-        x, of_rows, of_columns, rows, width, stride, scaling, whole, BLOCK, high, part, num_warps=4
+        x,
+        of_rows,
+        of_columns,
+        rows,
+        width,
+        stride,
+        scaling,
+        whole,
+        FP8_BLOCK,
+        high,
+        part,
+        num_warps=4,
     )
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
 def _scale(most: Tensor, limit: float) -> Tensor:
-    return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=SMALLEST), 1.0)
+    return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=MIN_SCALE), 1.0)
 
 
 @torch.library.register_fake(_quantize)
@@ -487,8 +500,8 @@ def fp8_quantize(
             another scaling than ``tensor``.
     """
     for name, value, known in (
-        ("scaling", scaling, SCALINGS),
-        ("dtype", dtype, tuple(LIMITS)),
+        ("scaling", scaling, FP8_SCALINGS),
+        ("dtype", dtype, tuple(FP8_MAX)),
         ("layout", layout, ("rows", "columns", "both")),
     ):
         if value not in known:
@@ -501,7 +514,7 @@ def fp8_quantize(
         )
     if not runs_triton(x) or lacks_fp8(x.device):
         scale = (
-            _scale(amax.view(()), LIMITS[dtype]) if scale is None and amax is not None else scale
+            _scale(amax.view(()), FP8_MAX[dtype]) if scale is None and amax is not None else scale
         )
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
     rows, of_rows, columns, of_columns = _quantize(
@@ -546,9 +559,9 @@ def fp8_transposed(scaled: Scaled) -> Scaled:
         return Scaled(values.t().contiguous(), scale)
     (rows, width) = values.shape
     out = values.new_empty(values.shape[::-1])
-    whole = rows % BLOCK == width % BLOCK == 0
+    whole = rows % FP8_BLOCK == width % FP8_BLOCK == 0
     _transpose_kernel[(_tiles(values),)](
-        values.view(torch.uint8), _in_fours(out), rows, width, whole, BLOCK, num_warps=4
+        values.view(torch.uint8), _in_fours(out), rows, width, whole, FP8_BLOCK, num_warps=4
     )
     return Scaled(out, scale)
 
@@ -569,14 +582,14 @@ def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor
     if (
         known is not None
     ):  # torch 2.11 makes NaN of what lies beyond the limit, a card and later ones the limit
-        limit = LIMITS[dtype]
+        limit = FP8_MAX[dtype]
         return Scaled((x * (1.0 / known)).clamp(-limit, limit).to(dtype).contiguous(), known)
     rows, width = x.shape
     high, wide = {
         "tensor": (rows, width),
         "row": (1, width),
-        "block": (1, BLOCK),
-        "square": (BLOCK, BLOCK),
+        "block": (1, FP8_BLOCK),
+        "square": (FP8_BLOCK, FP8_BLOCK),
     }[scaling]
     if not x.numel():
         shape = scale_shape((rows, width), scaling)
@@ -584,7 +597,7 @@ def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor
     most = x.abs().nan_to_num(0.0, posinf=float("inf"))
     padded = torch.nn.functional.pad(most, (0, -width % wide, 0, -rows % high))
     scale = _scale(
-        padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), LIMITS[dtype]
+        padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), FP8_MAX[dtype]
     )
     each = _spread(scale, high, wide, rows, width)
     return Scaled(
@@ -598,8 +611,8 @@ def dequantize(scaled: Scaled) -> Tensor:
     if scale.ndim == 0:
         return values.float() * scale
     rows, width = values.shape
-    high = 1 if len(scale) == rows else BLOCK
-    wide = width if scale.shape[1] == 1 else BLOCK
+    high = 1 if len(scale) == rows else FP8_BLOCK
+    wide = width if scale.shape[1] == 1 else FP8_BLOCK
     return values.float() * _spread(scale, high, wide, rows, width)
 
 

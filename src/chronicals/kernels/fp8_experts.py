@@ -18,9 +18,9 @@ from torch import Tensor
 
 from chronicals.kernels.amax import absent, magnitude, raise_amax
 from chronicals.kernels.fp8 import (
-    BLOCK,
-    LIMITS,
-    SMALLEST,
+    FP8_BLOCK,
+    FP8_MAX,
+    MIN_SCALE,
     Scaled,
     _four,
     _in_fours,
@@ -33,8 +33,8 @@ from chronicals.kernels.fp8 import (
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-KIND = torch.float8_e4m3fn
-STRIP = (16, 4096)
+EXPERT_DTYPE = torch.float8_e4m3fn
+EXPERT_AMAX_STRIP = (16, 4096)
 """Steps of a program that finds a maximum, and elements of a step."""
 
 
@@ -126,8 +126,10 @@ def _expert_transpose_kernel(
 def _empty(w: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """Values of both layouts, ``absent`` the one that is not asked for, and the scales."""
     count, height, width = w.shape
-    rows = w.new_empty(w.shape, dtype=KIND) if layout != "columns" else absent(w)
-    columns = w.new_empty((count, width, height), dtype=KIND) if layout != "rows" else absent(w)
+    rows = w.new_empty(w.shape, dtype=EXPERT_DTYPE) if layout != "columns" else absent(w)
+    columns = (
+        w.new_empty((count, width, height), dtype=EXPERT_DTYPE) if layout != "rows" else absent(w)
+    )
     return rows, columns, w.new_empty(count, dtype=torch.float32)
 
 
@@ -136,7 +138,7 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
     rows, columns, found = _empty(w, layout)
     known = scale
     if known is None:
-        (steps, block) = STRIP
+        (steps, block) = EXPERT_AMAX_STRIP
         size = w[0].numel()
         cells = w.new_zeros(len(w), dtype=torch.int32)
         programs = triton.cdiv(size, steps * block)
@@ -156,9 +158,9 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
         scale is not None,
         layout != "columns",
         layout != "rows",
-        LIMITS[KIND],
+        FP8_MAX[EXPERT_DTYPE],
         _is_whole(w),
-        BLOCK,
+        FP8_BLOCK,
         num_warps=4 if w.dtype == torch.bfloat16 else 8,
     )
     return rows, columns, found
@@ -170,11 +172,11 @@ def _(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _tiles(w: Tensor) -> int:
-    return len(w) * triton.cdiv(w.shape[1], BLOCK) * triton.cdiv(w.shape[2], BLOCK)
+    return len(w) * triton.cdiv(w.shape[1], FP8_BLOCK) * triton.cdiv(w.shape[2], FP8_BLOCK)
 
 
 def _is_whole(w: Tensor) -> bool:
-    return w.shape[1] % BLOCK == w.shape[2] % BLOCK == 0
+    return w.shape[1] % FP8_BLOCK == w.shape[2] % FP8_BLOCK == 0
 
 
 def fp8_quantize_experts(
@@ -218,7 +220,7 @@ def fp8_experts_transposed(scaled: Scaled) -> Scaled:
         _in_fours(out),
         *values.shape[1:],
         _is_whole(values),
-        BLOCK,
+        FP8_BLOCK,
         num_warps=4,
     )
     return Scaled(out, scale)
@@ -228,11 +230,11 @@ def fp8_quantize_experts_reference(
     w: Tensor, layout: str = "rows", scale: Tensor | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
     wide = w.float()
-    limit = LIMITS[KIND]
+    limit = FP8_MAX[EXPERT_DTYPE]
     if scale is None:
         sizes = wide.abs().nan_to_num(0.0, posinf=float("inf")).flatten(1)
         most = sizes.amax(1) if sizes.shape[1] else sizes.new_zeros(len(w))
-        scale = torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=SMALLEST), 1.0)
-    values = (wide * (1.0 / scale)[:, None, None]).clamp(-limit, limit).to(KIND)
+        scale = torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=MIN_SCALE), 1.0)
+    values = (wide * (1.0 / scale)[:, None, None]).clamp(-limit, limit).to(EXPERT_DTYPE)
     rows = Scaled(values.contiguous(), scale) if layout != "columns" else None
     return rows, Scaled(values.mT.contiguous(), scale) if layout != "rows" else None

@@ -37,10 +37,10 @@ from chronicals.kernels.grouped_product import (
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.operators import operator
 
-DEPTH = 128
+FP8_STEP_DEPTH = 128
 """Of a step, in elements: rows of 128 bytes, as in 16 bit."""
 
-HOPPER = (9, 0)
+HOPPER_CAPABILITY = (9, 0)
 
 
 def fp8_product_launch(
@@ -50,9 +50,11 @@ def fp8_product_launch(
     are in the registers twice: there a tile has half the columns, and each warp half of it; four
     stages are 8 to 11 % faster than three (H100)."""
     launch = product_launch(rows, width, on, rank)
-    if fast or on.type != "cuda" or torch.cuda.get_device_capability(on) != HOPPER:
-        return replace(launch, depth=DEPTH)
-    return replace(product_launch(rows, min(width, 128), on, rank), depth=DEPTH, warps=8, stages=4)
+    if fast or on.type != "cuda" or torch.cuda.get_device_capability(on) != HOPPER_CAPABILITY:
+        return replace(launch, depth=FP8_STEP_DEPTH)
+    return replace(
+        product_launch(rows, min(width, 128), on, rank), depth=FP8_STEP_DEPTH, warps=8, stages=4
+    )
 
 
 @operator("chronicals::fp8_grouped_product")

@@ -21,19 +21,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, lacks_fp8, scale_shape
+from chronicals.kernels.fp8 import (
+    FP8_BLOCK,
+    Scaled,
+    dequantize,
+    fp8_quantize,
+    lacks_fp8,
+    scale_shape,
+)
 from chronicals.kernels.launch import differentiable_once
 
-MULTIPLE = 16
+FP8_MULTIPLE = 16
 """Of every dimension of an FP8 product on a card."""
 
-SCALINGS = {"tensor": "tensor", "row": "row", "block": "square"}
+LINEAR_SCALINGS = {"tensor": "tensor", "row": "row", "block": "square"}
 """Of x and dy, and of W with it."""
 
-HAS_BLOCKS = (9, 0)
+BLOCK_SCALING_CAPABILITY = (9, 0)
 """The one compute capability for which cuBLAS multiplies with scales of blocks."""
 
-CUDA_OF_BLOCKS = (12, 9)
+BLOCK_SCALING_CUDA = (12, 9)
 """The first version that does."""
 
 
@@ -116,7 +123,7 @@ class _FP8Linear(torch.autograd.Function):
         of_x, of_weight, *_ = ctx.needs_input_grad
         x_rows, x_columns = fp8_quantize(x, scaling, layout="both" if of_weight else "rows")
         rows, columns = known or fp8_quantize(
-            weight, SCALINGS[scaling], layout="both" if of_x else "rows"
+            weight, LINEAR_SCALINGS[scaling], layout="both" if of_x else "rows"
         )
         kept = x_columns if of_weight else None, columns if of_x else None
         ctx.save_for_backward(*(part for scaled in kept for part in scaled or (None, None)))
@@ -167,8 +174,8 @@ def fp8_linear(
         raise ValueError(
             f"fp8_linear: {lacks_fp8(x.device)}; use torch.nn.functional.linear in bf16 or fp16"
         )
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
+    if scaling not in LINEAR_SCALINGS:
+        raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(LINEAR_SCALINGS)}")
     if scaling == "block":
         _check_blocks(x.device, gradient_type)
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
@@ -177,7 +184,7 @@ def fp8_linear(
             "expected [..., K] and "
             "[N, K] of one type"
         )
-    multiple = BLOCK if scaling == "block" else MULTIPLE
+    multiple = FP8_BLOCK if scaling == "block" else FP8_MULTIPLE
     if any(size % multiple for size in weight.shape):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {multiple}; "
@@ -199,13 +206,16 @@ def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
             f"gradient_type={gradient_type}: products with scales of blocks are of "
             "torch.float8_e4m3fn alone"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != HAS_BLOCKS:
+    if (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) != BLOCK_SCALING_CAPABILITY
+    ):
         raise ValueError(
             f"scaling='block': {torch.cuda.get_device_name(device)} has no such products; use "
             "'row' or 'tensor'"
         )
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    if device.type == "cuda" and version < CUDA_OF_BLOCKS:
+    if device.type == "cuda" and version < BLOCK_SCALING_CUDA:
         raise ValueError(
             f"scaling='block': torch is built for CUDA {torch.version.cuda}, 12.9 has it; use "
             "'row' or 'tensor'"
@@ -215,9 +225,9 @@ def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
 def _check_known(known: Layouts, weight: Tensor, scaling: str, needs_columns: bool) -> None:
     if known.rows is None or (needs_columns and known.columns is None):
         raise ValueError("known: lacks a layout; give fp8_quantize(weight, scaling, layout='both')")
-    if known.rows.scale.shape != scale_shape(weight.shape, SCALINGS[scaling]):
+    if known.rows.scale.shape != scale_shape(weight.shape, LINEAR_SCALINGS[scaling]):
         raise ValueError(
-            f"known: was not scaled by scaling={SCALINGS[scaling]!r}, as scaling={scaling!r} "
+            f"known: was not scaled by scaling={LINEAR_SCALINGS[scaling]!r}, as scaling={scaling!r} "
             "needs it"
         )
 

@@ -37,9 +37,9 @@ from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gra
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.grouped_product import (
-    FIRST,
-    NEITHER,
-    SECOND,
+    GATHER_FIRST,
+    GATHER_NONE,
+    GATHER_SECOND,
     Adapted,
     grouped_product,
     grouped_weight_gradient,
@@ -47,7 +47,7 @@ from chronicals.kernels.grouped_product import (
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 
-COLUMNS_OF_ONES = 16
+MIN_PRODUCT_COLUMNS = 16
 """The fewest that a product takes."""
 
 
@@ -109,8 +109,8 @@ class Rows(NamedTuple):
     in_fp8: Scaled | None = None
 
 
-def _rows(x: Tensor, of: ExpertWeights) -> Rows:
-    return Rows(x) if of.in_fp8 is None else Rows(x, fp8_quantize(x, "row")[0])
+def _rows(x: Tensor, of: ExpertWeights) -> ProductInput:
+    return ProductInput(x) if of.in_fp8 is None else ProductInput(x, fp8_quantize(x, "row")[0])
 
 
 def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
@@ -123,7 +123,7 @@ def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) ->
 
 
 def _through(
-    x: Rows,
+    x: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
     of_tokens: bool,
@@ -143,7 +143,7 @@ def _through(
 
 
 def _back(
-    dy: Rows,
+    dy: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
     of_tokens: bool,
@@ -175,7 +175,9 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
     """
     if not of.transposed:
         return grouped_weight_gradient(dy, x, to, of_tokens, dtype=of.weight.dtype)
-    other = {FIRST: SECOND, SECOND: FIRST, NEITHER: NEITHER}[of_tokens]
+    other = {GATHER_FIRST: GATHER_SECOND, GATHER_SECOND: GATHER_FIRST, GATHER_NONE: GATHER_NONE}[
+        of_tokens
+    ]
     return grouped_weight_gradient(x, dy, to, other, dtype=of.weight.dtype)
 
 
@@ -229,9 +231,9 @@ class _FusedExperts(torch.autograd.Function):
         thin = _thin(x, first, to, True)
         h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
         if second.in_fp8 is None:
-            unit = Rows(expert_glu(h, kept.gate))
+            unit = ProductInput(expert_glu(h, kept.gate))
         else:
-            unit = Rows(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
+            unit = ProductInput(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
         z, of_second = _through(
             unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype
         )
@@ -298,20 +300,20 @@ class _FusedExperts(torch.autograd.Function):
             gradient, unit, d_shares = expert_glu_gradient(
                 g, h, flat, to.order_S, kept.gate, has_unit
             )
-            d_h = Rows(gradient)
+            d_h = ProductInput(gradient)
         else:
             dense = wanted["w1"] or wanted["b1"] or a1 is not None
             gradient, scaled, unit, d_shares = expert_glu_fp8_gradient(
                 g, h, flat, to.order_S, kept.gate, dense, has_unit
             )
-            d_h = Rows(gradient, scaled)
+            d_h = ProductInput(gradient, scaled)
         found: dict[str, Tensor] = {}
         if unit is not None and wanted["w2"]:
-            found["w2"] = _of_weight(dy, unit, second, to, FIRST)
+            found["w2"] = _of_weight(dy, unit, second, to, GATHER_FIRST)
         if unit is not None and thin_dy is not None and a2 is not None:
             found["a2"] = grouped_weight_gradient(thin_dy, unit, to, dtype=a2.dtype)
             thin_unit = grouped_product(unit, a2, to, factor=second.scale)
-            found["u2"] = grouped_weight_gradient(dy, thin_unit, to, FIRST, dtype=a2.dtype)
+            found["u2"] = grouped_weight_gradient(dy, thin_unit, to, GATHER_FIRST, dtype=a2.dtype)
         del unit, g
         if b2 is not None:
             d_shares = d_shares.view_as(shares) + product(dy, b2.t(), d_shares.dtype).gather(
@@ -325,13 +327,13 @@ class _FusedExperts(torch.autograd.Function):
         d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
             if wanted["w1"]:
-                found["w1"] = _of_weight(gradient, x, first, to, SECOND)
+                found["w1"] = _of_weight(gradient, x, first, to, GATHER_SECOND)
             if thin_dh is not None and wanted["a1"]:
-                found["a1"] = grouped_weight_gradient(thin_dh, x, to, SECOND, dtype=dy.dtype)
+                found["a1"] = grouped_weight_gradient(thin_dh, x, to, GATHER_SECOND, dtype=dy.dtype)
             if thin is not None and wanted["u1"]:
                 found["u1"] = grouped_weight_gradient(gradient, thin, to, dtype=dy.dtype)
             if b1 is not None and wanted["b1"]:
-                ones = gradient.new_ones(len(gradient), COLUMNS_OF_ONES)
+                ones = gradient.new_ones(len(gradient), MIN_PRODUCT_COLUMNS)
                 found["b1"] = grouped_weight_gradient(ones, gradient, to, dtype=b1.dtype)[:, 0]
         if wanted["x"]:
             found["x"] = expert_combine(d_x, to.places_S, to.each)

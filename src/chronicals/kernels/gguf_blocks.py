@@ -28,13 +28,13 @@ from torch import Tensor
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-KINDS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+GGUF_KINDS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
 """Elements and bytes of a block, by ggml's name of the type."""
 
-GROUPS = {"Q8_0": 32, "Q4_0": 16, "Q4_K": 32, "Q6_K": 16}
+GGUF_GROUP_SIZE = {"Q8_0": 32, "Q4_0": 16, "Q4_K": 32, "Q6_K": 16}
 """Elements whose codes are consecutive bytes in the same bits, and which share a scale."""
 
-ELEMENTS = 2048
+GGUF_PROGRAM_ELEMENTS = 2048
 """That one program dequantises."""
 
 
@@ -44,7 +44,7 @@ def dequantize_gguf(packed: Tensor, out: Tensor, kind: str) -> Tensor:
     Args:
         packed: uint8, the blocks of all rows, of any shape.
         out: ``[rows, columns]`` in fp32, bf16 or fp16, each row dense; rows may lie apart.
-        kind: one of ``KINDS``.
+        kind: one of ``GGUF_KINDS``.
 
     Returns:
         ``out``.
@@ -52,10 +52,10 @@ def dequantize_gguf(packed: Tensor, out: Tensor, kind: str) -> Tensor:
     Raises:
         ValueError: there is no such kind, or sizes do not fit.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: give one of {', '.join(KINDS)}")
+    if kind not in GGUF_KINDS:
+        raise ValueError(f"kind={kind!r}: give one of {', '.join(GGUF_KINDS)}")
     (rows, columns) = out.shape
-    (block, size) = KINDS[kind]
+    (block, size) = GGUF_KINDS[kind]
     if (
         columns % block
         or packed.dtype != torch.uint8
@@ -78,16 +78,16 @@ def _dequantize(packed: Tensor, out: Tensor, kind: str) -> None:
     if not runs_triton(out):
         out.copy_(dequantize_gguf_reference(packed, (rows, columns), out.dtype, kind))
     elif rows * columns:
-        size = GROUPS[kind]
+        size = GGUF_GROUP_SIZE[kind]
         groups = rows * columns // size
-        a_program = ELEMENTS // size
+        a_program = GGUF_PROGRAM_ELEMENTS // size
         _dequantize_gguf_kernel[(triton.cdiv(groups, a_program),)](
             packed,
             out,
             groups,
             columns // size,
             out.stride(0),
-            list(KINDS).index(kind),
+            list(GGUF_KINDS).index(kind),
             a_program,
             size,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
@@ -119,7 +119,7 @@ def _dequantize_gguf_kernel(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """``KIND``: place in ``KINDS``. All that a group shares is computed once for it."""
+    """``KIND``: place in ``GGUF_KINDS``. All that a group shares is computed once for it."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     element = tl.arange(0, SIZE)[None, :]
     there = group < groups
@@ -181,7 +181,7 @@ def dequantize_gguf_reference(
     packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: str
 ) -> Tensor:
     """``dequantize_gguf`` in plain torch, into a new tensor of ``shape`` and ``dtype``."""
-    blocks = packed.reshape(-1, KINDS[kind][1])
+    blocks = packed.reshape(-1, GGUF_KINDS[kind][1])
     return _REFERENCES[kind](blocks).to(dtype).view(shape)
 
 

@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import multiprocessors, runs_triton, tl, triton
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
+from chronicals.kernels.tensor_lists import (
+    LIST_BLOCK,
+    LIST_CHUNK,
+    Table,
+    of_triton,
+    pointers,
+    table_of,
+)
 
-PROGRAMS = 16
+NORM_PROGRAMS = 16
 """A multiprocessor: as many as it holds of four warps."""
 
 
@@ -87,7 +94,9 @@ def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
     device = table.sizes.device
     chunks = len(table.tensors)
     shares = torch.zeros(
-        max(1, min(chunks, PROGRAMS * multiprocessors(device))), dtype=torch.float32, device=device
+        max(1, min(chunks, NORM_PROGRAMS * multiprocessors(device))),
+        dtype=torch.float32,
+        device=device,
     )
     if chunks:
         _square_sums_kernel[(len(shares),)](
@@ -96,8 +105,8 @@ def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
             chunks,
             of_triton(kind),
             table.aligned,
-            BLOCK,
-            CHUNK,
+            LIST_BLOCK,
+            LIST_CHUNK,
             num_warps=4,
         )
     return shares

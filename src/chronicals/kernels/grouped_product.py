@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.expert_dispatch import TALL, Dispatch
+from chronicals.kernels.expert_dispatch import TALL_TILE_ROWS, Dispatch
 from chronicals.kernels.launch import (
     multiplied_in,
     multiprocessors,
@@ -36,14 +36,14 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-CLEARED = 4096
+CLEAR_BLOCK = 4096
 """Elements that a program of ``_clear_kernel`` writes at once."""
 
-DEPTH = 64
+STEP_DEPTH = 64
 """Of a step, in elements: rows of 128 bytes."""
 
-MOST_HELD = 256
-HELD_ON_SMALL_CARDS = 64
+MAX_ADAPTER_COLUMNS = 256
+MAX_ADAPTER_COLUMNS_SMALL = 64
 """Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's
 narrowest result. A T4 multiplies in fp32 and has 64 KiB."""
 
@@ -301,8 +301,8 @@ def _clear_kernel(out_ptr, bounds_ptr, size, BLOCK: tl.constexpr):
             tl.store(out_ptr + expert.to(tl.int64) * size + at, zeros, mask=at < size)
 
 
-WIDE = 1280
-NARROW = 256
+LIBRARY_MIN_WIDE_SIDE = 1280
+LIBRARY_MIN_SIDE = 256
 """torch's grouped product (CUTLASS) takes a weight gradient on Hopper where both sides are at
 least NARROW wide, and where no rows are gathered, or the other side is at least WIDE: it wants
 them copied to their experts, which takes as long as a product of that width gains. An H100,
@@ -327,8 +327,8 @@ def uses_library(a: Tensor, b: Tensor, gathers: int, factor: float, dtype: torch
 
 
 def _library_is_faster(high: int, wide: int, gathers: int) -> bool:
-    other = {NEITHER: WIDE, FIRST: wide, SECOND: high}[gathers]
-    return min(high, wide) >= NARROW and other >= WIDE
+    other = {GATHER_NONE: LIBRARY_MIN_WIDE_SIDE, GATHER_FIRST: wide, GATHER_SECOND: high}[gathers]
+    return min(high, wide) >= LIBRARY_MIN_SIDE and other >= LIBRARY_MIN_WIDE_SIDE
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -339,12 +339,14 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _by_library(a: Tensor, b: Tensor, to: Dispatch, gathers: int) -> Tensor:
-    if gathers != NEITHER:
+    if gathers != GATHER_NONE:
         tokens = to.order_S // to.each
-        a, b = (a[tokens], b) if gathers == FIRST else (a, b[tokens])
+        a, b = (a[tokens], b) if gathers == GATHER_FIRST else (a, b[tokens])
     out: Tensor = F.grouped_mm(a.t(), b, offs=to.bounds[1:].contiguous())
     size = out[0].numel()
-    _clear_kernel[(to.experts, max(1, min(64, size // CLEARED)))](out, to.bounds, size, CLEARED)
+    _clear_kernel[(to.experts, max(1, min(64, size // CLEAR_BLOCK)))](
+        out, to.bounds, size, CLEAR_BLOCK
+    )
     return out
 
 
@@ -356,8 +358,8 @@ def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> Pr
         608; a fourth stage takes 3%
     of it, half the columns 28%.
     """
-    columns = min(256 if rows == TALL else 128, max(16, next_power_of_2(width)))
-    held = held_columns(rank, on) / DEPTH if rank else 0
+    columns = min(256 if rows == TALL_TILE_ROWS else 128, max(16, next_power_of_2(width)))
+    held = held_columns(rank, on) / STEP_DEPTH if rank else 0
     while columns > 16 and not (_fits(rows, columns, 3, on) and _fits(rows, columns, held, on)):
         columns //= 2
         if columns <= 128 and _fits(rows, columns, 2, on) and _fits(rows, columns, held, on):
@@ -368,7 +370,7 @@ def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> Pr
 
 def held_columns(rank: int, on: torch.device) -> int:
     """Of an adapter's operands, in a tile: a power of 2, and zeros beyond the rank."""
-    most = HELD_ON_SMALL_CARDS if 0 < shared_memory(on) <= 64 << 10 else MOST_HELD
+    most = MAX_ADAPTER_COLUMNS_SMALL if 0 < shared_memory(on) <= 64 << 10 else MAX_ADAPTER_COLUMNS
     return min(most, max(16, next_power_of_2(rank)))
 
 
@@ -394,14 +396,14 @@ def has_boxes(on: torch.device) -> bool:
 def _launch(rows: int, columns: int, on: torch.device, boxes: bool, most: int) -> ProductLaunch:
     stages = next((stages for stages in range(most, 1, -1) if _fits(rows, columns, stages, on)), 1)
     return ProductLaunch(
-        columns, DEPTH, 8 if rows * columns >= 128 * 256 else 4, stages, boxes=boxes, rows=rows
+        columns, STEP_DEPTH, 8 if rows * columns >= 128 * 256 else 4, stages, boxes=boxes, rows=rows
     )
 
 
 def _fits(rows: int, columns: int, stages: float, on: torch.device) -> bool:
     """Whether a card has room for so many steps, in 16 bit and with a little for barriers."""
     room = shared_memory(on)
-    return not room or stages * (rows + columns) * DEPTH * 2 + 4096 <= room
+    return not room or stages * (rows + columns) * STEP_DEPTH * 2 + 4096 <= room
 
 
 def _boxes(
@@ -554,7 +556,7 @@ def launch_product(
     return y
 
 
-NEITHER, FIRST, SECOND = range(3)
+GATHER_NONE, GATHER_FIRST, GATHER_SECOND = range(3)
 """Which operand of a weight gradient has the rows of tokens."""
 
 
@@ -571,8 +573,8 @@ def _weight_gradient(
 ) -> Tensor:
     if uses_library(a, b, gathers, factor, dtype):
         return _by_library(a, b, Dispatch(order, order, bounds, bounds, each, 0), gathers)
-    high, wide = (b, a) if gathers == SECOND else (a, b)
-    launch = weight_gradient_launch(high.shape[1], wide.shape[1], a.device, gathers != NEITHER)
+    high, wide = (b, a) if gathers == GATHER_SECOND else (a, b)
+    launch = weight_gradient_launch(high.shape[1], wide.shape[1], a.device, gathers != GATHER_NONE)
     return launch_weight_gradient(
         launch, a, b, Dispatch(order, order, bounds, bounds, each, 0), gathers, factor, dtype
     )
@@ -604,11 +606,13 @@ def launch_weight_gradient(
     """The second product by a launch of one's own; arguments as of ``grouped_weight_gradient``."""
     out = a.new_empty(to.experts, a.shape[1], b.shape[1], dtype=dtype)
     into = out
-    if gathers == SECOND:  # what is gathered is the narrower side of a tile
+    if gathers == GATHER_SECOND:  # what is gathered is the narrower side of a tile
         a, b, into = b, a, out.mT
     high = a.shape[1]
     wide = b.shape[1]
-    a_box = _box(a, (launch.depth, launch.rows)) if launch.boxes and gathers == NEITHER else None
+    a_box = (
+        _box(a, (launch.depth, launch.rows)) if launch.boxes and gathers == GATHER_NONE else None
+    )
     b_box = _box(b, (launch.depth, launch.columns)) if launch.boxes else None
     grid = to.experts * triton.cdiv(high, launch.rows) * triton.cdiv(wide, launch.columns)
     _weight_gradient_kernel[(grid,)](
@@ -626,7 +630,7 @@ def launch_weight_gradient(
         *into.stride(),
         factor,
         to.each,
-        gathers != NEITHER,
+        gathers != GATHER_NONE,
         launch.rows,
         launch.columns,
         launch.depth,
@@ -686,7 +690,7 @@ def grouped_weight_gradient(
     a: Tensor,
     b: Tensor,
     to: Dispatch,
-    of_tokens: int = NEITHER,
+    of_tokens: int = GATHER_NONE,
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -749,12 +753,12 @@ def grouped_weight_gradient_reference(
     a: Tensor,
     b: Tensor,
     to: Dispatch,
-    of_tokens: int = NEITHER,
+    of_tokens: int = GATHER_NONE,
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    a = _rows(a, to, of_tokens == FIRST)
-    b = _rows(b, to, of_tokens == SECOND)
+    a = _rows(a, to, of_tokens == GATHER_FIRST)
+    b = _rows(b, to, of_tokens == GATHER_SECOND)
     bounds = to.bounds.tolist()
     wide = torch.promote_types(a.dtype, torch.float32)
     out = a.new_zeros(to.experts, a.shape[1], b.shape[1], dtype=dtype or a.dtype)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-REGISTERED = 1 << 28
+PIN_CALL_BYTES = 1 << 28
 """Bytes that are pinned by one call of the driver, during which no kernel can be launched."""
 
-SHARED = 1 << 26
+SMALL_TENSOR_POOL_BYTES = 1 << 26
 """Bytes of a memory that small tensors share; a larger one has a memory of its own."""
 
-ALIGNED = 64
+HOST_ALIGNMENT = 64
 """Tensors begin at multiples of so many bytes."""
 
 
@@ -28,7 +28,7 @@ class PinnedMemory:
     """Pinned bytes, allocated once and kept until ``release``.
 
     Args:
-        registered: bytes that are pinned by one call, ``REGISTERED`` by default; no copy to or from
+        registered: bytes that are pinned by one call, ``PIN_CALL_BYTES`` by default; no copy to or from
             a card may cross a multiple of it.
     """
 
@@ -50,7 +50,7 @@ class PinnedMemory:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         runtime = torch.cuda.cudart()
         for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(
-            self._registered or REGISTERED
+            self._registered or PIN_CALL_BYTES
         ):
             chunk.zero_()  # the system gives the pages here, outside of the driver
             if int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0)):
@@ -106,13 +106,13 @@ class PinnedTensors:
         """
         self._devices.add(device)
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        if like.nbytes > SHARED:
+        if like.nbytes > SMALL_TENSOR_POOL_BYTES:
             return self._allocated(like.nbytes).tensor(0, like)
-        if self._shared is None or self._used + like.nbytes > SHARED:
-            self._shared = self._allocated(SHARED)
+        if self._shared is None or self._used + like.nbytes > SMALL_TENSOR_POOL_BYTES:
+            self._shared = self._allocated(SMALL_TENSOR_POOL_BYTES)
             self._used = 0
         offset = self._used
-        self._used = -(-(self._used + like.nbytes) // ALIGNED) * ALIGNED
+        self._used = -(-(self._used + like.nbytes) // HOST_ALIGNMENT) * HOST_ALIGNMENT
         return self._shared.tensor(offset, like)
 
     def _allocated(self, size: int) -> PinnedMemory:

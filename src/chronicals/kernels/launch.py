@@ -34,8 +34,8 @@ tl: Any = (
 INTERPRETED: Any = tl.constexpr(triton.knobs.runtime.interpret) if HAS_TRITON else None
 """For kernels: whether they are, so that they leave out what is written for a card."""
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 32768
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_ROW_WIDTH = 32768
 """Elements of a row that one program holds in registers; wider rows take the reference."""
 
 _interpreted = False
@@ -54,7 +54,7 @@ def runs_triton(*tensors: Tensor | None) -> bool:
     """Whether all of ``tensors`` are where, and of a type that, a kernel takes."""
     there = [x for x in tensors if x is not None]
     on_card = HAS_TRITON and all(x.is_cuda for x in there) and _is_current(there[0])
-    return (on_card or _interpreted) and all(x.dtype in TYPES for x in there)
+    return (on_card or _interpreted) and all(x.dtype in KERNEL_DTYPES for x in there)
 
 
 def _is_current(x: Tensor) -> bool:

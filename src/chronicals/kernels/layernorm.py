@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     in_rows,
@@ -31,7 +31,7 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-WARPS_A_PROCESSOR = 16
+LAYERNORM_BACKWARD_WARPS = 16
 """Of the backward kernel: few programs, each with the next rows under way."""
 
 
@@ -212,7 +212,7 @@ def _backward(
     tile = _tile(width, backward=True)
     programs = min(
         triton.cdiv(rows, tile.rows),
-        multiprocessors(x.device) * max(1, WARPS_A_PROCESSOR // tile.warps),
+        multiprocessors(x.device) * max(1, LAYERNORM_BACKWARD_WARPS // tile.warps),
     )
     dx = x.new_empty(x.shape)
     shares = x.new_empty((programs, wants_weight + wants_bias, width), dtype=torch.float32)
@@ -295,7 +295,7 @@ def fused_layernorm(
                 f"{name} has shape {tuple(tensor.shape)}, x {tuple(x.shape)}: {name} must be "
                 f"[{x.shape[-1]}]"
             )
-    if runs_triton(x, weight, bias) and x.shape[-1] <= WIDEST:
+    if runs_triton(x, weight, bias) and x.shape[-1] <= MAX_ROW_WIDTH:
         return _LayerNorm.apply(x, weight, bias, eps)
     return layernorm_reference(x, weight, bias, eps)
 

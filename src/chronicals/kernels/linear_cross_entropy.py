@@ -29,13 +29,18 @@ from chronicals.kernels.linear_head import (
     trained_rows,
     with_adapter,
 )
-from chronicals.kernels.logit_rows import IGNORED, LossOptions, loss_and_gradient_, shaped_reference
+from chronicals.kernels.logit_rows import (
+    IGNORE_INDEX,
+    LossOptions,
+    loss_and_gradient_,
+    shaped_reference,
+)
 from chronicals.kernels.operators import operator
 from chronicals.kernels.products import product
 from chronicals.kernels.token_log_probability import token_log_probability
 from chronicals.kernels.two_streams import at_once
 
-ROWS = 4352
+DEFAULT_CHUNK_ROWS = 4352
 """Rows of logits that exist at a time. On an H200, 16384 rows, 896 wide, with a vocabulary of
 151936 take 23.7 ms in chunks of 4352, as they do all at once, and 24.4 in chunks of 4096; 1.25
 GiB exist beside the gradients."""
@@ -306,7 +311,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     weights: Tensor | None = None,
-    chunk_size: int = ROWS,
+    chunk_size: int = DEFAULT_CHUNK_ROWS,
     count: int | None = None,
     gradient_type: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -442,7 +447,7 @@ def _cross_entropy_of_logits(
         )
     rows = logits.reshape(-1, vocab_size).float()
     losses = torch.nn.functional.cross_entropy(
-        rows, targets.reshape(-1), reduction="none", ignore_index=IGNORED
+        rows, targets.reshape(-1), reduction="none", ignore_index=IGNORE_INDEX
     )
     if reduction == "none":
         return losses.view(targets.shape)
@@ -453,7 +458,7 @@ def mean_of(total: Tensor, targets: Tensor) -> Tensor:
     """A sum over the targets that count, divided by their number; where none does NaN without a
     gradient, as torch has it.
     """
-    count = (targets != IGNORED).sum()
+    count = (targets != IGNORE_INDEX).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
@@ -478,7 +483,7 @@ def linear_cross_entropy_reference(
         x = x + adapter.scale * down @ adapter.b.t()
     z = shaped_reference(x, LossOptions(scale, softcap))
     losses = torch.nn.functional.cross_entropy(
-        z, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing
+        z, targets, reduction="none", ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
     )
-    losses = losses + z_loss * (targets != IGNORED) * torch.logsumexp(z, 1).square()
+    losses = losses + z_loss * (targets != IGNORE_INDEX) * torch.logsumexp(z, 1).square()
     return (losses if weights is None else losses * weights).sum()

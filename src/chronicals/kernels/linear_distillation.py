@@ -32,7 +32,7 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.divergence_rows import (
-    FOUND,
+    ROW_RESULTS,
     DistillationOptions,
     Divergence,
     divergence_and_gradient_,
@@ -41,7 +41,7 @@ from chronicals.kernels.divergence_rows import (
 )
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.linear_cross_entropy import (
-    ROWS,
+    DEFAULT_CHUNK_ROWS,
     accumulate_of_head,
     put_of_states,
     scale_rows,
@@ -56,7 +56,7 @@ from chronicals.kernels.linear_head import (
     trained_rows,
     with_adapter,
 )
-from chronicals.kernels.logit_rows import IGNORED, LossOptions, shaped_reference
+from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions, shaped_reference
 from chronicals.kernels.operators import operator
 from chronicals.kernels.two_streams import at_once
 
@@ -173,7 +173,7 @@ def _forward(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The sums of ``FOUND``, ``[5]``, and the gradients of hidden, weight, more and bias that are
+    """The sums of ``ROW_RESULTS``, ``[5]``, and the gradients of hidden, weight, more and bias that are
     ``wanted``, else nothing in their place.
 
     ``more`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D +
@@ -266,7 +266,7 @@ def _outputs(
     total, *gradients = sum_and_gradients(
         hidden, weight, more, bias, None, gradient_type, [*wanted, False]
     )
-    return [total.new_zeros(len(FOUND)), *gradients]
+    return [total.new_zeros(len(ROW_RESULTS)), *gradients]
 
 
 def _numbers(of: DistillationOptions) -> list[float]:
@@ -359,7 +359,7 @@ def linear_distillation(
     divergence_weight: float = 1.0,
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
-    chunk_size: int = ROWS,
+    chunk_size: int = DEFAULT_CHUNK_ROWS,
     count: int | None = None,
     gradient_type: torch.dtype = torch.float32,
 ) -> Distillation:
@@ -518,7 +518,7 @@ def distillation_of_logits(
     wide = torch.promote_types(torch.promote_types(z.dtype, teacher_z.dtype), torch.float32)
     z = z[:, :common].to(wide)
     teacher_z = teacher_z[:, :common].detach().to(wide)
-    ignored = targets == IGNORED
+    ignored = targets == IGNORE_INDEX
     with torch.no_grad():
         options = DistillationOptions(divergence, LossOptions(), LossOptions(), temperature)
         found = divergence_and_gradient_reference_(
@@ -533,6 +533,6 @@ def distillation_of_logits(
         losses = losses + divergence_weight * of_row
     if cross_entropy_weight:
         losses = losses + cross_entropy_weight * torch.nn.functional.cross_entropy(
-            z, targets, reduction="none", ignore_index=IGNORED
+            z, targets, reduction="none", ignore_index=IGNORE_INDEX
         )
     return Distillation((losses if weights is None else losses * weights).sum(), *sums.unbind())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.logit_rows import IGNORED
+from chronicals.kernels.logit_rows import IGNORE_INDEX
 
 
 def chunks(rows: int, size: int) -> list[slice]:
@@ -96,7 +96,7 @@ def trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
     """Places of the targets that count, where they can be had without asking a device for a
     number; else None.
     """
-    kept = targets != IGNORED
+    kept = targets != IGNORE_INDEX
     if targets.device.type == "cpu":
         return kept.nonzero().squeeze(1)
     return None if count is None or count >= len(targets) else _places(kept, count)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton
 
-IGNORED = -100  # the default of torch.nn.functional.cross_entropy
+IGNORE_INDEX = -100  # the default of torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
@@ -499,7 +499,7 @@ def places_of(targets: Tensor, vocabulary: int) -> Tensor:
     Raises:
         IndexError: one is outside the vocabulary; only the CPU is asked.
     """
-    at = targets.masked_fill(targets == IGNORED, 0)
+    at = targets.masked_fill(targets == IGNORE_INDEX, 0)
     if (
         at.device.type == "cpu"
         and at.numel()
@@ -507,7 +507,7 @@ def places_of(targets: Tensor, vocabulary: int) -> Tensor:
     ):
         outside = int(at[(at < 0) | (at >= vocabulary)][0])
         raise IndexError(
-            f"targets hold {outside}: outside the vocabulary of {vocabulary}; {IGNORED} is what "
+            f"targets hold {outside}: outside the vocabulary of {vocabulary}; {IGNORE_INDEX} is what "
             "is ignored"
         )
     return at[:, None]
@@ -524,7 +524,7 @@ def loss_and_gradient_reference_(
     x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> Tensor:
     z = shaped_reference(x, options)
-    kept = targets != IGNORED
+    kept = targets != IGNORE_INDEX
     at_target = places_of(targets, x.shape[1])
     of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
     smoothing = options.label_smoothing
@@ -555,7 +555,7 @@ def log_probabilities_reference(
     at_target = (
         log_p.gather(1, places_of(targets, x.shape[1]))
         .squeeze(1)
-        .masked_fill(targets == IGNORED, 0.0)
+        .masked_fill(targets == IGNORE_INDEX, 0.0)
     )
     entropy = (
         -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(1)
@@ -577,7 +577,7 @@ def log_probability_gradient_reference_(
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
     p = log_p.exp()
-    of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORED, 0.0)[:, None]
+    of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORE_INDEX, 0.0)[:, None]
     d_z = -of_target * p
     d_z.scatter_add_(1, places_of(targets, x.shape[1]), of_target)
     if d_entropy is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from chronicals.kernels.launch import tl, triton
 
-WHOLE = 2**32 - 1
+MASK_32_BITS = 2**32 - 1
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def lowbias32(x):
 def lowbias32_reference(x: Tensor) -> Tensor:
     """The hash of ``x``, int64 between 0 and 2³² − 1."""
     x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & WHOLE
+    x = (x * 0x7FEB352D) & MASK_32_BITS
     x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & WHOLE
+    x = (x * 0x846CA68B) & MASK_32_BITS
     return x ^ (x >> 16)

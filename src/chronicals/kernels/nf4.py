@@ -28,7 +28,7 @@ from torch import Tensor
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-CODES = {
+CODE_VALUES = {
     "nf4": (
         -1.0,
         -0.6961928009986877,
@@ -51,22 +51,22 @@ CODES = {
 }
 """By format, what each code stands for (QLoRA, appendix E; FP4 over its largest value)."""
 
-BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 SCALE_BLOCK = 256
 """Scales in a block of quantized ones."""
 
-SMALLEST = 1e-38
+MIN_BLOCK_AMAX = 1e-38
 """Blocks of zeros are divided by it."""
 
-ELEMENTS = 1024
+QUANTIZE_ELEMENTS = 1024
 """That a program quantizes."""
 
-PIECE = 1 << 24
+PIECE_ELEMENTS = 1 << 24
 """That plain torch takes at a time, which makes some twenty bytes of each; a multiple of all
 blocks.
 """
 
-TILE = 4096
+DEQUANTIZE_ELEMENTS = 4096
 """That one dequantizes: 32 a thread, whose codes are one load of 16 bytes."""
 
 
@@ -104,7 +104,7 @@ class Scales:
 @cache
 def code_of(name: str, device: torch.device) -> Tensor:
     """fp32 ``[16]``, what the codes of a format stand for."""
-    return torch.tensor(CODES[name], dtype=torch.float32, device=device)
+    return torch.tensor(CODE_VALUES[name], dtype=torch.float32, device=device)
 
 
 @cache
@@ -146,7 +146,7 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: fp32, bf16 or fp16, of any shape.
-        block: elements that share a scale, one of ``BLOCKS``.
+        block: elements that share a scale, one of ``BLOCK_SIZES``.
 
     Returns:
         uint8 ``[⌈elements / 2⌉]`` and fp32 ``[⌈elements / block⌉]``.
@@ -154,18 +154,20 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: there is no such block, or the weight has another dtype.
     """
-    if block not in BLOCKS:
-        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCKS))}")
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCK_SIZES))}")
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weight is {weight.dtype}; give float32, bfloat16 or float16")
     flat = weight.detach().reshape(-1)
     if not runs_triton(flat):
-        codes, scales = zip(*(quantize_nf4_reference(piece, block) for piece in flat.split(PIECE)))
+        codes, scales = zip(
+            *(quantize_nf4_reference(piece, block) for piece in flat.split(PIECE_ELEMENTS))
+        )
         return torch.cat(codes), torch.cat(scales)
     count = flat.numel()
     packed = torch.empty(-(-count // 2), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(-(-count // block), dtype=torch.float32, device=flat.device)
-    blocks = max(1, ELEMENTS // block)
+    blocks = max(1, QUANTIZE_ELEMENTS // block)
     if count:
         _quantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
             flat,
@@ -174,7 +176,7 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
             _guesses(flat.device),
             count,
             packed.numel(),
-            SMALLEST,
+            MIN_BLOCK_AMAX,
             blocks,
             block,
             enable_fp_fusion=False,
@@ -222,7 +224,7 @@ def quantize_nf4_reference(weight: Tensor, block: int = 64) -> tuple[Tensor, Ten
     flat = weight.reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
-    scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)
+    scaled = blocks * (1.0 / absmax.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
     codes = torch.bucketize(scaled.reshape(-1)[: flat.numel()], _bounds(flat.device)).to(
         torch.uint8
     )
@@ -237,10 +239,10 @@ def quantize_fp4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: there is no such block.
     """
-    if block not in BLOCKS:
-        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCKS))}")
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCK_SIZES))}")
     flat = weight.detach().reshape(-1)
-    pieces = [_quantize_fp4_piece(piece, block) for piece in flat.split(PIECE)]
+    pieces = [_quantize_fp4_piece(piece, block) for piece in flat.split(PIECE_ELEMENTS)]
     return torch.cat([codes for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 
 
@@ -248,7 +250,7 @@ def _quantize_fp4_piece(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     values, order = code_of("fp4", flat.device)[:8].sort()  # a code's upper bit is the sign
     blocks = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(1)
-    scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)
+    scaled = blocks * (1.0 / absmax.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
     nearest = torch.bucketize(scaled.abs().reshape(-1), (values[:-1] + values[1:]) / 2)
     codes = order[nearest] + 8 * (scaled.reshape(-1) < 0)
     pairs = codes[: flat.numel() + flat.numel() % 2].to(torch.uint8).view(-1, 2)
@@ -264,7 +266,7 @@ def quantize_scales(absmax: Tensor) -> Scales:
         -1, SCALE_BLOCK
     )
     largest = blocks.abs().amax(1)
-    scaled = blocks * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)
+    scaled = blocks * (1.0 / largest.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
     bounds = (code[:-1] + code[1:]) / 2
     codes = torch.bucketize(scaled.reshape(-1)[: centred.numel()], bounds).to(torch.uint8)
     return Scales(codes, largest, code, offset)
@@ -294,9 +296,9 @@ def dequantize_4bit(
     """
     rows, columns = out.shape
     count = rows * columns
-    if code not in CODES or block not in BLOCKS:
-        codes = ", ".join(CODES)
-        blocks = ", ".join(map(str, BLOCKS))
+    if code not in CODE_VALUES or block not in BLOCK_SIZES:
+        codes = ", ".join(CODE_VALUES)
+        blocks = ", ".join(map(str, BLOCK_SIZES))
         raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
     if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
         raise ValueError(
@@ -344,7 +346,7 @@ def _dequantize(
     elif rows * columns:
         nested = absmax2 is not None
         count = rows * columns
-        blocks = TILE // block
+        blocks = DEQUANTIZE_ELEMENTS // block
         _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
             packed,
             absmax,
@@ -358,7 +360,7 @@ def _dequantize(
             nested,
             out.stride(0) == columns,
             columns % block == 0,
-            count % TILE == 0,
+            count % DEQUANTIZE_ELEMENTS == 0,
             blocks,
             block,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
@@ -367,8 +369,8 @@ def _dequantize(
 
 def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, code: str) -> None:
     """Into ``out`` ``[elements]``, in plain torch, with fp32 scales."""
-    for start in range(0, out.numel(), PIECE):
-        piece = out[start : start + PIECE]
+    for start in range(0, out.numel(), PIECE_ELEMENTS):
+        piece = out[start : start + PIECE_ELEMENTS]
         scales = Scales(absmax[start // block : -(-(start + len(piece)) // block)])
         codes = packed[start // 2 : -(-(start + len(piece)) // 2)]
         piece.copy_(

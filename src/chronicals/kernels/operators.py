@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+OPERATOR_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Of each operator what it does."""
 
 
@@ -46,7 +46,7 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
             short, _counting(function, places) if places else function, "CompositeExplicitAutograd"
         )
         found = getattr(getattr(torch.ops, space), short).default
-        FUNCTIONS[found] = function
+        OPERATOR_FUNCTIONS[found] = function
         if not found._schema.returns:
             torch.library.register_fake(found, lambda *given: None, lib=library)
         return found

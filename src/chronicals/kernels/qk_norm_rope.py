@@ -24,7 +24,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     multiprocessors,
@@ -51,7 +51,7 @@ from chronicals.kernels.qk_rope import (
 )
 from chronicals.kernels.rmsnorm import rmsnorm_reference
 
-WARPS_A_PROCESSOR = 16
+QK_NORM_ROPE_BACKWARD_WARPS = 16
 """Of the backward kernel, whose threads hold the sums for the weights beside two loads."""
 
 
@@ -682,7 +682,7 @@ def _launch_backward(
     k_heads = k.shape[1]
     positions = batch * length
     tile, constants = _constants(q, k, cos, interleaved, backward=True)
-    programs = multiprocessors(q.device) * max(1, WARPS_A_PROCESSOR // tile.warps)
+    programs = multiprocessors(q.device) * max(1, QK_NORM_ROPE_BACKWARD_WARPS // tile.warps)
     of_q, of_k = (
         min(
             triton.cdiv(positions * heads, tile.rows),
@@ -939,7 +939,7 @@ def fused_qk_norm_rope(
     _check(q, k, q_weight, k_weight, cos, sin)
     cos = cos.detach()
     sin = sin.detach()
-    if not runs_triton(q, k, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
+    if not runs_triton(q, k, q_weight, k_weight, cos, sin) or q.shape[-1] > MAX_ROW_WIDTH:
         return qk_norm_rope_reference(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved)
     packed = q.ndim == 3
     of_q, of_k = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k))
@@ -988,7 +988,7 @@ def fused_qkv_norm_rope(
         ValueError: shapes do not fit each other.
     """
     q, k, v = heads_of(qkv, *heads)
-    if not runs_triton(qkv, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
+    if not runs_triton(qkv, q_weight, k_weight, cos, sin) or q.shape[-1] > MAX_ROW_WIDTH:
         return *fused_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved), v
     _check(q, k, q_weight, k_weight, cos, sin)
     cos = cos.detach()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import Amax, absent, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     in_rows,
@@ -36,7 +36,7 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-WARPS_A_PROCESSOR = 16
+RMSNORM_BACKWARD_WARPS = 16
 """Of the backward pass: as many programs a multiprocessor as make so many warps."""
 
 
@@ -259,7 +259,7 @@ def _backward(
     tile = _tile(width, backward=True)
     programs = min(
         triton.cdiv(rows, tile.rows),
-        multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps),
+        multiprocessors(s.device) * max(1, RMSNORM_BACKWARD_WARPS // tile.warps),
     )
     ds = with_padding(s, s.shape, padding)
     amax = new_amax(s, finds_amax)
@@ -381,7 +381,7 @@ def fused_rmsnorm(
         ValueError: ``weight`` is not of the width of ``x``.
     """
     _check(x, weight)
-    if runs_triton(x, weight) and x.shape[-1] <= WIDEST:
+    if runs_triton(x, weight) and x.shape[-1] <= MAX_ROW_WIDTH:
         return _RMSNorm.apply(x, None, weight, eps, offset, False)
     return rmsnorm_reference(x, weight, eps, offset)
 
@@ -417,7 +417,7 @@ def fused_add_rmsnorm(
         raise ValueError(
             f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike"
         )
-    if runs_triton(x, residual, weight) and x.shape[-1] <= WIDEST:
+    if runs_triton(x, residual, weight) and x.shape[-1] <= MAX_ROW_WIDTH:
         return _RMSNorm.apply(
             x,
             residual,

@@ -4,7 +4,7 @@
     dx = y · (dy − Σ dy · y)
 
 ``x`` is ``[..., D]`` in fp32, bf16 or fp16; all is computed in fp32 and rounded once. Entries of
-−inf give 0, rows of nothing else NaN, as in torch. Saved: y. Up to ``WIDEST`` elements a program
+−inf give 0, rows of nothing else NaN, as in torch. Saved: y. Up to ``MAX_ROW_WIDTH`` elements a program
 holds whole rows; wider ones are read twice, with maximum and sum kept online (Milakov and
 Gimelshein, 2018, algorithm 3). Bytes an element in 16 bit: 4 forward, 6 backward; of wide rows 6
 and 10, less what the second reading finds in the cache.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     in_rows,
@@ -35,7 +35,7 @@ def _tile(width: int, backward: bool) -> Tile:
     """32 elements a thread forward, 16 backward, as far as there are threads. 32 warps of wide
     rows leave no room for a second program on a multiprocessor: of bf16 rows of 128 Ki elements
     132 at a time are 35 MB, which the H200's cache of 50 MB keeps for the second reading."""
-    if width > WIDEST:
+    if width > MAX_ROW_WIDTH:
         return Tile(1, 16384 if backward else 32768, warps=32)
     block = next_power_of_2(width)
     a_warp = 512 if backward else 1024
@@ -138,7 +138,7 @@ def _forward(x: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
     rows, width = x.shape
     tile = _tile(width, backward=False)
-    if rows and width > WIDEST:
+    if rows and width > MAX_ROW_WIDTH:
         _wide_softmax_forward_kernel[(rows,)](
             x, y, width, x.stride(0), tile.block, num_warps=tile.warps
         )
@@ -159,7 +159,7 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
     dx = y.new_empty(y.shape)
     rows, width = y.shape
     tile = _tile(width, backward=True)
-    if rows and width > WIDEST:
+    if rows and width > MAX_ROW_WIDTH:
         _wide_softmax_backward_kernel[(rows,)](
             dy, y, dx, width, dy.stride(0), tile.block, num_warps=tile.warps
         )

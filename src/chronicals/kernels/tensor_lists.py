@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import tl, triton
-from chronicals.kernels.two_streams import FIRST
+from chronicals.kernels.two_streams import HIGH_PRIORITY
 
-BLOCK = 1024
-CHUNK = 2048
+LIST_BLOCK = 1024
+LIST_CHUNK = 2048
 """Elements that four warps hold at a time, and of a chunk; AdamW on an H200 is 2 % faster with
 chunks of 2048 than of 8192.
 """
 
-KEPT = 64
+MAX_CACHED_TABLES = 64
 """Tables that are kept; an optimizer has a few for each of its groups and types, updates in the
 backward pass dozens and more."""
 
@@ -77,7 +77,7 @@ def tables_looked_up() -> Iterator[list[Tensor]]:
         _looked_up[:] = [other for other in _looked_up if other is not found]
 
 
-def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = CHUNK) -> Table:
+def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = LIST_CHUNK) -> Table:
     """The table of dense tensors on one device, in chunks of so many elements; kept while they stay
     where they are.
 
@@ -90,7 +90,7 @@ def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = CHUNK) -> Table:
     key = addresses, sizes, device, chunk
     if key not in _tables:
         _check_sizes(rows, sizes)
-        if len(_tables) >= KEPT:
+        if len(_tables) >= MAX_CACHED_TABLES:
             _tables.pop(next(iter(_tables)))
         aligned = all(address % 16 == 0 for address in addresses) and all(
             size % 8 == 0 for size in sizes
@@ -120,7 +120,7 @@ def _division(
     elsewhere each time.
     """
     if (sizes, device, chunk) not in _divisions:
-        if len(_divisions) >= KEPT:
+        if len(_divisions) >= MAX_CACHED_TABLES:
             _divisions.pop(next(iter(_divisions)))
         chunks = torch.tensor([-(-size // chunk) for size in sizes])
         tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
@@ -142,7 +142,7 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     """A stream that nobody captures: torch has few of a priority, and hands them out again and
     again.
     """
-    return torch.cuda.Stream(device, priority=2 * FIRST)
+    return torch.cuda.Stream(device, priority=2 * HIGH_PRIORITY)
 
 
 def of_triton(kind: torch.dtype) -> object:

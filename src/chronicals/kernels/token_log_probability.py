@@ -29,7 +29,7 @@ from chronicals.kernels.linear_head import (
     with_adapter,
 )
 from chronicals.kernels.logit_rows import (
-    IGNORED,
+    IGNORE_INDEX,
     LossOptions,
     log_probabilities,
     log_probability_gradient_,
@@ -263,7 +263,7 @@ def token_log_probability(
     if rows is None:
         return found
     log_p, entropies = (x.new_zeros(len(targets)).index_copy(0, rows, x) for x in found)
-    return log_p, torch.where(targets == IGNORED, 0.0, entropies)
+    return log_p, torch.where(targets == IGNORE_INDEX, 0.0, entropies)
 
 
 def token_log_probability_reference(
@@ -288,7 +288,7 @@ def token_log_probability_reference(
     z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z, 1)
-    ignored = targets == IGNORED
+    ignored = targets == IGNORE_INDEX
     return (
         log_p.gather(1, targets.masked_fill(ignored, 0)[:, None])
         .squeeze(1)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-FIRST = -1
+HIGH_PRIORITY = -1
 """Priority of a stream whose work another one may stand beside; that of all streams, unless said
 otherwise, is 0, the last.
 """
@@ -29,7 +29,10 @@ def at_once(first: Callable[[], None], beside: Callable[[], None], device: torch
         beside: what takes the rest. It must not write what the other reads or writes, nor read what
             that writes.
     """
-    if device.type != "cuda" or (current := torch.cuda.current_stream(device)).priority > FIRST:
+    if (
+        device.type != "cuda"
+        or (current := torch.cuda.current_stream(device)).priority > HIGH_PRIORITY
+    ):
         first()
         beside()
         return

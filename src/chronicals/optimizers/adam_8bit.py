@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.adamw_8bit import SIZE, quantize_moment
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, quantize_moment
 from chronicals.optimizers.adamw import FusedAdamW
 
-SMALLEST = 4096
+MIN_8BIT_ELEMENTS = 4096
 """Weights with fewer elements keep moments in fp32."""
 
 
@@ -41,7 +41,7 @@ class Adam8bit(FusedAdamW):
         found: dict[str, Tensor] = {}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             codes, _ = quantize_moment(torch.zeros(1), signed)
-            scales = torch.empty(-(-parameter.numel() // SIZE), device="meta")
+            scales = torch.empty(-(-parameter.numel() // MOMENT_BLOCK), device="meta")
             found[name] = self._filled(parameter, parameter, int(codes), torch.uint8)
             found[f"{name}_amax"] = self._filled(parameter, scales, 0)
         return found
@@ -53,7 +53,7 @@ class Adam8bit(FusedAdamW):
 
 
 def _is_large(parameter: Tensor) -> bool:
-    return parameter.ndim >= 2 and parameter.numel() >= SMALLEST
+    return parameter.ndim >= 2 and parameter.numel() >= MIN_8BIT_ELEMENTS
 
 
 def _embeddings(model: nn.Module) -> set[int]:
@@ -106,6 +106,6 @@ def moment_bytes(model: nn.Module, weights: Iterable[Tensor]) -> int:
     """
     narrow = {id(p) for p in moments_in_8_bits(model)}
     return sum(
-        2 * (p.numel() + 4 * -(-p.numel() // SIZE)) if id(p) in narrow else 8 * p.numel()
+        2 * (p.numel() + 4 * -(-p.numel() // MOMENT_BLOCK)) if id(p) in narrow else 8 * p.numel()
         for p in weights
     )

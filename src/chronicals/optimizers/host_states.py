@@ -8,7 +8,7 @@ another:
     current          up 0   up 1   up 2 …          up i waits for in i
     going                   out 0  out 1 …         out i waits for up i
 
-The device holds ``COUNT`` buffers instead of the states. Weights, gradients and step counters stay
+The device holds ``BUFFER_COUNT`` buffers instead of the states. Weights, gradients and step counters stay
 on the device, and so do the states of small weights. The order is by events alone; the current
 stream waits for all copies when the update ends, so what follows on it, the next update too, finds
 the states as they are, and the whole can be captured in a CUDA graph.
@@ -32,36 +32,42 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.adamw import Part, Tensors, count_step_, fused_adamw_part_
-from chronicals.kernels.adamw_8bit import CHUNK as CHUNK_IN_8_BITS
-from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_part_
+from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_part_
 from chronicals.kernels.host_memory import PinnedTensors
-from chronicals.kernels.tensor_lists import CHUNK
-from chronicals.kernels.two_streams import FIRST
+from chronicals.kernels.tensor_lists import LIST_CHUNK
+from chronicals.kernels.two_streams import HIGH_PRIORITY
 
-COUNT = 3
+BUFFER_COUNT = 3
 """Buffers on a device: of a part that comes, one that is updated, and one that goes."""
 
-BUFFER = 1 << 26
+MAX_BUFFER_BYTES = 1 << 26
 """Bytes of the largest buffer: 1.3 ms at 50 GB/s, which is what the first part and the last one
 take beside nothing.
 """
 
-SMALLEST = 1 << 16
+MIN_HOST_ELEMENTS = 1 << 16
 """Weights with fewer elements keep their states on the device: a copy of less takes longer to
 launch than to make.
 """
 
-ROWS = {"means": 1, "squares": 1, "lows": 1, "mean_scales": SIZE, "square_scales": SIZE}
+STATE_SHARES = {
+    "means": 1,
+    "squares": 1,
+    "lows": 1,
+    "mean_scales": MOMENT_BLOCK,
+    "square_scales": MOMENT_BLOCK,
+}
 """The states in ``Tensors``, and how many elements of a weight share one of theirs."""
 
-ALIGNED = 256
+STATE_ALIGNMENT = 256
 """States begin at multiples of so many bytes in a buffer."""
 
-SLACK = len(ROWS) * ALIGNED
+SLICE_SLACK = len(STATE_SHARES) * STATE_ALIGNMENT
 """Bytes that this takes at most for each slice of a weight."""
 
-LEAST = 1 << 16
-"""Bytes of the smallest buffer: a chunk of any states, and ``SLACK``, find room in it."""
+MIN_BUFFER_BYTES = 1 << 16
+"""Bytes of the smallest buffer: a chunk of any states, and ``SLICE_SLACK``, find room in it."""
 
 Move = tuple[Tensor, Tensor]
 """A piece of a buffer, and the states in host memory that it stands for."""
@@ -74,13 +80,13 @@ class HostStates:
     Without a card states go through the same parts and buffers, by copies that are made at once.
 
     Args:
-        smallest: elements of the smallest weight whose states are here; ``SMALLEST`` by default.
-        buffer: bytes of the largest buffer; ``BUFFER`` by default.
+        smallest: elements of the smallest weight whose states are here; ``MIN_HOST_ELEMENTS`` by default.
+        buffer: bytes of the largest buffer; ``MAX_BUFFER_BYTES`` by default.
     """
 
     def __init__(self, smallest: int | None = None, buffer: int | None = None):
-        self.smallest = SMALLEST if smallest is None else smallest
-        self.buffer = BUFFER if buffer is None else max(buffer, LEAST)
+        self.smallest = MIN_HOST_ELEMENTS if smallest is None else smallest
+        self.buffer = MAX_BUFFER_BYTES if buffer is None else max(buffer, MIN_BUFFER_BYTES)
         self._pinned = PinnedTensors()
         self._lanes: dict[torch.device, _Lane] = {}
 
@@ -161,7 +167,7 @@ class HostStates:
     def _parts(self, tensors: Tensors, whole: Part) -> Iterator[tuple[Part, Tensors, list[Move]]]:
         """Parts of a launch: where each lies in it, its tensors, and what moves for it."""
         lane = self._lane(tensors.weights[0].device)
-        size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else CHUNK
+        size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else LIST_CHUNK
         rows = {
             name: getattr(tensors, name)[0].element_size() * size // share
             for name, share in _rows(tensors)
@@ -194,7 +200,7 @@ class HostStates:
                 state = kept.view(-1)[cut.begin // share : -(-cut.end // share)]
                 if self.takes(tensors.weights[cut.number]):
                     here = buffer[offset : offset + state.nbytes].view(state.dtype)
-                    offset += -(-state.nbytes // ALIGNED) * ALIGNED
+                    offset += -(-state.nbytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
                     moves.append((here, state))
                     state = here
                 getattr(slices, name).append(state)
@@ -222,7 +228,7 @@ class _Lane:
         self.forked = False
         self.buffers: list[Tensor] = []
         self._smaller: list[Tensor] = []
-        self.emptied: list[torch.cuda.Event | None] = [None] * COUNT
+        self.emptied: list[torch.cuda.Event | None] = [None] * BUFFER_COUNT
         self.streams = _streams(device) if device.type == "cuda" else None
 
     @property
@@ -234,17 +240,18 @@ class _Lane:
         """Buffers of at most ``largest`` bytes, which together take no more than the states that
         they are for.
         """
-        size = max(LEAST, min(largest, -(-self.held // COUNT)))
+        size = max(MIN_BUFFER_BYTES, min(largest, -(-self.held // BUFFER_COUNT)))
         if not self.buffers or (self.room < size and not self.turn):
             self._smaller += self.buffers  # which a captured graph may know
             self.buffers = [
-                torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(COUNT)
+                torch.empty(size, dtype=torch.uint8, device=self.device)
+                for _ in range(BUFFER_COUNT)
             ]
 
     def next(self) -> Tensor:
         """The buffer of the part that comes next."""
         self.turn += 1
-        return self.buffers[(self.turn - 1) % COUNT]
+        return self.buffers[(self.turn - 1) % BUFFER_COUNT]
 
     def run(self, moves: list[Move], launch: Callable[[], None]) -> None:
         """Fill the buffer that ``next`` returned, launch, and copy it back; the host does not
@@ -259,13 +266,13 @@ class _Lane:
             return
         coming, going = self.streams
         current = torch.cuda.current_stream(self.device)
-        place = (self.turn - 1) % COUNT
+        place = (self.turn - 1) % BUFFER_COUNT
         if (
             not self.forked
         ):  # after all that is on the current stream, the copies of the update before among it
             coming.wait_stream(current)
             self.forked = True
-            self.emptied = [None] * COUNT
+            self.emptied = [None] * BUFFER_COUNT
         with torch.cuda.stream(coming):
             emptied = self.emptied[place]
             if emptied is not None:
@@ -297,8 +304,8 @@ class _Lane:
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Of a priority that nothing else has, for torch has few streams of each, and hands them out
     again and again: what these do may be captured while the others go on."""
-    return torch.cuda.Stream(device, priority=3 * FIRST), torch.cuda.Stream(
-        device, priority=3 * FIRST
+    return torch.cuda.Stream(device, priority=3 * HIGH_PRIORITY), torch.cuda.Stream(
+        device, priority=3 * HIGH_PRIORITY
     )
 
 
@@ -334,21 +341,21 @@ def _cut(
         begin = 0
         end = -1
         while end < size:
-            if moves and left < chunk + SLACK:
+            if moves and left < chunk + SLICE_SLACK:
                 yield part
                 part = []
                 left = room
-            end = min(size, begin + (left - SLACK) // chunk * elements) if moves else size
+            end = min(size, begin + (left - SLICE_SLACK) // chunk * elements) if moves else size
             part.append(_Cut(number, begin, end))
-            left -= (part[-1].chunks(elements) * chunk + SLACK) * moves
+            left -= (part[-1].chunks(elements) * chunk + SLICE_SLACK) * moves
             begin = end
     if part:
         yield part
 
 
 def _rows(tensors: Tensors) -> list[tuple[str, int]]:
-    """Of ``ROWS`` those that these tensors have."""
-    return [(name, share) for name, share in ROWS.items() if getattr(tensors, name, None)]
+    """Of ``STATE_SHARES`` those that these tensors have."""
+    return [(name, share) for name, share in STATE_SHARES.items() if getattr(tensors, name, None)]
 
 
 def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -362,9 +369,13 @@ def _function(tensors: Tensors) -> Callable[..., None]:
 
 def states_in_host_memory(model: nn.Module) -> list[Tensor]:
     """The trained weights of ``model`` whose states ``HostStates`` takes."""
-    return [p for p in model.parameters() if p.requires_grad and p.numel() >= SMALLEST]
+    return [p for p in model.parameters() if p.requires_grad and p.numel() >= MIN_HOST_ELEMENTS]
 
 
 def buffer_bytes(held: int) -> int:
     """Of all buffers on a device for so many bytes of states in host memory."""
-    return COUNT * max(LEAST, min(BUFFER, -(-held // COUNT))) if held else 0
+    return (
+        BUFFER_COUNT * max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, -(-held // BUFFER_COUNT)))
+        if held
+        else 0
+    )

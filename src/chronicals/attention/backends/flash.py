@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from chronicals.attention.support import HALVES, Backend, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
 
 # torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they
 # are.
@@ -31,7 +31,11 @@ BACKEND = Backend(
     attend,
     {
         "cuda": Support(
-            HALVES, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=8, softcap=False, sinks=False
+            HALF_DTYPES,
+            dict.fromkeys((8, 9, 10, 11, 12), 256),
+            multiple=8,
+            softcap=False,
+            sinks=False,
         )
     },
 )

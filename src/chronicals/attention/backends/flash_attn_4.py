@@ -3,7 +3,7 @@ with torch.
 
 Shapes: q ``[Q, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, Q]``, sinks ``[H]``. Rows of
 q, k and v may lie apart, as in a merged product. The first call of a shape class compiles for some
-seconds; compiled kernels are kept on disk (``CACHE``), and later processes load them. Head width
+seconds; compiled kernels are kept on disk (``KERNEL_CACHE``), and later processes load them. Head width
 256 on Blackwell is left out: its backward knows neither softcap nor sinks. Between multiples of 32
 heads are filled up: gradients are wrong at 80.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from chronicals import beforehand
-from chronicals.attention.support import HALVES, Backend, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
 from chronicals.kernels.amax import absent
 from chronicals.kernels.operators import operator
 
@@ -35,10 +35,10 @@ def available() -> bool:
     )
 
 
-CACHE = Path.home() / ".cache" / "chronicals" / "flash-attn-4"
+KERNEL_CACHE = Path.home() / ".cache" / "chronicals" / "flash-attn-4"
 """Where compiled kernels are kept, unless the package's own variables say otherwise."""
 
-LOOKS_AGAIN = 0.02
+COMPILE_POLL_SECONDS = 0.02
 """Seconds between two looks whether the process that compiles beforehand has ended."""
 
 
@@ -52,7 +52,7 @@ def _keep_compiled_kernels(device: torch.device) -> None:
     """
     major, minor = torch.cuda.get_device_capability(device)
     try:
-        folder = CACHE / f"quack-{version('quack-kernels')}-sm{major}{minor}"
+        folder = KERNEL_CACHE / f"quack-{version('quack-kernels')}-sm{major}{minor}"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, PackageNotFoundError):
         return  # a home that cannot be written, or such a checkout: every process compiles
@@ -68,7 +68,7 @@ def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., 
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     while beforehand.running("chronicals.attention.compilation"):
-        time.sleep(LOOKS_AGAIN)
+        time.sleep(COMPILE_POLL_SECONDS)
     return _flash_attn_fwd, _flash_attn_bwd
 
 
@@ -248,7 +248,7 @@ def attend(
 
 BACKEND = Backend(
     attend,
-    {"cuda": Support(HALVES, {9: 256, 10: 128, 11: 128}, multiple=32)},
+    {"cuda": Support(HALF_DTYPES, {9: 256, 10: 128, 11: 128}, multiple=32)},
     available,
     "pip install 'chronicals[flash]'",
 )

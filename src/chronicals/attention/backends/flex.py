@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from chronicals.attention.support import Spans
 
-BLOCK = 128
-KEPT = 8
+MASK_BLOCK = 128
+MAX_CACHED_MASKS = 8
 
 # fullgraph: where recompilation reaches its limit it raises, instead of running with the whole
 # score matrix.
@@ -67,7 +67,7 @@ def block_mask(spans: Spans, queries: int, keys: int, window: int | None) -> Blo
             make_block_mask(spans, queries, keys, window),
         )
     _masks[key] = kept
-    while len(_masks) > KEPT:
+    while len(_masks) > MAX_CACHED_MASKS:
         _masks.popitem(last=False)
     return kept[2]
 
@@ -90,18 +90,18 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     def seen_apart(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= own[query]) & (key >= lower[query])
 
-    rows = (queries + BLOCK - 1) // BLOCK
-    columns = (keys + BLOCK - 1) // BLOCK
+    rows = (queries + MASK_BLOCK - 1) // MASK_BLOCK
+    columns = (keys + MASK_BLOCK - 1) // MASK_BLOCK
     row = torch.arange(rows, device=device, dtype=torch.int32)
     column = torch.arange(columns, device=device, dtype=torch.int32)
-    first = row * BLOCK
-    last = ((row + 1) * BLOCK - 1).clamp(max=queries - 1)
+    first = row * MASK_BLOCK
+    last = ((row + 1) * MASK_BLOCK - 1).clamp(max=queries - 1)
     # visited: the blocks from lowest to highest; seen whole: those from whole to end, without the
     # latter
-    lowest = lower[first] // BLOCK
-    highest = own[last] // BLOCK
-    end = (own[first] + 1) // BLOCK
-    whole = torch.minimum((lower[last] + BLOCK - 1) // BLOCK, end)
+    lowest = lower[first] // MASK_BLOCK
+    highest = own[last] // MASK_BLOCK
+    end = (own[first] + 1) // MASK_BLOCK
+    whole = torch.minimum((lower[last] + MASK_BLOCK - 1) // MASK_BLOCK, end)
     before = whole - lowest
     after = (column[None] + (end - before)[:, None]).clamp(max=columns - 1)
     parts = torch.where(column[None] < before[:, None], column[None] + lowest[:, None], after)
@@ -111,7 +111,7 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
         parts[None, None],
         (end - whole)[None, None],
         wholes[None, None],
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=MASK_BLOCK,
         mask_mod=seen if spans.are_equal else seen_apart,
         seq_lengths=(queries, keys),
     )
