@@ -100,7 +100,7 @@ class ExpertWeights(NamedTuple):
         return self.weight if isinstance(self.weight, Tensor) and not frozen else None
 
 
-class Rows(NamedTuple):
+class ProductInput(NamedTuple):
     """What goes into a product: in the type of x, where something reads that, and in FP8, where
     the product takes it.
     """
