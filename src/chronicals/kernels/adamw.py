@@ -71,15 +71,18 @@ def _rounded(value, dice, KIND: tl.constexpr):
 
 @triton.jit
 def _adamw_kernel(
+    # addresses, sizes and chunks of the tensors (tensor_lists.py)
     table_ptr,
     sizes_ptr,
     tensors_ptr,
     firsts_ptr,
+    # read from the device
     corrections_ptr,
     lr_ptr,
     factor_ptr,
     apply_ptr,
     seed_ptr,
+    # tensors, and AdamW's numbers; rest1 is 1 − β₁, rest2 1 − β₂
     count,
     weight_decay,
     beta1,
@@ -87,14 +90,18 @@ def _adamw_kernel(
     beta2,
     rest2,
     eps,
+    # dtypes of weights, gradients and moments
     W: tl.constexpr,
     G: tl.constexpr,
     STATE: tl.constexpr,
+    # options; APPLY_EACH: one flag for each tensor
     HAS_LOW: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_APPLY: tl.constexpr,
     APPLY_EACH: tl.constexpr,
+    # addresses and sizes suit loads of 16 bytes
     ALIGNED: tl.constexpr,
+    # elements at a time, and of a program
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):

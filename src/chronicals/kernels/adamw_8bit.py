@@ -178,16 +178,20 @@ def _base(table_ptr, tensor, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _adamw_8bit_kernel(
+    # addresses, sizes and chunks of the tensors (tensor_lists.py)
     table_ptr,
     sizes_ptr,
     tensors_ptr,
     firsts_ptr,
+    # addresses of the moments' scales
     scales_ptr,
+    # read from the device
     corrections_ptr,
     lr_ptr,
     factor_ptr,
     apply_ptr,
     seed_ptr,
+    # tensors, and AdamW's numbers; rest1 is 1 − β₁
     count,
     weight_decay,
     beta1,
@@ -196,16 +200,21 @@ def _adamw_8bit_kernel(
     over,
     under,
     eps,
+    # dtypes of weights and gradients
     W: tl.constexpr,
     G: tl.constexpr,
+    # options; APPLY_EACH: one flag for each tensor
     HAS_LOW: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_APPLY: tl.constexpr,
     APPLY_EACH: tl.constexpr,
+    # addresses and sizes suit loads of 16 bytes
     ALIGNED: tl.constexpr,
+    # elements at a time, of a program, and that share a scale
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     SIZE: tl.constexpr,
+    # constants of the 8-bit code
     M_LARGEST: tl.constexpr,
     V_LARGEST: tl.constexpr,
     LEAST: tl.constexpr,

@@ -43,16 +43,21 @@ SUM_BLOCK = 1024
 
 @triton.jit
 def _passing_kernel(
+    # read
     dy_ptr,
     up_ptr,
     u_ptr,
+    # written: each strip's share of g, each chunk's share of dB
     of_g_ptr,
     of_up_ptr,
+    # rows in all, and of a chunk
     rows,
     chunk,
+    # strides of rows
     dy_stride,
     up_stride,
     u_stride,
+    # outputs and rank of each layer, strips of the first two
     size0,
     size1,
     size2,
@@ -61,6 +66,7 @@ def _passing_kernel(
     rank2,
     strips0,
     strips1,
+    # columns of a strip, rank (padded), rows of a tile, dtype of the products
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -113,15 +119,20 @@ def _passing_kernel(
 
 @triton.jit
 def _summing_kernel(
+    # read: the shares of the first kernel
     of_g_ptr,
     of_up_ptr,
+    # written
     g_ptr,
     up_ptr,
+    # rows, chunks, and programs that sum g
     rows,
     parts,
     of_rows,
+    # rows and columns of g
     g_stride,
     width,
+    # outputs, rank, factor and strips of each layer
     size0,
     size1,
     size2,
@@ -134,6 +145,7 @@ def _summing_kernel(
     strips0,
     strips1,
     strips2,
+    # tile of the first kernel, elements of a program, free columns of g
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -19,14 +19,17 @@ from chronicals.kernels.launch import runs_triton, tl, triton
 
 @triton.jit
 def _write_kernel(
+    # read: A and B of each layer
     a0_ptr,
     a1_ptr,
     a2_ptr,
     b0_ptr,
     b1_ptr,
     b2_ptr,
+    # written
     down_ptr,
     up_ptr,
+    # outputs, rank and scale of each layer
     size0,
     size1,
     size2,
@@ -36,6 +39,7 @@ def _write_kernel(
     scale0,
     scale1,
     scale2,
+    # inputs, and strides of rows
     width,
     down_stride,
     up_stride,

@@ -25,14 +25,17 @@ SCALING_CHUNK_ROWS = 256
 
 @triton.jit
 def _scale_kernel(
+    # read, written, read, read
     y_ptr,
     z_ptr,
     factor_ptr,
     bias_ptr,
+    # sizes and strides of rows
     rows,
     width,
     y_stride,
     z_stride,
+    # options and tile
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -53,16 +56,20 @@ def _scale_kernel(
 
 @triton.jit
 def _gradient_kernel(
+    # read
     dz_ptr,
     y_ptr,
     factor_ptr,
+    # written
     dy_ptr,
     sums_ptr,
+    # sizes and strides of rows
     rows,
     width,
     dz_stride,
     y_stride,
     dy_stride,
+    # options and tile
     SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,

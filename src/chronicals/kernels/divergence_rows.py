@@ -223,15 +223,20 @@ def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
 
 @triton.jit
 def _divergence_kernel(
+    # student's logits, overwritten by their gradient
     x_ptr,
+    # read
     y_ptr,
     target_ptr,
     weight_ptr,
+    # written
     found_ptr,
+    # sizes and strides of rows
     rows,
     vocabulary,
     x_stride,
     y_stride,
+    # numbers of the formula
     x_scale,
     x_softcap,
     y_scale,
@@ -242,6 +247,7 @@ def _divergence_kernel(
     share,
     of_divergence,
     of_cross_entropy,
+    # options; KIND: which of both m is
     X_SOFTCAP: tl.constexpr,
     Y_SOFTCAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,

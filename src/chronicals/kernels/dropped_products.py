@@ -53,17 +53,23 @@ def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
+    # read
     x_ptr,
     a_ptr,
+    # written
     shares_ptr,
+    # read
     seed_ptr,
+    # sizes; columns of a chunk
     rows,
     width,
     rank,
     chunk,
+    # strides of rows, and the bound of the mask
     x_stride,
     a_stride,
     bound,
+    # tile, and the dtype of the products
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -93,14 +99,19 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
+    # read
     shares_ptr,
+    # written
     u_ptr,
+    # sizes, and the stride of rows
     rows,
     parts,
     rank,
     columns,
     u_stride,
+    # 1 / (1 − p)
     factor,
+    # tile
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -121,17 +132,23 @@ def _sum_kernel(
 
 @triton.jit
 def _of_a_kernel(
+    # read
     g_ptr,
     x_ptr,
+    # written
     shares_ptr,
+    # read
     seed_ptr,
+    # sizes and strides of rows
     rows,
     width,
     rank,
     g_stride,
     x_stride,
+    # of the mask, and 1 / (1 − p)
     bound,
     factor,
+    # tile, and the dtype of the products
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -162,18 +179,23 @@ def _of_a_kernel(
 
 @triton.jit
 def _of_x_kernel(
+    # read and added to
     dx_ptr,
+    # read
     g_ptr,
     a_ptr,
     seed_ptr,
+    # sizes and strides of rows
     rows,
     width,
     rank,
     dx_stride,
     g_stride,
     a_stride,
+    # of the mask, and 1 / (1 − p)
     bound,
     factor,
+    # tile, and the dtype of the products
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,

@@ -19,13 +19,17 @@ from chronicals.kernels.operators import operator
 
 @triton.jit
 def _combine_kernel(
+    # read
     z_ptr,
     places_ptr,
     shares_ptr,
+    # written
     y_ptr,
+    # size and strides of rows
     width,
     z_stride,
     y_stride,
+    # experts of a token, options, columns of a program
     EACH: tl.constexpr,
     HAS_SHARES: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -75,15 +75,18 @@ def _activated(g, alpha, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _unit(
+    # where to read
     h_ptr,
     row,
     h_stride,
     column,
     width,
     inside,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -98,23 +101,29 @@ def _unit(
 
 @triton.jit
 def _expert_glu_forward_kernel(
+    # read
     h_ptr,
+    # written: the unit, and in FP8 its values and scales
     u_ptr,
     values_ptr,
     scale_ptr,
+    # sizes and strides of rows
     rows,
     width,
     h_stride,
     u_stride,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_UNIT: tl.constexpr,
     IN_FP8: tl.constexpr,
     MOST: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -174,6 +183,7 @@ def _expert_glu_forward_kernel(
 
 @triton.jit
 def _gradients(
+    # where to read
     g_ptr,
     h_ptr,
     share,
@@ -183,9 +193,11 @@ def _gradients(
     column,
     width,
     inside,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -226,24 +238,29 @@ def _put_halves(
 
 @triton.jit
 def _expert_glu_backward_kernel(
+    # read
     g_ptr,
     h_ptr,
     shares_ptr,
     order_ptr,
+    # written: dh, in FP8 its values and scales, p · u, dp
     d_h_ptr,
     values_ptr,
     scale_ptr,
     unit_ptr,
     d_shares_ptr,
+    # sizes and strides of rows
     rows,
     width,
     g_stride,
     h_stride,
     d_h_stride,
     unit_stride,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -251,6 +268,7 @@ def _expert_glu_backward_kernel(
     HAS_UNIT: tl.constexpr,
     IN_FP8: tl.constexpr,
     MOST: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -122,14 +122,19 @@ def _raise(most_ptr, most, inside):
 
 @triton.jit
 def _extremes_kernel(
+    # read
     x_ptr,
+    # written
     of_rows_ptr,
     of_columns_ptr,
+    # sizes and the stride of rows
     rows,
     width,
     stride,
+    # options
     SCALING: tl.constexpr,
     WHOLE: tl.constexpr,
+    # columns and rows of a strip, and rows at a time
     BLOCK: tl.constexpr,
     HIGH: tl.constexpr,
     PART: tl.constexpr,
@@ -156,13 +161,18 @@ def _extremes_kernel(
 
 @triton.jit
 def _scales(
+    # maxima of the rows or columns, in registers or in memory
     most,
     most_ptr,
+    # written
     scale_ptr,
+    # numbers of the rows or columns, and how many there are
     here,
     size,
+    # place of the tile along them, and its number
     beside,
     tile,
+    # options
     SCALING: tl.constexpr,
     KNOWN: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -257,21 +267,27 @@ def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.conste
 
 @triton.jit
 def _tiles_kernel(
+    # read: x, maxima (or a known scale) of rows and of columns
     x_ptr,
     of_rows_ptr,
     of_columns_ptr,
+    # written: values and scales of both layouts
     rows_ptr,
     rows_scale_ptr,
     columns_ptr,
     columns_scale_ptr,
+    # sizes and the stride of rows
     rows,
     width,
     stride,
+    # options
     SCALING: tl.constexpr,
     KNOWN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    # largest value of the dtype
     LIMIT: tl.constexpr,
+    # tile; WHOLE: no tile crosses an edge
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -56,17 +56,23 @@ def _amax_kernel(w_ptr, most_ptr, size, programs, STEPS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _expert_tiles_kernel(
+    # read: weights, maxima (or known scales)
     w_ptr,
     most_ptr,
+    # written
     rows_ptr,
     columns_ptr,
     scale_ptr,
+    # sizes of one expert
     height,
     width,
+    # options
     KNOWN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    # largest value of the dtype
     LIMIT: tl.constexpr,
+    # tile; WHOLE: no tile crosses an edge
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

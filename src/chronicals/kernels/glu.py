@@ -78,14 +78,18 @@ def _activate(g, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _glu_forward_kernel(
+    # read
     gate_ptr,
     up_ptr,
+    # written
     y_ptr,
     amax_ptr,
+    # size and strides of rows
     width,
     gate_stride,
     up_stride,
     y_stride,
+    # options and columns of a program
     ACTIVATION: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,18 +109,22 @@ def _glu_forward_kernel(
 
 @triton.jit
 def _glu_backward_kernel(
+    # read
     dy_ptr,
     gate_ptr,
     up_ptr,
+    # written
     d_gate_ptr,
     d_up_ptr,
     amax_ptr,
+    # size and strides of rows
     width,
     dy_stride,
     gate_stride,
     up_stride,
     d_gate_stride,
     d_up_stride,
+    # options and columns of a program
     ACTIVATION: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,

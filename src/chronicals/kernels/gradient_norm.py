@@ -29,14 +29,20 @@ NORM_PROGRAMS = 16
 
 @triton.jit
 def _square_sums_kernel(
+    # addresses, sizes and chunks of the tensors (tensor_lists.py)
     table_ptr,
     sizes_ptr,
     tensors_ptr,
     firsts_ptr,
+    # written
     shares_ptr,
+    # chunks in all
     chunks,
+    # dtype of the tensors
     KIND: tl.constexpr,
+    # addresses and sizes suit loads of 16 bytes
     ALIGNED: tl.constexpr,
+    # elements at a time, and of a chunk
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):

@@ -90,23 +90,29 @@ def _tile_of(number, tiles, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _product_kernel(
+    # read, by pointers or by descriptors of the copy engine
     x_ptr,
     x_box,
     w_ptr,
     w_box,
+    # written
     y_ptr,
+    # read: bias, adapter, scales of FP8, each may be None
     bias_ptr,
     u_ptr,
     up_ptr,
     x_scale_ptr,
     w_scale_ptr,
+    # read: the dispatch (expert_dispatch.py)
     order_ptr,
     bounds_ptr,
     tiles_ptr,
+    # sizes: tiles, N, K, experts of a token
     tiles,
     width,
     depth,
     each,
+    # strides, in elements
     x_stride,
     w_stride_e,
     w_stride_n,
@@ -117,18 +123,23 @@ def _product_kernel(
     up_stride_e,
     up_stride_n,
     up_stride_r,
+    # of the product, and the number of experts
     factor,
     experts,
+    # options; RANK is 0 without an adapter
     GATHERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr,
     HELD: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    # no step, or tile, crosses an edge
     WHOLE_DEPTH: tl.constexpr,
     WHOLE_COLUMNS: tl.constexpr,
+    # what the copy engine fetches, dtypes of the products, sums of FP8
     BOXES: tl.constexpr,
     KIND: tl.constexpr,
     THIN: tl.constexpr,
@@ -221,27 +232,35 @@ def _product_kernel(
 
 @triton.jit
 def _weight_gradient_kernel(
+    # read, by pointers or by descriptors of the copy engine
     a_ptr,
     a_box,
     b_ptr,
     b_box,
+    # written
     out_ptr,
+    # read: the dispatch (expert_dispatch.py)
     order_ptr,
     bounds_ptr,
+    # widths of a and b
     high,
     wide,
+    # strides, in elements
     a_stride,
     b_stride,
     out_stride_e,
     out_stride_a,
     out_stride_b,
     factor,
+    # experts of a token, and options
     EACH: tl.constexpr,
     GATHERS: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    # no tile crosses an edge; what the copy engine fetches; dtype of the products
     WHOLE: tl.constexpr,
     BOXES: tl.constexpr,
     KIND: tl.constexpr,

@@ -50,18 +50,23 @@ def _tile(width: int, backward: bool) -> Tile:
 
 @triton.jit
 def _layernorm_forward_kernel(
+    # read
     x_ptr,
     w_ptr,
     b_ptr,
+    # written
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    # sizes and the stride of rows
     rows,
     width,
     x_stride,
     eps,
+    # options
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -88,20 +93,25 @@ def _layernorm_forward_kernel(
 
 @triton.jit
 def _layernorm_backward_kernel(
+    # read
     dy_ptr,
     x_ptr,
     w_ptr,
     mean_ptr,
     rstd_ptr,
+    # written
     dx_ptr,
     shares_ptr,
+    # sizes and strides of rows
     rows,
     width,
     dy_stride,
     x_stride,
+    # options
     HAS_WEIGHT: tl.constexpr,
     WANTS_WEIGHT: tl.constexpr,
     WANTS_BIAS: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -129,18 +129,25 @@ def _statistics(
 
 @triton.jit
 def _loss_and_numerators_kernel(
+    # logits, overwritten by numerators
     x_ptr,
+    # read
     target_ptr,
     weight_ptr,
+    # written
     loss_ptr,
     factor_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
     z_loss,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    # columns of a block, and blocks of a row
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -225,20 +232,27 @@ def _loss_and_numerators_kernel(
 
 @triton.jit
 def _loss_and_gradient_kernel(
+    # logits, overwritten by their gradient
     x_ptr,
+    # read
     target_ptr,
     weight_ptr,
+    # written
     loss_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
     smoothing,
     z_loss,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     WANTS_GRADIENT: tl.constexpr,
+    # columns of a block
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -300,17 +314,23 @@ def _loss_and_gradient_kernel(
 
 @triton.jit
 def _log_probability_kernel(
+    # read
     x_ptr,
     target_ptr,
+    # written
     log_p_ptr,
     lse_ptr,
     entropy_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     WANTS_ENTROPY: tl.constexpr,
+    # columns of a block
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -332,18 +352,24 @@ def _log_probability_kernel(
 
 @triton.jit
 def _log_probability_gradient_kernel(
+    # logits, overwritten by their gradient
     x_ptr,
+    # read
     target_ptr,
     d_log_p_ptr,
     d_entropy_ptr,
     lse_ptr,
     entropy_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     WANTS_ENTROPY: tl.constexpr,
+    # columns of a block
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)

@@ -380,21 +380,26 @@ def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, 
 
 @triton.jit
 def _dequantize_kernel(
+    # read: codes, scales, what the codes of both stand for
     packed_ptr,
     absmax_ptr,
     absmax2_ptr,
     code2_ptr,
     offset_ptr,
     code_ptr,
+    # written
     out_ptr,
+    # sizes and the stride of rows
     count,
     columns,
     stride,
+    # options
     BLOCK2: tl.constexpr,
     NESTED: tl.constexpr,
     DENSE: tl.constexpr,
     WHOLE: tl.constexpr,
     FULL: tl.constexpr,
+    # blocks of a program, elements of a block
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):

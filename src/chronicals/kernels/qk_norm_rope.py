@@ -89,15 +89,19 @@ def _load_weight(w_ptr, offset, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLE
 
 @triton.jit
 def _forward_of_heads(
+    # read
     x_ptr,
     w_ptr,
     cos_ptr,
     sin_ptr,
+    # written
     y_ptr,
     rstd_ptr,
+    # the heads of this program
     first,
     positions,
     length,
+    # strides, in elements
     x_batch,
     x_token,
     x_head,
@@ -106,8 +110,10 @@ def _forward_of_heads(
     y_head,
     table_batch,
     table_token,
+    # numbers of the formula
     eps,
     offset,
+    # shapes, tile and layout
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -145,18 +151,22 @@ def _forward_of_heads(
 
 @triton.jit
 def _qk_norm_rope_forward_kernel(
+    # read
     q_ptr,
     k_ptr,
     q_weight_ptr,
     k_weight_ptr,
     cos_ptr,
     sin_ptr,
+    # written
     q_out_ptr,
     k_out_ptr,
     q_rstd_ptr,
     k_rstd_ptr,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     q_batch,
     q_token,
     q_head,
@@ -171,8 +181,10 @@ def _qk_norm_rope_forward_kernel(
     k_out_head,
     table_batch,
     table_token,
+    # numbers of the formula
     eps,
     offset,
+    # shapes, tile and layout
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -256,19 +268,24 @@ def _over_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _backward_of_heads(
+    # read
     dy_ptr,
     x_ptr,
     w_ptr,
     cos_ptr,
     sin_ptr,
     rstd_ptr,
+    # written
     dx_ptr,
     share_ptr,
     amax_ptr,
+    # this program's number among those that share the heads
     program,
     programs,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     dy_batch,
     dy_token,
     dy_head,
@@ -280,7 +297,9 @@ def _backward_of_heads(
     dx_head,
     table_batch,
     table_token,
+    # of the weight
     offset,
+    # shapes, tile and layout
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -288,6 +307,7 @@ def _backward_of_heads(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    # options
     WANTS_WEIGHTS: tl.constexpr,
     HAS_AMAX: tl.constexpr,
 ):
@@ -365,6 +385,7 @@ def _backward_of_heads(
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
+    # read
     dq_out_ptr,
     dk_out_ptr,
     dv_ptr,
@@ -376,15 +397,19 @@ def _qk_norm_rope_backward_kernel(
     sin_ptr,
     q_rstd_ptr,
     k_rstd_ptr,
+    # written
     dq_ptr,
     dk_ptr,
     dv_place_ptr,
     shares_ptr,
     amax_ptr,
+    # programs for queries and for keys
     of_q,
     of_k,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     dq_out_batch,
     dq_out_token,
     dq_out_head,
@@ -411,7 +436,9 @@ def _qk_norm_rope_backward_kernel(
     place_head,
     table_batch,
     table_token,
+    # of the weights
     offset,
+    # shapes, tile and layout
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -420,6 +447,7 @@ def _qk_norm_rope_backward_kernel(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    # options; V_HEADS is 0 if no values are copied
     WANTS_WEIGHTS: tl.constexpr,
     V_HEADS: tl.constexpr,
     WHOLE: tl.constexpr,

@@ -101,14 +101,17 @@ def load_turn(
 
 @triton.jit
 def _rotate_heads(
+    # read, written, read, read, raised
     x_ptr,
     out_ptr,
     cos_ptr,
     sin_ptr,
     amax_ptr,
+    # the heads of this program
     first,
     positions,
     length,
+    # strides, in elements
     x_batch,
     x_token,
     x_head,
@@ -117,6 +120,7 @@ def _rotate_heads(
     out_head,
     table_batch,
     table_token,
+    # shapes, tile and layout
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -124,6 +128,7 @@ def _rotate_heads(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    # options
     INVERSE: tl.constexpr,
     HAS_AMAX: tl.constexpr,
 ):
@@ -159,18 +164,22 @@ def _rotate_heads(
 
 @triton.jit
 def copy_heads(
+    # read, written, raised
     x_ptr,
     out_ptr,
     amax_ptr,
+    # the heads of this program
     first,
     positions,
     length,
+    # strides, in elements
     x_batch,
     x_token,
     x_head,
     out_batch,
     out_token,
     out_head,
+    # shapes and tile
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -190,17 +199,23 @@ def copy_heads(
 
 @triton.jit
 def _qk_rope_kernel(
+    # read
     q_ptr,
     k_ptr,
     v_ptr,
+    # written; may be the same memory
     q_out_ptr,
     k_out_ptr,
     v_out_ptr,
+    # read
     cos_ptr,
     sin_ptr,
+    # raised
     amax_ptr,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     q_batch,
     q_token,
     q_head,
@@ -221,6 +236,7 @@ def _qk_rope_kernel(
     v_out_head,
     table_batch,
     table_token,
+    # shapes and tile; V_HEADS is 0 if no values are copied
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
@@ -230,6 +246,7 @@ def _qk_rope_kernel(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
+    # options
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
     HAS_AMAX: tl.constexpr,

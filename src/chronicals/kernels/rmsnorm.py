@@ -60,23 +60,29 @@ def _tile(width: int, backward: bool) -> Tile:
 
 @triton.jit
 def _rmsnorm_forward_kernel(
+    # read
     x_ptr,
     r_ptr,
     w_ptr,
+    # written
     y_ptr,
     s_ptr,
     rstd_ptr,
     amax_ptr,
+    # sizes and strides of rows
     rows,
     width,
     x_stride,
     r_stride,
     y_stride,
+    # numbers of the formula
     eps,
     offset,
+    # options
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_AMAX: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -104,25 +110,31 @@ def _rmsnorm_forward_kernel(
 
 @triton.jit
 def _rmsnorm_backward_kernel(
+    # read
     dy_ptr,
     s_ptr,
     w_ptr,
     rstd_ptr,
     extra_ptr,
+    # written
     ds_ptr,
     dw_ptr,
     amax_ptr,
+    # sizes and strides of rows
     rows,
     width,
     dy_stride,
     s_stride,
     extra_stride,
     ds_stride,
+    # of the weight
     offset,
+    # options
     HAS_WEIGHT: tl.constexpr,
     WANTS_WEIGHT: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
     HAS_AMAX: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
