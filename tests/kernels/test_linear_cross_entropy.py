@@ -21,7 +21,7 @@ from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, two_st
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
-from chronicals.kernels.linear_head import _places
+from chronicals.kernels.linear_head import true_places_first
 from chronicals.kernels.operators import OPERATOR_FUNCTIONS
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
@@ -692,7 +692,7 @@ def test_places_of_the_trained_rows_without_asking_the_device(device):
     """What a card does with a known count, here on any device."""
     targets = draw_targets(61, torch.device("meta") if device.type == "meta" else device)
     expected = (targets != IGNORED).nonzero().squeeze(1)
-    assert torch.equal(_places(targets != IGNORED, len(expected)), expected)
+    assert torch.equal(true_places_first(targets != IGNORED, len(expected)), expected)
 
 
 @pytest.mark.gpu
