@@ -238,9 +238,7 @@ def test_turned_they_are_the_columns(shape, device):
 
 
 def test_what_has_no_common_scale_is_not_turned(device):
-    with pytest.raises(
-        ValueError, match=r"scale has shape \(4, 1\): only what has the scale of a tensor"
-    ):
+    with pytest.raises(ValueError, match=r"scale has shape \(4, 1\): only a matrix with one scale"):
         fp8_transposed(fp8_quantize(torch.randn(4, 8, device=device), "row")[0])
 
 

@@ -519,7 +519,7 @@ def test_stored_tokens_that_do_not_fit_are_refused():
     for of in (Divergence.reverse_kl(), Divergence.jsd(1.0)):
         with pytest.raises(
             ValueError,
-            match="divergence: the reverse KL from a teacher of whom k tokens were stored",
+            match="divergence: the reverse KL from a teacher with k stored tokens",
         ):
             linear_distillation(student, StoredTokens(ids, log_p), targets, of)
 
