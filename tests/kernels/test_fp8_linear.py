@@ -165,7 +165,7 @@ def test_a_known_weight_that_does_not_fit(device):
             "gradient_type=torch.float8_e5m2: .* alone",
         ),
         (lambda x, w: fp8_linear(x[:, :32], w), r"x is \(48, 32\) .* expected \[..., K\]"),
-        (lambda x, w: fp8_linear(x.float(), w), "of one type"),
+        (lambda x, w: fp8_linear(x.float(), w), "of one dtype"),
         (lambda x, w: fp8_linear(x, w[:70]), "multiples of 16; leave it in 16 bit"),
     ],
 )

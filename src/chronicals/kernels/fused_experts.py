@@ -1,16 +1,16 @@
-"""The experts of a layer as one function: dispatch, gate and up, gated unit, down, sum over the
-experts of a token.
+"""The experts of a layer as one differentiable function: dispatch, gate and up, gated unit, down,
+and the sum over the experts of a token.
 
     y_t = Σ_j p_tj · down(unit(up(x_t))) of expert e_tj        up(x) = x W₁ᵀ + b₁ + s₁ (x A₁ᵀ) B₁ᵀ,   down likewise
 
-Kept for the backward pass: x, where the first weight or its adapter learns, what goes into the unit
-``[S, 2F]`` and the thin sides of adapters; the rows of x are not copied to their experts, and
-down's outputs are not kept (see ``expert_glu.py``). A frozen weight has no product for its
-gradient. Every shape is known beforehand and the host waits for nothing, so CUDA graphs capture it.
+Saved for backward: the input of the unit ``[S, 2F]``, the thin sides of adapters, and x if the
+first weight or its adapter learns. Rows of x are not copied to their experts, and down's outputs
+are not saved (see ``expert_glu.py``). No product is made for the gradient of a frozen weight. Every
+shape is static and the host never waits, so CUDA graphs can capture the function.
 
-In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3: x and dy
-are quantised once a token, before they go to k experts, the unit and dh by the kernels that make
-them. Adapters, biases and gradients of weights read 16 bit.
+In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3. x and dy
+are quantised once a token, before they go to k experts; the unit and dh are quantised by the
+kernels that compute them. Adapters, biases and gradients of weights read 16 bit.
 
 FLOP: ``6 · S · D · F`` forward and twice that backward where both weights are trained.
 
@@ -48,30 +48,30 @@ from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 
 MIN_PRODUCT_COLUMNS = 16
-"""The fewest that a product takes."""
+"""Columns of ones by which a bias's gradient is a grouped product, the fewest that one takes."""
 
 
 class InFP8(Protocol):
-    """A weight of all experts in e4m3, each expert with one scale."""
+    """The weights of all experts in e4m3, with one scale for each expert."""
 
     def rows(self) -> Scaled:
-        """``[E, N, K]``, for ``y = x Wᵀ``."""
+        """Return ``[E, N, K]``, for ``y = x Wᵀ``."""
 
     def columns(self, scale: Tensor) -> Scaled:
-        """``[E, K, N]``, for ``dx = dy W``; ``scale`` is that of the rows in the forward pass."""
+        """Return ``[E, K, N]``, for ``dx = dy W``; ``scale`` is that of ``rows`` in the forward."""
 
 
 class ExpertWeights(NamedTuple):
-    """Of one of the two products of all experts.
+    """The weights of one of the two products, of all experts.
 
     Attributes:
-        weight: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``; or, frozen, what gives it when
-            it is called, in the forward and in the backward pass, and has its shape and dtype: it
-            may be gone in between.
+        weight: ``[E, N, K]``, or ``[E, K, N]`` if ``transposed``. A frozen weight may instead be a
+            callable that returns it and has its shape and dtype; forward and backward call it, and
+            the memory can be freed in between.
         bias: ``[E, N]``.
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
-        scale: of the adapter.
-        in_fp8: multiplies in place of the weight, which is read where it is trained alone.
+        scale: scale s of the adapter.
+        in_fp8: used for the products instead of ``weight``, which is then read only to train it.
     """
 
     weight: Any
@@ -84,25 +84,29 @@ class ExpertWeights(NamedTuple):
 
     @property
     def weight_ENK(self) -> Tensor:
+        """The weight as ``[E, N, K]``."""
         weight: Tensor = self.weight if isinstance(self.weight, Tensor) else self.weight()
         return weight.mT if self.transposed else weight
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """E, N and K."""
+        """Sizes E, N and K."""
         count, narrow, wide = self.weight.shape
         return (count, wide, narrow) if self.transposed else (count, narrow, wide)
 
     @property
     def held(self) -> Tensor | None:
-        """The weight, where the function's backward pass reads it."""
+        """The weight if the backward pass reads it as a saved tensor, else None."""
         frozen = self.in_fp8 is not None and not getattr(self.weight, "requires_grad", False)
         return self.weight if isinstance(self.weight, Tensor) and not frozen else None
 
 
 class ProductInput(NamedTuple):
-    """What goes into a product: in the type of x, where something reads that, and in FP8, where
-    the product takes it.
+    """The input of a product.
+
+    Attributes:
+        dense: in the dtype of x, if something reads it.
+        in_fp8: with scales of rows, if the product runs in FP8.
     """
 
     dense: Tensor | None
@@ -110,11 +114,12 @@ class ProductInput(NamedTuple):
 
 
 def _rows(x: Tensor, of: ExpertWeights) -> ProductInput:
+    """Return ``x`` as input of a product, quantised if that runs in FP8."""
     return ProductInput(x) if of.in_fp8 is None else ProductInput(x, fp8_quantize(x, "row")[0])
 
 
 def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
-    """``s · x Aᵀ``, ``[S, R]``."""
+    """Return an adapter's thin product ``s · x Aᵀ``, ``[S, R]``; None without an adapter."""
     return (
         None
         if of.down is None or x is None
@@ -130,7 +135,7 @@ def _through(
     thin: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """The product, and the scales of the weight that it took in FP8."""
+    """Return ``y = x Wᵀ`` with adapter and bias, and the weight's scales if it ran in FP8."""
     adapted = None if thin is None or of.up is None else Adapted(thin, of.up)
     if of.in_fp8 is None:
         assert x.dense is not None
@@ -150,10 +155,10 @@ def _back(
     scale: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the rows that went in, and ``s · dy B``.
+    """Return the gradient of a product's input, and the adapter's thin product ``s · dy B``.
 
     Args:
-        scale: of the weight, in FP8.
+        scale: the weight's scales from ``_through``, in FP8.
     """
     thin = adapted = None
     if of.down is not None and of.up is not None:
@@ -170,8 +175,9 @@ def _back(
 
 
 def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: int) -> Tensor:
-    """``dyᵀ x`` as the weight is stored; ``of_tokens`` says which of dy and x has the rows of
-    tokens.
+    """Return the weight's gradient ``dyᵀ x`` in its stored layout.
+
+    ``of_tokens`` says which of dy and x is gathered from tokens (``GATHER_FIRST``: dy).
     """
     if not of.transposed:
         return grouped_weight_gradient(dy, x, to, of_tokens, dtype=of.weight.dtype)
@@ -182,10 +188,11 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
 
 
 class _Kept(NamedTuple):
-    """Of the two products: what is no tensor, or is not differentiated.
+    """Arguments of the function that are no tensors or are not differentiated; pairs are those of
+    the two products.
 
     Attributes:
-        weights: those that are not ``held``.
+        weights: weights that are not ``held``, else None.
     """
 
     gate: Gate
@@ -202,9 +209,16 @@ class _Kept(NamedTuple):
         down: Tensor | None,
         up: Tensor | None,
     ) -> ExpertWeights:
-        given = self.weights[number] if weight is None else weight
+        """Return the weights of product ``number`` (0 or 1), made of its saved tensors."""
+        chosen = self.weights[number] if weight is None else weight
         return ExpertWeights(
-            given, self.transposed[number], bias, down, up, self.scales[number], self.in_fp8[number]
+            chosen,
+            self.transposed[number],
+            bias,
+            down,
+            up,
+            self.scales[number],
+            self.in_fp8[number],
         )
 
 
@@ -341,7 +355,7 @@ class _FusedExperts(torch.autograd.Function):
 
 
 def _weights_of_tokens(shares: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """``[T, E]``, zero where an expert was not chosen."""
+    """Return the shares as ``[T, E]``, zero for experts that a token did not choose."""
     return shares.new_zeros(len(shares), count, dtype=dtype).scatter_add_(
         1, experts, shares.to(dtype)
     )
@@ -355,18 +369,23 @@ def fused_experts(
     second: ExpertWeights,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``[T, D]``, in the dtype of x.
+    """Run each token through its experts and sum their outputs, weighted by their shares.
+
+    Differentiable in x, the shares and all tensors of both products that require a gradient.
 
     Args:
         x: ``[T, D]``, in the dtype of the weights.
         experts: int64 ``[T, k]``, below E.
-        shares: ``[T, k]``, by which the outputs of the experts are multiplied; any dtype.
-        first: gate and up, ``[E, 2F, D]``; a gradient for each tensor of it that requires one.
+        shares: ``[T, k]``, factors of the experts' outputs; any dtype.
+        first: gate and up, ``[E, 2F, D]``.
         second: down, ``[E, D, F]``.
-        gate: SwiGLU by default.
+        gate: the gated unit; SwiGLU by default.
+
+    Returns:
+        ``[T, D]`` in the dtype of x.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together.
+        ValueError: shapes or dtypes do not fit each other.
     """
     gate = gate or Gate()
     _check(x, experts, shares, first, second)
@@ -407,7 +426,7 @@ def _check(
     if not x.dtype == first.weight.dtype == second.weight.dtype:
         raise ValueError(
             f"x is {x.dtype}, the weights {first.weight.dtype} and {second.weight.dtype}: they "
-            "must be alike"
+            "must have one dtype"
         )
     if (first.in_fp8 is None) != (second.in_fp8 is None):
         raise ValueError("in_fp8: one of the two products has it; give it to both or to none")
@@ -421,7 +440,7 @@ def fused_experts_reference(
     second: ExpertWeights,
     gate: Gate | None = None,
 ) -> Tensor:
-    """Expert by expert, in plain torch; differentiated by torch."""
+    """Compute ``fused_experts`` in plain torch, expert by expert; differentiable by autograd."""
 
     def through(rows: Tensor, of: ExpertWeights, expert: int) -> Tensor:
         y = rows @ of.weight_ENK[expert].t()
