@@ -338,7 +338,7 @@ def test_nothing_at_all_and_mixed_types(device):
     fused_adamw_(Tensors(), **OPTIONS)
     tensors = drawn(torch.float32, torch.float32, device)
     tensors.gradients[1] = tensors.gradients[1].bfloat16()
-    with pytest.raises(ValueError, match="one set of types"):
+    with pytest.raises(ValueError, match="one set of dtypes"):
         fused_adamw_(tensors, **OPTIONS)
 
 

@@ -1,12 +1,12 @@
-"""Gradients at the wide end of adapters whose outputs lie side by side, dy read once.
+"""Both gradients at the wide end of adapters on one merged product, with dy read once.
 
-    g = dy (s·B)        dB_i = f_i · dy_iᵀ u_i        for y_i += s_i · u_i B_iᵀ, B_i on the diagonal of a margin
+    g = dy (s·B)        dB_i = f_i · dy_iᵀ u_i        for y_i += s_i · u_i B_iᵀ; s·B is block-diagonal
 
 ``dy`` is ``[T, N]``, u and g ``[T, R]``, s·B ``[N, R]``, R at least the sum of the ranks. A program
-passes down some rows of a strip of columns: dB of its columns stays in registers, and of g it
-leaves the strip's share. A second launch sums the shares in one order, so that results are the same
-each time. Bytes in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares written and
-read, r the largest rank's next power of two, at least 16; two products read 4·N.
+goes down some rows of a strip of columns. It sums dB of its columns in registers and writes the
+strip's share of g. A second launch adds the shares in one order, so results are reproducible. Bytes
+in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares written and read, where r is the
+largest rank rounded up to a power of two, at least 16. Two separate products would read 4·N.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from chronicals.kernels.launch import (
 from chronicals.kernels.products import product, product_into
 
 MAX_FUSED_LAYERS = 3
+"""Layers that one launch takes (queries, keys and values); more go by separate products."""
+
 MAX_FUSED_RANK = 32
-"""What a launch takes; more layers, and wider adapters, whose shares would be half of dy, go by
-products.
+"""The largest rank of a launch. The shares of wider adapters would be half the size of dy; they go
+by separate products.
 """
 
 GRADIENT_TILE_ROWS = 64
-"""Of dy in a tile: the fewest that a warpgroup multiplies."""
+"""Rows of dy in a tile, the fewest that a warpgroup of tensor cores multiplies."""
 
 SUM_BLOCK = 1024
 """Elements that a program of the second launch sums."""
@@ -72,8 +74,10 @@ def _passing_kernel(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Strips along the first axis of programs, those of a layer behind those of another; chunks
-    of rows along the second.
+    """Compute a strip's share of g and a chunk's share of dB.
+
+    Programs along the first axis are strips of columns, layer after layer; along the second axis
+    chunks of rows.
     """
     strip = tl.program_id(0)
     part = tl.program_id(1)
@@ -151,8 +155,10 @@ def _summing_kernel(
     BLOCK: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
-    """Layers along the second axis of programs; along the first ``of_rows`` of them sum g, the
-    rest dB.
+    """Add the shares of g and of dB.
+
+    Programs along the second axis are layers. Along the first axis ``of_rows`` programs add g, the
+    remaining ones dB.
     """
     layer = tl.program_id(1)
     program = tl.program_id(0)
@@ -218,9 +224,9 @@ def _summing_kernel(
 
 
 def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the first kernel is compiled for, and its launch; at least two tiles of rows are on
-    their way.
-    """
+    """Return the compile-time arguments of the first kernel and its launch options."""
+    # Columns of a strip are halved until shared memory holds two tiles, so that one is loaded while
+    # another is multiplied.
     held = max(16, next_power_of_2(rank))
     columns = 512 if held == 16 else 256
     while dy.is_cuda and _tiles(dy, columns, held) < 2:
@@ -235,7 +241,7 @@ def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _tiles(dy: Tensor, columns: int, rank: int) -> int:
-    """How many of dy and u shared memory holds beside the strip's s·B."""
+    """Return how many tiles of dy and u shared memory holds besides the strip's s·B."""
     size = dy.element_size()
     return (shared_memory(dy.device) - columns * rank * size) // (
         GRADIENT_TILE_ROWS * (columns + rank) * size
@@ -252,14 +258,14 @@ def adapter_gradients(
     factors: Sequence[float],
     kind: torch.dtype,
 ) -> list[Tensor]:
-    """Writes g; dB of each layer, ``[size, rank]`` in ``kind``.
+    """Write g and return dB of each layer, ``[size, rank]`` of dtype ``kind``.
 
     Args:
         dy: ``[T, N]``.
-        up: s·B of all layers, each in its rows and columns and zeros beside it: ``[N, R]``.
+        up: s·B of all layers as a block diagonal, zeros elsewhere, ``[N, R]``.
         u, g: ``[T, R]``; their rows may be strided.
-        sizes, ranks: of the layers; a rank of 0 is no adapter.
-        factors: of each dB.
+        sizes, ranks: outputs and rank of each layer; rank 0 means no adapter.
+        factors: f of each layer's dB.
     """
     if (
         len(sizes) > MAX_FUSED_LAYERS
@@ -280,7 +286,7 @@ def adapter_gradients(
     chunk = triton.cdiv(tiles, parts) * GRADIENT_TILE_ROWS
     of_g = dy.new_empty((count, rows, rank), dtype=torch.float32)
     of_up = dy.new_empty((parts, count * columns, rank), dtype=torch.float32)
-    found = dy.new_empty(sum(size * r for size, r in zip(sizes, ranks)), dtype=kind)
+    d_up = dy.new_empty(sum(size * r for size, r in zip(sizes, ranks)), dtype=kind)
     _passing_kernel[(count, parts)](
         dy,
         up,
@@ -305,7 +311,7 @@ def adapter_gradients(
         of_g,
         of_up,
         g,
-        found,
+        d_up,
         rows,
         parts,
         of_rows,
@@ -324,7 +330,7 @@ def adapter_gradients(
         SUM_BLOCK,
         next_power_of_2(empty) if empty else 0,
     )
-    blocks = found.split([size * r for size, r in zip(sizes, ranks)])
+    blocks = d_up.split([size * r for size, r in zip(sizes, ranks)])
     return [block.view(size, r) for block, size, r in zip(blocks, sizes, ranks)]
 
 
@@ -338,6 +344,7 @@ def _by_products(
     factors: Sequence[float],
     kind: torch.dtype,
 ) -> list[Tensor]:
+    """Compute ``adapter_gradients`` by separate products; also the reference."""
     product_into(g, dy, up)
     rows = dy.split(list(sizes), 1)
     columns = u[:, : sum(ranks)].split(list(ranks), 1)

@@ -1,9 +1,9 @@
-"""The Euclidean norm of many tensors together, in one pass and a launch for each of their types.
+"""The joint Euclidean norm of many tensors, in one pass and one launch for each of their dtypes.
 
     norm = sqrt(Σ x²)        squares and sums in fp32
 
-A program sums every n-th chunk; the programs' shares are summed afterwards, in one order. Bytes:
-those of the tensors.
+A program sums every n-th chunk, n being the number of programs; their shares are added afterwards
+in one order. Bytes: those of the tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chronicals.kernels.tensor_lists import (
 )
 
 NORM_PROGRAMS = 16
-"""A multiprocessor: as many as it holds of four warps."""
+"""Programs on a multiprocessor: it holds 64 warps, and a program has four."""
 
 
 @triton.jit
@@ -63,9 +63,7 @@ def _square_sums_kernel(
 
 
 def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all elements of ``tensors``, an fp32 scalar on their device; 0 where there are
-    none.
-    """
+    """Return the norm of all elements of ``tensors``, an fp32 scalar on their device; 0 for none."""
     if not tensors:
         return torch.zeros(())
     if not _runs_here(tensors):
@@ -75,7 +73,7 @@ def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm_tables(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a launch for ``tensors`` looks up, made now."""
+    """Build and return the device tensors that launches for ``tensors`` read as tables."""
     return (
         [x for _, table in _by_type(tensors) for x in table.on_device]
         if tensors and _runs_here(tensors)
@@ -119,5 +117,6 @@ def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
 
 
 def gradient_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute ``gradient_norm`` in plain torch."""
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))
