@@ -263,12 +263,12 @@ def by_the_copy_engine(count: int, width: int, inner: int) -> None:
     for given, w, gathers in ((x, weight, True), (rows, weight, False), (wide, weight.mT, False)):
         module.launch_product(launch, given, w, to, gathers)
     module._clear_kernel[(count, 1)](
-        torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEARED
+        torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEAR_BLOCK
     )
     for a, b, gathers in (
-        (wide, x, module.SECOND),
-        (x, wide, module.FIRST),
-        (wide, rows, module.NEITHER),
+        (wide, x, module.GATHER_SECOND),
+        (x, wide, module.GATHER_FIRST),
+        (wide, rows, module.GATHER_NONE),
     ):
         module.launch_weight_gradient(launch, a, b, to, gathers, 1.0, HALF)
 

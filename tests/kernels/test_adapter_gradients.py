@@ -189,7 +189,7 @@ def test_the_sizes_of_models(layers, device):
     ("old", "new"),
     [
         ("part * chunk", "part * ROWS"),
-        ("triton.cdiv(tiles, parts) * ROWS", "tiles // parts * ROWS"),
+        ("triton.cdiv(tiles, parts) * GRADIENT_TILE_ROWS", "tiles // parts * GRADIENT_TILE_ROWS"),
         ("(total * factor)", "total"),
         ("strip - strips0, size1, rank1, size0, rank0", "strip - strips0, size1, rank1, 0, rank0"),
         ("strip - strips0, size1, rank1, size0, rank0", "strip - strips0, size1, rank1, size0, 0"),
