@@ -114,13 +114,13 @@ def test_groups_are_parts_of_blocks():
         ("Q4_K", "4 * (j % 2)", "4 - 4 * (j % 2)"),
         (
             "Q4_K",
-            "_half(at, there) * s, _half(at + 2, there) * m",
-            "_half(at, there) * m, _half(at + 2, there) * s",
+            "scale = _half(at, there) * s\nleast = _half(at + 2, there) * m",
+            "scale = _half(at, there) * m\nleast = _half(at + 2, there) * s",
         ),
         (
             "Q4_K",
-            "_half(at, there) * s, _half(at + 2, there) * m",
-            "_half(at + 2, there) * s, _half(at, there) * m",
+            "scale = _half(at, there) * s\nleast = _half(at + 2, there) * m",
+            "scale = _half(at + 2, there) * s\nleast = _half(at, there) * m",
         ),
         (
             "Q4_K",
