@@ -1,6 +1,4 @@
-"""FlexAttention as a backend: what it can do, without importing it, which takes a second
-(``flex.py``).
-"""
+"""Backend of FlexAttention: its abilities, without the import of ``flex.py``, which takes a second."""
 
 from __future__ import annotations
 
