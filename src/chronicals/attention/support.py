@@ -32,7 +32,7 @@ class Spans:
 
     @property
     def are_equal(self) -> bool:
-        """Whether queries and keys are the same tokens."""
+        """True if queries and keys are the same tokens."""
         # By identity; comparing values would make the host wait for a card.
         return self.cu_k is self.cu_q
 

@@ -93,7 +93,7 @@ class Scales:
 
     @property
     def nested(self) -> bool:
-        """Whether the scales are quantized."""
+        """True if the scales are quantized."""
         return self.absmax2 is not None
 
     def plain(self) -> Tensor:
