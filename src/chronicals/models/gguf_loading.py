@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chronicals.kernels.gguf_blocks import KINDS
+from chronicals.kernels.gguf_blocks import GGUF_KINDS
 from chronicals.models.four_bits import linear_layers
 from chronicals.models.gguf_config import config_of
 from chronicals.models.gguf_families import extra_tensors, family_of
@@ -105,7 +105,7 @@ def _packable(model: Any, file: File, pieces: list[Piece]) -> dict[str, Piece]:
     """
     of = {piece.sources[0]: piece for piece in pieces if len(piece.sources) == 1}
     found = {path: of[f"{path}.weight"] for path in linear_layers(model) if f"{path}.weight" in of}
-    return {path: piece for path, piece in found.items() if file.type_of(piece.name) in KINDS}
+    return {path: piece for path, piece in found.items() if file.type_of(piece.name) in GGUF_KINDS}
 
 
 def _put(model: Any, path: str, file: File, piece: Piece, dtype: torch.dtype) -> None:
