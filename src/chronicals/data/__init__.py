@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from chronicals.data.reading.sources import Source as Source
     from chronicals.data.reading.sources import read_records as read_records
     from chronicals.data.reading.sources import source_fingerprint as source_fingerprint
-    from chronicals.data.tokens.template import TemplateError as TemplateError
+    from chronicals.data.tokens.chat_template import TemplateError as TemplateError
     from chronicals.data.tokens.template import Tokenizer as Tokenizer
     from chronicals.data.tokens.template import stop_token_ids as stop_token_ids
 

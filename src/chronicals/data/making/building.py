@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Overlong
-from chronicals.data.kinds.judged_answers import EARLIER, JUDGED
-from chronicals.data.kinds.rows import TRAINED
+from chronicals.data.kinds.judged_answers import JUDGED, ROWS_LOOKED_BACK
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.data.making.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
 from chronicals.data.making.documents import UNJUDGED
 from chronicals.data.making.processes import TokenizingProcesses
@@ -64,7 +64,7 @@ def open_store(
     embedding_rows: int | None = None,
     training: TokenStore | None = None,
     report_file: Path | None = None,
-    kinds: Collection[str] = TRAINED,
+    kinds: Collection[str] = DOCUMENT_KINDS,
     scored: bool = False,
 ) -> TokenStore:
     """Tokenised data that has passed the gate; its report is logged.
@@ -102,7 +102,7 @@ def open_divided(
     builder: bool = True,
     embedding_rows: int | None = None,
     report_file: Path | None = None,
-    kinds: Collection[str] = TRAINED,
+    kinds: Collection[str] = DOCUMENT_KINDS,
 ) -> tuple[TokenStore, TokenStore]:
     """As ``open_store``, in two: what is trained, and the share ``validation_split``, which
     ``open_held_out`` reports on.
@@ -326,7 +326,7 @@ def build_store(
 
 def _has_items(tokenizer: Tokenizer) -> bool:
     """Whether a row may become several documents that belong together."""
-    return not tokenizer.kinds <= {*TRAINED}
+    return not tokenizer.kinds <= {*DOCUMENT_KINDS}
 
 
 def _key(made_of: list[Any]) -> str:
@@ -424,7 +424,7 @@ def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses
         with _collecting_by_chunks(), tokenising, open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), schema) as writer:
                 for chunk, encoded in tokenising.encoded(
-                    chunks_of(rows, EARLIER if JUDGED in kinds else 0)
+                    chunks_of(rows, ROWS_LOOKED_BACK if JUDGED in kinds else 0)
                 ):
                     counts.add(chunk, encoded)
                     if len(encoded.documents):

@@ -20,32 +20,29 @@ from typing import Any
 import numpy as np
 
 from chronicals.config import Overlong
+from chronicals.data.kinds.json_fields import refuse_printed_messages, with_conversations
 from chronicals.data.kinds.judged_answers import (
     JUDGED,
-    answered,
-    judgement,
-    of_other_prompts,
+    judged_completion,
+    label_of,
+    nearest_other_prompts,
     with_answer_of,
 )
+from chronicals.data.kinds.messages import check_answers, conversation_oddities, refuse_media
 from chronicals.data.kinds.preferences import PREFERENCE, SIDES, sides_of
 from chronicals.data.kinds.rows import (
+    DOCUMENT_KINDS,
     ROW_KINDS,
-    TRAINED,
     NormalRow,
     as_instruction,
-    check_answers,
-    conversation_oddities,
     kind_of,
     known_kind,
     pair_of,
     plain_row,
-    refuse_media,
-    refuse_printed_messages,
     texts_of,
     unread_fields,
-    with_conversations,
 )
-from chronicals.data.kinds.unusable_rows import refuse, refuse_halves
+from chronicals.data.kinds.unusable_rows import refuse_halves, refuse_other_kind
 from chronicals.data.making.documents import UNJUDGED, Documents, Marks, Piece, are_identical, fit
 from chronicals.data.making.shared_prompts import share_prompt
 from chronicals.data.reading.gate import DataError, DataReport
@@ -218,7 +215,7 @@ class ChunkEncoder:
     def __post_init__(self) -> None:
         self.marks = Marks.of(self.tokenizer)
         self.rows = BatchEncoder(self.tokenizer)
-        self.beyond = self.tokenizer.kinds - {*TRAINED}
+        self.beyond = self.tokenizer.kinds - {*DOCUMENT_KINDS}
 
     def encoded(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         """Each chunk and what it became; while one is tokenised, without the GIL, the next is
@@ -244,7 +241,9 @@ class ChunkEncoder:
     def _recognised(self, chunk: Chunk) -> _Recognised:
         found = _Recognised(
             chunk,
-            DataReport(rows=len(chunk.records), answers=self.tokenizer.kinds.isdisjoint(TRAINED)),
+            DataReport(
+                rows=len(chunk.records), answers=self.tokenizer.kinds.isdisjoint(DOCUMENT_KINDS)
+            ),
         )
         for row, (where, record) in enumerate(
             zip(chunk.wheres, chunk.records, strict=True), chunk.first
@@ -267,7 +266,7 @@ class ChunkEncoder:
         rows without such go.
         """
         wheres = dict(zip(found.rows, found.wheres, strict=True))
-        others = of_other_prompts(
+        others = nearest_other_prompts(
             [found.judged[row] for row in wheres], [*self._judged_before(found.chunk)]
         )
         alone = set[int]()
@@ -299,7 +298,7 @@ class ChunkEncoder:
         wanting = {row for row in good if not _has_target(encoded[places[row, 1]])}
         if not wanting:
             return encoded
-        others = zip(good, of_other_prompts([found.judged[row] for row in good]), strict=True)
+        others = zip(good, nearest_other_prompts([found.judged[row] for row in good]), strict=True)
         given = dict[int, NormalRow]()
         alone = set[int]()
         for row, other in others:
@@ -343,7 +342,7 @@ class ChunkEncoder:
         refuse_halves(record, where, kinds)
         kind = kind_of(record, where, self.beyond)
         if kind not in kinds:
-            refuse(kind, record, where, kinds)
+            refuse_other_kind(kind, record, where, kinds)
         counted = _RowReport(found.report, row)
 
         def tell(name: str) -> None:
@@ -356,8 +355,8 @@ class ChunkEncoder:
                 for name, side in sides
             ]
         if kind == JUDGED and kind in kinds:
-            found.labels[row] = judgement(record, where)
-            record = found.judged[row] = answered(record, where, tell)
+            found.labels[row] = label_of(record, where)
+            record = found.judged[row] = judged_completion(record, where, tell)
             kind = kind_of(record, where)
         return [self._normal(kind, record, where, counted)]
 

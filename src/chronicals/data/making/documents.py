@@ -18,7 +18,8 @@ import numpy as np
 
 from chronicals.config import Overlong
 from chronicals.data.reading.gate import DataReport
-from chronicals.data.tokens.template import TemplateError, Tokenizer
+from chronicals.data.tokens.chat_template import TemplateError
+from chronicals.data.tokens.template import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from chronicals.data.kinds.rows import MEDIA, READ, holds_media
+from chronicals.data.kinds.messages import holds_media
 from chronicals.data.making.chunks import Chunk, Encoded
 from chronicals.data.making.documents import Documents
 from chronicals.data.reading.gate import DataReport
 from chronicals.data.reading.records import BadRow, Line
+from chronicals.data.reading.row_fields import MEDIA_FIELDS, READ_FIELDS
 
 Frame = tuple[dict[str, Any], bytes]
 
@@ -81,7 +82,7 @@ def _line(record: Any) -> bytes:
     if not isinstance(record, Mapping) or not all(isinstance(name, str) for name in record):
         raise TypeError("no object")
     read = {
-        name: value if name in READ or value is None else _sign_of(name, value)
+        name: value if name in READ_FIELDS or value is None else _sign_of(name, value)
         for name, value in record.items()
     }
     if any(isinstance(value, tuple) for value in read.values()):
@@ -91,7 +92,7 @@ def _line(record: Any) -> bytes:
 
 def _sign_of(name: str, value: Any) -> int:
     """Return 1 for pictures and sound, which are refused, and 0 for whatever else nobody reads."""
-    return int(name in MEDIA and holds_media(value))
+    return int(name in MEDIA_FIELDS and holds_media(value))
 
 
 def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from chronicals.data.kinds.rows import CHATS, ROW_KINDS
+from chronicals.data.kinds.rows import CHAT_KINDS, ROW_KINDS
 from chronicals.data.making.documents import MISMATCHED, UNJUDGED
 from chronicals.data.making.shared_prompts import IS_SHARED, SHARED
 from chronicals.data.making.target_columns import TargetColumn
@@ -130,7 +130,7 @@ class TokenStore:
     @property
     def chats(self) -> bool:
         """Whether any row went through the chat template."""
-        return any(kind in CHATS for kind in self.report.forms)
+        return any(kind in CHAT_KINDS for kind in self.report.forms)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int32) and mask (uint8) of a document, as views of the file."""

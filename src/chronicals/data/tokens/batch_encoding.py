@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from chronicals.data.kinds.rows import NormalRow, Record
+from chronicals.data.kinds.rows import NormalRow
 from chronicals.data.reading.gate import DataError
+from chronicals.data.reading.records import Record
 from chronicals.data.tokens.added_tokens import Cuts, Row
 from chronicals.data.tokens.byte_pairs import BytePairs, HasIds
 from chronicals.data.tokens.chat_template import Asked

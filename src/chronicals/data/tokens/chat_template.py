@@ -14,10 +14,8 @@ from typing import Any
 
 import jinja2
 
-from chronicals.data.kinds.rows import THOUGHTS
+from chronicals.data.kinds.messages import THOUGHT_FIELDS, Message
 from chronicals.data.reading.gate import DataError
-
-Message = dict[str, Any]
 
 Asked = tuple[Sequence[Message], Any, str]
 """Messages already in form, tools, and what errors call the row."""
@@ -46,7 +44,9 @@ class Dialect:
         that templates read.
         """
         formed = {name: value for name, value in message.items() if name != "train"}
-        thought = next((formed[name] for name in THOUGHTS if formed.get(name) is not None), None)
+        thought = next(
+            (formed[name] for name in THOUGHT_FIELDS if formed.get(name) is not None), None
+        )
         if thought is not None:
             formed = {"thinking": thought, **formed, "reasoning_content": thought}
         if self.parts and isinstance(formed.get("content"), str):
