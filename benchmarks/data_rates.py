@@ -32,7 +32,7 @@ import torch
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, TokenStore, build_store, plan_packs
-from chronicals.data.packs.assembly import ENTRIES
+from chronicals.data.packs.assembly import ENTRIES_FACT
 from chronicals.data.packs.loader import Memory
 from chronicals.data.packs.packing import STRATEGIES
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
@@ -107,7 +107,7 @@ def assembly(store: TokenStore, batch_size: int, width: int) -> dict:
         start = time.perf_counter()
         assert memory.assemble(packs[None], stream._documents) == (1, -1)
         took = time.perf_counter() - start
-        entries = int(memory.facts[..., ENTRIES].sum()) + shape.batches
+        entries = int(memory.facts[..., ENTRIES_FACT].sum()) + shape.batches
         rates.append((shape.batches * shape.tokens * 24 + entries * 4) / took)
     rates = rates[20:]
     return {

@@ -29,7 +29,7 @@ from chronicals.data import (
     plan_packs,
 )
 from chronicals.data.packs import loader as loader_module
-from chronicals.data.packs.assembly import BUCKETS, ENTRY_SHARES
+from chronicals.data.packs.assembly import ENTRY_SHARES, WIDTH_BUCKETS
 
 FILLER = 1_000_000
 """The padding token; no document holds it."""
@@ -168,7 +168,7 @@ def test_shapes_never_change_but_for_a_few_numbers_of_entries(make_store, width,
     ]
     names = ("input_ids", "targets", "position_ids")
     assert len({tuple(getattr(batch, name).shape for name in names) for batch in batches}) == 1
-    share = -(-2 * (stream.plan.max_documents + BUCKETS) // ENTRY_SHARES)
+    share = -(-2 * (stream.plan.max_documents + WIDTH_BUCKETS) // ENTRY_SHARES)
     for batch in batches:
         entries = len(batch.cu_seqlens) - 1
         assert entries % share == 0 and entries <= ENTRY_SHARES * share

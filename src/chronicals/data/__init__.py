@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chronicals.data.making.building import build_store as build_store
-    from chronicals.data.making.building import open_divided as open_divided
-    from chronicals.data.making.building import open_held_out as open_held_out
-    from chronicals.data.making.building import open_store as open_store
+    from chronicals.data.making.opening import open_divided as open_divided
+    from chronicals.data.making.opening import open_held_out as open_held_out
+    from chronicals.data.making.opening import open_store as open_store
     from chronicals.data.making.store import TokenStore as TokenStore
     from chronicals.data.packs.loader import BatchStream as BatchStream
     from chronicals.data.packs.loader import create_dataloader as create_dataloader
@@ -48,9 +48,9 @@ _HOME = {
     "build_store": "making.building",
     "create_dataloader": "packs.loader",
     "filler_token": "packs.loader",
-    "open_divided": "making.building",
-    "open_held_out": "making.building",
-    "open_store": "making.building",
+    "open_divided": "making.opening",
+    "open_held_out": "making.opening",
+    "open_store": "making.opening",
     "plan_packs": "packs.packing",
     "read_records": "reading.sources",
     "source_fingerprint": "reading.sources",

@@ -15,7 +15,7 @@ import numpy as np
 from chronicals.batch import IGNORED
 from chronicals.data.packs.compiled import compiled
 
-BUCKETS = 8
+WIDTH_BUCKETS = 8
 """``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this
 many filler documents.
 """
@@ -25,12 +25,12 @@ ENTRY_SHARES = 8
 holds 128 rows more for each.
 """
 
-FILLER = -1
+FILLER_DOCUMENT = -1
 """In the place of a document's number."""
 
-LONGEST = 0
-ENTRIES = 1
-TRAINED = 2
+MAX_SEQLEN_FACT = 0
+ENTRIES_FACT = 1
+TRAINED_FACT = 2
 """What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its
 targets.
 """
@@ -110,9 +110,9 @@ def assemble(
         columns: int64 ``[steps, batches, 3, T]``, filled here: ids, targets and positions.
         bounds: int32 ``[steps, batches, bounds]``, filled here as far as they are used.
         held: int64 ``[steps, batches, bounds]``, filled here: the document that begins at each
-            bound, or ``FILLER``.
+            bound, or ``FILLER_DOCUMENT``.
         packs: int64 ``[steps, batches · packs]``, by their number in the plan.
-        facts: int64 ``[steps, batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED``
+        facts: int64 ``[steps, batches, 3]``, filled here: ``MAX_SEQLEN_FACT``, ``ENTRIES_FACT`` and ``TRAINED_FACT``
             of each micro-batch.
 
     Returns:
@@ -149,7 +149,7 @@ def _assemble_batch(
     longest = _bucket(packs, documents, sizes.width)
     entries = trained = 0
     bounds[0] = 0
-    held[:] = FILLER
+    held[:] = FILLER_DOCUMENT
     for number in range(packs.size):
         at = number * sizes.width
         end = (number + 1) * sizes.width
@@ -182,7 +182,7 @@ def _assemble_batch(
             bounds[entries] = at
     used = -(-entries // sizes.share) * sizes.share
     bounds[entries + 1 : used + 1] = columns.shape[1]
-    facts[LONGEST], facts[ENTRIES], facts[TRAINED] = longest, used, trained
+    facts[MAX_SEQLEN_FACT], facts[ENTRIES_FACT], facts[TRAINED_FACT] = longest, used, trained
     return -1
 
 
@@ -195,7 +195,7 @@ def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
     for pack in packs:
         for document in documents.packed[documents.offsets[pack] : documents.offsets[pack + 1]]:
             longest = max(longest, documents.lengths[document])
-    share = BUCKETS
+    share = WIDTH_BUCKETS
     while -(-width // share) < longest and share > 1:
         share //= 2
     return -(-width // share)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch, Context, SharedKeys, SplitDocuments
-from chronicals.data.packs.assembly import BUCKETS, FILLER
+from chronicals.data.packs.assembly import FILLER_DOCUMENT, WIDTH_BUCKETS
 from chronicals.data.packs.packing import PackPlan
 from chronicals.data.packs.parts import SPLIT
 
@@ -23,14 +23,14 @@ NOBODY = -2
 """In the place of a rank's number: filler, which is not dealt."""
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What a rank has.
 
     Attributes:
-        rows: int64 ``[T / c]``, where each of its tokens stands in the micro-batch, or ``FILLER``.
+        rows: int64 ``[T / c]``, where each of its tokens stands in the micro-batch, or ``FILLER_DOCUMENT``.
         positions: int64 ``[T / c]``, of filler; zero elsewhere.
         documents: int64 ``[N]``, the documents that it has, or has a part of, by their place in the
-            micro-batch, or ``FILLER``.
+            micro-batch, or ``FILLER_DOCUMENT``.
         bounds: int32 ``[N + 1]``, of these, in its own tokens.
         longest: bound on the length of any document, filler and split ones included.
         split: where some are.
@@ -81,13 +81,15 @@ class Dealing:
         )
         return cls(context, rank_of)
 
-    def share(self, numbers: np.ndarray, bounds: np.ndarray, entries: int) -> Share:
-        """Of the documents with these numbers (``FILLER`` is -1) and bounds; those of the share
+    def share(self, numbers: np.ndarray, bounds: np.ndarray, entries: int) -> RankShare:
+        """Of the documents with these numbers (``FILLER_DOCUMENT`` is -1) and bounds; those of the share
         come in multiples of ``entries``."""
         return share_of(bounds, self.rank_of[numbers], self.context, entries)
 
 
-def share_of(bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: int = 1) -> Share:
+def share_of(
+    bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: int = 1
+) -> RankShare:
     """What a rank has of T tokens, a multiple of the number of ranks.
 
     Args:
@@ -109,7 +111,7 @@ def share_of(bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: i
     counts = np.append(np.repeat(chunk, 2), lengths[own])
     ends = np.append(np.repeat(bounds[split + 1], 2), bounds[own + 1])
     rows = ranges(begins, counts)
-    rows[rows >= np.repeat(ends, counts)] = FILLER
+    rows[rows >= np.repeat(ends, counts)] = FILLER_DOCUMENT
     left = size - len(rows)
     if left < 0 or int(bounds[-1]) % context.count:
         raise ValueError(
@@ -117,7 +119,7 @@ def share_of(bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: i
             "has room for"
         )
     longest = int(lengths[own].max(initial=1))
-    share = BUCKETS
+    share = WIDTH_BUCKETS
     while -(-size // share) < longest and share > 1:
         share //= 2
     longest = -(-size // share)
@@ -125,17 +127,17 @@ def share_of(bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: i
         np.diff(np.append(np.arange(0, left, longest), left)) if left else np.zeros(0, np.int64)
     )
     ends = np.cumsum(np.concatenate([[0], 2 * chunk, lengths[own], filler]))
-    documents = np.concatenate([split, own, np.full(len(filler), FILLER)])
+    documents = np.concatenate([split, own, np.full(len(filler), FILLER_DOCUMENT)])
     missing = -len(documents) % entries
     ends = np.append(ends, [size] * missing)
-    documents = np.append(documents, [FILLER] * missing)
+    documents = np.append(documents, [FILLER_DOCUMENT] * missing)
     positions = np.append(np.zeros(size - left, np.int64), ranges(np.zeros_like(filler), filler))
-    rows = np.append(rows, np.full(left, FILLER))
+    rows = np.append(rows, np.full(left, FILLER_DOCUMENT))
     parts = None
     if len(split):
         parts = _split(chunk, context, ends[len(split) :], longest)
         longest = max(longest, int(2 * context.count * chunk.max()))
-    return Share(
+    return RankShare(
         rows.astype(np.int64),
         positions,
         documents.astype(np.int64),
@@ -252,7 +254,8 @@ def part_of(batch: Batch, ranks: np.ndarray, context: Context, filler: int = 0) 
         trained=int((targets >= 0).sum()),
         weights=None if batch.weights is None else taken(batch.weights, at, 0),
         segments={
-            name: taken(column, documents, FILLER) for name, column in batch.segments.items()
+            name: taken(column, documents, FILLER_DOCUMENT)
+            for name, column in batch.segments.items()
         },
         tokens={name: taken(column, at, 0) for name, column in batch.tokens.items()},
         split=share.split,

@@ -24,24 +24,24 @@ from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig
-from chronicals.data.making.building import open_store
-from chronicals.data.making.documents import MISMATCHED, UNJUDGED
-from chronicals.data.making.shared_prompts import SHARED
-from chronicals.data.making.store import LABEL, SIDE, TokenStore
+from chronicals.data.making.documents import MISMATCHED_SIDE, UNJUDGED
+from chronicals.data.making.opening import open_store
+from chronicals.data.making.shared_prompts import SHARED_COLUMN
+from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN, TokenStore
 from chronicals.data.making.target_columns import TargetColumn
 from chronicals.data.packs.assembly import (
-    BUCKETS,
-    ENTRIES,
+    ENTRIES_FACT,
     ENTRY_SHARES,
-    FILLER,
-    LONGEST,
-    TRAINED,
+    FILLER_DOCUMENT,
+    MAX_SEQLEN_FACT,
+    TRAINED_FACT,
+    WIDTH_BUCKETS,
     PackedDocuments,
     StepSizes,
     assemble,
 )
 from chronicals.data.packs.balancing import balance
-from chronicals.data.packs.dealing import Dealing, Share
+from chronicals.data.packs.dealing import Dealing, RankShare
 from chronicals.data.packs.packing import PackPlan
 from chronicals.data.packs.parts import IN_ORDER, SPLIT, plan_parts
 from chronicals.data.packs.prefetch import prefetch
@@ -62,8 +62,8 @@ COST = 5
 of items alone; and the column behind them: what attention costs, Σ length² of documents that
 stand behind no prompt."""
 
-WEIGHT = "weight"
-GROUP = "group"
+WEIGHT_COLUMN = "weight"
+GROUP_SEGMENT = "group"
 """The column that becomes ``Batch.weights``, and the segment that numbers the items of a Batch."""
 
 CALLS = 4
@@ -151,7 +151,7 @@ class BatchStream:
         self.seed = config.seed
         self.plan = plan_of(store, config) if plan is None else plan
         self._dealing = None if context is None else Dealing.of(self.plan, context)
-        most_entries = self.batch_size * (self.plan.max_documents + BUCKETS)
+        most_entries = self.batch_size * (self.plan.max_documents + WIDTH_BUCKETS)
         share = -(-most_entries // ENTRY_SHARES)
         self._sizes = StepSizes(
             self.accumulation, self.batch_size, self.width, share, padding_token_id
@@ -171,7 +171,7 @@ class BatchStream:
         first = (
             np.ones(len(store), np.int64)
             if store.items is None
-            else (store.columns[SIDE] == 0).astype(np.int64)
+            else (store.columns[SIDE_COLUMN] == 0).astype(np.int64)
         )
         lengths = store.lengths
         attended = (store.lengths + store.before) ** 2 - store.before**2
@@ -183,18 +183,22 @@ class BatchStream:
         )
         self._sums = np.stack([*(self._sum_in_packs(values) for values in summed), cost], axis=1)
         self._judged = None
-        if LABEL in store.columns:
-            self._judged = self._sum_in_packs(first * (store.columns[LABEL] == 1))
-            mismatched = (store.columns[SIDE] == MISMATCHED) & (store.columns[LABEL] != UNJUDGED)
+        if LABEL_COLUMN in store.columns:
+            self._judged = self._sum_in_packs(first * (store.columns[LABEL_COLUMN] == 1))
+            mismatched = (store.columns[SIDE_COLUMN] == MISMATCHED_SIDE) & (
+                store.columns[LABEL_COLUMN] != UNJUDGED
+            )
             self._mismatched = self._sum_in_packs(mismatched.astype(np.int64))
         self._weights = None
-        if WEIGHT in store.columns:
+        if WEIGHT_COLUMN in store.columns:
             self._weights = self._sum_in_packs(
-                store.columns[WEIGHT].astype(np.float64) * store.targets
+                store.columns[WEIGHT_COLUMN].astype(np.float64) * store.targets
             )
-        shared = SHARED in store.columns and bool((store.columns[SHARED] > 0).any())
+        shared = SHARED_COLUMN in store.columns and bool((store.columns[SHARED_COLUMN] > 0).any())
         self._columns = {
-            name: values for name, values in store.columns.items() if shared or name != SHARED
+            name: values
+            for name, values in store.columns.items()
+            if shared or name != SHARED_COLUMN
         }
         self._order = -1, np.zeros(0, np.int64)
 
@@ -429,15 +433,15 @@ class Memory:
     def _batch(self, columns: Any, bounds: Any, held: np.ndarray, fact: list[int]) -> Batch:
         """All of a micro-batch."""
         (ids, targets, positions) = columns
-        numbers = held[: fact[ENTRIES]]
-        ends = bounds[: fact[ENTRIES] + 1]
+        numbers = held[: fact[ENTRIES_FACT]]
+        ends = bounds[: fact[ENTRIES_FACT] + 1]
         return Batch(
             torch.as_tensor(ids),
             torch.as_tensor(targets),
             torch.as_tensor(positions),
             torch.as_tensor(ends),
-            max_seqlen=fact[LONGEST],
-            trained=fact[TRAINED],
+            max_seqlen=fact[MAX_SEQLEN_FACT],
+            trained=fact[TRAINED_FACT],
             tokens=self._of_tokens(numbers, np.asarray(targets)),
             **self._of_documents(numbers, np.asarray(ends)),
         )
@@ -446,11 +450,11 @@ class Memory:
         """This rank's share of it."""
         assert self.dealing is not None
         (ids, targets, positions) = np.asarray(columns)
-        numbers = held[: fact[ENTRIES]]
+        numbers = held[: fact[ENTRIES_FACT]]
         share = self.dealing.share(
-            numbers, np.asarray(bounds[: fact[ENTRIES] + 1]), self.sizes.share
+            numbers, np.asarray(bounds[: fact[ENTRIES_FACT] + 1]), self.sizes.share
         )
-        own = np.where(share.documents >= 0, numbers[share.documents], FILLER)
+        own = np.where(share.documents >= 0, numbers[share.documents], FILLER_DOCUMENT)
         trained = share.of_rows(targets, IGNORED)
         return Batch(
             self._tensor(share.of_rows(ids, self.sizes.filler)),
@@ -465,7 +469,7 @@ class Memory:
         )
 
     def _of_tokens(
-        self, numbers: np.ndarray, targets: np.ndarray, share: Share | None = None
+        self, numbers: np.ndarray, targets: np.ndarray, share: RankShare | None = None
     ) -> dict[str, Tensor]:
         """Further columns of a Batch with these documents and targets, or of a share of it."""
         documents = numbers[numbers >= 0]
@@ -486,19 +490,19 @@ class Memory:
             return {}
         there = numbers >= 0
         segments = {
-            name: np.where(there, values[numbers], FILLER).astype(values.dtype)
+            name: np.where(there, values[numbers], FILLER_DOCUMENT).astype(values.dtype)
             for name, values in self.of_documents.items()
         }
-        weights = segments.pop(WEIGHT, None)
-        shared = segments.pop(SHARED, None)
-        first = segments[SIDE] == 0 if SIDE in segments else there
-        segments[GROUP] = np.where(there, np.cumsum(first) - 1, FILLER)
+        weights = segments.pop(WEIGHT_COLUMN, None)
+        shared = segments.pop(SHARED_COLUMN, None)
+        first = segments[SIDE_COLUMN] == 0 if SIDE_COLUMN in segments else there
+        segments[GROUP_SEGMENT] = np.where(there, np.cumsum(first) - 1, FILLER_DOCUMENT)
         found: dict[str, Any] = {
             "segments": {name: self._tensor(values) for name, values in segments.items()}
         }
         if shared is not None:
             found["keys"] = shared_keys(
-                np.where(there, shared, 0), segments[SIDE], bounds, self.sizes.width
+                np.where(there, shared, 0), segments[SIDE_COLUMN], bounds, self.sizes.width
             ).map(self._pinned)
         if weights is None:
             return found

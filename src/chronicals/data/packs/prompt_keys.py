@@ -7,7 +7,7 @@ import torch
 
 from chronicals.batch import SharedKeys
 from chronicals.data.making.shared_prompts import IS_SHARED
-from chronicals.data.packs.assembly import BUCKETS
+from chronicals.data.packs.assembly import WIDTH_BUCKETS
 
 KEY_SHARES = 16
 """Keys of a Batch are filled up to a multiple of such a share of its tokens, so that few numbers
@@ -47,7 +47,7 @@ def shared_keys(
     filled = np.zeros(-(-len(index) // share) * share, np.int64)
     filled[: len(index)] = index
     longest = int((before + lengths).max(initial=1))
-    divisor = BUCKETS
+    divisor = WIDTH_BUCKETS
     while -(-width // divisor) < longest and divisor > 1:
         divisor //= 2
     return SharedKeys(
