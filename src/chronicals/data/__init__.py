@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from chronicals.data.packs.loader import create_dataloader as create_dataloader
     from chronicals.data.packs.loader import filler_token as filler_token
     from chronicals.data.packs.packing import PackPlan as PackPlan
-    from chronicals.data.packs.packing import SequencePacker as SequencePacker
     from chronicals.data.packs.packing import plan_packs as plan_packs
+    from chronicals.data.packs.sequence_packer import SequencePacker as SequencePacker
     from chronicals.data.reading.gate import DataError as DataError
     from chronicals.data.reading.gate import DataReport as DataReport
     from chronicals.data.reading.ledger import Ledger as Ledger
@@ -40,7 +40,7 @@ _HOME = {
     "DataSource": "reading.sources",
     "Ledger": "reading.ledger",
     "PackPlan": "packs.packing",
-    "SequencePacker": "packs.packing",
+    "SequencePacker": "packs.sequence_packer",
     "Source": "reading.sources",
     "TemplateError": "tokens.template",
     "TokenStore": "making.store",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.data.making.store import SIDE_COLUMN
-from chronicals.data.packs.loader import GROUP_SEGMENT
+from chronicals.data.packs.step_memory import GROUP_SEGMENT
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.definitions import document_of
 from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
