@@ -16,7 +16,7 @@ import torch
 
 from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
-from chronicals.data.kinds.rows import CHATS
+from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
 from chronicals.export.part_names import language_name, reads_images
@@ -150,7 +150,7 @@ class Source:
         """Ids at which generation ends: those that were trained, and those that the model's
         settings name.
         """
-        chats = any(kind in CHATS for kind in self.saved.about.get("kinds", ["chat"]))
+        chats = any(kind in CHAT_KINDS for kind in self.saved.about.get("kinds", ["chat"]))
         found = stop_token_ids(self.tokenizer, chats and self.tokenizer.chat_template is not None)
         file = self.folder / "generation_config.json"
         named = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
