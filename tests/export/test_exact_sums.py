@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from chronicals.export import MergeError, NotProved, export, gguf, gguf_file, nf4, source
+from chronicals.export import MergeError, NotProved, export, gguf, nf4, source
 from chronicals.export import merge as merge_function
 from chronicals.export.proof import relative_error
+from chronicals.formats.gguf import writer as gguf_file
 from chronicals.lora import LoRAConfig, apply_lora, save_adapter
 from chronicals.quantization import Packed
 

@@ -29,17 +29,17 @@ from chronicals.export import (
     export,
     gguf,
     gguf_adapter,
-    gguf_file,
     nf4,
     ollama,
     source,
-    weight_files,
     whole,
 )
 from chronicals.export.card import card
 from chronicals.export.compatible import make_compatible, older_names
 from chronicals.export.hub import UploadError
 from chronicals.export.proof import cross_entropy, largest_error
+from chronicals.formats import weight_files
+from chronicals.formats.gguf import writer as gguf_file
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
 from comparison import equal

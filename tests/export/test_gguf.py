@@ -23,17 +23,13 @@ from transformers import PreTrainedTokenizerFast
 
 import gguf_models
 import tiny
-from chronicals.export import (
-    NotExpressible,
-    NotProved,
-    export,
-    gguf,
-    gguf_file,
-    gguf_tokenizer,
-    llama_cpp,
-)
+from chronicals.export import NotExpressible, NotProved, export, gguf, llama_cpp
 from chronicals.export.source import PROBES, Source
-from chronicals.models import gguf_families, gguf_tensors, load_model
+from chronicals.formats.gguf import families as gguf_families
+from chronicals.formats.gguf import tensors as gguf_tensors
+from chronicals.formats.gguf import vocabulary as gguf_tokenizer
+from chronicals.formats.gguf import writer as gguf_file
+from chronicals.models import load_model
 from chronicals.saving import SavedModel
 from comparison import equal
 

@@ -13,15 +13,9 @@ from safetensors.torch import load_file
 
 import gguf_models
 import tiny
-from chronicals.export import (
-    NotExpressible,
-    NotProved,
-    compressed_tensors,
-    export,
-    source,
-    weight_files,
-)
+from chronicals.export import NotExpressible, NotProved, compressed_tensors, export, source
 from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS
+from chronicals.formats import weight_files
 from chronicals.models import describe_packed, load_model
 from chronicals.quantization import Linear4bit
 from chronicals.saving import SavedModel

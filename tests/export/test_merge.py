@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import generic_bitsandbytes  # noqa: F401
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import MergeError, merge, weight_files
+from chronicals.export import MergeError, merge
 from chronicals.export import merge as merge_function
+from chronicals.formats import weight_files
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
 from chronicals.models import load_model
 from chronicals.quantization import Linear4bit

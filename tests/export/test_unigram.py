@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 import gguf_models
 import tiny
-from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer
+from chronicals.export import NotExpressible, NotProved, export, gguf
 from chronicals.export.llama_cpp import LlamaCpp
 from chronicals.export.source import PROBES
+from chronicals.formats.gguf import vocabulary as gguf_tokenizer
+from chronicals.formats.gguf import writer as gguf_file
 
 CHARACTERS = {
     "\n": " ",

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 import runs
 import tiny
 import vision_models
-from chronicals.export import NotExpressible, NotProved, export, gguf_file, gguf_vision
+from chronicals.export import NotExpressible, NotProved, export, gguf_vision
 from chronicals.export.export import ExportError
-from chronicals.export.part_names import StoredNames, language_name, vision_name
+from chronicals.formats.gguf import writer as gguf_file
+from chronicals.formats.gguf.tensors import Piece
+from chronicals.formats.part_names import StoredNames, language_name, vision_name
 from chronicals.models import load_model
-from chronicals.models.gguf_tensors import Piece
 from chronicals.training import ChronicalsTrainer
 from comparison import equal
 

@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerFast
 import gguf_files
 import gguf_models
 import tiny
-from chronicals.models import gguf_loading, gguf_tensors, load_config, load_model, load_tokenizer
-from chronicals.models.gguf_config import config_of
-from chronicals.models.gguf_families import NotExpressible
+from chronicals.formats.gguf import tensors as gguf_tensors
+from chronicals.formats.gguf.configuration import config_of
+from chronicals.formats.gguf.families import NotExpressible
+from chronicals.formats.gguf.reader import File, gguf_of
+from chronicals.models import gguf_loading, load_config, load_model, load_tokenizer
 from chronicals.models.gguf_loading import load_gguf
-from chronicals.models.gguf_reader import File, gguf_of
 from chronicals.quantization import LinearGGUF
 from comparison import equal
 from mutants import mutant
@@ -66,7 +67,7 @@ def test_every_family_comes_back_from_its_file(name, tmp_path):
 
 def gguf_models_as_computed(model):
     """The model as llama.cpp computes it, where that rounds the ends of YaRN's ramp."""
-    from chronicals.models.gguf_families import as_computed
+    from chronicals.formats.gguf.families import as_computed
 
     config, notes = as_computed(model.config)
     again = type(model)(config).float().eval()

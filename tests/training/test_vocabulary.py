@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.export import export, gguf_tokenizer
+from chronicals.export import export
+from chronicals.formats.gguf import vocabulary as gguf_tokenizer
 from chronicals.models import embedding_table, load_model, load_tokenizer
 from chronicals.saving import SavedModel
 from chronicals.training import ChronicalsTrainer

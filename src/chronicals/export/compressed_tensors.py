@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.export import vllm
-from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
-from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
 from chronicals.export.whole import (
     CLIENT,
     in_dtype,
@@ -34,10 +32,13 @@ from chronicals.export.whole import (
     write_beside,
     write_files,
 )
+from chronicals.formats.expert_names import Expert, stack_named
+from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.part_names import StoredNames
+from chronicals.formats.weight_files import NewTensor, StoredTensor, tensors_in
 from chronicals.models import load_model
-from chronicals.models.experts import Expert, stack_named, watch_experts
+from chronicals.models.experts import watch_experts
 from chronicals.models.four_bits import ROUTERS
-from chronicals.models.gguf_families import NotExpressible
 from chronicals.models.loading import load_without_weights, quantised_names
 
 PACKAGE = "compressed-tensors"

@@ -14,7 +14,7 @@ from chronicals.export import (
     compressed_tensors,
     gguf,
     gguf_adapter,
-    gguf_file,
+    gguf_proof,
     gguf_vision,
     nf4,
     serving,
@@ -25,11 +25,13 @@ from chronicals.export.card import card
 from chronicals.export.hub import push
 from chronicals.export.merge import of_a_reward_model
 from chronicals.export.ollama import modelfile
-from chronicals.export.part_names import reads_images
 from chronicals.export.progress import without_bars
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
 from chronicals.export.workspace import EXPORTS, PROOF, workspace
+from chronicals.formats.gguf.vision import PROJECTOR_TYPES
+from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES
+from chronicals.formats.part_names import reads_images
 from chronicals.models import score_of
 from chronicals.saving import SavedModel, save_model, text_files
 
@@ -72,7 +74,7 @@ def _gguf(kind: str) -> Format:
     return Format(
         f"-{kind}.gguf",
         lambda source, aside: gguf.write(source, aside, kind),
-        lambda source, aside, proof: gguf.prove(source, aside, kind, proof),
+        lambda source, aside, proof: gguf_proof.prove(source, aside, kind, proof),
         lambda source: gguf.size(source, kind),
     )
 
@@ -117,8 +119,8 @@ FORMATS: dict[str, Format] = {
     ),
     "nf4": Format("-nf4", nf4.write, nf4.prove, nf4.size),
     **{name: _compressed(name) for name in compressed_tensors.LAYOUTS},
-    **{f"gguf-{kind}": _gguf(kind) for kind in (*gguf_file.TYPES, *gguf_file.BY_LLAMA_CPP)},
-    **{f"mmproj-{kind}": _mmproj(kind) for kind in gguf_vision.TYPES},
+    **{f"gguf-{kind}": _gguf(kind) for kind in (*WEIGHT_TYPES, *LLAMA_CPP_KINDS)},
+    **{f"mmproj-{kind}": _mmproj(kind) for kind in PROJECTOR_TYPES},
 }
 """By the name that ``--to`` takes."""
 

@@ -27,16 +27,16 @@ from chronicals.export.compatible import OLD_TEMPLATE
 from chronicals.export.dequantised_experts import DequantisedExperts
 from chronicals.export.gguf_base import dequantised
 from chronicals.export.packed_tensors import PackedTensor, unpacked
-from chronicals.export.part_names import StoredNames
-from chronicals.export.weight_files import DTYPES as DTYPES_OF_FILES
-from chronicals.export.weight_files import INDEX, StoredTensor, files_of, tensors_in, write_file
+from chronicals.formats.gguf.reader import gguf_of
+from chronicals.formats.part_names import StoredNames
+from chronicals.formats.weight_files import DTYPES as DTYPES_OF_FILES
+from chronicals.formats.weight_files import INDEX, StoredTensor, files_of, tensors_in, write_file
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.magnitude import SHORTEST
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import linear_layers
-from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import load_without_weights
 from chronicals.models.lookahead_heads import is_of_head
 from chronicals.saving import MANIFEST, SavedModel, write_folder

@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
-from chronicals.export.weight_files import NewTensor, StoredTensor
 from chronicals.export.whole import (
     CLIENT,
     in_dtype,
@@ -26,9 +24,11 @@ from chronicals.export.whole import (
     write_beside,
     write_files,
 )
+from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.part_names import StoredNames
+from chronicals.formats.weight_files import NewTensor, StoredTensor
 from chronicals.kernels.nf4 import SCALE_BLOCK
 from chronicals.models import load_model
-from chronicals.models.gguf_families import NotExpressible
 from chronicals.models.loading import load_without_weights, quantised_names
 from chronicals.models.packed_config import packed_description
 from chronicals.quantization import Linear4bit, Packed

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from chronicals.export.weight_files import DTYPES, StoredTensor
+from chronicals.formats.weight_files import DTYPES, StoredTensor
 from chronicals.quantization.bitsandbytes_format import (
     ENTRIES,
     STATE,

@@ -19,12 +19,12 @@ from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.kinds.rows import CHATS
 from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
-from chronicals.export.part_names import language_name, reads_images
 from chronicals.export.proof import Proof, largest_error
-from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
+from chronicals.formats.gguf.reader import gguf_of
+from chronicals.formats.part_names import language_name, reads_images
+from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, without_adapters
-from chronicals.models.gguf_reader import gguf_of
 from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data

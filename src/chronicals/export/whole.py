@@ -16,7 +16,7 @@ from chronicals.export.compatible import make_compatible
 from chronicals.export.merge import REPORT
 from chronicals.export.proof import Proof, beside_rounded, largest_error
 from chronicals.export.source import Source, documents_of, logits_of
-from chronicals.export.weight_files import (
+from chronicals.formats.weight_files import (
     DTYPES,
     INDEX,
     NewTensor,
