@@ -272,14 +272,14 @@ def test_large_models_are_compared_in_16_bits(run, tmp_path, monkeypatch):
 
 
 def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, monkeypatch):
-    merge_files = importlib.import_module("chronicals.export.merge")
-    right = merge_files._Adapter.merged
+    changes = importlib.import_module("chronicals.export.adapter_changes")
+    right = changes.AdapterChanges.merged
 
     def twice(self, stored, changes):
         total = right(self, stored, changes)
         return total if total is None else 2 * total - stored.read().float()
 
-    monkeypatch.setattr(merge_files._Adapter, "merged", twice)
+    monkeypatch.setattr(changes.AdapterChanges, "merged", twice)
     for kind in ("merged-fp32", "gguf-f32"):
         with pytest.raises(NotProved, match="beside the trained model"):
             export(run, kind, tmp_path)

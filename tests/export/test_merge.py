@@ -216,7 +216,7 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
     got = answers(plain.float(), ids)[0]
     expected = answers(model, ids)[0]
     assert (got - expected).norm() <= 1e-2 * expected.norm()
-    index = tmp_path / "merged" / weight_files.INDEX
+    index = tmp_path / "merged" / weight_files.INDEX_FILE
     if files > 1:
         assert set(json.loads(index.read_text())["weight_map"]) == set(plain.state_dict())
     assert "quantization_config" not in json.loads(

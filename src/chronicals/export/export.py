@@ -23,7 +23,7 @@ from chronicals.export import (
 )
 from chronicals.export.card import card
 from chronicals.export.hub import push
-from chronicals.export.merge import of_a_reward_model
+from chronicals.export.merge import reward_model_refusal
 from chronicals.export.ollama import modelfile
 from chronicals.export.progress import without_bars
 from chronicals.export.proof import Proof
@@ -282,7 +282,7 @@ def _check_no_score(model: Any, base_model: str | None) -> None:
                 "with save_model"
             )
     elif (saved := SavedModel.find(model, base_model)).is_scored():
-        raise ExportError(of_a_reward_model(saved))
+        raise ExportError(reward_model_refusal(saved))
 
 
 def _stored(model: Any, tokenizer: Any, place: Path) -> str | Path:
