@@ -17,7 +17,7 @@ FLOORS = [
     {"patching", "saving"},
     {"lora", "moe"},
     {"models"},
-    {"attention", "quantization", "optimizers", "memory"},
+    {"attention", "formats", "quantization", "optimizers", "memory"},
     {"kernels"},
 ]
 LEAVES = [
