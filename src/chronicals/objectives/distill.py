@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -34,10 +35,11 @@ from chronicals.kernels.linear_distillation import (
     distillation_of_logits,
     linear_distillation,
 )
-from chronicals.models import Head, PresentedModel, Term, Terms
+from chronicals.models import Head, PresentedModel, Term, Terms, embedding_table
 from chronicals.models.loading import without_field
+from chronicals.objectives.columns import Column, Columns
 from chronicals.objectives.registry import register
-from chronicals.objectives.same_tokenizer import OF_ITS_BASE, check_same_tokenizer
+from chronicals.objectives.same_tokenizer import ADAPTER_BASE_REMEDY, check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
 from chronicals.saving import SavedModel
 
@@ -233,6 +235,55 @@ class Distill(Objective):
         """The teacher, where nothing is stored of it."""
         return {} if self.settings.stored_tokens is not None else self.teacher(tokenizer)
 
+    def frozen_columns(
+        self, model: Any, tokenizer: Any, config: ChronicalsConfig
+    ) -> Sequence[Columns]:
+        """Declare the teacher's predictions for every target, if they are stored: k token ids and
+        their log-probabilities.
+        """
+        given = self.settings
+        if given.stored_tokens is None:
+            return ()
+        saved = self.saved_teacher(tokenizer)
+        rows = embedding_table(model).shape[0]
+        self.vocabulary = min(rows, saved.embedding_rows(given.trust_remote_code))
+        identity = [
+            saved.identity(),
+            given.teacher_precision,
+            given.stored_tokens,
+            given.stored,
+            self.vocabulary,
+        ]
+        if given.stored == "drawn":
+            identity += [given.temperature, config.seed]
+        shape = (given.stored_tokens,)
+        return (
+            Columns(
+                TEACHER,
+                "predictions",
+                "target",
+                (Column(STORED_IDS, np.int32, shape), Column(STORED_LOG_P, np.float32, shape)),
+                self._teacher_predictions,
+                load=lambda: self.teacher(tokenizer)[TEACHER],
+                identity=identity,
+                setting=f"distill.stored_tokens={given.stored_tokens}",
+            ),
+        )
+
+    def _teacher_predictions(
+        self, teacher: PresentedModel, batch: Batch, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the stored tokens of the Batch's targets, ``chunk_size`` rows of logits at a time,
+        over the ids that teacher and student have in common.
+        """
+        head = teacher.head
+        states = teacher.logits(batch) if head is None else teacher.hidden_states(batch)
+        states = states[batch.targets != IGNORED]
+        for first in range(0, len(states), self.chunk_size):
+            rows = states[first : first + self.chunk_size]
+            logits = rows if head is None else head.logits(rows)
+            yield self.tokens_to_store(logits[:, : self.vocabulary], generator)
+
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
         given = self.settings
         if given.stored_tokens is not None:
@@ -261,7 +312,7 @@ class Distill(Objective):
         """
         given = self.settings
         try:
-            saved = SavedModel.find(given.teacher, remedy=OF_ITS_BASE)
+            saved = SavedModel.find(given.teacher, remedy=ADAPTER_BASE_REMEDY)
             check_same_tokenizer(
                 tokenizer, saved.tokenizer(given.trust_remote_code), self._said, REMEDY
             )
@@ -300,9 +351,9 @@ class Distill(Objective):
     def _said(self) -> str:
         return f"distill={{'teacher': {self.settings.teacher!r}}}"
 
-    def kept(self, logits: Tensor, drawing: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What is stored of a teacher's logits ``[n, V]``: int64 ids and fp32 log-probabilities,
-        ``[n, k]`` both.
+    def tokens_to_store(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Choose the stored tokens of a teacher's logits ``[n, V]``: int64 ids and fp32
+        log-probabilities, ``[n, k]`` both.
 
         The likeliest tokens have their own log-probabilities. Drawn ones stand for their shares of
         the draws, which were made at the temperature of the run and are divided by it again; the
@@ -317,7 +368,7 @@ class Distill(Objective):
         ids = (
             (logits.float() / temperature)
             .softmax(-1)
-            .multinomial(k, replacement=True, generator=drawing)
+            .multinomial(k, replacement=True, generator=generator)
         )
         counts = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(
             1, ids, torch.ones_like(ids, dtype=torch.float32)
