@@ -32,7 +32,7 @@ class Column:
         name: key in ``Batch.segments`` (values of documents) or ``Batch.tokens`` (values of
             targets), and in the stored files.
         dtype: of its values.
-        shape: of one value.
+        shape: of one value; a document's is a scalar.
     """
 
     name: str
@@ -69,6 +69,12 @@ class Columns:
     load: Callable[[], Any] | None = None
     identity: Any = None
     setting: str = ""
+
+    def __post_init__(self) -> None:
+        if self.per == "document" and any(column.shape for column in self.columns):
+            raise ValueError(
+                f"{self.name}: a document has one number in a column; shape must be ()"
+            )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from chronicals.objectives.pairs import (
     reward_metrics,
 )
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 @register("cpo")
@@ -33,6 +33,7 @@ class CPO(PairObjective):
     """Raises the odds of the chosen answer over the rejected one, and its probability."""
 
     name = "cpo"
+    papers = (Paper("CPO", "Xu et al., 2024, eq. 3 to 5"),)
 
     @settings
     class Settings:

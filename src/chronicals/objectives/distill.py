@@ -40,7 +40,7 @@ from chronicals.models.loading import without_field
 from chronicals.objectives.columns import Column, Columns
 from chronicals.objectives.registry import register
 from chronicals.objectives.same_tokenizer import ADAPTER_BASE_REMEDY, check_same_tokenizer
-from chronicals.objectives.terms import Objective, settings
+from chronicals.objectives.terms import Objective, Paper, settings
 from chronicals.saving import SavedModel
 
 TEACHER = "teacher"
@@ -82,6 +82,10 @@ class Distill(Objective):
     """
 
     of_tokens = True
+    papers = (
+        Paper("knowledge distillation", "Hinton et al., 2015, section 2"),
+        Paper("truncated teacher distributions", "Peng et al., 2024 (arXiv 2410.16215)"),
+    )
 
     @settings
     class Settings:

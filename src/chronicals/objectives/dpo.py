@@ -31,7 +31,7 @@ from chronicals.objectives.pairs import (
 )
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 Loss = Literal["sigmoid", "hinge", "robust", "sigmoid_norm"]
 
@@ -57,6 +57,13 @@ class DPO(PairObjective, WithReference):
     """Raises the odds of the chosen answer over the rejected one, beside a reference policy."""
 
     name = "dpo"
+    papers = (
+        Paper("DPO", "Rafailov et al., 2023, eq. 7"),
+        Paper("conservative DPO (cDPO)", "Mitchell, 2023"),
+        Paper("robust DPO", "Chowdhury et al., 2024, eq. 9"),
+        Paper("hinge loss (SLiC)", "Zhao et al., 2023"),
+        Paper("length-normalised DPO", "Lambert et al., 2024 (Tülu 3)"),
+    )
 
     @settings
     class Settings(ReferenceSettings):

@@ -16,7 +16,7 @@ from chronicals.objectives.definitions import log_ratio
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 def ipo_losses(h: Tensor, tau: float) -> Tensor:
@@ -29,6 +29,7 @@ class IPO(PairObjective, WithReference):
     """Holds the difference of both log-ratios at 1 / 2τ."""
 
     name = "ipo"
+    papers = (Paper("IPO", "Azar et al., 2023, eq. 17"),)
 
     @settings
     class Settings(ReferenceSettings):

@@ -30,7 +30,7 @@ from chronicals.objectives.definitions import document_of, log_ratio
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Count, ScoredDocument, Value, settings
+from chronicals.objectives.terms import Count, Paper, ScoredDocument, Value, settings
 
 OWN = 0
 MISMATCHED = 1
@@ -76,6 +76,7 @@ class KTO(WithReference):
     """
 
     row_kinds = (JUDGED,)
+    papers = (Paper("KTO", "Ethayarajh et al., 2024, eq. 8"),)
     full_learning_rate = 1e-6
     adapter_learning_rate = 1e-5
 

@@ -18,7 +18,7 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.kernels import linear_cross_entropy
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Objective
+from chronicals.objectives.terms import Objective, Paper
 
 ROWS = 4096
 """Rows of logits that exist at a time while a model is scored."""
@@ -33,6 +33,7 @@ class NextToken(Objective):
     """
 
     of_tokens = True
+    papers = (Paper("next-token prediction", "Radford et al., 2018, eq. 1"),)
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head

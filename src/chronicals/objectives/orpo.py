@@ -28,7 +28,7 @@ from chronicals.objectives.pairs import (
     reward_metrics,
 )
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -52,6 +52,7 @@ class ORPO(PairObjective):
     """
 
     name = "odds_ratio"
+    papers = (Paper("ORPO", "Hong et al., 2024, eq. 6 and 7"),)
     by_token = True
     full_learning_rate = 8e-6
     adapter_learning_rate = 1e-4

@@ -36,7 +36,7 @@ from chronicals.objectives.pairs import (
     why_flat,
 )
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Objective, ScoredDocument, settings
+from chronicals.objectives.terms import Objective, Paper, ScoredDocument, settings
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ class Reward(Objective):
     """Scores the chosen answer above the rejected one."""
 
     row_kinds = ("preference",)
+    papers = (
+        Paper("reward model", "Ouyang et al., 2022, eq. 1"),
+        Paper("rewards held around zero", "Eisenstein et al., 2023, eq. 2"),
+    )
     full_learning_rate = 1e-5
     adapter_learning_rate = 1e-4
     generates = False

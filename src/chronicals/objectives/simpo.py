@@ -16,7 +16,7 @@ from chronicals.models import Term, Terms
 from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 def simpo_losses(chosen: Tensor, rejected: Tensor, gamma: float) -> Tensor:
@@ -31,6 +31,7 @@ class SimPO(PairObjective):
     """
 
     name = "simpo"
+    papers = (Paper("SimPO", "Meng et al., 2024, eq. 6"),)
     by_token = True
 
     @settings
