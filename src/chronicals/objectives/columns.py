@@ -1,5 +1,5 @@
-"""What an objective declares that it needs before the first step: columns of the data, and the
-model that it compares with.
+"""Declarations of what an objective needs before the first step: columns of the data, and the model
+that it compares with.
 
 ``chronicals/training/columns.py`` computes the columns, caches them, and checks on resume.
 """
@@ -96,14 +96,13 @@ class ReferencePolicy:
         """
         if earlier["how"] == self.record["how"]:
             return None
-        before, now = (_setting_of(record) for record in (earlier, self.record))
+        before, now = (
+            f"reference_model={record.get('start')!r}"
+            if record["how"] == "reference_model"
+            else f"reference={record['how']!r}"
+            for record in (earlier, self.record)
+        )
         return (
             f"the run's reference policy is {before}, and now it would be {now}; resume with the "
             "setting that it began with"
         )
-
-
-def _setting_of(record: Record) -> str:
-    if record["how"] == "reference_model":
-        return f"reference_model={record.get('start')!r}"
-    return f"reference={record['how']!r}"

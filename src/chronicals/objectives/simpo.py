@@ -20,14 +20,14 @@ from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 def simpo_losses(chosen: Tensor, rejected: Tensor, gamma: float) -> Tensor:
-    """The loss of each pair, of the rewards ``[G]`` of both answers."""
+    """Return the loss of each pair, given the rewards ``[G]`` of both answers."""
     return -F.logsigmoid(chosen - rejected - gamma)
 
 
 @register("simpo")
 class SimPO(PairObjective):
-    """Raises the mean log-probability of the chosen answer's tokens over that of the rejected
-    one's, by a margin.
+    """An objective that raises the mean log-probability of the chosen answer's tokens over that of the
+    rejected one's, by a margin.
     """
 
     name = "simpo"
