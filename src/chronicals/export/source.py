@@ -25,10 +25,10 @@ from chronicals.formats.part_names import language_name, reads_images
 from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, without_adapters
+from chronicals.objectives.reference import with_reference
 from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data
-from chronicals.training.reference_record import with_reference
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",

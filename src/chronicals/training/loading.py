@@ -26,10 +26,12 @@ from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
 from chronicals.training.alike import prove_alike
 from chronicals.training.needed_memory import choose_sharding, sharing_of, smallest_card
-from chronicals.training.reference_record import LOADED_FROM
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
 logger = logging.getLogger(__name__)
+
+LOADED_FROM = "_chronicals_loaded_from"
+"""Attribute of a model that nothing has changed since it was loaded: its ``SavedModel``."""
 
 
 def load_to_train(

@@ -16,9 +16,9 @@ class TargetColumn:
     """Values of the targets of some documents.
 
     Attributes:
-        values: ``[rows, ...]``, the targets of a document in their order, one behind the other.
-        starts: int64 ``[documents]``, where each begins.
-        counts: int64 ``[documents]``, targets of each.
+        values: ``[rows, ...]``, the values of each document's targets in their order.
+        starts: int64 ``[documents]``, first row of each document.
+        counts: int64 ``[documents]``, targets of each document.
     """
 
     values: np.ndarray
@@ -54,7 +54,7 @@ class TargetColumn:
         """Return the values at the targets of a Batch, zero elsewhere, ``[T, ...]``.
 
         Args:
-            documents: int64, those of the Batch in their order.
+            documents: int64, the documents of the Batch in their order.
             is_target: bool ``[T]``.
         """
         column = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
