@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny
+from chronicals.distributed.alike import fingerprint, fingerprint_over
 from chronicals.training import alike
-from chronicals.training.alike import fingerprint, fingerprint_over
 from chronicals.training.stored_reference import digest_of
 
 DTYPES = [

@@ -1,4 +1,4 @@
-"""Whether processes may share packs, each some of their documents and a part of long ones
+"""Packs that several processes share, each with some documents and a part of long ones
 (``context_parallel``).
 """
 
@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chronicals.attention import why_not_divided
-from chronicals.batch import IGNORED, Batch, Context
+from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import TokenStore
 from chronicals.data.packs.dealing import NOBODY, part_of, share_of
@@ -25,6 +26,8 @@ from chronicals.distributed import WAITING, Mesh
 from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, embedding_table, in_evaluation, why_neighbours_matter
 from chronicals.objectives import Objective
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Course, Decision, Load, Policy, register
 
 logger = logging.getLogger(__name__)
 
@@ -124,39 +127,66 @@ def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfi
     )
 
 
-def check_context(
-    presented: PresentedModel, objective: Objective, config: ChronicalsConfig, ranks: Mesh
-) -> None:
-    """Raises ConfigurationError where processes share packs and this training cannot be divided
-    by tokens.
-    """
-    if ranks.context is None:
-        return
-    reason = None
-    for model in (presented, *objective.frozen.values()):
-        reason = reason or _why_not(model, config.max_seq_length, ranks.context)
-    if reason:
-        raise ConfigurationError(
-            f"context_parallel={ranks.context.count}: {reason}; leave it out (or set it to 1)"
+class ContextParallel(Policy):
+    """Several processes share each pack: documents, and parts of those too long for one."""
+
+    name = "context_parallel"
+    title = ""  # the log has a line of its own, which sharing_packs writes
+    before_memory = True
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        return config.context_parallel > 1
+
+    def why_not(self, facts: Facts) -> str | None:
+        """Return what keeps documents of a model's packs from being split over processes."""
+        model = facts.model
+        name = type(model).__name__
+        if not facts.packed:
+            return f"{name} takes documents as padded rows"
+        if facts.one_by_one:
+            return f"{name} attends to one document after the other"
+        if skips_layers(model):
+            return f"{name} skips layers at random, each process others"
+        if facts.records_routers:
+            return f"the router loss of {name} is one of whole packs"
+        if reason := why_neighbours_matter(model.config, facts.config.max_seq_length):
+            return reason
+        shape = ModelShape.of(model.config)
+        undivided = why_not_divided(shape.heads, shape.kv_heads, facts.exchanging)
+        return undivided and f"{undivided}; context_heads=1 divides none"
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        self.check(facts)
+        if facts.context == 1:
+            return Decision(self.name, False, "not asked for")
+        return Decision(self.name, True, "as asked")
+
+    def check(self, facts: Facts) -> None:
+        """Raise ConfigurationError where packs are shared and the model cannot take them so."""
+        if facts.context > 1 and (reason := self.why_not(facts)):
+            raise ConfigurationError(
+                f"context_parallel={facts.context}: {reason}; leave it out (or set it to 1)"
+            )
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """A process has its part of the tokens of a forward pass."""
+        return replace(load, step=replace(load.step, tokens=load.step.tokens // facts.context))
+
+
+CONTEXT_PARALLEL = register(ContextParallel())
+
+
+def check_frozen_context(facts: Facts, frozen: Iterable[PresentedModel]) -> None:
+    """Raise ConfigurationError where a frozen model of the objective cannot take shared packs."""
+    for presented in frozen:
+        other = replace(
+            facts,
+            model=presented.model,
+            packed=presented.packed,
+            one_by_one=presented.one_by_one,
+            records_routers=presented.records_routers,
         )
-
-
-def _why_not(presented: PresentedModel, width: int, context: Context) -> str | None:
-    """What keeps documents of a model's packs from being split over ranks."""
-    name = type(presented.model).__name__
-    shape = ModelShape.of(presented.model.config)
-    if not presented.packed:
-        return f"{name} takes documents as padded rows"
-    if presented.one_by_one:
-        return f"{name} attends to one document after the other"
-    if skips_layers(presented.model):
-        return f"{name} skips layers at random, each process others"
-    if presented.records_routers:
-        return f"the router loss of {name} is one of whole packs"
-    if reason := why_neighbours_matter(presented.model.config, width):
-        return reason
-    undivided = why_not_divided(shape.heads, shape.kv_heads, context.inner)
-    return undivided and f"{undivided}; context_heads=1 divides none"
+        CONTEXT_PARALLEL.check(other)
 
 
 @torch.no_grad()
