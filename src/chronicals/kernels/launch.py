@@ -179,11 +179,9 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that one program may have."""
-    return (
-        torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        if device.type == "cuda"
-        else 0
-    )  # type: ignore[attr-defined]
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def next_power_of_2(n: int) -> int:

@@ -58,11 +58,8 @@ def load_to_train(
     """
     kind = OBJECTIVES[config.objective]
     place = saved.place
-    plain = (
-        not saved.adapted
-        and gguf_of(place) is None
-        and kind.load.__func__ is Objective.load.__func__
-    )  # type: ignore[attr-defined]
+    loads_as_usual = kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
+    plain = not saved.adapted and gguf_of(place) is None and loads_as_usual
     by_rows = (
         ranks.count > 1
         and plain
