@@ -39,7 +39,7 @@ from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit
 from chronicals.policies.facts import WEIGHTS, trains_layers
 from chronicals.policies.needed_memory import expected_memory
-from chronicals.policies.sharding import SHARDING
+from chronicals.policies.solver import settle_sharding
 from chronicals.policies.weight_copies import choose_sharding
 from chronicals.quantization import Experts4bit, PackedLinear
 
@@ -140,9 +140,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         )
     facts = Facts(config, model, gpus, context, here=machines.cards, total=machines.memory)
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
-    sharding = SHARDING.chosen(facts)
-    if facts.divides_weights:
-        facts = replace(facts, config=facts.config.fitted(sharding_ranks=sharding.among))
+    facts, sharding = settle_sharding(facts)
     config = facts.config
     frees, memory = expected_memory(facts)
     fitted = fit(facts, sharding, memory)

@@ -32,7 +32,7 @@ class OffloadActivations(Policy):
         return "as asked, beside the computation"
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """Of the activations only a window stays on the card."""
+        """Only a window of the activations stays on the card."""
         return replace(load, step=replace(load.step, offloads=True))
 
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What makes a run take less memory, for the words of a run that does not fit."""
+"""Remedies of a run that does not fit, for its error."""
 
 from __future__ import annotations
 

@@ -34,7 +34,6 @@ from chronicals.models import embedding_table, has_4bit_experts, kept_in_fp32
 from chronicals.models.rows import STORED, StoredRows
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
-from chronicals.policies.context_parallel import skips_layers
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts, trains_layers
 from chronicals.policies.needed_memory import adapts_output
@@ -50,7 +49,8 @@ BLOCK = 256
 
 def check_divisible(facts: Facts, among: int) -> None:
     """Raise ConfigurationError where weights cannot be divided among so many processes."""
-    if reason := why_not_divisible(facts) or why_not_cut(facts, among):
+    reason = why_not_divisible(facts) or why_not_cut(facts, among)
+    if reason:
         raise ConfigurationError(f"sharding='weights': {reason}; or take sharding='optimizer'")
 
 
@@ -60,7 +60,7 @@ def why_not_divisible(facts: Facts) -> str | None:
     name = type(model).__name__
     if not decoder_layers(model):
         return f"{name} has no list of decoder layers"
-    if skips_layers(model):
+    if facts.skips_layers:
         return (
             f"{name} skips layers at random, each process others, while all gather the same: "
             "set its layerdrop to 0"
@@ -68,21 +68,23 @@ def why_not_divisible(facts: Facts) -> str | None:
     if has_4bit_experts(model):
         return f"{name} has its experts in 4 bits, which stay whole: leave quantization out"
     asked = {policy.name for policy in policies() if policy.asked(facts.config)}
-    if reason := why_excluded("divided weights", asked, facts):
-        return reason
-    if not facts.trains_layers:
-        return _why_not_as_bytes(model)
-    if fp32 := sorted(kept_in_fp32(model, GATHERED_TYPES[facts.config.mixed_precision])):
+    excluded = why_excluded("divided weights", asked, facts)
+    if excluded or not facts.trains_layers:
+        return excluded or _why_not_as_bytes(model)
+    in_fp32 = sorted(kept_in_fp32(model, GATHERED_TYPES[facts.config.mixed_precision]))
+    if in_fp32:
         return (
-            f"{name} keeps {', '.join(fp32)} in fp32, and FSDP gathers the weights of a layer "
+            f"{name} keeps {', '.join(in_fp32)} in fp32, and FSDP gathers the weights of a layer "
             "in one dtype"
         )
-    if reason := why_excluded("divided trained weights", asked, facts):
-        return reason
+    excluded = why_excluded("divided trained weights", asked, facts)
+    if excluded:
+        return excluded
     if any(not p.is_floating_point() for p in model.parameters()):
         return f"weights of {name} are packed, and others of its layers are trained"
-    if scalar := next((path for path, p in model.named_parameters() if not p.ndim), None):
-        return f"{scalar} has no rows"
+    for path, parameter in model.named_parameters():
+        if not parameter.ndim:
+            return f"{path} has no rows"
     return None
 
 
@@ -230,7 +232,8 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
             prove_alike(ranks, {"weights": fingerprint(model.parameters())})
             product = PRODUCT_TYPES[config.mixed_precision]
             gathers = shard_frozen(layers, ranks, sharing, device, product)
-        if reason := shard_embedding(model, gathers.rank, gathers.count, device, gathers.group):
+        reason = shard_embedding(model, gathers.rank, gathers.count, device, gathers.group)
+        if reason:
             logger.info("sharding: the embedding stays whole on every process: %s", reason)
         model.to(device)
         ranks.same_weights(whole_parts(model.parameters()))

@@ -115,6 +115,7 @@ class Facts:
 
     @property
     def on_card(self) -> bool:
+        """True if the model runs on a card."""
         return input_device(self.model).type == "cuda"
 
     @property
@@ -129,10 +130,18 @@ class Facts:
 
     @property
     def trains_layers(self) -> bool:
+        """True if weights of decoder layers other than adapters are trained."""
         return trains_layers(self.model)
 
     @property
+    def skips_layers(self) -> bool:
+        """True if a training pass leaves layers out at random."""
+        fields = ("layerdrop", "decoder_layerdrop")
+        return any(getattr(self.model.config, field, 0) for field in fields)
+
+    @property
     def trained(self) -> list[torch.nn.Parameter]:
+        """Parameters that require a gradient."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property

@@ -35,7 +35,8 @@ class ProductsInFP8(Policy):
         return config.use_fp8
 
     def why_not(self, facts: Facts) -> str | None:
-        if lacks := lacks_fp8(input_device(facts.model)):
+        lacks = lacks_fp8(input_device(facts.model))
+        if lacks:
             return f"{lacks}; leave it out"
         if facts.unfused is None:
             if facts.tokens % MULTIPLE:

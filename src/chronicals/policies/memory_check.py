@@ -61,7 +61,8 @@ def refuse_what_cannot_fit(
         f"and of the card's {memory.total / GIB:.1f} GiB tensors fill at most "
         f"{filled / GIB:.1f}: {(held - filled) / GIB:.1f} GiB are short; {shorter}."
     )
-    if ways := ways_to_take_less(config, ranks, shorter_rows=False):
+    ways = ways_to_take_less(config, ranks, shorter_rows=False)
+    if ways:
         message += f" Less is taken by {'; or '.join(ways)}."
     raise ConfigurationError(f"{message} To start it all the same, set check_memory=False")
 

@@ -70,7 +70,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Course:
-    """Where the solver stands when a policy decides.
+    """State of the solver when a policy decides.
 
     Attributes:
         standing: names of the policies and conditions that exclude others: what is asked for and
@@ -157,7 +157,8 @@ class Policy:
         """
         if not self.asked(facts.config):
             return Decision(self.name, False, "not asked for")
-        if reason := why_excluded(self.name, course.standing, facts) or self.why_not(facts):
+        reason = why_excluded(self.name, course.standing, facts) or self.why_not(facts)
+        if reason:
             raise ConfigurationError(f"{self.setting}: {reason}")
         return Decision(self.name, True, self.words(facts))
 

@@ -25,7 +25,7 @@ CHECKPOINTED = "_chronicals_checkpointed"
 
 
 class RecomputeLayers(Policy):
-    """As asked for; else as much as the memory needs."""
+    """Recomputation as asked for; else as much of it as the memory needs."""
 
     name = "use_gradient_checkpointing"
     title = "activation recomputation"
@@ -58,7 +58,8 @@ class RecomputeLayers(Policy):
         if asked == LAYERS:
             return Decision(self.name, True, f"as asked, {LAYERS} recomputed", layers=None)
         if asked == CHEAP:
-            if reason := self.why_not(facts):
+            reason = self.why_not(facts)
+            if reason:
                 raise ConfigurationError(f"{self.setting}: {reason}")
             return Decision(self.name, True, f"as asked, {CHEAP} recomputed", CHEAP)
         if asked == NOTHING:

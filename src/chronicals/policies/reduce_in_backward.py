@@ -11,7 +11,7 @@ from chronicals.policies.policy import Course, Decision, Load, Policy, register
 
 
 class ReduceInBackward(Policy):
-    """As asked for, or where all gradients would not fit, or where no graphs are in the way."""
+    """Sums as asked for, or where all gradients would not fit, or where no graphs are in the way."""
 
     name = "reduce_in_backward"
     title = "gradients summed in the backward pass"
@@ -39,7 +39,8 @@ class ReduceInBackward(Policy):
             return Decision(self.name, False, "weights are divided, and sums with them")
         if not course.sharding.runs:
             return Decision(self.name, False, course.sharding.reason, matters=asked)
-        if excluded := why_excluded(self.name, course.standing, facts):
+        excluded = why_excluded(self.name, course.standing, facts)
+        if excluded:
             return Decision(self.name, False, excluded)
         if not asked and facts.config.memory is not None:
             return Decision(self.name, False, "not among memory")

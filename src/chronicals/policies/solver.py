@@ -35,9 +35,7 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
         ConfigurationError: a policy that was asked for cannot run, or the run does not fit its
             card.
     """
-    sharding = SHARDING.chosen(facts)
-    if facts.divides_weights:
-        facts = replace(facts, config=facts.config.fitted(sharding_ranks=sharding.among))
+    facts, sharding = settle_sharding(facts)
     frees, memory = expected_memory(facts)
     sharding = SHARDING.kept_whole(facts, sharding, memory)
     standing = asked_for(facts, frees) | conditions(facts)
@@ -59,6 +57,19 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
         if not policy.before_memory:
             course = _decided(policy.name, facts, course, decisions)
     return {policy.name: decisions[policy.name] for policy in policies()}
+
+
+def settle_sharding(facts: Facts) -> tuple[Facts, Decision]:
+    """Return the facts with the number of processes that share a copy of the weights, and the
+    decision on sharding.
+
+    Raises:
+        ConfigurationError: weights cannot be divided as they are asked to be.
+    """
+    sharding = SHARDING.chosen(facts)
+    if facts.divides_weights:
+        facts = replace(facts, config=facts.config.fitted(sharding_ranks=sharding.among))
+    return facts, sharding
 
 
 def _decided(name: str, facts: Facts, course: Course, decisions: dict[str, Decision]) -> Course:

@@ -45,7 +45,8 @@ from chronicals.patching import (
     unfuse_weights,
 )
 from chronicals.policies import Decision, Facts, Stage, apply_policies, decide, summary
-from chronicals.policies.context_parallel import check_frozen_context, prove_context
+from chronicals.policies.context_parallel import check_frozen_context
+from chronicals.policies.context_proof import prove_context
 from chronicals.policies.facts import WEIGHTS
 from chronicals.policies.policy import policies
 from chronicals.policies.recompute_layers import forget_recomputation, stop_other_recomputation
