@@ -184,7 +184,7 @@ def _beside_frozen_shares(model: Any, element: int, among: int) -> int:
     gathered = 0
     read = 0
     for layer in decoder_layers(model):
-        sizes = {module: frozen_bytes(module, element) for module in layer.modules()}
+        sizes: dict[Any, int] = {m: frozen_bytes(m, element) for m in layer.modules()}
         whole = sum(sizes.values())
         total += whole
         gathered = max(gathered, whole)
