@@ -28,25 +28,20 @@ took longer by ``MEETING`` and the time that all it sent takes over the link, wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.memory import LAYERS, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
+from chronicals.policies import Facts, fit
+from chronicals.policies.facts import WEIGHTS, trains_layers
+from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.solver import settle_sharding
+from chronicals.policies.weight_copies import choose_sharding
 from chronicals.quantization import Experts4bit, PackedLinear
-from chronicals.training.needed_memory import (
-    asked_recomputation,
-    choose_sharding,
-    expected_memory,
-    gathered_bytes,
-    layers_that_stay,
-    sharing_of,
-)
-from chronicals.training.weight_sharding import WEIGHTS, trains_layers
 
 BACKWARD = 2 / 3
 """Of a step's computation."""
@@ -143,18 +138,20 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         raise ConfigurationError(
             f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}"
         )
-    config = _with_sharding(config, model, gpus, machines)
-    frees, needed = expected_memory(config, model, gpus, context, whole=True, total=machines.memory)
-    policy, again = _recomputed(config, needed)
-    stay, size = _staying(config, model, gpus, needed, policy, None if policy == LAYERS else again)
-    held = needed.needed(policy, again) + stay * size
-    again = needed.layers if policy == LAYERS else again
+    facts = Facts(config, model, gpus, context, here=machines.cards, total=machines.memory)
+    facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
+    facts, sharding = settle_sharding(facts)
+    config = facts.config
+    frees, memory = expected_memory(facts)
+    fitted = fit(facts, sharding, memory)
+    again = fitted.layers_again
+    stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     computing = (
         tokens
         // context
-        * _flops_a_token(model, config, again / max(needed.layers, 1))
+        * _flops_a_token(model, config, again / max(memory.layers, 1))
         / machines.flops
     )
     if config.sharding == WEIGHTS and gpus > 1:
@@ -164,8 +161,8 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     slowed = MEETING + hidden / machines.link if gpus > 1 else 0.0
     return Plan(
         gpus,
-        held,
-        held <= machines.memory,
+        fitted.held,
+        fitted.held <= machines.memory,
         config.sharding,
         again,
         stay,
@@ -215,47 +212,6 @@ def _exposed_divided(
     return (forward + backward - hidden) / near + (
         summed - beside
     ) / far + afterwards, hidden + beside
-
-
-def _with_sharding(
-    config: ChronicalsConfig, model: Any, gpus: int, machines: Machines
-) -> ChronicalsConfig:
-    """As the trainer chooses where nothing is asked: whether weights are divided, and among how
-    many cards.
-    """
-    chosen = config.fitted(
-        sharding=choose_sharding(config, model, gpus, machines.memory, machines.cards)
-    )
-    if chosen.sharding != WEIGHTS or gpus == 1:
-        return chosen
-    return chosen.fitted(
-        sharding_ranks=sharing_of(chosen, model, gpus, machines.memory, machines.cards)
-    )
-
-
-def _staying(
-    config: ChronicalsConfig,
-    model: Any,
-    gpus: int,
-    needed: Estimate,
-    policy: str,
-    again: int | None,
-) -> tuple[int, int]:
-    """How many of the last layers stay gathered between their passes, as the trainer decides,
-    and the bytes of one.
-    """
-    if config.sharding != WEIGHTS or gpus == 1 or not trains_layers(model):
-        return 0, 0
-    size = gathered_bytes(config, model)
-    return layers_that_stay(needed, policy, again, size), size
-
-
-def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:
-    """As asked, else as the trainer chooses: what every layer recomputes, and how many of the
-    first are recomputed whole.
-    """
-    asked = asked_recomputation(config)
-    return needed.choice() if asked is None else (asked, 0)
 
 
 def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
