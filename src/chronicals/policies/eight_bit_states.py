@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig
 from chronicals.optimizers import moments_in_8_bits
-from chronicals.optimizers.adam_8bit import SMALLEST
+from chronicals.optimizers.adam_8bit import MIN_8BIT_ELEMENTS
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Load, Policy, Remedy, register
 from chronicals.policies.state_bytes import state_bytes
@@ -27,7 +27,7 @@ class EightBitStates(Policy):
         if not facts.trained or any(p.numel() for p in moments_in_8_bits(facts.model)):
             return None
         return (
-            f"no trained matrix but embeddings has {SMALLEST} elements, and smaller ones keep "
+            f"no trained matrix but embeddings has {MIN_8BIT_ELEMENTS} elements, and smaller ones keep "
             "their states in fp32; leave it out"
         )
 
@@ -36,7 +36,7 @@ class EightBitStates(Policy):
         share = sum(p.numel() for p in moments_in_8_bits(facts.model)) / max(trained, 1)
         return (
             f"as asked, the moments of {share:.1%} of the trained weights; embeddings, vectors "
-            f"and matrices under {SMALLEST} elements in fp32"
+            f"and matrices under {MIN_8BIT_ELEMENTS} elements in fp32"
         )
 
     def bytes(self, facts: Facts, load: Load) -> Load:

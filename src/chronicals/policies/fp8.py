@@ -8,7 +8,7 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
-from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.models import input_device
 from chronicals.moe.routers import experts_per_token
 from chronicals.patching import experts, run_experts_in_fp8, run_in_fp8
@@ -39,11 +39,11 @@ class ProductsInFP8(Policy):
         if lacks:
             return f"{lacks}; leave it out"
         if facts.unfused is None:
-            if facts.tokens % MULTIPLE:
+            if facts.tokens % FP8_MULTIPLE:
                 shared = " / context_parallel" if facts.context > 1 else ""
                 return (
                     f"batch_size * max_seq_length{shared}={facts.tokens} is no multiple of "
-                    f"{MULTIPLE}; leave it out"
+                    f"{FP8_MULTIPLE}; leave it out"
                 )
         elif not has_fused_experts(facts):
             return (

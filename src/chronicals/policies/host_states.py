@@ -25,7 +25,7 @@ class OffloadOptimizerStates(Policy):
         moved = states_in_host_memory(facts.model)
         if any(p.numel() for p in facts.trained) and not moved:
             return (
-                f"no trained weight has {host_states.SMALLEST} elements, and smaller ones keep "
+                f"no trained weight has {host_states.MIN_HOST_ELEMENTS} elements, and smaller ones keep "
                 "their states where they are; leave it out"
             )
         size = state_bytes(facts.config, facts.model, moved)

@@ -17,9 +17,9 @@ from chronicals.distributed import (
     put_whole,
     shard_frozen,
 )
+from chronicals.formats.gguf.reader import gguf_of
 from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
-from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import (
     DTYPES,
     is_packed,
@@ -35,9 +35,11 @@ from chronicals.policies.facts import PRODUCT_TYPES, WEIGHTS
 from chronicals.policies.weight_copies import choose_sharding, ranks_per_copy, smallest_card
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
-from chronicals.training.reference_record import LOADED_FROM
 
 logger = logging.getLogger(__name__)
+
+LOADED_FROM = "_chronicals_loaded_from"
+"""Attribute of a model that nothing has changed since it was loaded: its ``SavedModel``."""
 
 
 def load_to_train(

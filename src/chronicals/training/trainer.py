@@ -30,6 +30,7 @@ from chronicals.policies.facts import WEIGHTS
 from chronicals.policies.weight_copies import with_sharding
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
+from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
@@ -57,8 +58,6 @@ from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
 from chronicals.training.session import Session, prepared
 from chronicals.training.stopping import Stop
-from chronicals.training.stored_predictions import with_predictions
-from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
 from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.versions import check_versions_for
@@ -217,7 +216,7 @@ class ChronicalsTrainer:
         ):
             objective = self.objective
             given = [store for store in (train_store, eval_store) if store is not None]
-            train_store, *held = with_predictions(
+            train_store, *held = with_frozen_columns(
                 given, objective, model, self.tokenizer, config, self.ranks
             )
             eval_store = held[0] if held else None
@@ -284,12 +283,10 @@ class ChronicalsTrainer:
         config = self.config
         model = self.model
         limited = partial(self._watch.limited, "computing the reference, before the first step")
-        reference = StoredReference(
-            session, partial(self._stream, epochs=1, shuffle=False), limited
-        )
-        reference.keep(self.output_dir, resumed)
-        train_store = reference.beside(train_store)
-        eval_store = None if eval_store is None else reference.beside(eval_store)
+        columns = StartColumns(session, partial(self._stream, epochs=1, shuffle=False), limited)
+        columns.write_or_compare(self.output_dir, resumed)
+        train_store = columns.beside(train_store)
+        eval_store = None if eval_store is None else columns.beside(eval_store)
         keep_anchor(session, train_store, self.output_dir, resumed)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
         run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
@@ -314,7 +311,7 @@ class ChronicalsTrainer:
         divided = model if session.decisions["sharding"].how == WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(
-            lambda: about_data(train_store, model, self.tokenizer, config, reference.record)
+            lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
         )
         loop = Loop(
             session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
