@@ -399,8 +399,8 @@ class Session:
 
     def _inspect(self, inspect: Callable[[], None]) -> None:
         """Call ``inspect`` with all sums; where a rank has a share of them, once for each bucket of
-    weights.
-    """
+        weights.
+        """
         if not isinstance(self.optimizer, ShardedAdamW):
             inspect()
             return
