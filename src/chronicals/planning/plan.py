@@ -54,13 +54,14 @@ come, and its host was told.
 
 @dataclass(frozen=True)
 class Machines:
-    """What a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a card
-    between machines.
+    """Cards that a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a
+    card between machines.
 
     Attributes:
         memory: bytes of a card.
-        cards: of a machine.
-        link, network: bytes a second that a card sends within its machine, and between machines.
+        cards: number of cards of a machine.
+        link: bytes a second that a card sends within its machine.
+        network: bytes a second that a card sends between machines.
         flops: FLOPs a second that a card reaches in training.
     """
 
@@ -77,19 +78,20 @@ class Machines:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on ``gpus`` cards.
+    """Plan of a run on ``gpus`` cards.
 
     Attributes:
         held: bytes that a card holds at most, recomputing as the trainer would choose.
-        fits: whether that is within its memory.
+        fits: True if that is within its memory.
         sharding: what is divided.
-        recomputed: layers that are recomputed.
-        stay: layers whose divided weights stay gathered between their passes.
-        in_backward: whether gradients are summed in the backward pass.
-        sent: bytes a card sends in a step.
-        tokens: of a step, on all cards.
-        computing, exposed, slowed: seconds of a step: of a card by itself, while nothing is
-            computed, and by which computing takes longer beside others.
+        recomputed: number of layers that are recomputed.
+        stay: number of layers whose divided weights stay gathered between their passes.
+        in_backward: True if gradients are summed in the backward pass.
+        sent: bytes that a card sends in a step.
+        tokens: tokens of a step, on all cards.
+        computing: seconds of a step of a card by itself.
+        exposed: seconds of a step in which nothing is computed.
+        slowed: seconds by which computing takes longer beside what is sent.
     """
 
     gpus: int
@@ -107,12 +109,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.computing + self.exposed + self.slowed
 
     @property
     def efficiency(self) -> float:
-        """Tokens a second and card beside those of a card by itself."""
+        """Tokens a second of a card, as a share of those of a card by itself."""
         return self.computing / self.seconds
 
     @property
@@ -176,7 +178,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
 
 
 def _exposed(sent: Traffic, rate: float, computing: float) -> tuple[float, float]:
-    """Seconds of all but attention that nothing hides, and the bytes that are hidden.
+    """Return the seconds of all but attention that nothing hides, and the bytes that are hidden.
 
     Args:
         computing: beside whose backward pass gradients are summed; 0 where they are summed
@@ -195,7 +197,7 @@ def _exposed_divided(
     sent: Traffic,
     computing: float,
 ) -> tuple[float, float]:
-    """As ``_exposed``, where weights are divided."""
+    """Return the same as ``_exposed``, where weights are divided."""
     near = machines.rate(config.sharding_ranks or gpus)
     far = machines.rate(gpus)
     forward, backward = gathered_in_passes(model, config, gpus, stay)
@@ -215,7 +217,7 @@ def _exposed_divided(
 
 
 def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
-    """Forward and backward; of a frozen weight no gradient is computed.
+    """Return FLOPs of a token, forward and backward, without gradients of frozen weights.
 
     Args:
         again: ratio of the layers that are computed twice.

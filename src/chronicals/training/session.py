@@ -82,7 +82,7 @@ def prepare(
     resumed: Path | None = None,
     tokenizer: Any = None,
 ) -> Session:
-    """The recipe, the only place that knows its order.
+    """Make a model ready to train, by the one recipe that knows the order.
 
     The caller has loaded the model, quantising it if it is to be quantised, and moved it to its
     device. The objective's frozen models come first, while the model is as it was loaded, then the
@@ -201,8 +201,9 @@ def prepared(
     resumed: Path | None = None,
     tokenizer: Any = None,
 ) -> Iterator[Session]:
-    """``prepare``; afterwards the model's weights are separate tensors again, and have no
-    gradients; frozen models are gone.
+    """Prepare a model as ``prepare`` does, and leave it as a caller can use it.
+
+    Afterwards its weights are separate tensors again and have no gradients; frozen models are gone.
     """
     try:
         yield prepare(model, config, objective, ranks, resumed, tokenizer)
@@ -327,12 +328,12 @@ class Session:
     def train_once(
         self, step: Step, inspect: Callable[[], None] | None = None
     ) -> dict[str, Tensor]:
-        """One optimizer step, within ``stepping``.
+        """Take one optimizer step, within ``stepping``.
 
         Args:
+            step: its micro-batches.
             inspect: called while gradients exist, before they are used, of all or of some at a
-                time; the step then runs without
-            graphs.
+                time; the step then runs without graphs.
 
         Returns:
             As ``train_step``.
@@ -393,11 +394,13 @@ class Session:
 
     @property
     def _sums(self) -> Mesh | Shards | WeightShards:
-        """What sums gradients over the ranks after the backward pass."""
+        """Mesh or shards that sum gradients over the ranks after the backward pass."""
         return self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
 
     def _inspect(self, inspect: Callable[[], None]) -> None:
-        """With all sums; where a rank has a share of them, once for each bucket of weights."""
+        """Call ``inspect`` with all sums; where a rank has a share of them, once for each bucket of
+        weights.
+        """
         if not isinstance(self.optimizer, ShardedAdamW):
             inspect()
             return
@@ -415,8 +418,8 @@ class Session:
 
 
 def _leave(model: Any) -> None:
-    """Weights, and the dtypes of their gradients, as they were given; gradients of a step that
-    failed are dropped.
+    """Leave weights and the dtypes of their gradients as they were given, and drop gradients of a
+    step that failed.
     """
     unfuse_weights(model)
     divide_again(model)
