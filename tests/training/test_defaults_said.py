@@ -11,8 +11,12 @@ import tiny
 from chronicals.cli.wording import Wording
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.training import session
-from chronicals.training.optimizer import as_rate, build_optimizer, say_learning_rates
+from chronicals.training.optimizer import (
+    HIGHEST_RATE_OF_B,
+    as_rate,
+    build_optimizer,
+    say_learning_rates,
+)
 from chronicals.training.step import rate_factor, warmup_of
 from chronicals.verification.reference import scheduled_rates
 
@@ -76,7 +80,7 @@ def test_the_limit_is_that_of_the_measured_curves():
     search = json.loads(CURVES.read_text())["methods"]["LoRA+"]["search"]
     losses = {16 * run["rate"]: run["held_out"] for run in search}
     trained = [rate for rate, loss in losses.items() if loss <= losses[min(losses)]]
-    assert max(trained) == pytest.approx(session.HIGHEST_RATE_OF_B)
+    assert max(trained) == pytest.approx(HIGHEST_RATE_OF_B)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import runs
 from chronicals.config import ConfigurationError
 from chronicals.models import quantise_experts
 from chronicals.patching import experts, experts_in_fp8, fp8_experts, fp8_layers, patch_parts
-from chronicals.policies import Facts, compiled_layers, facts, fp8
+from chronicals.policies import Facts, facts, fp8
+from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.policy import Course
 from comparison import equal
 
@@ -218,9 +219,8 @@ def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
     dense = Facts(config, families.build("llama"), unfused="not on a card")
     with pytest.raises(ConfigurationError, match="and none run"):
         in_fp8.decide(dense, course)
-    beside = Course(frozenset({"use_fp8"}), None, False, None)
-    compiled = compiled_layers.CompiledLayers().decide(asked, beside)
-    assert not compiled.runs and compiled.reason == "weights in FP8 are kept between calls"
+    reason = why_excluded("use_torch_compile", {"use_fp8"}, asked)
+    assert reason == "weights in FP8 are kept between calls"
 
 
 def test_adapters_beside_experts_in_4_bits(tmp_path, monkeypatch):
