@@ -28,7 +28,7 @@ from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensor
 from chronicals.export.whole import ROUNDED
 from chronicals.models.gguf_families import as_computed, family_of
 from chronicals.models.gguf_tensors import Restored
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import is_linear
 
 ERRORS = {
     "F32": 1e-6,
@@ -415,7 +415,7 @@ def as_rounded(model: Any, kind: str) -> Iterator[None]:
     """
     hooks = []
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear | PackedLinear) and kind != "f32":
+        if is_linear(module) and kind != "f32":
             hooks.append(
                 module.register_forward_pre_hook(
                     lambda _, given: (_rounded(given[0], kind), *given[1:])

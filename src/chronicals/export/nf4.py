@@ -31,7 +31,7 @@ from chronicals.models import load_model
 from chronicals.models.gguf_families import NotExpressible
 from chronicals.models.loading import load_without_weights, quantised_names
 from chronicals.models.packed_config import packed_description
-from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization import Packed, packed_layers
 from chronicals.quantization.bitsandbytes_format import STATE, stored_tensors
 from chronicals.quantization.nf4 import BLOCK
 
@@ -157,11 +157,7 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     """
     packed = load_model(aside, torch.bfloat16)
     stored_names = _quantised_names(source)
-    layers = {
-        f"{path}.weight": layer
-        for path, layer in packed.named_modules()
-        if isinstance(layer, Linear4bit)
-    }
+    layers = {f"{path}.weight": layer for path, layer in packed_layers(packed)}
     proof.equal("layers in 4 bits", PACKAGE, sorted(quantised_names(source.folder)), sorted(layers))
     whole = load_model(source.folder, torch.float32)
     inside = sum(

@@ -25,7 +25,7 @@ from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, without_adapters
 from chronicals.models.gguf_reader import gguf_of
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import packed_modules
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data
 from chronicals.training.reference_record import with_reference
@@ -316,13 +316,10 @@ def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
     Args:
         form: of the base, which says to which dtype values were rounded for these products.
     """
-    for path, module in list(model.named_modules()):
-        if isinstance(module, Experts4bit):
-            kind = form.kind_of_experts(without_adapters(path))
-        elif isinstance(module, PackedLinear) and module.in_4_bits:
-            kind = form.kind_of(without_adapters(path))
-        else:
+    for path, module in list(packed_modules(model)):
+        if module.recipe is None:
             continue
+        kind = form.kind_at(without_adapters(path))
         assert kind is not None, f"{path}: is in 4 bits, and the adapter's folder names it not"
         kept = module.dtype
         module.dtype = getattr(torch, kind.products)

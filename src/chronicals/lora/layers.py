@@ -37,7 +37,7 @@ from chronicals.lora.magnitude import (
 )
 from chronicals.lora.tokens import TrainedTokens
 from chronicals.models.lookahead_heads import is_of_head
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import packed_weight
 
 
 class LoRALinear(AdapterLayer):
@@ -161,7 +161,7 @@ class LoRALinear(AdapterLayer):
         """
         weight = cast(Tensor, self.base_layer.weight)
         if torch.compiler.is_compiling() and (
-            is_plain(weight) or isinstance(self.base_layer, PackedLinear)
+            is_plain(weight) or packed_weight(self.base_layer) is not None
         ):
             return squared_norms_of(self.base_layer, self.in_features)
         key = weight.data_ptr(), weight._version, weight.dtype, weight.device

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from chronicals.models.peft_kinds import within_adapters
-from chronicals.quantization import Experts4bit, Packed, PackedLinear
+from chronicals.quantization import FourBits, packed_experts, packed_weight
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
-from chronicals.quantization.nf4 import BLOCK
 
 BESIDE_ADAPTERS = "base_layer"
 """Name by which adapters, ours and PEFT's, hold the layer that they are around."""
@@ -36,53 +35,6 @@ nothing else of a base in NF4.
 
 class OtherBase(ValueError):
     """A model's layers are quantised otherwise than those that an adapter was trained over."""
-
-
-@dataclass(frozen=True)
-class FourBits:
-    """How the weight of a layer was quantised to 4 bits.
-
-    Attributes:
-        code: ``nf4`` or ``fp4``.
-        block: values that share a scale.
-        scale_block: scales that share one of theirs; None where they are not quantised.
-        quantized_from: dtype that the weight had before; None where that is not known.
-        products: dtype that it is dequantised to.
-    """
-
-    code: str = "nf4"
-    block: int = BLOCK
-    scale_block: int | None = 256
-    quantized_from: str | None = None
-    products: str = "float32"
-
-    @classmethod
-    def of(cls, weight: Any, products: torch.dtype) -> FourBits:
-        """Of a weight in 4 bits, of whose values a process may hold a part."""
-        scales = weight.scales
-        source = None if weight.quantized_from is None else _name(weight.quantized_from)
-        return cls(
-            weight.code,
-            weight.block,
-            scales.block2 if scales.nested else None,
-            source,
-            _name(products),
-        )
-
-    def quantise(self, weight: Tensor) -> Packed:
-        """The weight ``[n, K]``, quantised as it says, from the dtype that it says."""
-        source = (
-            weight.dtype if self.quantized_from is None else getattr(torch, self.quantized_from)
-        )
-        return Packed.of(weight.to(source), self.block, self.scale_block is not None, self.code)
-
-    def values(self, weight: Tensor) -> Tensor:
-        """What products read of the weight after it was quantised, fp32."""
-        return self.quantise(weight).to(getattr(torch, self.products)).dense().float()
-
-    def __str__(self) -> str:
-        nested = "" if self.scale_block is None else f" with scales in blocks of {self.scale_block}"
-        return f"{self.code.upper()} in blocks of {self.block}{nested}"
 
 
 @dataclass(frozen=True)
@@ -112,11 +64,9 @@ class BaseFormat:
         inner = within_adapters(model)
         layers = dict(_linear_layers(inner))
         experts = {
-            without_adapters(path): FourBits.of(
-                module.packed(next(iter(module.stacked))), module.dtype
-            )
-            for path, module in inner.named_modules()
-            if isinstance(module, Experts4bit)
+            without_adapters(path): module.recipe
+            for path, module in packed_experts(inner)
+            if module.recipe is not None
         }
         theirs = None if layers else _described_by_transformers(inner)
         if not layers and not experts and theirs is None:
@@ -169,6 +119,11 @@ class BaseFormat:
         """How stacked experts are quantised; None where they are not."""
         return self.usual if self.experts is None else self.experts.get(path)
 
+    def kind_at(self, path: str) -> FourBits | None:
+        """How a linear layer or stacked experts are quantised; None where they are not."""
+        kind = self.kind_of(path)
+        return self.kind_of_experts(path) if kind is None else kind
+
     @property
     def in_8_bits(self) -> bool:
         """Whether layers are bitsandbytes' in LLM.int8."""
@@ -204,11 +159,11 @@ class BaseFormat:
             if there is None or here is None:  # an older folder, which names none
                 continue
             for path in sorted(there.keys() | here.keys()):
-                if not _same_codes(there.get(path), here.get(path)):
-                    return (
-                        f"{path} is {_in_words(there.get(path))} there, "
-                        f"{_in_words(here.get(path))} here"
-                    )
+                theirs = there.get(path)
+                ours = here.get(path)
+                both = theirs is not None and ours is not None
+                if not (theirs.same_codes(ours) if both else theirs is ours):
+                    return f"{path} is {_in_words(theirs)} there, {_in_words(ours)} here"
         return None
 
     def __str__(self) -> str:
@@ -233,8 +188,10 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
             weight = weight_of_layer(module)
             products: Any = module.compute_dtype
             yield without_adapters(path), FourBits.of(weight, products or weight.dtype)
-        elif isinstance(module, PackedLinear) and module.in_4_bits:
-            yield without_adapters(path), FourBits.of(module.four_bits, module.dtype)
+            continue
+        packed = packed_weight(module)
+        if packed is not None and packed.recipe is not None:
+            yield without_adapters(path), packed.recipe
 
 
 def _described_by_transformers(model: Any) -> dict[str, Any] | None:
@@ -255,23 +212,8 @@ def without_adapters(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != BESIDE_ADAPTERS)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _paths(kinds: Mapping[str, FourBits], kind: FourBits) -> Sequence[str]:
     return [path for path, found in kinds.items() if found == kind]
-
-
-def _same_codes(one: FourBits | None, other: FourBits | None) -> bool:
-    """Whether a weight has the same codes, as far as is known."""
-    if one is None or other is None:
-        return one is other
-    source = one.quantized_from or other.quantized_from
-    unlike = other.quantized_from not in (None, source)
-    return not unlike and replace(one, products="", quantized_from="") == replace(
-        other, products="", quantized_from=""
-    )
 
 
 def _in_words(kind: FourBits | None) -> str:

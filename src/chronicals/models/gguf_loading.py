@@ -23,7 +23,7 @@ from chronicals.models.gguf_config import config_of
 from chronicals.models.gguf_families import extra_tensors, family_of
 from chronicals.models.gguf_reader import File, fingerprint
 from chronicals.models.gguf_tensors import Piece, pieces_of
-from chronicals.quantization import Blocks, LinearGGUF
+from chronicals.quantization import Blocks
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _put(model: Any, path: str, file: File, piece: Piece, dtype: torch.dtype) ->
     linear: nn.Linear = model.get_submodule(path)
     ((_, _, rows),) = piece.backward(file.blocks(piece.name))
     weight = Blocks.of(rows.contiguous(), file.type_of(piece.name), dtype)
-    layer = LinearGGUF(weight, linear.bias)
+    layer = weight.layer(linear.bias)
     model.set_submodule(path, layer.train(linear.training))
 
 

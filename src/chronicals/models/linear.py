@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from chronicals.kernels.adapter import Adapter
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import PackedLinear, packed_weight
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, shared
 
 
@@ -87,6 +87,6 @@ def read_linear(layer: Any) -> ReadLinear:
             layer = shared(layer)
         except ValueError as error:
             raise UnknownLinear(str(error)) from None
-    if type(layer) is not nn.Linear and not isinstance(layer, PackedLinear):
+    if type(layer) is not nn.Linear and packed_weight(layer) is None:
         raise UnknownLinear(f"is {type(layer).__name__}, not a plain torch.nn.Linear")
     return ReadLinear(layer, adapter if on else None, 0 if adapter is None else len(adapter.a))

@@ -21,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization import PackedWeight
 from chronicals.quantization.bitsandbytes_format import ENTRIES, read_weight
 from chronicals.versions import QUANTIZER_SAYS_DTYPE, transformers_before
 
@@ -81,7 +81,7 @@ class _Place(nn.Module):
             torch.empty((size, 1), dtype=dtype, device="meta"), requires_grad=False
         )
         self.bias = linear.bias
-        self.packed: Packed | None = None
+        self.packed: PackedWeight | None = None
 
 
 class _Take(ConversionOps):
@@ -202,7 +202,7 @@ class _Quantizer(HfQuantizer):
         for path, place in list(model.named_modules()):
             if isinstance(place, _Place) and place.packed is not None:
                 model.set_submodule(
-                    path, Linear4bit(place.packed.to(self.dtype), place.bias).train(place.training)
+                    path, place.packed.to(self.dtype).layer(place.bias).train(place.training)
                 )
         if transformers_before(QUANTIZER_SAYS_DTYPE):
             self._cast_renamed(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +107,10 @@ class Base(ABC):
         ``itemsize`` bytes a value.
         """
 
+    def can_wait_in_host(self) -> bool:
+        """Return True if its 16 bits can wait in host memory while its products run."""
+        return False
+
     @property
     def bytes(self) -> int:
         """Memory on the device of its products; a trained weight is held densely."""
@@ -124,4 +128,11 @@ class Storage(Base):
     @property
     @abstractmethod
     def places(self) -> tuple[Tensor, ...]:
-        """Where the data of each part are."""
+        """Memory where the data of each part are."""
+
+    @property
+    def plain_weight(self) -> Any:
+        """The storage itself where it is dense (``Dense``), so that its products may run in another
+        format; None where it is packed.
+        """
+        return None

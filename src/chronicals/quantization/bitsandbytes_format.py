@@ -14,11 +14,11 @@ where the scales are quantized themselves ("double quantization"):
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chronicals.kernels.nf4 import BLOCKS, CODES, Scales, code_of
 from chronicals.quantization.nf4 import Packed
@@ -107,6 +107,38 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
     text = bytearray(json.dumps(described).encode())
     tensors[f"{name}.{STATE}{weight.code}"] = torch.frombuffer(text, dtype=torch.uint8)
     return tensors
+
+
+def packed_description(
+    model: Any, packed: Collection[str], dtype: torch.dtype, code: str = "nf4", nested: bool = True
+) -> dict[str, Any]:
+    """Return ``quantization_config`` of a model of which some linear layers are stored in 4 bits.
+
+    Args:
+        model: may be on the meta device, and the layers plain.
+        packed: paths of the layers.
+        dtype: that they are dequantised to.
+        code: "nf4" or "fp4".
+        nested: True where their scales are quantised themselves.
+    """
+    head = model.get_output_embeddings()
+    others = {path: layer for path, layer in model.named_modules() if path not in packed}
+    # Those that transformers would take for layers in 4 bits.
+    skipped = [
+        path
+        for path, layer in others.items()
+        if layer is head or isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    ]
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": code,
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": skipped,
+    }
 
 
 def _there(stored: Mapping[str, Tensor], name: str) -> Tensor:

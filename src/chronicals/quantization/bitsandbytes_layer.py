@@ -16,8 +16,7 @@ from torch import nn
 
 from chronicals.kernels.nf4 import BLOCKS, CODES, Scales
 from chronicals.quantization.bitsandbytes_format import DTYPES
-from chronicals.quantization.linear import Linear4bit
-from chronicals.quantization.nf4 import Packed
+from chronicals.quantization.nf4 import Linear4bit, Packed
 
 logger = logging.getLogger(__name__)
 

@@ -65,6 +65,9 @@ class FP8(Base):
         assert dy.columns is not None and columns is not None
         return scaled_product(dy.columns, columns, self.dtype)
 
+    def can_wait_in_host(self) -> bool:
+        return not self.trained
+
     def dense(self) -> Tensor:
         return self.weight.matrix
 

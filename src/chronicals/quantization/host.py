@@ -14,6 +14,10 @@ class FP8InHost(FP8):
 
     layout = "rows"
 
+    def can_wait_in_host(self) -> bool:
+        """Return False: they wait there already."""
+        return False
+
     def dense(self) -> Tensor:
         return self.weight.matrix.to(self.device)
 

@@ -33,7 +33,7 @@ from chronicals.patching import experts, has_gated_mlps
 from chronicals.patching.forms import signature
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import packed_words
 from chronicals.training.memory_check import refuse_what_cannot_fit
 from chronicals.training.needed_memory import (
     expected_memory,
@@ -304,13 +304,9 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
 
 
 def _quantization(model: Any) -> Decision:
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    experts = [module for module in model.modules() if isinstance(module, Experts4bit)]
-    formats = " and ".join(sorted({layer.format for layer in layers}))
-    said = [f"{len(layers)} linear layers in {formats}"] if layers else []
-    said += [f"the experts of {len(experts)} layers in {experts[0].format}"] if experts else []
-    reason = f"{' and '.join(said)}, dequantised for each product" if said else "not asked for"
-    return Decision("quantization", bool(said), reason)
+    words = packed_words(model)
+    reason = f"{words}, dequantised for each product" if words else "not asked for"
+    return Decision("quantization", bool(words), reason)
 
 
 def _fp8(

@@ -32,7 +32,7 @@ from chronicals.models.rows import STORED, StoredRows
 from chronicals.objectives import Count
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
-from chronicals.quantization import LinearGGUF
+from chronicals.quantization import packed_layers
 from chronicals.training.alike import fingerprint, prove_alike
 from chronicals.training.context import skips_layers
 from chronicals.training.precision import kept_in_fp32
@@ -113,17 +113,10 @@ def _why_not_by_fsdp(model: Any, config: ChronicalsConfig) -> str | None:
 
 
 def _why_not_as_bytes(model: Any) -> str | None:
-    kept = {
-        m.format
-        for layer in decoder_layers(model)
-        for m in layer.modules()
-        if isinstance(m, LinearGGUF)
-    }
-    return (
-        f"weights in {', '.join(sorted(kept))} stay as they are in their file, whole"
-        if kept
-        else None
-    )
+    reasons = set()
+    for layer in decoder_layers(model):
+        reasons |= {linear.packed.why_whole for _, linear in packed_layers(layer)}
+    return "; ".join(sorted(reason for reason in reasons if reason is not None)) or None
 
 
 def why_not_cut(model: Any, config: ChronicalsConfig, sharing: int) -> str | None:
