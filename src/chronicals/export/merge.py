@@ -26,7 +26,7 @@ from chronicals.export.additions import Addition, Additions
 from chronicals.export.compatible import OLD_TEMPLATE
 from chronicals.export.dequantised_experts import DequantisedExperts
 from chronicals.export.gguf_base import dequantised
-from chronicals.export.packed_tensors import PackedTensor, unpacked
+from chronicals.export.packed_tensors import unpacked
 from chronicals.export.part_names import StoredNames
 from chronicals.export.weight_files import DTYPES as DTYPES_OF_FILES
 from chronicals.export.weight_files import INDEX, StoredTensor, files_of, tensors_in, write_file
@@ -307,7 +307,7 @@ class Sums:
 
     def _is_made(self, stored: StoredTensor) -> bool:
         """Whether a weight is none of the base's as its files hold it."""
-        return isinstance(stored, PackedTensor) or self.adapter.replaces(stored.name)
+        return stored.is_packed or self.adapter.replaces(stored.name)
 
     def dtype_of(self, stored: StoredTensor) -> str:
         """The dtype that a weight is written in: that of the base's files, or fp32 for what is
@@ -543,7 +543,7 @@ class _Adapter:
         """Whether the base's files hold weights in 4 bits, which are dequantised as they are
         read.
         """
-        return any(isinstance(tensor, PackedTensor) for tensor in self.stored.values())
+        return any(tensor.is_packed for tensor in self.stored.values())
 
     def values_of(self, base: str) -> str:
         """In words, what the adapter is added to."""

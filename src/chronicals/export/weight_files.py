@@ -56,6 +56,11 @@ class StoredTensor:
     def bytes(self) -> int:
         return self.end - self.begin
 
+    @property
+    def is_packed(self) -> bool:
+        """True if files hold it as codes."""
+        return False
+
     def read(self) -> Tensor:
         """Raises ValueError where its dtype is not one of ``DTYPES``."""
         if self.dtype not in DTYPES:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from chronicals.models.peft_kinds import within_adapters
-from chronicals.quantization import FourBits, packed_experts, packed_weight
+from chronicals.quantization import FourBits, packed_experts, packed_modules, packed_weight
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
 
 BESIDE_ADAPTERS = "base_layer"
@@ -68,7 +68,8 @@ class BaseFormat:
             for path, module in packed_experts(inner)
             if module.recipe is not None
         }
-        theirs = None if layers else _described_by_transformers(inner)
+        ours = bool(layers) or next(packed_modules(inner), None) is not None
+        theirs = None if ours else _described_by_transformers(inner)
         if not layers and not experts and theirs is None:
             return None
         return cls(layers, experts, by_transformers=theirs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chronicals.quantization import packed_layers, packed_modules
+from chronicals.quantization import format_of_files, packed_layers, packed_modules
 from chronicals.quantization.bitsandbytes_format import packed_description
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes
 
@@ -37,7 +37,7 @@ def describe_packed(model: Any) -> None:
         described = first.packed.quantization_config(model, layers.keys())
         model.config.quantization_config = described
         return
-    stated = isinstance(there, dict) and there.get("load_in_4bit")
+    stated = isinstance(there, dict) and format_of_files(there) is not None
     theirs = any(is_of_bitsandbytes(layer) for layer in model.modules())
     if stated and not layers and not theirs:
         del model.config.quantization_config

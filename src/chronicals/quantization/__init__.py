@@ -1,5 +1,5 @@
 """What a weight can be in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits,
-GGUF blocks; one class each.
+MXFP4, GGUF blocks; one class each.
 """
 
 from chronicals.quantization.base import Base, Operand, Storage
@@ -20,8 +20,9 @@ from chronicals.quantization.fp8 import FP8
 from chronicals.quantization.fp8_experts import FP8Experts, FP8ExpertsInHost
 from chronicals.quantization.gguf import GGUF, Blocks, LinearGGUF
 from chronicals.quantization.host import FP8InHost
+from chronicals.quantization.mxfp4 import MXFP4
 from chronicals.quantization.nf4 import NF4, RECIPES, FourBits, Linear4bit, Packed
-from chronicals.quantization.packed import PackedBase, PackedWeight
+from chronicals.quantization.packed import PackedBase, PackedWeight, format_of_files
 from chronicals.quantization.packed_linear import (
     PackedLinear,
     PackedModule,
@@ -37,6 +38,7 @@ from chronicals.quantization.plain import PlainWeight, frozen_weight
 __all__ = [
     "FP8",
     "GGUF",
+    "MXFP4",
     "NF4",
     "RECIPES",
     "Base",
@@ -62,6 +64,7 @@ __all__ = [
     "call_with",
     "class_module",
     "dense_stack",
+    "format_of_files",
     "frozen_weight",
     "is_linear",
     "packed_experts",

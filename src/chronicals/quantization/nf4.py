@@ -4,7 +4,7 @@ half a byte a value.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -159,6 +159,35 @@ class Packed(PackedWeight):
                 "nested, its block"
             )
         return there
+
+    @classmethod
+    def reads(cls, described: Mapping[str, Any]) -> bool:
+        return bool(described.get("load_in_4bit"))
+
+    @classmethod
+    def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        from chronicals.quantization.bitsandbytes_format import ENTRIES, weights_among
+
+        parts = {}
+        for weight in weights_among(names):
+            entries = [f"{weight}.{entry}" for entry in ENTRIES]
+            parts[weight] = (weight, *(name for name in entries if name in names))
+        return parts
+
+    @classmethod
+    def stored_shape(
+        cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        from chronicals.quantization.bitsandbytes_format import STATE, read_shape
+
+        state = next(part for part in shapes if f".{STATE}" in part)
+        return read_shape(state, read(state))
+
+    @classmethod
+    def read(cls, name: str, stored: Mapping[str, Tensor]) -> Packed:
+        from chronicals.quantization.bitsandbytes_format import read_weight
+
+        return read_weight(name, stored)
 
     def quantization_config(self, model: nn.Module, paths: Collection[str]) -> dict[str, Any]:
         from chronicals.quantization.bitsandbytes_format import packed_description

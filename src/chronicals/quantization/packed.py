@@ -51,8 +51,9 @@ class PackedWeight:
 
     PARTS: ClassVar[tuple[str, ...]] = ()
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes",)
-    STORED_SUFFIXES: ClassVar[tuple[str, ...]] = ()
-    """Ends of the names of the tensors that files hold of such a weight; see ``weights_among``."""
+    STACK_PARTS: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of the tensors that checkpoints hold of a stacked weight, whose matrices
+    are transposed beside those of the class; empty where they hold no stacks in this format."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -271,6 +272,48 @@ class PackedWeight:
             tensors[part] = stored[key].view(tensor.shape)
         return self.with_tensors(tensors)
 
+    @classmethod
+    def reads(cls, described: Mapping[str, Any]) -> bool:
+        """Return True if a ``quantization_config`` says that a checkpoint is in this format."""
+        return False
+
+    @classmethod
+    def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Return the weights of this format among the tensors of a checkpoint.
+
+        Returns:
+            by the name of each weight the names of its tensors, the codes first.
+        """
+        return {}
+
+    @classmethod
+    def stored_shape(
+        cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of the dense weight that a checkpoint's weight stands for.
+
+        Args:
+            name: of the weight.
+            shapes: of its tensors in the checkpoint, by name.
+            read: gives such a tensor by its name.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, name: str, stored: Mapping[str, Tensor]) -> Self:
+        """Return a weight from the tensors of a checkpoint, whose memory it shares.
+
+        Raises:
+            ValueError: a tensor is missing, is damaged, or does not fit the others; the message
+                names it.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def read_dense(cls, name: str, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the dense weight of ``read``, fp32, in the shape of ``stored_shape``."""
+        return cls.read(name, stored).to(torch.float32).dense()
+
     def quantization_config(self, model: nn.Module, paths: Collection[str]) -> dict[str, Any]:
         """Return ``quantization_config`` of a model whose layers at ``paths`` are stored so.
 
@@ -278,6 +321,13 @@ class PackedWeight:
             NotImplementedError: no files hold this format (``why_not_saved``).
         """
         raise NotImplementedError(f"{self.label}: {self.why_not_saved}")
+
+
+def format_of_files(described: Mapping[str, Any]) -> type[PackedWeight] | None:
+    """Return the format of a checkpoint with this ``quantization_config``; None where no packed
+    format is of that kind."""
+    formats = [known for known in PACKED_FORMATS.values() if known.reads(described)]
+    return formats[0] if formats else None
 
 
 @functools.cache
