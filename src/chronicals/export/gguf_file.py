@@ -33,6 +33,7 @@ TYPES = {
     "q5_0": "Q5_0",
     "q4_1": "Q4_1",
     "q4_0": "Q4_0",
+    "mxfp4": "MXFP4",
 }
 """Names of files by the type of most of their weights, in ``gguf.GGMLQuantizationType``."""
 
@@ -45,7 +46,12 @@ FILE_TYPES = {
     "q5_0": "MOSTLY_Q5_0",
     "q4_1": "MOSTLY_Q4_1",
     "q4_0": "MOSTLY_Q4_0",
+    "mxfp4": "MOSTLY_MXFP4_MOE",
 }
+
+EXPERTS_ALONE = {"mxfp4": "Q8_0"}
+"""Names of files whose type is that of stacked experts, and the type of their other weights, as
+llama.cpp has them."""
 
 BY_LLAMA_CPP = (
     "q6_k",
@@ -101,7 +107,7 @@ def plan(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> Plan:
     """How a model is written with weights of a type of ``TYPES``.
 
     Raises:
-        NotExpressible: GGUF has no form for it.
+        NotExpressible: GGUF has no form for it, or it has no experts, and the type is theirs.
         ValueError: the package gguf is missing.
     """
     require_gguf()
@@ -111,6 +117,8 @@ def plan(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> Plan:
     pieces = pieces_of({name: stored.shape for name, stored in tensors.items()}, config, family)
     if missing := {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}:
         raise NotExpressible(f"{', '.join(sorted(missing))}: no tensor of the model is that")
+    if kind in EXPERTS_ALONE and not any(_is_of_experts(piece) for piece in pieces):
+        raise NotExpressible(f"gguf-{kind}: the model has no experts, whose type that is")
     types = {piece.name: _type_of(piece, kind, config) for piece in pieces}
     extra = dict(extra_tensors(config))
     size = sum(
@@ -128,6 +136,10 @@ def plan(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> Plan:
     )
 
 
+def _is_of_experts(piece: Piece) -> bool:
+    return piece.name.endswith("_exps.weight")
+
+
 def _rows(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape[:-1]))
 
@@ -141,9 +153,10 @@ def _type_of(piece: Piece, kind: str, config: Any) -> Any:
     head = piece.name == "output.weight" or (
         piece.name == "token_embd.weight" and config.tie_word_embeddings
     )
-    chosen = gguf.GGMLQuantizationType[
-        OF_THE_HEAD if head and kind.startswith(("q4", "q5")) else TYPES[kind]
-    ]
+    name = OF_THE_HEAD if head and kind.startswith(("q4", "q5")) else TYPES[kind]
+    if kind in EXPERTS_ALONE and not _is_of_experts(piece):
+        name = EXPERTS_ALONE[kind]
+    chosen = gguf.GGMLQuantizationType[name]
     block, _ = gguf.GGML_QUANT_SIZES[chosen]
     return chosen if piece.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
 

@@ -33,6 +33,9 @@ METHOD = "chronicals_4bit"
 STACKS_METHOD = "chronicals_stacks"
 """Name of the quantizer of stacked experts in transformers' registry."""
 
+PACKED_HERE = "_chronicals_packed_here"
+"""Attribute of experts that are being loaded: the packed weights by name."""
+
 FAILURES = "_chronicals_failures"
 """Attribute of a model that is being loaded: what was wrong with its packed weights."""
 
@@ -231,16 +234,14 @@ class _Quantizer(HfQuantizer):
 
 
 class _TakeStack(ConversionOps):
-    """Packs the tensors of a stacked weight.
+    """Packs the tensors of a stacked weight and leaves it with its module (``PACKED_HERE``).
 
     Args:
         form: their format.
-        packed: gets the weights by their paths and names.
     """
 
-    def __init__(self, form: type[PackedWeight], packed: dict[str, dict[str, PackedWeight]]):
+    def __init__(self, form: type[PackedWeight]):
         self.form = form
-        self.packed = packed
 
     def convert(
         self,
@@ -254,9 +255,10 @@ class _TakeStack(ConversionOps):
         first = {
             key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()
         }
-        if path not in self.packed or len(first) != len(self.form.STACK_PARTS):
+        module = model.get_submodule(path)
+        if len(first) != len(self.form.STACK_PARTS):
             return {name: next(iter(first.values()))}
-        place = model.get_submodule(path).get_parameter(name)
+        place = module.get_parameter(name)
         try:
             weight = self.form.read(name, first)
             if weight.codes.shape != place.shape:
@@ -265,7 +267,7 @@ class _TakeStack(ConversionOps):
         except (KeyError, ValueError) as error:
             vars(model).setdefault(FAILURES, []).append(f"{full_layer_name}: {error}")
             return {name: torch.zeros(place.shape, dtype=torch.uint8)}
-        self.packed[path][name] = weight
+        vars(module)[PACKED_HERE][name] = weight
         return {name: weight.codes}
 
 
@@ -282,12 +284,10 @@ class _StacksQuantizer(HfQuantizer):
 
     Attributes:
         shapes: of the stacked weights in the class, by path and name.
-        packed: those that were read.
     """
 
     dtype: torch.dtype
     shapes: dict[str, dict[str, tuple[int, ...]]]
-    packed: dict[str, dict[str, PackedWeight]]
 
     def is_serializable(self) -> bool:
         return True
@@ -301,7 +301,6 @@ class _StacksQuantizer(HfQuantizer):
     ) -> None:
         self.dtype = dtype
         self.shapes = {}
-        self.packed = {}
         for path, module in model.named_modules():
             if not can_be_packed(module):
                 continue
@@ -313,15 +312,13 @@ class _StacksQuantizer(HfQuantizer):
                 codes = torch.empty(size, dtype=torch.uint8, device="meta")
                 module.register_parameter(name, nn.Parameter(codes, requires_grad=False))
             self.shapes[path] = shapes
-            self.packed[path] = {}
+            vars(module)[PACKED_HERE] = {}
 
     def get_weight_conversions(self) -> list[Any]:
         form = PACKED_FORMATS[self.quantization_config.form]
         names: set[str] = set().union(*self.shapes.values())
         return [
-            WeightConverter(
-                [name + part for part in form.STACK_PARTS], name, [_TakeStack(form, self.packed)]
-            )
+            WeightConverter([name + part for part in form.STACK_PARTS], name, [_TakeStack(form)])
             for name in sorted(names)
         ]
 
@@ -334,11 +331,12 @@ class _StacksQuantizer(HfQuantizer):
         if failures := vars(model).pop(FAILURES, []):
             others = f" (and {len(failures) - 1} more weights)" if len(failures) > 1 else ""
             raise ValueError(failures[0] + others)
-        for path, packed in self.packed.items():
+        for path in self.shapes:
+            module = model.get_submodule(path)
+            packed = vars(module).pop(PACKED_HERE)
             if packed.keys() != self.shapes[path].keys():
                 missing = sorted(self.shapes[path].keys() - packed.keys())[0]
                 raise ValueError(f"{path}.{missing}: is not packed in the checkpoint")
             weights = {name: weight.to(self.dtype) for name, weight in packed.items()}
-            module = model.get_submodule(path)
             experts = PackedExperts(module, weights, self.shapes[path], self.shapes[path])
             model.set_submodule(path, experts)
