@@ -360,7 +360,7 @@ class Sums:
             _write_rows(aside, adapter.shapes)
             if self.is_of_gguf and not self.exact:
                 _write_dtype(aside)
-            if adapter.in_4_bits:
+            if adapter.base_is_packed:
                 _write_dense(aside, self.files)
             if self.exact or self.is_of_gguf or adapter.shapes:
                 _write_index(aside)
@@ -511,7 +511,7 @@ class _Adapter:
             MergeError: one is not there, or was quantised otherwise than to 4 bits.
         """
         assert self.quantised is not None
-        if self.in_4_bits:
+        if self.base_is_packed:
             return
         if self.quantised.by_transformers is not None:
             raise MergeError(
@@ -539,7 +539,7 @@ class _Adapter:
             self.dequantised[found] = kind, type(modules[path]).__name__ == "Conv1D"
 
     @property
-    def in_4_bits(self) -> bool:
+    def base_is_packed(self) -> bool:
         """Whether the base's files hold weights in 4 bits, which are dequantised as they are
         read.
         """
@@ -547,7 +547,7 @@ class _Adapter:
 
     def values_of(self, base: str) -> str:
         """In words, what the adapter is added to."""
-        if self.in_4_bits:
+        if self.base_is_packed:
             return f"the dequantised values of {base}, which is in 4 bits,"
         return (
             base

@@ -185,7 +185,7 @@ class Source:
         model = self.saved.model(self.dtype)
         form = BaseFormat.read(self.saved.about.get("base"))
         in_files = (
-            self.sums is not None and self.sums.adapter.in_4_bits
+            self.sums is not None and self.sums.adapter.base_is_packed
         )  # whose values are summed as exact as they are
         if form is not None and not in_files:
             dequantise_as_multiplied(model, form)
