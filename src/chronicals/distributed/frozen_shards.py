@@ -74,10 +74,11 @@ class Gathers:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Within: a forward and a backward pass that gather all that they read, and wait for all
+        """Surround a forward and a backward pass: they gather all that they read, and wait for all
         that they began to gather.
 
-        A pass is captured within it. ``forget`` comes before the first, outside of a capture.
+        A pass is captured within this context. ``forget`` comes before the first, outside of a
+        capture.
         """
         self._hold_none()
         try:
@@ -96,9 +97,9 @@ class Gathers:
         self._hold_none()
 
     def _hold_none(self) -> None:
-        """Of a capture that failed nothing was gathered, and nothing can be waited for.
-        Elsewhere a card gathers in the order in which the host asked for it, as later gathers
-        into the same buffer must; the host does not."""
+        # A capture that failed gathered nothing, so nothing can be waited for. Elsewhere a card
+        # gathers in the order in which the host asked for it, as later gathers into the same
+        # buffer must; the host does not.
         for flying, buffer in zip(self._flying, self._buffers):
             if flying is not None and not buffer.is_cuda:
                 flying.wait()
@@ -254,8 +255,8 @@ class FrozenBase(PackedBase):
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Of a dense weight that no other rank has a part of: the most; the gathered bytes are
-        beside it.
+        """Most bytes of a value: those of a dense weight that no other rank has a part of; the
+        gathered bytes are beside it.
         """
         return float(itemsize)
 
@@ -328,7 +329,7 @@ class LinearInShards(PackedLinear):
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """What it computes with was read already."""
+        """Do nothing: the rows were read already."""
 
 
 class _Product(torch.autograd.Function):
@@ -343,7 +344,7 @@ class _Product(torch.autograd.Function):
 
 
 def gathers_of(model: nn.Module) -> Gathers | None:
-    """Of a model whose frozen weights are divided among ranks; else None."""
+    """Return the gathers of a model whose frozen weights are divided among ranks; else None."""
     return next(
         (module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards)),
         None,
@@ -356,8 +357,8 @@ rank's rows, or None where the layer cannot be cut."""
 
 
 class RowsRead(nn.Module):
-    """In the place of a linear layer, while a model is read: this rank's rows of it, or all
-    where it cannot be cut.
+    """A module in the place of a linear layer while a model is read: this rank's rows of it, or
+    the whole layer where it cannot be cut.
     """
 
     def __init__(

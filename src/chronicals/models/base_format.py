@@ -58,8 +58,8 @@ class BaseFormat:
 
     @classmethod
     def of(cls, model: Any) -> BaseFormat | None:
-        """What a model's layers are; None where none is quantised, or all are in the blocks of a
-        GGUF file.
+        """Return the format of a model's layers; None where none is quantised, or its files hold
+        the very codes.
         """
         inner = within_adapters(model)
         layers = dict(_linear_layers(inner))
@@ -113,21 +113,21 @@ class BaseFormat:
         return {**({"in_4_bits": groups} if groups else {}), **theirs}
 
     def kind_of(self, path: str) -> FourBits | None:
-        """How a linear layer is quantised; None where it is not."""
+        """Return how a linear layer is quantised; None where it is not."""
         return self.usual if self.layers is None else self.layers.get(path)
 
     def kind_of_experts(self, path: str) -> FourBits | None:
-        """How stacked experts are quantised; None where they are not."""
+        """Return how stacked experts are quantised; None where they are not."""
         return self.usual if self.experts is None else self.experts.get(path)
 
     def kind_at(self, path: str) -> FourBits | None:
-        """How a linear layer or stacked experts are quantised; None where they are not."""
+        """Return how a linear layer or stacked experts are quantised; None where they are not."""
         kind = self.kind_of(path)
         return self.kind_of_experts(path) if kind is None else kind
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether layers are bitsandbytes' in LLM.int8."""
+        """True if layers are bitsandbytes' in LLM.int8."""
         described = self.by_transformers or {}
         return bool(described.get("load_in_8bit") or described.get("_load_in_8bit"))
 
@@ -147,8 +147,8 @@ class BaseFormat:
         return (known[0] if len(known) == 1 else torch.float32) if known else None
 
     def difference(self, other: BaseFormat | None) -> str | None:
-        """In what another model's layers are quantised otherwise, but for the dtype of products;
-        None where in nothing.
+        """Return in words how another model's layers are quantised otherwise, but for the dtype of
+        products; None where they are quantised the same.
         """
         if other is None:
             return f"{self} there, nothing is quantised here"

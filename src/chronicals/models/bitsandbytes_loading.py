@@ -19,7 +19,7 @@ NEEDED = ("bitsandbytes", "accelerate")
 
 
 def missing_for_bitsandbytes() -> list[str]:
-    """Those that are not installed."""
+    """Return the needed packages that are not installed."""
     return [package for package in NEEDED if find_spec(package) is None]
 
 

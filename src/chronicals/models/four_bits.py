@@ -155,7 +155,7 @@ def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
 
 
 def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
-    """How a layer that is to be quantised is."""
+    """Return how a layer is to be quantised."""
     return (None if form is None else form.kind_of(path)) or FourBits()
 
 
@@ -164,7 +164,7 @@ def _kind_of_experts(path: str, form: BaseFormat | None) -> FourBits:
 
 
 def _is_transposed(layer: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight is ``[in, out]``, as GPT-2's."""
+    """Return True for a linear layer whose weight is ``[in, out]``, as GPT-2's."""
     return type(layer).__name__ == "Conv1D"
 
 

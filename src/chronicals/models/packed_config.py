@@ -35,7 +35,8 @@ def describe_packed(model: Any) -> None:
     if layers and there is None:
         first = next(iter(layers.values()))
         described = first.packed.quantization_config(model, layers.keys())
-        model.config.quantization_config = described
+        if described is not None:
+            model.config.quantization_config = described
         return
     stated = isinstance(there, dict) and format_of_files(there) is not None
     theirs = any(is_of_bitsandbytes(layer) for layer in model.modules())

@@ -70,10 +70,10 @@ def settle(model: Any, described: Mapping[str, Any]) -> None:
 
 
 class _Place(nn.Module):
-    """Where a linear layer is to be.
+    """Place of a linear layer while its tensors are read.
 
     Attributes:
-        packed: what was read, once it is there.
+        packed: the weight, once it was read.
     """
 
     def __init__(self, linear: Any, stored: torch.dtype = torch.uint8):
@@ -160,7 +160,7 @@ class _Config(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class _Quantizer(HfQuantizer):
-    """Of layers that are quantized already, so that it never quantizes.
+    """Quantizer of layers that are packed already, so that it never quantizes.
 
     Attributes:
         dtype: that is asked for.

@@ -77,10 +77,10 @@ def offload_frozen_weights(model: Any) -> int:
     moved = 0
     for found in products_of_halves(model):
         for owner, names, group in found if not isinstance(found, Unmerged) else ():
-            base = group.merged.base
-            if base.can_wait_in_host():
-                moved += base.weight.bytes
-                move_to_host(owner, names, base.device)
+            size = group.merged.base.bytes_for_host
+            if size:
+                moved += size
+                move_to_host(owner, names, group.merged.padding.up.device)
     return moved
 
 

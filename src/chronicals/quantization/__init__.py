@@ -1,4 +1,4 @@
-"""What a weight can be in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits,
+"""Formats of a weight in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits,
 MXFP4, GGUF blocks; one class each.
 """
 

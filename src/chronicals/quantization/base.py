@@ -67,11 +67,12 @@ class Base(ABC):
 
     @property
     def trained(self) -> bool:
-        """Whether ``weight_gradient`` gives one."""
+        """True if ``weight_gradient`` gives one."""
         return any(part.requires_grad for part in self.parts)
 
     def why_not(self, rows: int) -> str | None:
-        """Why operands of so many rows cannot be multiplied in this format; None where they can."""
+        """Return why operands of so many rows cannot be multiplied in this format; None where they
+        can."""
         return None
 
     def operand(self, x: Tensor, rows: bool, columns: bool, amax: Tensor | None = None) -> Operand:
@@ -107,9 +108,11 @@ class Base(ABC):
         ``itemsize`` bytes a value.
         """
 
-    def can_wait_in_host(self) -> bool:
-        """Return True if its 16 bits can wait in host memory while its products run."""
-        return False
+    @property
+    def bytes_for_host(self) -> int:
+        """Bytes of 16-bit values that can wait in host memory while the products run; 0 where
+        these read them, or they wait there already."""
+        return 0
 
     @property
     def bytes(self) -> int:

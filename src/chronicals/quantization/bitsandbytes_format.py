@@ -77,8 +77,8 @@ def read_shape(name: str, text: Tensor) -> tuple[tuple[int, int], torch.dtype]:
 
 
 def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
-    """What bitsandbytes stores of a weight, by name, in its order; byte for byte what it writes
-    of the same codes.
+    """Return the tensors that bitsandbytes stores of a weight, by name, in its order and byte for
+    byte.
     """
     scales = weight.scales
     described: dict[str, Any] = {

@@ -29,7 +29,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def is_of_bitsandbytes(layer: Any) -> bool:
-    """Whether it is a linear layer of bitsandbytes with its weight in 4 bits."""
+    """Return True for a linear layer of bitsandbytes with its weight in 4 bits."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}" in LAYERS
 
 
@@ -73,7 +73,7 @@ def shared(layer: Any) -> Linear4bit:
 
 
 def _places(layer: Any) -> tuple[int | None, ...]:
-    """Where what a layer holds lies; it changes when that is moved, replaced or cast."""
+    """Return the addresses of a layer's tensors, which change when one is moved, replaced or cast."""
     state = layer.weight.quant_state
     bias = layer.bias
     return (

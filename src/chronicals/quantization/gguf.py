@@ -106,7 +106,7 @@ class GGUF(PackedBase):
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Of the largest kind; the shared buffers are beside it."""
+        """Bytes of a value in the largest kind; the shared buffers are beside it."""
         return max(size / block for block, size in KINDS.values())
 
 

@@ -14,9 +14,9 @@ class FP8InHost(FP8):
 
     layout = "rows"
 
-    def can_wait_in_host(self) -> bool:
-        """Return False: they wait there already."""
-        return False
+    @property
+    def bytes_for_host(self) -> int:
+        return 0
 
     def dense(self) -> Tensor:
         return self.weight.matrix.to(self.device)

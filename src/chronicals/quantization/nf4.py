@@ -225,7 +225,7 @@ class Linear4bit(PackedLinear):
 
 @dataclass(frozen=True)
 class FourBits:
-    """How the weight of a layer was quantised to 4 bits: what turns the same weight into the same
+    """Recipe by which a weight was quantised to 4 bits, and by which the same weight gets the same
     codes again.
 
     Attributes:
@@ -275,7 +275,7 @@ class FourBits:
 
 
 RECIPES: dict[str, FourBits] = {"nf4": FourBits()}
-"""How weights are quantised by the values of ``ChronicalsConfig.quantization``."""
+"""Recipes by the values of ``ChronicalsConfig.quantization``."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -184,8 +184,8 @@ class PackedWeight:
 
     @property
     def recipe(self) -> Any:
-        """How a weight of 16 or 32 bits was quantised to this one, a ``FourBits``; None where the
-        files of the model hold these very codes."""
+        """Recipe by which a weight of 16 or 32 bits was quantised to this one, a ``FourBits``; None
+        where the files of the model hold these very codes."""
         return None
 
     # Rows of a rank.
@@ -314,13 +314,12 @@ class PackedWeight:
         """Return the dense weight of ``read``, fp32, in the shape of ``stored_shape``."""
         return cls.read(name, stored).to(torch.float32).dense()
 
-    def quantization_config(self, model: nn.Module, paths: Collection[str]) -> dict[str, Any]:
-        """Return ``quantization_config`` of a model whose layers at ``paths`` are stored so.
-
-        Raises:
-            NotImplementedError: no files hold this format (``why_not_saved``).
-        """
-        raise NotImplementedError(f"{self.label}: {self.why_not_saved}")
+    def quantization_config(
+        self, model: nn.Module, paths: Collection[str]
+    ) -> dict[str, Any] | None:
+        """Return ``quantization_config`` of a model whose layers at ``paths`` are stored so; None
+        where no files hold this format or they need none."""
+        return None
 
 
 def format_of_files(described: Mapping[str, Any]) -> type[PackedWeight] | None:
@@ -371,7 +370,7 @@ class PackedBase(Storage):
 
     @property
     def buffer(self) -> Dense:
-        """What the products read; its padding holds the adapters."""
+        """The dense buffer that products read; its padding holds the adapters."""
         return self._shared.weight
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
