@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from chronicals.models.peft_kinds import within_adapters
-from chronicals.quantization import FourBits, packed_experts, packed_modules, packed_weight
-from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
+from chronicals.quantization import FourBits, packed_experts, packed_modules
+from chronicals.quantization.bitsandbytes_layer import recipe_of
 
 BESIDE_ADAPTERS = "base_layer"
 """Name by which adapters, ours and PEFT's, hold the layer that they are around."""
@@ -185,14 +185,9 @@ class BaseFormat:
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
     """Linear layers in 4 bits, ours or bitsandbytes', by their paths without adapters."""
     for path, module in model.named_modules():
-        if is_of_bitsandbytes(module):
-            weight = weight_of_layer(module)
-            products: Any = module.compute_dtype
-            yield without_adapters(path), FourBits.of(weight, products or weight.dtype)
-            continue
-        packed = packed_weight(module)
-        if packed is not None and packed.recipe is not None:
-            yield without_adapters(path), packed.recipe
+        recipe = recipe_of(module)
+        if recipe is not None:
+            yield without_adapters(path), recipe
 
 
 def _described_by_transformers(model: Any) -> dict[str, Any] | None:

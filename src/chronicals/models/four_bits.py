@@ -1,5 +1,5 @@
 """Linear layers and stacked experts of decoder layers in 4 bits: quantised while a checkpoint is
-read, or in a model that is there.
+read, or in a model in memory.
 
 Head, embeddings, norms, routers and whatever is neither a plain linear layer nor stacked experts
 stay as they are. While reading, no more than one weight exists in 16 bit beside those that stay so,
@@ -33,10 +33,10 @@ from chronicals.quantization.experts import can_be_packed, pack_stack
 logger = logging.getLogger(__name__)
 
 METHOD = "chronicals_nf4"
-"""By which transformers finds what quantises while it reads."""
+"""Name by which transformers finds the quantiser that runs while it reads."""
 
 WATCHED = "_chronicals_watched_quantising"
-"""Attribute of a model: what saw its weights while they were quantised."""
+"""Attribute of a model: the ``Watch`` that saw its weights while they were quantised."""
 
 Watch = Callable[[str, Tensor, PackedWeight], None]
 """Called for every layer that is quantised: its path, its weight, and what that becomes."""
@@ -131,8 +131,8 @@ def _quantise_experts(
 
 
 def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
-    """By their paths, the plain layers that are to be quantised; a form may name others than the
-    usual ones.
+    """Return the plain layers that are to be quantised, by their paths; a form may name others
+    than the usual ones.
     """
     if form is None or form.layers is None:
         return dict(linear_layers(model))
@@ -145,7 +145,7 @@ def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
 
 
 def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
-    """By their paths, the experts that are to be quantised."""
+    """Return the experts that are to be quantised, by their paths."""
     found = stacked_experts(model)
     return (
         found
@@ -178,8 +178,8 @@ def _check_bare(experts: Iterable[str]) -> None:
 
 
 def stacked_experts(model: Any) -> dict[str, nn.Module]:
-    """By their paths, the modules of decoder layers that hold experts as stacked weights, in 16
-    or 32 bit.
+    """Return the modules of decoder layers that hold experts as stacked weights in 16 or 32 bit, by
+    their paths.
     """
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
@@ -192,9 +192,16 @@ def stacked_experts(model: Any) -> dict[str, nn.Module]:
 def quantising_while_reading(
     watch: Watch | None = None, take: Take | None = None, form: BaseFormat | None = None
 ) -> Any:
-    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers
-    and stacked experts of the decoder layers to NF4, or those that ``form`` names as it says, or
-    lets ``take`` replace the linear layers; nothing of it stays in the model's configuration."""
+    """Return ``quantization_config`` for ``from_pretrained``, by which it quantises the linear
+    layers and stacked experts of the decoder layers to NF4.
+
+    Nothing of it stays in the model's configuration.
+
+    Args:
+        watch: sees each weight of a linear layer.
+        take: replaces the linear layers, and nothing is quantised.
+        form: which layers are quantised instead of those, and how.
+    """
     configuration = _classes()()
     configuration.watch = watch
     configuration.take = take
@@ -221,7 +228,7 @@ def count_values(model: nn.Module) -> int:
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """By their paths, the plain layers that are to be quantised."""
+    """Return the plain layers that ``load_model`` quantises, by their paths."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
         path: module
@@ -235,8 +242,7 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
 def _no_layers(model: Any) -> ValueError:
     return ValueError(
         f"quantization='nf4': {type(model).__name__} has no list of decoder layers with plain "
-        "linear layers, so nothing would "
-        "be quantised; leave it out"
+        "linear layers, so nothing would be quantised; leave it out"
     )
 
 
@@ -254,32 +260,24 @@ def _report(model: Any) -> None:
         percent,
         size / 2**30,
     )
-    if left := sorted({type(module).__name__ for module in _left_experts(model)}):
-        message = (
+    left = set()
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            own = [] if isinstance(module, _ConvNd) else module.parameters(recurse=False)
+            if any(p.ndim == 3 and min(p.shape) > 1 for p in own):
+                left.add(type(module).__name__)
+    if left:
+        logger.warning(
             "quantization: these experts stay in 16 bit, for they are no module of stacked "
-            "weights and biases alone: %s"
+            "weights and biases alone: %s",
+            ", ".join(sorted(left)),
         )
-        logger.warning(message, ", ".join(left))
-
-
-def _left_experts(model: Any) -> list[nn.Module]:
-    """Modules of decoder layers with stacked weights that are not quantised."""
-    inside = (
-        module
-        for layer in decoder_layers(model)
-        for module in layer.modules()
-        if not isinstance(module, _ConvNd)
-    )
-    return [
-        module
-        for module in inside
-        if any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
-    ]
 
 
 @functools.cache
 def _classes() -> Any:
-    """The configuration that asks transformers for the quantiser below, which is registered."""
+    """Register the quantiser below with transformers, and return the class of the configuration
+    that asks for it."""
     from transformers.core_model_loading import ConversionOps
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -431,9 +429,9 @@ def _check_shapes(model: Any) -> None:
     loader complains.
     """
     for path, layer in linear_layers(model).items():
-        if (there := tuple(layer.weight.shape)) != (
-            here := (layer.out_features, layer.in_features)
-        ):
+        there = tuple(layer.weight.shape)
+        here = layer.out_features, layer.in_features
+        if there != here:
             raise ValueError(
                 f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than "
                 "config.json says"

@@ -8,7 +8,7 @@ from typing import Any
 
 from chronicals.quantization import format_of_files, packed_layers, packed_modules
 from chronicals.quantization.bitsandbytes_format import packed_description
-from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes
+from chronicals.quantization.bitsandbytes_layer import has_foreign_layers
 
 __all__ = ["describe_packed", "packed_description"]
 
@@ -39,7 +39,6 @@ def describe_packed(model: Any) -> None:
             model.config.quantization_config = described
         return
     stated = isinstance(there, dict) and format_of_files(there) is not None
-    theirs = any(is_of_bitsandbytes(layer) for layer in model.modules())
-    if stated and not layers and not theirs:
+    if stated and not layers and not has_foreign_layers(model):
         del model.config.quantization_config
         vars(model).pop("is_quantized", None)

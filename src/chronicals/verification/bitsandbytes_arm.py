@@ -25,7 +25,7 @@ from chronicals.models import (
     score_of,
 )
 from chronicals.quantization import packed_weight
-from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
+from chronicals.quantization.bitsandbytes_layer import has_foreign_layers, weight_of_layer
 from chronicals.quantization.nf4 import SCALES
 from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import (
@@ -108,7 +108,7 @@ class BitsAndBytesArm(PlainArm):
 
 def wants_bitsandbytes(model: Any) -> bool:
     """Whether it has layers in 4 bits, ours or bitsandbytes'."""
-    return has_4bit_layers(model) or any(is_of_bitsandbytes(layer) for layer in model.modules())
+    return has_4bit_layers(model) or has_foreign_layers(model)
 
 
 def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
