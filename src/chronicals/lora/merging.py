@@ -44,9 +44,6 @@ def merge_adapters(model: Any) -> None:
         model.set_submodule(path, experts.plain())
     _untie_adapted_head(model)
     for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first
-        base: Any = layer.base_layer
-        if packed_weight(base) is not None:
-            layer.base_layer = base.plain()
         layer.merge()
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.base_layer)

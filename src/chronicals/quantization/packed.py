@@ -132,15 +132,14 @@ class PackedWeight:
         """Return the values by the definition of the format, in plain torch."""
         return self.dense()
 
-    def with_update(self, update: Tensor) -> Tensor:
-        """Return the dense weight ``W + update``, summed in at least fp32 and rounded to
-        ``dtype`` once.
+    def with_update(self, update: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the dense weight with an update merged in, rounded to ``dtype`` once.
 
         Args:
-            update: ``[n, K]``, such as ``s · B A``.
+            update: is given W, ``[n, K]``, in at least fp32 and returns, for example, ``W + s B A``.
         """
         exact = torch.promote_types(self.dtype, torch.float32)
-        return (self.dense().to(exact) + update.to(exact)).to(self.dtype)
+        return update(self.dense().to(exact)).to(self.dtype)
 
     @classmethod
     def base(cls, packed: Sequence[Any], columns: int = 0, ranks: Sequence[int] = ()) -> PackedBase:

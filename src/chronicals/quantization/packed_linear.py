@@ -203,13 +203,19 @@ class PackedLinear(PackedModule):
         y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
         return y
 
-    def plain(self, dtype: torch.dtype | None = None) -> nn.Linear:
+    def plain(
+        self,
+        dtype: torch.dtype | None = None,
+        update: Callable[[Tensor], Tensor] | None = None,
+    ) -> nn.Linear:
         """Return a plain frozen layer of the dequantised weight, rounded to ``self.dtype``.
 
         Args:
             dtype: of weight and bias; by default the one that each has.
+            update: see ``PackedWeight.with_update``.
         """
-        weight = self.packed.dense()
+        packed = self.packed
+        weight = packed.dense() if update is None else packed.with_update(update)
         linear = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, device="meta"
         )
