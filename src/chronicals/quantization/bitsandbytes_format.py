@@ -62,7 +62,13 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
     shape, block, dtype = _described(written, described, code)
     codes = _bytes(name, _there(stored, name), -(-shape[0] * shape[1] // 2))
     scales = _scales(name, stored, described, -(-shape[0] * shape[1] // block), nested)
-    _check_map(f"{name}.quant_map", _there(stored, f"{name}.quant_map"), code)
+    values = _there(stored, f"{name}.quant_map")
+    _check(f"{name}.quant_map", values, torch.float32, 16)
+    if not torch.allclose(values, code_of(code, values.device), rtol=0, atol=1e-6):
+        raise ValueError(
+            f"{name}.quant_map: is not that of {code}: codes would stand for other values; the "
+            "file is damaged or of another format"
+        )
     return Packed(codes, scales, shape, dtype, block, code, quantized_from=dtype)
 
 
@@ -241,12 +247,3 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, count: int) -> None:
         )
     if dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{name}: holds what is no number; the file is damaged, download it again")
-
-
-def _check_map(name: str, found: Tensor, code: str) -> None:
-    _check(name, found, torch.float32, 16)
-    if not torch.allclose(found, code_of(code, found.device), rtol=0, atol=1e-6):
-        raise ValueError(
-            f"{name}: is not that of {code}: codes would stand for other values; the file is "
-            "damaged or of another format"
-        )
