@@ -19,7 +19,6 @@ from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
 from chronicals.export.dequantised_experts import DequantisedExperts
-from chronicals.export.packed_tensors import PackedTensor
 from chronicals.formats.part_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.lora.loading import describe_adapter, shape_of
@@ -252,7 +251,7 @@ class AdapterChanges:
     @property
     def base_is_packed(self) -> bool:
         """True if the base's files hold weights in 4 bits, which are dequantised when read."""
-        return any(isinstance(tensor, PackedTensor) for tensor in self.tensors.values())
+        return any(tensor.is_packed for tensor in self.tensors.values())
 
     def values_of(self, base: str) -> str:
         """Name the values that the adapter is added to, for a report."""
