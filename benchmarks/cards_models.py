@@ -38,18 +38,18 @@ def drawn_in_codes(config: Any, device: Any, ranks: Any, way: str) -> Any:
     import transformers
     from torch import nn
 
-    from chronicals.distributed import PackedRows, shard_frozen
+    from chronicals.distributed import shard_frozen
     from chronicals.memory import decoder_layers
     from chronicals.models.four_bits import linear_layers
-    from chronicals.quantization import Linear4bit
+    from chronicals.quantization import Linear4bit, Packed
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.requires_grad_(False)
     numbers = {layer: number for number, layer in enumerate(linear_layers(model).values())}
 
-    def rows(layer: nn.Linear, rank: int, count: int, dtype: torch.dtype) -> PackedRows:
-        return PackedRows(drawn(layer, numbers[layer], rank, count, dtype, device))
+    def rows(layer: nn.Linear, rank: int, count: int, dtype: torch.dtype) -> Packed:
+        return drawn(layer, numbers[layer], rank, count, dtype, device)
 
     if way == "weights":
         shard_frozen(decoder_layers(model), ranks, ranks.count, device, torch.bfloat16, rows)

@@ -73,6 +73,7 @@ from chronicals.kernels.linear_distillation import (
     LinearHead,
     linear_distillation_reference,
 )
+from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -966,6 +967,16 @@ def gguf_blocks():
         yield Row(f"gguf dequantise, {kind}", {"ours": call}, bytes=packed.nbytes + 2 * out.numel())
 
 
+def mxfp4():
+    """2^26 weights in MXFP4."""
+    out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    codes = torch.randint(0, 256, (out.numel() // 2,), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(118, 126, (out.numel() // 32,), dtype=torch.uint8, device="cuda")
+    call = partial(dequantize_mxfp4, codes, scales, out)
+    moved = codes.nbytes + scales.nbytes + 2 * out.numel()
+    yield Row("mxfp4 dequantise", {"ours": call}, bytes=moved)
+
+
 def experts():
     """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``,
     ``grouped_product`` and its gradient of the weights beside torch's, ``expert_glu``,
@@ -1109,6 +1120,7 @@ GROUPS = {
     "fp8": fp8,
     "nf4": nf4,
     "gguf": gguf_blocks,
+    "mxfp4": mxfp4,
     "experts": experts,
     "experts_in_fp8": experts_in_fp8,
 }

@@ -255,3 +255,23 @@ def test_what_is_saved_is_read_once(path):
                 if isinstance(part, ast.Attribute) and part.attr == "saved_tensors"
             ]
             assert len(reads) <= 1, f"{node.name}, line {node.lineno}"
+
+
+def test_nobody_asks_which_format_a_weight_has():
+    """Outside of ``quantization/`` a weight is asked what it does, not what it is."""
+    from chronicals import quantization
+
+    formats = {name for name in quantization.__all__ if name[0].isupper()}
+    asked = []
+    for path in FILES:
+        if "quantization" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "isinstance",
+                "issubclass",
+            ):
+                names = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+                if names & formats:
+                    asked.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+    assert asked == []

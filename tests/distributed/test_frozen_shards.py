@@ -14,9 +14,7 @@ from torch import nn
 
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import (
-    DenseRows,
     Mesh,
-    PackedRows,
     frozen_shards,
     gathers_of,
     shard_frozen,
@@ -24,7 +22,7 @@ from chronicals.distributed import (
 from chronicals.distributed.alike import fingerprint_over
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
 from chronicals.policies import divided_weights
-from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization import Linear4bit, Packed, PlainWeight
 
 
 def packed_of(rows, width, seed):
@@ -40,8 +38,9 @@ def test_rows_of_all_ranks_are_the_weight(rows, width, count):
     whole = packed.dense()
     found = torch.empty(rows, width)
     for rank, place in enumerate(found.chunk(count)):
-        form = PackedRows.of(packed, rank, count)
-        form.write({name: tensor.clone() for name, tensor in form.parts().items()}, place)
+        own = packed.rows(rank, count)
+        divided = {name: tensor.clone() for name, tensor in own.divided.items()}
+        own.with_divided(divided, place.dtype).into(place)
     assert torch.equal(found, whole), seed
 
 
@@ -49,13 +48,14 @@ def test_rows_of_all_ranks_are_the_weight(rows, width, count):
     ("rows", "width", "count"), [(511, 64, 2), (256, 64, 2), (512, 96, 2), (512, 64, 4)]
 )
 def test_what_would_be_cut_within_a_block_of_scales_is_not_cut(rows, width, count):
-    assert PackedRows.of(packed_of(rows, width, 0), 0, count) is None
+    assert packed_of(rows, width, 0).rows(0, count) is None
 
 
 def test_rows_of_dense_weights():
     weight = torch.randn(6, 5)
-    assert torch.equal(torch.cat([DenseRows.of(weight, rank, 3).rows for rank in range(3)]), weight)
-    assert DenseRows.of(weight, 0, 4) is None
+    parts = [PlainWeight(weight).rows(rank, 3).dense() for rank in range(3)]
+    assert torch.equal(torch.cat(parts), weight)
+    assert PlainWeight(weight).rows(0, 4) is None
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def gathered(monkeypatch):
     linears = []
     for _ in range(4):
         unit = gathers.unit()
-        linear = LinearInShards(DenseRows(torch.randn(2, 3)), unit, 4, torch.float32, None)
-        rows = linear.form.rows
+        linear = LinearInShards(PlainWeight(torch.randn(2, 3)), unit, 4, torch.float32, None)
+        rows = linear.rows.dense()
         unit.close(torch.device("cpu"))
         linear.settle()
         linears.append((linear, torch.cat([rows, rows])))
@@ -225,7 +225,7 @@ def test_all_that_products_read_is_where_rows_are_gathered():
     layer = nn.Sequential(Linear4bit.of(nn.Linear(256, 128)))
     shard_frozen([layer], Mesh(), 1, target, torch.float32)
     linear = layer[0]
-    scales = linear.form.packed.scales
+    scales = linear.rows.scales
     read = {
         "rows": linear.weight,
         "bias": linear.bias,

@@ -81,7 +81,7 @@ def compiling(threads: ThreadPoolExecutor) -> dict[str, int]:
 def calls() -> dict[str, Callable[[], object]]:
     """Each kernel, forward and backward, by name."""
     from chronicals import kernels as k
-    from chronicals.kernels import adamw, adamw_8bit, gguf_blocks, gradient_norm, nf4
+    from chronicals.kernels import adamw, adamw_8bit, gguf_blocks, gradient_norm, mxfp4, nf4
 
     def random(*shape, dtype=HALF):
         return torch.randn(*shape).to(dtype).requires_grad_()
@@ -169,6 +169,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "nf4": lambda: four_bits(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
+        "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
     }
     for rank in (0, 8, 64):
@@ -395,6 +396,12 @@ def blocks_of_gguf(gguf_blocks) -> None:
     for kind, (block, size) in gguf_blocks.GGUF_KINDS.items():
         packed = torch.zeros(256 * 512 // block * size, dtype=torch.uint8)
         gguf_blocks.dequantize_gguf(packed, torch.empty(256, 512, dtype=HALF), kind)
+
+
+def values_of_mxfp4(mxfp4) -> None:
+    codes = torch.zeros(256 * 512 // 2, dtype=torch.uint8)
+    scales = torch.zeros(256 * 512 // 32, dtype=torch.uint8)
+    mxfp4.dequantize_mxfp4(codes, scales, torch.empty(256, 512, dtype=HALF))
 
 
 def four_bits(nf4) -> None:

@@ -181,7 +181,8 @@ def test_the_operator_is_whole_for_a_compiler(device):
     x = torch.randn(3, WIDTH, device=device, requires_grad=True)
     dy = torch.randn(3, 29, device=device)
     torch.library.opcheck(
-        torch.ops.chronicals.linear_gguf.default, (x, ours.weight, 29, "Q4_K", torch.float32)
+        torch.ops.chronicals.packed_linear.default,
+        (x, [ours.weight], ours.packed.settings, 29, torch.float32),
     )
     whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
     eager, compiled = ([y := of(x), *torch.autograd.grad(y, x, dy)] for of in (ours, whole))

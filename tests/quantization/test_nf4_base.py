@@ -327,9 +327,9 @@ def test_under_autocast_it_multiplies_in_the_type_of_autocast(device):
 def test_the_operator_is_whole_for_a_compiler(device):
     ours, _ = layers(device=device)
     x = torch.randn(3, 37, device=device, requires_grad=True)
-    scales = ours.absmax, ours.absmax2, ours.code2, ours.offset, ours.block2
-    given = x, ours.weight, *scales, ours.out_features, ours.block, ours.code, ours.dtype
-    torch.library.opcheck(torch.ops.chronicals.linear_4bit.default, given)
+    tensors = [ours.weight, ours.absmax, ours.absmax2, ours.code2, ours.offset]
+    given = x, tensors, ours.packed.settings, ours.out_features, ours.dtype
+    torch.library.opcheck(torch.ops.chronicals.packed_linear.default, given)
     whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
     dy = torch.randn(3, 29, device=device)
     eager, compiled = ([y := of(x), *torch.autograd.grad(y, x, dy)] for of in (ours, whole))

@@ -70,7 +70,7 @@ def plan(
     uncounted = build_objective(config).unplanned_costs(config)
     machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
     model = load_without_weights(_base_of(given), given.trust_remote_code)
-    if config.quantization == "nf4":
+    if config.quantization is not None:
         quantise_layers(model)
     attach_adapters(model, config, None)
     found = [planned(model, config, count, machines) for count in _counts(gpus)]

@@ -10,10 +10,8 @@ from chronicals.distributed.embedding_shards import (
 )
 from chronicals.distributed.even_gradients import forget_broken_step
 from chronicals.distributed.frozen_shards import (
-    DenseRows,
     Gathers,
     LinearInShards,
-    PackedRows,
     RowsRead,
     Unit,
     can_be_cut,
@@ -51,14 +49,12 @@ from chronicals.distributed.weight_shards import (
 __all__ = [
     "VALUE",
     "WAITING",
-    "DenseRows",
     "EmbeddingInShards",
     "Gathers",
     "HostExchange",
     "Launch",
     "LinearInShards",
     "Mesh",
-    "PackedRows",
     "RankFiles",
     "RankWatch",
     "RowsRead",

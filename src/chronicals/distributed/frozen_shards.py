@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,103 +31,22 @@ from torch import Tensor, nn
 from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.weight_shards import CODES
 from chronicals.models.rows import PART
-from chronicals.quantization import Linear4bit, Packed, PackedBase, PackedLinear
+from chronicals.quantization import (
+    RECIPES,
+    PackedBase,
+    PackedLinear,
+    PackedWeight,
+    frozen_weight,
+    is_linear,
+)
 
 logger = logging.getLogger(__name__)
 
-ALIGNED = 16
+_ALIGNMENT = 16
 """Bytes that tensors begin at multiples of, as vectorised loads want it."""
 
-
-class Form(Protocol):
-    """How some rows of a weight lie in bytes.
-
-    Attributes:
-        shape: ``(n, K)`` of these rows.
-    """
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def parts(self) -> dict[str, Tensor]:
-        """What is gathered, by name."""
-        ...
-
-    def write(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
-        """The values of rows whose parts are these, to ``out`` ``[n, K]``, rows dense."""
-        ...
-
-
-@dataclass(frozen=True)
-class DenseRows:
-    """In 16 or 32 bit."""
-
-    rows: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.rows), self.rows.shape[1]
-
-    def parts(self) -> dict[str, Tensor]:
-        return {"rows": self.rows}
-
-    def write(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
-        out.copy_(parts["rows"])
-
-    @staticmethod
-    def divides(weight: Tensor, count: int) -> bool:
-        """Whether so many ranks can have as many rows each."""
-        return len(weight) % count == 0
-
-    @classmethod
-    def of(cls, weight: Tensor, rank: int, count: int) -> Self | None:
-        """A rank's rows; None where they cannot be divided evenly."""
-        return cls(weight.chunk(count)[rank].contiguous()) if cls.divides(weight, count) else None
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """In NF4."""
-
-    packed: Packed
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.packed.shape
-
-    def parts(self) -> dict[str, Tensor]:
-        scales = self.packed.scales
-        found = {"codes": self.packed.codes.view(-1), "absmax": scales.absmax.view(-1)}
-        return found if scales.absmax2 is None else {**found, "absmax2": scales.absmax2.view(-1)}
-
-    def write(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
-        scales = replace(self.packed.scales, absmax=parts["absmax"], absmax2=parts.get("absmax2"))
-        replace(self.packed, codes=parts["codes"], scales=scales, dtype=out.dtype).into(out)
-
-    @staticmethod
-    def divides(packed: Packed, count: int) -> bool:
-        """Whether so many ranks can have as many rows each, which begin at a block of scales."""
-        (rows, width) = packed.shape
-        scales = packed.scales
-        whole = packed.block * (scales.block2 if scales.nested else 1)
-        return rows % count == 0 and rows // count * width % whole == 0
-
-    @classmethod
-    def of(cls, packed: Packed, rank: int, count: int) -> Self | None:
-        """A rank's rows; None where they would not begin at a block of scales."""
-        if not cls.divides(packed, count):
-            return None
-        (rows, width) = packed.shape
-        scales = packed.scales
-        own = replace(
-            scales,
-            absmax=scales.absmax.view(-1).chunk(count)[rank].clone(),
-            absmax2=None
-            if scales.absmax2 is None
-            else scales.absmax2.view(-1).chunk(count)[rank].clone(),
-        )
-        codes = packed.codes.detach().view(-1).chunk(count)[rank].clone()
-        return cls(replace(packed, codes=codes, scales=own, shape=(rows // count, width)))
+Place = tuple[int, int, torch.dtype]
+"""Where a tensor of some rows lies among a unit's bytes: its first byte, its bytes, its dtype."""
 
 
 class Gathers:
@@ -155,10 +74,11 @@ class Gathers:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Within: a forward and a backward pass that gather all that they read, and wait for all
+        """Surround a forward and a backward pass: they gather all that they read, and wait for all
         that they began to gather.
 
-        A pass is captured within it. ``forget`` comes before the first, outside of a capture.
+        A pass is captured within this context. ``forget`` comes before the first, outside of a
+        capture.
         """
         self._hold_none()
         try:
@@ -177,9 +97,9 @@ class Gathers:
         self._hold_none()
 
     def _hold_none(self) -> None:
-        """Of a capture that failed nothing was gathered, and nothing can be waited for.
-        Elsewhere a card gathers in the order in which the host asked for it, as later gathers
-        into the same buffer must; the host does not."""
+        # A capture that failed gathered nothing, so nothing can be waited for. Elsewhere a card
+        # gathers in the order in which the host asked for it, as later gathers into the same
+        # buffer must; the host does not.
         for flying, buffer in zip(self._flying, self._buffers):
             if flying is not None and not buffer.is_cuda:
                 flying.wait()
@@ -247,13 +167,13 @@ class Unit:
     own: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _size: int = 0
 
-    def place(self, form: Form) -> dict[str, tuple[int, int, torch.dtype, torch.Size]]:
-        """Room for some rows: of each part where it begins, its bytes, dtype and shape."""
-        found = {}
-        for name, tensor in form.parts().items():
-            found[name] = self._size, tensor.nbytes, tensor.dtype, tensor.shape
-            self._size += -(-tensor.nbytes // ALIGNED) * ALIGNED
-        return found
+    def place(self, rows: PackedWeight) -> dict[str, Place]:
+        """Make room for some rows and return where each of their tensors lies."""
+        places = {}
+        for name, tensor in rows.divided.items():
+            places[name] = self._size, tensor.nbytes, tensor.dtype
+            self._size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return places
 
     def close(self, device: torch.device) -> None:
         """No more rows follow."""
@@ -261,47 +181,67 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class FrozenRows:
-    """A ``PackedWeight`` whose rows are on all ranks.
+class FrozenRows(PackedWeight):
+    """A weight whose rows are on all ranks.
 
     Attributes:
         codes: this rank's bytes, the layer's parameter.
-        shape: of the whole weight.
+        here: this rank's rows, without the tensors that are gathered.
+        unit: of the decoder layer.
         places: of ``Unit.place``.
+        shape: of the whole weight.
     """
 
     codes: Tensor
-    form: Form
+    here: PackedWeight
     unit: Unit
-    places: Mapping[str, tuple[int, int, torch.dtype, torch.Size]]
+    places: Mapping[str, Place]
     shape: tuple[int, int]
     dtype: torch.dtype
 
-    def detached(self) -> FrozenRows:
-        return replace(self, codes=self.codes.detach())
-
-    def to(self, dtype: torch.dtype) -> FrozenRows:
-        return replace(self, dtype=dtype)
-
-    def into(self, out: Tensor) -> Tensor:
-        """Write the values to ``out``, ``[n, K]``, rows dense; by a launch for each rank."""
-        gathered = self.unit.gathers.of(self.unit)
-        for row, place in zip(gathered, out.chunk(self.unit.gathers.count)):
-            self.form.write(self._read(row), place)
-        return out
-
-    def _read(self, row: Tensor) -> dict[str, Tensor]:
-        return {
-            name: row[begin : begin + size].view(dtype).view(shape)
-            for name, (begin, size, dtype, shape) in self.places.items()
-        }
-
-    def dense(self) -> Tensor:
-        return self.into(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device))
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {"codes": self.codes}
 
     @property
-    def bytes(self) -> int:
-        return self.codes.nbytes
+    def settings(self) -> str:
+        """None: the products of such a weight are no operator, since they gather."""
+        return ""
+
+    def with_tensors(
+        self,
+        tensors: Mapping[str, Tensor | None],
+        shape: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        codes = tensors["codes"]
+        assert codes is not None
+        return replace(self, codes=codes, shape=shape or self.shape, dtype=dtype or self.dtype)
+
+    def into(self, out: Tensor) -> Tensor:
+        """Write the values to ``out``, ``[n, K]``, rows dense, by a launch for each rank; return
+        it."""
+        gathered = self.unit.gathers.of(self.unit)
+        for row, place in zip(gathered, out.chunk(self.unit.gathers.count)):
+            divided = {
+                name: row[begin : begin + size].view(dtype)
+                for name, (begin, size, dtype) in self.places.items()
+            }
+            self.here.with_divided(divided, out.dtype).into(place)
+        return out
+
+    @property
+    def recipe(self) -> Any:
+        return self.here.to(self.dtype).recipe
+
+    @property
+    def label(self) -> str:
+        return f"{self.here.short_label}, 1/{self.unit.gathers.count} of the rows here"
+
+    @property
+    def why_not_saved(self) -> str | None:
+        """None: nothing of the weight is in a state dict."""
+        return None
 
     @classmethod
     def base(
@@ -315,61 +255,61 @@ class FrozenBase(PackedBase):
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Of a dense weight that no other rank has a part of: the most; the gathered bytes are
-        beside it.
+        """Most bytes of a value: those of a dense weight that no other rank has a part of; the
+        gathered bytes are beside it.
         """
         return float(itemsize)
 
 
 class LinearInShards(PackedLinear):
-    """``x Wᵀ + b`` over rows of which this rank holds some. All ranks call it alike. Nothing of W
-    is in a state dict: adapters are saved, their base is where it was loaded from.
+    """``x Wᵀ + b`` over rows of which this rank holds some. All ranks call it in the same order.
+    Nothing of W is in a state dict: adapters are saved, their base is where it was loaded from.
 
     Args:
-        form: of this rank's rows.
+        rows: this rank's.
         unit: of the decoder layer.
         outputs: of the whole weight.
+        dtype: of the products.
     """
 
     def __init__(
-        self, form: Form, unit: Unit, outputs: int, dtype: torch.dtype, bias: Tensor | None
+        self,
+        rows: PackedWeight,
+        unit: Unit,
+        outputs: int,
+        dtype: torch.dtype,
+        bias: Tensor | None,
     ):
-        super().__init__(torch.empty(0, dtype=torch.uint8), (outputs, form.shape[1]), dtype, bias)
-        self.form = form
+        places = unit.place(rows)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        shape = outputs, rows.shape[1]
+        super().__init__(FrozenRows(nothing, rows, unit, places, shape, dtype), bias)
+        self.rows = rows
         self.unit = unit
-        self.places = unit.place(form)
-        self.in_4_bits = isinstance(form, PackedRows)
+        self.places = places
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Once the unit is closed: put the rows where they are gathered from."""
-        for name, tensor in self.form.parts().items():
-            begin, size, _, _ = self.places[name]
-            self.unit.own[begin : begin + size].copy_(
-                tensor.contiguous().view(-1).view(torch.uint8)
-            )
-        first = min(begin for begin, *_ in self.places.values())
-        (last, size, _, _) = max(self.places.values(), key=_begins)
-        self.weight = nn.Parameter(self.unit.own[first : last + size], requires_grad=False)
+        """Put the rows where they are gathered from, once the unit is closed."""
+        for name, tensor in self.rows.divided.items():
+            begin, size, _ = self.places[name]
+            self.unit.own[begin : begin + size].copy_(tensor.contiguous().view(torch.uint8))
+        first = min(begin for begin, _, _ in self.places.values())
+        end = max(begin + size for begin, size, _ in self.places.values())
+        self.weight = nn.Parameter(self.unit.own[first:end], requires_grad=False)
         setattr(self.weight, PART, self.unit.gathers.count)
         setattr(self.weight, CODES, next(iter(self.places.values()))[1])
-        self.form = _without_data(self.form, self.unit.own.device)
+        self.rows = self.rows.without_rows(self.unit.own.device)
 
     @property
     def packed(self) -> FrozenRows:
         shape = self.out_features, self.in_features
-        return FrozenRows(self.weight, self.form, self.unit, self.places, shape, self.dtype)
-
-    @property
-    def four_bits(self) -> Packed | None:
-        return self.form.packed if isinstance(self.form, PackedRows) else None
+        return FrozenRows(self.weight, self.rows, self.unit, self.places, shape, self.dtype)
 
     @torch.no_grad()
     def squared_norms(self) -> Tensor:
-        dense = self.packed.dense()
-        return torch.linalg.vector_norm(
-            dense, dim=1, dtype=torch.promote_types(self.dtype, torch.float32)
-        ).square_()
+        exact = torch.promote_types(self.dtype, torch.float32)
+        return torch.linalg.vector_norm(self.packed.dense(), dim=1, dtype=exact).square_()
 
     def _product(self, x: Tensor) -> Tensor:
         y: Tensor = _Product.apply(x, self.packed)
@@ -389,39 +329,7 @@ class LinearInShards(PackedLinear):
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """What it computes with was read already."""
-
-    @property
-    def format(self) -> str:
-        kind = "NF4" if isinstance(self.form, PackedRows) else "16 or 32 bit"
-        return f"{kind}, 1/{self.unit.gathers.count} of the rows here"
-
-
-def _begins(place: tuple[int, int, torch.dtype, torch.Size]) -> int:
-    return place[0]
-
-
-def _without_data(form: Form, device: torch.device) -> Form:
-    """The same without tensors that are gathered; those that every rank has whole on the device
-    where rows are gathered.
-    """
-    if isinstance(form, DenseRows):
-        return replace(form, rows=form.rows.to("meta"))
-    assert isinstance(form, PackedRows)
-    packed = form.packed
-    scales = form.packed.scales
-    absmax2, code2, offset = (
-        None if tensor is None else tensor.to(place)
-        for tensor, place in (
-            (scales.absmax2, "meta"),
-            (scales.code2, device),
-            (scales.offset, device),
-        )
-    )
-    empty = replace(
-        scales, absmax=scales.absmax.to("meta"), absmax2=absmax2, code2=code2, offset=offset
-    )
-    return PackedRows(replace(packed, codes=packed.codes.to("meta"), scales=empty))
+        """Do nothing: the rows were read already."""
 
 
 class _Product(torch.autograd.Function):
@@ -436,44 +344,59 @@ class _Product(torch.autograd.Function):
 
 
 def gathers_of(model: nn.Module) -> Gathers | None:
-    """Of a model whose frozen weights are divided among ranks; else None."""
+    """Return the gathers of a model whose frozen weights are divided among ranks; else None."""
     return next(
         (module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards)),
         None,
     )
 
 
-FormOf = Callable[[nn.Module, int, int, torch.dtype], Form | None]
+RowsOf = Callable[[nn.Module, int, int, torch.dtype], PackedWeight | None]
+"""Called with a linear layer, a rank, the number of ranks and the dtype of plain weights: gives the
+rank's rows, or None where the layer cannot be cut."""
 
 
 class RowsRead(nn.Module):
-    """In the place of a linear layer, while a model is read: this rank's rows of it, or all
-    where it cannot be cut.
+    """A module in the place of a linear layer while a model is read: this rank's rows of it, or
+    the whole layer where it cannot be cut.
     """
 
-    def __init__(self, linear: nn.Linear, form: Form | None, whole: nn.Linear | PackedLinear):
+    def __init__(
+        self, linear: nn.Linear, rows: PackedWeight | None, whole: nn.Linear | PackedLinear
+    ):
         super().__init__()
-        self.form = form
+        self.rows = rows
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        first = whole.weight if form is None else next(iter(form.parts().values()))
+        first = whole.weight if rows is None else rows.codes
         self.weight = nn.Parameter(first.detach(), requires_grad=False)
-        self.whole = [whole] if form is None else []
+        self.whole = [whole] if rows is None else []
 
     @classmethod
     def reading(
-        cls, ranks: Mesh, sharing: int, device: torch.device, dtype: torch.dtype, nf4: bool
+        cls,
+        ranks: Mesh,
+        sharing: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: str | None,
     ) -> Callable[[nn.Linear, Tensor], RowsRead]:
-        """What makes it of a weight that was read, quantised first if asked, on the device; no
-        more than one weight is there whole."""
+        """Return a function that makes it of a weight that was read, on the device, quantised
+        first if asked; no more than one weight is there whole."""
 
         def take(linear: nn.Linear, weight: Tensor) -> RowsRead:
-            plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-            plain.weight = nn.Parameter(weight.to(device), requires_grad=False)
-            layer: nn.Linear | PackedLinear = Linear4bit.of(plain) if nf4 else plain
-            form = rows_of_layer(layer, ranks.rank % sharing, sharing, dtype)
-            return cls(linear, form, layer)
+            weight = weight.to(device)
+            layer: nn.Linear | PackedLinear
+            if quantization is None:
+                layer = nn.Linear(
+                    linear.in_features, linear.out_features, bias=False, device="meta"
+                )
+                layer.weight = nn.Parameter(weight, requires_grad=False)
+            else:
+                layer = RECIPES[quantization].quantise(weight).layer()
+            rows = rows_of_layer(layer, ranks.rank % sharing, sharing, dtype)
+            return cls(linear, rows, layer)
 
         return take
 
@@ -482,35 +405,33 @@ def put_whole(layers: Sequence[nn.Module], device: torch.device) -> None:
     """Layers that could not be cut while they were read, as they are."""
     for layer in layers:
         for path, child in list(layer.named_modules()):
-            if isinstance(child, RowsRead) and child.form is None:
+            if isinstance(child, RowsRead) and child.rows is None:
                 (whole,) = child.whole
                 if child.bias is not None:
                     whole.bias = nn.Parameter(child.bias.detach().to(device), requires_grad=False)
                 layer.set_submodule(path, whole)
 
 
-def rows_of_layer(layer: nn.Module, rank: int, count: int, dtype: torch.dtype) -> Form | None:
-    """A rank's rows of a linear layer, or None where its weight cannot be cut."""
+def rows_of_layer(
+    layer: nn.Module, rank: int, count: int, dtype: torch.dtype
+) -> PackedWeight | None:
+    """Return a rank's rows of a linear layer, or None where its weight cannot be cut."""
     if isinstance(layer, RowsRead):
-        return layer.form
-    if isinstance(layer, Linear4bit):
-        return PackedRows.of(layer.packed.detached(), rank, count)
-    if type(layer) is nn.Linear:
-        return DenseRows.of(layer.weight.detach().to(dtype), rank, count)
-    return None
+        return layer.rows
+    weight = frozen_weight(layer, dtype)
+    return None if weight is None else weight.rows(rank, count)
 
 
 def can_be_cut(layer: nn.Module, count: int) -> bool:
-    """Whether ``rows_of_layer`` finds rows for each of so many ranks; True where they have them
-    already.
+    """Return True if ``rows_of_layer`` gives rows for each of so many ranks, and where a layer has
+    them already.
     """
+    if isinstance(layer, LinearInShards):
+        return True
     if isinstance(layer, RowsRead):
-        return layer.form is not None
-    if isinstance(layer, Linear4bit):
-        return PackedRows.divides(layer.packed, count)
-    if type(layer) is nn.Linear:
-        return DenseRows.divides(layer.weight, count)
-    return isinstance(layer, LinearInShards)
+        return layer.rows is not None
+    weight = frozen_weight(layer)
+    return weight is not None and weight.divides(count)
 
 
 def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
@@ -519,7 +440,7 @@ def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
     """
     for layer in layers:
         for path, child in list(layer.named_modules()):
-            linear = isinstance(child, (nn.Linear, PackedLinear, RowsRead))
+            linear = is_linear(child) or isinstance(child, RowsRead)
             if linear and not any(p.requires_grad for p in child.parameters()):
                 yield path, child
 
@@ -531,7 +452,7 @@ def shard_frozen(
     sharing: int,
     device: torch.device,
     dtype: torch.dtype,
-    form_of: FormOf | None = None,
+    rows_of: RowsOf | None = None,
 ) -> Gathers:
     """Divide the frozen linear layers of decoder layers among ranks, in place, a layer after the
     other.
@@ -540,14 +461,14 @@ def shard_frozen(
         sharing: neighbours that hold one copy.
         device: where parts stay.
         dtype: of weights that are not packed, and of products.
-        form_of: makes a rank's rows of a layer, which may have no weight as yet; by default they
+        rows_of: makes a rank's rows of a layer, which may have no weight as yet; by default they
             are cut out of its weight.
 
     Raises:
         ValueError: none can be divided.
     """
     group = _group_of(ranks, sharing)
-    form_of = form_of or rows_of_layer
+    rows_of = rows_of or rows_of_layer
     gathers = Gathers(ranks.rank % sharing, sharing, group)
     whole = list[str]()
     cut = 0
@@ -555,13 +476,13 @@ def shard_frozen(
         unit = gathers.unit()
         replaced = list[LinearInShards]()
         for path, child in frozen_linears([layer]):
-            form = form_of(child, gathers.rank, sharing, dtype)
-            if form is None:
+            rows = rows_of(child, gathers.rank, sharing, dtype)
+            if rows is None:
                 whole.append(path)
                 continue
             bias = None if child.bias is None else child.bias.detach().to(device)
             replaced.append(
-                LinearInShards(form, unit, child.out_features, dtype, bias).train(child.training)
+                LinearInShards(rows, unit, child.out_features, dtype, bias).train(child.training)
             )
             layer.set_submodule(path, replaced[-1])
         if not replaced:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
 from chronicals.export.dequantised_experts import DequantisedExperts
-from chronicals.export.packed_tensors import PackedTensor
 from chronicals.formats.part_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.lora.loading import describe_adapter, shape_of
@@ -222,7 +221,7 @@ class AdapterChanges:
             MergeError: one is not there, or was quantised otherwise than to 4 bits.
         """
         assert self.quantised is not None
-        if self.in_4_bits:
+        if self.base_is_packed:
             return
         if self.quantised.by_transformers is not None:
             raise MergeError(
@@ -250,13 +249,13 @@ class AdapterChanges:
             self.dequantised[name] = kind, type(modules[path]).__name__ == "Conv1D"
 
     @property
-    def in_4_bits(self) -> bool:
+    def base_is_packed(self) -> bool:
         """True if the base's files hold weights in 4 bits, which are dequantised when read."""
-        return any(isinstance(tensor, PackedTensor) for tensor in self.tensors.values())
+        return any(tensor.is_packed for tensor in self.tensors.values())
 
     def values_of(self, base: str) -> str:
         """Name the values that the adapter is added to, for a report."""
-        if self.in_4_bits:
+        if self.base_is_packed:
             return f"the dequantised values of {base}, which is in 4 bits,"
         if self.quantised is None:
             return base

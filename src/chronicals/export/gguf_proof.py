@@ -34,7 +34,7 @@ from chronicals.formats.gguf.tensors import RestoredTensors
 from chronicals.formats.gguf.vocabulary import read_vocabulary
 from chronicals.formats.gguf.writer import WEIGHT_TYPES, GGUFPlan
 from chronicals.formats.weight_files import NewTensor, StoredTensor, write_tensors
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import is_linear
 
 TYPE_ERRORS = {
     "F32": 1e-6,
@@ -45,6 +45,7 @@ TYPE_ERRORS = {
     "Q5_0": 0.086,
     "Q4_1": 0.156,
     "Q4_0": 0.172,
+    "MXFP4": 0.23,
     "Q6_K": 0.04,
     "Q5_K": 0.08,
     "Q4_K": 0.16,
@@ -321,7 +322,7 @@ def as_rounded(model: Any, kind: str) -> Iterator[None]:
 
     hooks = []
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear | PackedLinear) and kind != "f32":
+        if is_linear(module) and kind != "f32":
             hooks.append(module.register_forward_pre_hook(round_input))
         elif "GELU" in type(module).__name__:
             hooks.append(module.register_forward_pre_hook(round_input_of_table))

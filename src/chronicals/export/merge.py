@@ -22,7 +22,7 @@ from torch import Tensor
 from chronicals.export.adapter_changes import AdapterChanges, Change, MergeError
 from chronicals.export.compatible import OLD_TEMPLATE
 from chronicals.export.gguf_base import dequantised
-from chronicals.export.packed_tensors import PackedTensor, unpacked
+from chronicals.export.packed_tensors import unpacked
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.weight_files import (
     FLOAT_DTYPES,
@@ -240,7 +240,7 @@ class Sums:
 
     def _is_made(self, stored: StoredTensor) -> bool:
         """Return whether a weight is another than the base's files hold."""
-        return isinstance(stored, PackedTensor) or self.adapter.replaces(stored.name)
+        return stored.is_packed or self.adapter.replaces(stored.name)
 
     def dtype_of(self, stored: StoredTensor) -> str:
         """Return the dtype that a weight is written in, in the names of safetensors.
@@ -289,7 +289,7 @@ class Sums:
             _write_rows(aside, adapter.shapes)
             if self.is_of_gguf and not self.exact:
                 _write_dtype(aside)
-            if adapter.in_4_bits:
+            if adapter.base_is_packed:
                 _write_dense(aside, self.files)
             if self.exact or self.is_of_gguf or adapter.shapes:
                 _write_index(aside)

@@ -31,7 +31,7 @@ from chronicals.kernels.nf4 import SCALE_BLOCK
 from chronicals.models import load_model
 from chronicals.models.loading import load_without_weights, quantised_names
 from chronicals.models.packed_config import packed_description
-from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization import Packed, packed_layers
 from chronicals.quantization.bitsandbytes_format import STATE, stored_tensors
 from chronicals.quantization.nf4 import BLOCK
 
@@ -154,11 +154,7 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     """Read the weights back, and compare transformers with bitsandbytes with the same in torch."""
     packed = load_model(aside, torch.bfloat16)
     stored_names = _quantised_names(source)
-    layers = {
-        f"{path}.weight": layer
-        for path, layer in packed.named_modules()
-        if isinstance(layer, Linear4bit)
-    }
+    layers = {f"{path}.weight": layer for path, layer in packed_layers(packed)}
     proof.equal(
         "layers in 4 bits", BITSANDBYTES, sorted(quantised_names(source.folder)), sorted(layers)
     )

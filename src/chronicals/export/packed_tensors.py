@@ -1,6 +1,4 @@
-"""Weights in bitsandbytes' 4 bits among the tensors of files, as the dense weights that they
-stand for.
-"""
+"""Packed weights among the tensors of files, as the dense weights that they stand for."""
 
 from __future__ import annotations
 
@@ -13,13 +11,7 @@ import torch
 from torch import Tensor
 
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
-from chronicals.quantization.bitsandbytes_format import (
-    ENTRIES,
-    STATE,
-    read_shape,
-    read_weight,
-    weights_among,
-)
+from chronicals.quantization.packed import PACKED_FORMATS, PackedWeight
 
 NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 TYPES = {**FLOAT_DTYPES, "U8": torch.uint8}
@@ -33,29 +25,38 @@ class PackedTensor(StoredTensor):
         dtype: that it had before it was quantized.
         begin, end: 0 and its bytes.
         parts: the tensors that are stored of it, by name, in whatever files.
+        form: the format of the weight.
     """
 
     parts: Mapping[str, StoredTensor] = field(default_factory=dict)
+    form: type[PackedWeight] = PackedWeight
 
     @classmethod
-    def of(cls, codes: StoredTensor, parts: Mapping[str, StoredTensor]) -> PackedTensor:
-        """Raises ValueError where what describes it is damaged."""
-        state = next(name for name in parts if f".{STATE}" in name)
-        shape, dtype = read_shape(state, _read(parts[state]))
-        return cls(
-            codes.file,
-            codes.name,
-            NAMES[dtype],
-            shape,
-            0,
-            shape[0] * shape[1] * dtype.itemsize,
-            parts,
-        )
+    def of(
+        cls, name: str, form: type[PackedWeight], parts: Mapping[str, StoredTensor]
+    ) -> PackedTensor:
+        """Return the weight of this name.
+
+        Args:
+            parts: its tensors, the codes first.
+
+        Raises:
+            ValueError: what describes it is damaged.
+        """
+        shapes = {part: tuple(stored.shape) for part, stored in parts.items()}
+        shape, dtype = form.stored_shape(name, shapes, lambda part: _read(parts[part]))
+        codes = next(iter(parts.values()))
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return cls(codes.file, name, NAMES[dtype], shape, 0, size, parts, form)
+
+    @property
+    def is_packed(self) -> bool:
+        return True
 
     def read(self) -> Tensor:
         """Raises ValueError where one of its tensors is missing or damaged."""
-        packed = read_weight(self.name, {name: _read(part) for name, part in self.parts.items()})
-        return packed.to(torch.float32).dense()
+        parts = {name: _read(part) for name, part in self.parts.items()}
+        return self.form.read_dense(self.name, parts)
 
     def copy_to(self, out: BinaryIO) -> None:
         rounded = self.read().to(FLOAT_DTYPES[self.dtype])
@@ -63,25 +64,20 @@ class PackedTensor(StoredTensor):
 
 
 def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[StoredTensor]]:
-    """The same files with dense weights in place of packed ones and of what is stored beside
-    them.
+    """Return the same files with dense weights in place of packed ones and of what is stored
+    beside them.
     """
     there = {stored.name: stored for tensors in files.values() for stored in tensors}
-    parts = {
-        weight: {
-            name: there[name]
-            for name in (weight, *(f"{weight}.{entry}" for entry in ENTRIES))
-            if name in there
-        }
-        for weight in weights_among(there)
-    }
-    beside = {name for weight, names in parts.items() for name in names if name != weight}
+    weights: dict[str, PackedTensor] = {}
+    beside = set[str]()
+    for form in PACKED_FORMATS.values():
+        for name, (codes, *others) in form.stored_weights(there.keys()).items():
+            beside |= set(others)
+            if codes in there:
+                parts = {part: there[part] for part in (codes, *others)}
+                weights[codes] = PackedTensor.of(name, form, parts)
     return {
-        file: [
-            PackedTensor.of(stored, parts[stored.name]) if stored.name in parts else stored
-            for stored in tensors
-            if stored.name not in beside
-        ]
+        file: [weights.get(stored.name, stored) for stored in tensors if stored.name not in beside]
         for file, tensors in files.items()
     }
 

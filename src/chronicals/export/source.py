@@ -26,7 +26,7 @@ from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, without_adapters
 from chronicals.objectives.reference import with_reference
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import packed_modules
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data
 
@@ -170,7 +170,7 @@ class Source:
         model = self.saved.model(self.dtype)
         form = BaseFormat.read(self.saved.about.get("base"))
         # Values of 4 bits in the base's files are summed exactly, not as a run rounds them.
-        in_files = self.sums is not None and self.sums.adapter.in_4_bits
+        in_files = self.sums is not None and self.sums.adapter.base_is_packed
         if form is not None and not in_files:
             dequantise_as_multiplied(model, form)
         return on_device(model)
@@ -287,13 +287,10 @@ def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
     Args:
         form: of the base, with the dtype to which values were rounded for these products.
     """
-    for path, module in list(model.named_modules()):
-        if isinstance(module, Experts4bit):
-            kind = form.kind_of_experts(without_adapters(path))
-        elif isinstance(module, PackedLinear) and module.in_4_bits:
-            kind = form.kind_of(without_adapters(path))
-        else:
+    for path, module in list(packed_modules(model)):
+        if module.recipe is None:
             continue
+        kind = form.kind_at(without_adapters(path))
         assert kind is not None, f"{path}: is in 4 bits, and the adapter's folder names it not"
         kept = module.dtype
         module.dtype = getattr(torch, kind.products)

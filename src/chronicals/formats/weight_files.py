@@ -62,6 +62,11 @@ class StoredTensor:
     def bytes(self) -> int:
         return self.end - self.begin
 
+    @property
+    def is_packed(self) -> bool:
+        """True if files hold it as codes."""
+        return False
+
     def read(self) -> Tensor:
         """Return the tensor; raises ValueError if its dtype is not one of ``FLOAT_DTYPES``."""
         if self.dtype not in FLOAT_DTYPES:

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from chronicals.models import beside_text, count_values, speaks_of_experts
 from chronicals.models.peft_kinds import within_adapters
-from chronicals.quantization import Experts4bit
+from chronicals.quantization import packed_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def stacked_weights(model: Any) -> list[StackedWeight]:
     for path, outer, inner in _experts_of_text(text):
         adapters = _adapters_around(outer)
         for name, parameter in stacked(inner):
-            shape = inner.stacked[name] if isinstance(inner, Experts4bit) else parameter.shape
+            shape = packed_shapes(inner).get(name, parameter.shape)
             own = [(parameter, "")] if parameter.requires_grad else []
             trained = (*own, *adapters.get(name, ()))
             found.append(
@@ -171,8 +171,9 @@ def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def stacked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Its parameters with 3 dimensions, but those of convolutions; the codes of those in 4 bits."""
-    if isinstance(module, Experts4bit):
-        return [(name, module.get_parameter(name)) for name in module.stacked]
+    """Its parameters with 3 dimensions, but those of convolutions; the codes of packed ones."""
+    packed = packed_shapes(module)
+    if packed:
+        return [(name, module.get_parameter(name)) for name in packed]
     own = [] if isinstance(module, _ConvNd) else list(module.named_parameters(recurse=False))
     return [(name, parameter) for name, parameter in own if parameter.ndim == 3]

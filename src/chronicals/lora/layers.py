@@ -37,7 +37,7 @@ from chronicals.lora.magnitude import (
 )
 from chronicals.lora.tokens import TrainedTokens
 from chronicals.models.lookahead_heads import is_of_head
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import is_linear, packed_weight
 
 
 class LoRALinear(AdapterLayer):
@@ -136,7 +136,7 @@ class LoRALinear(AdapterLayer):
     def with_adapter(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """``weight``, the base's in its layout, with A and B in it; in at least fp32."""
         update = (b @ a) * self.scale
-        upright = isinstance(self.base_layer, nn.Linear)
+        upright = is_linear(self.base_layer)
         total = exact(weight) + (update if upright else update.t()).to(weight.device)
         if self.lora_magnitude_vector is None:
             return total
@@ -146,8 +146,12 @@ class LoRALinear(AdapterLayer):
 
     @torch.no_grad()
     def merge(self) -> None:
-        weight = cast(Tensor, self.base_layer.weight)
-        weight.copy_(self.with_adapter(weight, self.lora_A, self.lora_B))
+        merged = partial(self.with_adapter, a=self.lora_A, b=self.lora_B)
+        base: Any = self.base_layer
+        if packed_weight(base) is None:
+            base.weight.copy_(merged(base.weight))
+        else:
+            self.base_layer = base.plain(update=merged)
 
     @torch.no_grad()
     def norms(self) -> Tensor:
@@ -161,7 +165,7 @@ class LoRALinear(AdapterLayer):
         """
         weight = cast(Tensor, self.base_layer.weight)
         if torch.compiler.is_compiling() and (
-            is_plain(weight) or isinstance(self.base_layer, PackedLinear)
+            is_plain(weight) or packed_weight(self.base_layer) is not None
         ):
             return squared_norms_of(self.base_layer, self.in_features)
         key = weight.data_ptr(), weight._version, weight.dtype, weight.device

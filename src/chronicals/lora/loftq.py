@@ -20,7 +20,7 @@ from torch import Tensor
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.layers import linear_adapters
 from chronicals.models.four_bits import WATCHED
-from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization import PackedWeight, packed_weight
 
 
 class LoftQ:
@@ -42,7 +42,7 @@ class LoftQ:
         self.starts: dict[str, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def __call__(self, path: str, weight: Tensor, packed: Packed) -> None:
+    def __call__(self, path: str, weight: Tensor, packed: PackedWeight) -> None:
         """
         Args:
             weight: W, ``[out, in]``.
@@ -84,7 +84,8 @@ def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> N
     watch = getattr(model, WATCHED, None)
     known = watch.starts if isinstance(watch, LoftQ) else {}
     for path in paths:
-        if not isinstance(model.get_submodule(path), Linear4bit):
+        packed = packed_weight(model.get_submodule(path))
+        if packed is None or packed.recipe is None:
             raise ValueError(
                 f"lora_init='loftq': the weight of {path} is not in 4 bits, of which it makes up "
                 "for the loss; set "

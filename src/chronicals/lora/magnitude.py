@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.products import product
 from chronicals.lora.padding import Padding
-from chronicals.quantization import Base, PackedLinear
+from chronicals.quantization import Base, packed_weight
 
 ROWS = 1024
 """Rows of the identity that a layer multiplies at a time."""
@@ -110,8 +110,9 @@ def squared_norms_of(layer: Any, width: int) -> Tensor:
     """
     if is_plain(layer.weight):
         return squared_norms(upright(layer))
-    if isinstance(layer, PackedLinear):
-        return layer.squared_norms()
+    if packed_weight(layer) is not None:
+        norms: Tensor = layer.squared_norms()
+        return norms
     device = layer.weight.device
     kind = getattr(layer, "compute_dtype", None) or torch.float32
     parts = torch.eye(width, device=device, dtype=kind).split(ROWS)

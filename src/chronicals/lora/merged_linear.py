@@ -165,18 +165,17 @@ class Merged:
 
     def in_format(self, stands: Format) -> Merged:
         """The same with another base in place of a dense weight."""
-        assert isinstance(self.storage, Dense)
-        return replace(self, base=stands(self.storage, self.padding.up.device))
+        return replace(self, base=stands(self.storage.plain_weight, self.padding.up.device))
 
     def in_16_bit(self) -> Merged:
         """The same with products in the format of the storage, which is copied from host memory
         if it is there.
         """
-        assert isinstance(self.storage, Dense)
+        storage = self.storage.plain_weight
         device = self.padding.up.device
-        if self.storage.columns == self.padding.columns and self.storage.matrix.device == device:
-            return replace(self, base=self.storage)
-        padded = Dense.fused([self.storage.matrix.to(device)], self.padding.columns)
+        if storage.columns == self.padding.columns and storage.matrix.device == device:
+            return replace(self, base=storage)
+        padded = Dense.fused([storage.matrix.to(device)], self.padding.columns)
         padded.parts = self.storage.parts
         return replace(
             self,

@@ -13,7 +13,7 @@ from chronicals.lora.layers import adapters
 from chronicals.lora.magnitude import is_plain
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import merge_tokens
-from chronicals.quantization import Experts4bit, PackedLinear, Stack
+from chronicals.quantization import packed_experts, packed_layers, packed_weight
 
 
 @torch.no_grad()
@@ -40,26 +40,23 @@ def merge_adapters(model: Any) -> None:
             "adapter, load the base in 16 "
             "bit, attach it with chronicals.lora.load_adapter, and merge that"
         )
-    for path, module in list(model.named_modules()):
-        if isinstance(module, Experts4bit):
-            model.set_submodule(path, module.plain())
+    for path, experts in list(packed_experts(model)):
+        model.set_submodule(path, experts.plain())
     _untie_adapted_head(model)
     for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first
-        if isinstance(layer.base_layer, PackedLinear):
-            layer.base_layer = layer.base_layer.plain()
         layer.merge()
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.base_layer)
     merge_tokens(model)
-    for path, module in list(model.named_modules()):
-        if isinstance(module, PackedLinear):
-            model.set_submodule(path, module.plain())
+    for path, linear in list(packed_layers(model)):
+        model.set_submodule(path, linear.plain())
 
 
 def _can_be_merged(adapted: AdapterLayer) -> bool:
     if isinstance(adapted, LoRAParameter):
-        return isinstance(adapted.parameter, Stack) or is_plain(adapted.parameter)
-    return isinstance(adapted.base_layer, PackedLinear) or is_plain(adapted.base_layer.weight)
+        return adapted.is_packed or is_plain(adapted.parameter)
+    packed = packed_weight(adapted.base_layer)
+    return packed is not None or is_plain(adapted.base_layer.weight)
 
 
 def _untie_adapted_head(model: Any) -> None:

@@ -9,7 +9,7 @@ wrapped several times, in the order of its parameters.
 
 Experts as transformers 5 computes them take A and B as products of their own beside the base's
 (``expert_products``). Any other layer runs with W' in the place of W: in the dtype of W, for the
-length of the call. Of experts in 4 bits (``Experts4bit``) W is what their codes stand for.
+length of the call. Of packed experts W is what their codes stand for.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from chronicals.lora.adapter_layer import AdapterLayer, exact
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.expert_products import Factors, adapted_experts, expert_inputs, has_hooks
 from chronicals.lora.layers import start
-from chronicals.quantization import Experts4bit, Stack
+from chronicals.quantization import (
+    Stack,
+    call_with,
+    class_module,
+    dense_stack,
+    packed_shapes,
+    packed_stacks,
+    stacked_weight,
+)
 
 WRAPPED = "base_layer"
 
@@ -52,7 +59,12 @@ class LoRAParameter(AdapterLayer):
     @property
     def parameter(self) -> Tensor | Stack:
         """W."""
-        return weight_of(innermost(self), self.parameter_name)
+        return stacked_weight(innermost(self), self.parameter_name)
+
+    @property
+    def is_packed(self) -> bool:
+        """True where W is what codes stand for."""
+        return self.parameter_name in packed_shapes(innermost(self))
 
     def named_at(self, path: str) -> str:
         return f"{without_wraps(path)}.{self.parameter_name}"
@@ -66,7 +78,7 @@ class LoRAParameter(AdapterLayer):
 
     def adapted(self) -> Tensor:
         """W', in the dtype of W."""
-        weight = dense(self.parameter)
+        weight = dense_stack(self.parameter)
         down_ERK, up_ENR, scale = self.factors(weight.dtype)
         with torch.autocast(weight.device.type, enabled=False):
             if weight.ndim == 2:
@@ -97,13 +109,11 @@ class LoRAParameter(AdapterLayer):
         if (y := _by_products(layer, on, inputs, named)) is not None:
             return y
         adapted = {name: found.adapted() for name, found in on.items()}
-        if isinstance(layer, Experts4bit):
-            return layer(*inputs, instead=adapted, **named)
-        return functional_call(layer, adapted, inputs, named)
+        return call_with(layer, adapted, inputs, named)
 
     @torch.no_grad()
     def merge(self) -> None:
-        weight = dense(self.parameter)
+        weight = dense_stack(self.parameter)
         (down_ERK, up_ENR, scale) = self.factors(torch.float32)
         transposed = is_transposed(innermost(self))
         matrices = weight if weight.ndim == 3 else [weight]
@@ -119,9 +129,12 @@ def _by_products(
     """What the layer returns where its experts are computed with A and B as products of their
     own; else None. How many rows an expert has is no matter for a compiler, which would compile
     for each number."""
-    packed = isinstance(layer, Experts4bit)
-    inner, stacks = (layer.inner, layer.stacks()) if packed else (layer, None)
-    if (packed and has_hooks(layer)) or (routed := expert_inputs(inner, on, inputs, named)) is None:
+    inner = class_module(layer)
+    if inner is not layer and has_hooks(layer):
+        return None
+    stacks = packed_stacks(layer)
+    routed = expert_inputs(inner, on, inputs, named)
+    if routed is None:
         return None
     return adapted_experts(
         inner,
@@ -133,22 +146,11 @@ def _by_products(
 
 def shapes_for(layer: nn.Module, name: str, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of A and B for a parameter of ``layer``."""
-    shape = weight_of(layer, name).shape
+    shape = stacked_weight(layer, name).shape
     experts, narrow, wide = shape if len(shape) == 3 else (1, *shape)
     if len(shape) == 3 and is_transposed(layer):
         narrow, wide = wide, narrow
     return (experts * rank, wide), (narrow, experts * rank)
-
-
-def weight_of(layer: nn.Module, name: str) -> Tensor | Stack:
-    """A parameter of a layer; of experts in 4 bits a stacked weight, which its codes stand for."""
-    if isinstance(layer, Experts4bit) and name in layer.stacked:
-        return layer.stack(name)
-    return layer.get_parameter(name)
-
-
-def dense(weight: Tensor | Stack) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dense()
 
 
 def innermost(layer: nn.Module) -> nn.Module:
@@ -173,7 +175,5 @@ def _around(layer: nn.Module) -> list[LoRAParameter]:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether the matrices of its experts are ``[in, out]``."""
-    return bool(
-        getattr(layer.inner if isinstance(layer, Experts4bit) else layer, "is_transposed", False)
-    )
+    """Return True if the matrices of its experts are ``[in, out]``."""
+    return bool(getattr(class_module(layer), "is_transposed", False))

@@ -18,7 +18,7 @@ from chronicals.lora.experts import stacked
 from chronicals.lora.layers import LoRALinear
 from chronicals.lora.parameter_layer import WRAPPED, LoRAParameter, shapes_for
 from chronicals.models import beside_text, is_within
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import packed_shapes, packed_weight
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def _check_parameter(model: Any, key: str) -> None:
             "embedding is adapted as such: "
             f"name {path.rpartition('.')[2]!r} in lora_target_modules instead"
         )
-    if isinstance(layer, Experts4bit) and key.rpartition(".")[2] in layer.stacked:
+    if key.rpartition(".")[2] in packed_shapes(layer):
         return
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         raise ValueError(
@@ -236,8 +236,9 @@ def layer_number(path: str, lists: Sequence[str] = (r"[^.]*",)) -> int | None:
 
 def linear_shape(layer: Any) -> tuple[int, int] | None:
     """``(in, out)`` of a linear layer, None if it is something else."""
-    if isinstance(layer, PackedLinear):
-        return layer.in_features, layer.out_features
+    packed = packed_weight(layer)
+    if packed is not None:
+        return packed.shape[1], packed.shape[0]
     if isinstance(layer, nn.Linear):
         return (layer.in_features, layer.out_features) if _multiplies(layer) else None
     if type(layer).__name__ == "Conv1D" and hasattr(

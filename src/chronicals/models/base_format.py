@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from chronicals.models.peft_kinds import within_adapters
-from chronicals.quantization import Experts4bit, Packed, PackedLinear
-from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
-from chronicals.quantization.nf4 import BLOCK
+from chronicals.quantization import FourBits, packed_experts, packed_modules
+from chronicals.quantization.bitsandbytes_layer import recipe_of
 
 BESIDE_ADAPTERS = "base_layer"
 """Name by which adapters, ours and PEFT's, hold the layer that they are around."""
@@ -36,53 +35,6 @@ nothing else of a base in NF4.
 
 class OtherBase(ValueError):
     """A model's layers are quantised otherwise than those that an adapter was trained over."""
-
-
-@dataclass(frozen=True)
-class FourBits:
-    """How the weight of a layer was quantised to 4 bits.
-
-    Attributes:
-        code: ``nf4`` or ``fp4``.
-        block: values that share a scale.
-        scale_block: scales that share one of theirs; None where they are not quantised.
-        quantized_from: dtype that the weight had before; None where that is not known.
-        products: dtype that it is dequantised to.
-    """
-
-    code: str = "nf4"
-    block: int = BLOCK
-    scale_block: int | None = 256
-    quantized_from: str | None = None
-    products: str = "float32"
-
-    @classmethod
-    def of(cls, weight: Any, products: torch.dtype) -> FourBits:
-        """Of a weight in 4 bits, of whose values a process may hold a part."""
-        scales = weight.scales
-        source = None if weight.quantized_from is None else _name(weight.quantized_from)
-        return cls(
-            weight.code,
-            weight.block,
-            scales.block2 if scales.nested else None,
-            source,
-            _name(products),
-        )
-
-    def quantise(self, weight: Tensor) -> Packed:
-        """The weight ``[n, K]``, quantised as it says, from the dtype that it says."""
-        source = (
-            weight.dtype if self.quantized_from is None else getattr(torch, self.quantized_from)
-        )
-        return Packed.of(weight.to(source), self.block, self.scale_block is not None, self.code)
-
-    def values(self, weight: Tensor) -> Tensor:
-        """What products read of the weight after it was quantised, fp32."""
-        return self.quantise(weight).to(getattr(torch, self.products)).dense().float()
-
-    def __str__(self) -> str:
-        nested = "" if self.scale_block is None else f" with scales in blocks of {self.scale_block}"
-        return f"{self.code.upper()} in blocks of {self.block}{nested}"
 
 
 @dataclass(frozen=True)
@@ -106,19 +58,18 @@ class BaseFormat:
 
     @classmethod
     def of(cls, model: Any) -> BaseFormat | None:
-        """What a model's layers are; None where none is quantised, or all are in the blocks of a
-        GGUF file.
+        """Return the format of a model's layers; None where none is quantised, or its files hold
+        the very codes.
         """
         inner = within_adapters(model)
         layers = dict(_linear_layers(inner))
         experts = {
-            without_adapters(path): FourBits.of(
-                module.packed(next(iter(module.stacked))), module.dtype
-            )
-            for path, module in inner.named_modules()
-            if isinstance(module, Experts4bit)
+            without_adapters(path): module.recipe
+            for path, module in packed_experts(inner)
+            if module.recipe is not None
         }
-        theirs = None if layers else _described_by_transformers(inner)
+        ours = bool(layers) or next(packed_modules(inner), None) is not None
+        theirs = None if ours else _described_by_transformers(inner)
         if not layers and not experts and theirs is None:
             return None
         return cls(layers, experts, by_transformers=theirs)
@@ -162,16 +113,21 @@ class BaseFormat:
         return {**({"in_4_bits": groups} if groups else {}), **theirs}
 
     def kind_of(self, path: str) -> FourBits | None:
-        """How a linear layer is quantised; None where it is not."""
+        """Return how a linear layer is quantised; None where it is not."""
         return self.usual if self.layers is None else self.layers.get(path)
 
     def kind_of_experts(self, path: str) -> FourBits | None:
-        """How stacked experts are quantised; None where they are not."""
+        """Return how stacked experts are quantised; None where they are not."""
         return self.usual if self.experts is None else self.experts.get(path)
+
+    def kind_at(self, path: str) -> FourBits | None:
+        """Return how a linear layer or stacked experts are quantised; None where they are not."""
+        kind = self.kind_of(path)
+        return self.kind_of_experts(path) if kind is None else kind
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether layers are bitsandbytes' in LLM.int8."""
+        """True if layers are bitsandbytes' in LLM.int8."""
         described = self.by_transformers or {}
         return bool(described.get("load_in_8bit") or described.get("_load_in_8bit"))
 
@@ -191,8 +147,8 @@ class BaseFormat:
         return (known[0] if len(known) == 1 else torch.float32) if known else None
 
     def difference(self, other: BaseFormat | None) -> str | None:
-        """In what another model's layers are quantised otherwise, but for the dtype of products;
-        None where in nothing.
+        """Return in words how another model's layers are quantised otherwise, but for the dtype of
+        products; None where they are quantised the same.
         """
         if other is None:
             return f"{self} there, nothing is quantised here"
@@ -204,11 +160,11 @@ class BaseFormat:
             if there is None or here is None:  # an older folder, which names none
                 continue
             for path in sorted(there.keys() | here.keys()):
-                if not _same_codes(there.get(path), here.get(path)):
-                    return (
-                        f"{path} is {_in_words(there.get(path))} there, "
-                        f"{_in_words(here.get(path))} here"
-                    )
+                theirs = there.get(path)
+                ours = here.get(path)
+                both = theirs is not None and ours is not None
+                if not (theirs.same_codes(ours) if both else theirs is ours):
+                    return f"{path} is {_in_words(theirs)} there, {_in_words(ours)} here"
         return None
 
     def __str__(self) -> str:
@@ -229,12 +185,9 @@ class BaseFormat:
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
     """Linear layers in 4 bits, ours or bitsandbytes', by their paths without adapters."""
     for path, module in model.named_modules():
-        if is_of_bitsandbytes(module):
-            weight = weight_of_layer(module)
-            products: Any = module.compute_dtype
-            yield without_adapters(path), FourBits.of(weight, products or weight.dtype)
-        elif isinstance(module, PackedLinear) and module.in_4_bits:
-            yield without_adapters(path), FourBits.of(module.four_bits, module.dtype)
+        recipe = recipe_of(module)
+        if recipe is not None:
+            yield without_adapters(path), recipe
 
 
 def _described_by_transformers(model: Any) -> dict[str, Any] | None:
@@ -255,23 +208,8 @@ def without_adapters(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != BESIDE_ADAPTERS)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _paths(kinds: Mapping[str, FourBits], kind: FourBits) -> Sequence[str]:
     return [path for path, found in kinds.items() if found == kind]
-
-
-def _same_codes(one: FourBits | None, other: FourBits | None) -> bool:
-    """Whether a weight has the same codes, as far as is known."""
-    if one is None or other is None:
-        return one is other
-    source = one.quantized_from or other.quantized_from
-    unlike = other.quantized_from not in (None, source)
-    return not unlike and replace(one, products="", quantized_from="") == replace(
-        other, products="", quantized_from=""
-    )
 
 
 def _in_words(kind: FourBits | None) -> str:

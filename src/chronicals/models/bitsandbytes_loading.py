@@ -19,7 +19,7 @@ NEEDED = ("bitsandbytes", "accelerate")
 
 
 def missing_for_bitsandbytes() -> list[str]:
-    """Those that are not installed."""
+    """Return the needed packages that are not installed."""
     return [package for package in NEEDED if find_spec(package) is None]
 
 
@@ -32,8 +32,8 @@ def load_by_bitsandbytes(
     products: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """A model whose layers are ``bitsandbytes.nn.Linear4bit`` where ours would be ``Linear4bit``,
-    in training mode.
+    """Load a model whose layers are ``bitsandbytes.nn.Linear4bit`` where ours would be
+    ``Linear4bit``, in training mode.
 
     A checkpoint that is in 4 bits already is loaded as it says; of another one the layers that
     ``quantise_layers`` takes are quantised to NF4 in blocks of 64.
@@ -57,7 +57,8 @@ def load_by_bitsandbytes(
     described = getattr(config, "quantization_config", None)
     if described is None:
         with torch.device("meta"):
-            left = layers_left(_empty(kind, config))
+            empty = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        left = layers_left(empty)
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -88,22 +89,14 @@ def load_by_bitsandbytes(
     return model.train()  # in evaluation bitsandbytes lays the codes out anew on some CPUs
 
 
-def _empty(kind: Any, config: Any) -> Any:
-    return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
-
-
 def layers_left(model: Any) -> list[str]:
-    """Paths of the linear layers that transformers would quantise and ``quantise_layers`` does
-    not.
+    """Return the paths of the linear layers that transformers would quantise and
+    ``quantise_layers`` does not.
     """
     ours = linear_layers(model)
-    linear = (
-        path
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) or _is_conv1d(layer)
-    )
-    return [path for path in linear if path not in ours]
-
-
-def _is_conv1d(layer: nn.Module) -> bool:
-    return type(layer).__name__ == "Conv1D"
+    paths = []
+    for path, layer in model.named_modules():
+        is_linear = isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+        if is_linear and path not in ours:
+            paths.append(path)
+    return paths

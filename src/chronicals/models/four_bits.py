@@ -1,5 +1,5 @@
 """Linear layers and stacked experts of decoder layers in 4 bits: quantised while a checkpoint is
-read, or in a model that is there.
+read, or in a model in memory.
 
 Head, embeddings, norms, routers and whatever is neither a plain linear layer nor stacked experts
 stay as they are. While reading, no more than one weight exists in 16 bit beside those that stay so,
@@ -18,20 +18,27 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
-from chronicals.models.base_format import BaseFormat, FourBits
+from chronicals.models.base_format import BaseFormat
 from chronicals.models.rows import PART
-from chronicals.quantization import Experts4bit, Linear4bit, Packed, PackedLinear
+from chronicals.quantization import (
+    FourBits,
+    PackedExperts,
+    PackedWeight,
+    packed_experts,
+    packed_layers,
+    packed_modules,
+)
 from chronicals.quantization.experts import can_be_packed, pack_stack
 
 logger = logging.getLogger(__name__)
 
 METHOD = "chronicals_nf4"
-"""By which transformers finds what quantises while it reads."""
+"""Name by which transformers finds the quantiser that runs while it reads."""
 
 WATCHED = "_chronicals_watched_quantising"
-"""Attribute of a model: what saw its weights while they were quantised."""
+"""Attribute of a model: the ``Watch`` that saw its weights while they were quantised."""
 
-Watch = Callable[[str, Tensor, Packed], None]
+Watch = Callable[[str, Tensor, PackedWeight], None]
 """Called for every layer that is quantised: its path, its weight, and what that becomes."""
 
 Take = Callable[[nn.Linear, Tensor], nn.Module]
@@ -51,24 +58,25 @@ what holds these.
 
 
 def has_4bit_layers(model: nn.Module) -> bool:
-    return any(isinstance(module, PackedLinear) and module.in_4_bits for module in model.modules())
+    """Return True if linear layers were quantised to 4 bits, here or as bitsandbytes does."""
+    return any(layer.recipe is not None for _, layer in packed_layers(model))
 
 
 def has_4bit_experts(model: nn.Module) -> bool:
-    """Whether stacked experts are in 4 bits."""
-    return any(isinstance(module, Experts4bit) for module in model.modules())
+    """Return True if stacked experts are packed."""
+    return next(packed_experts(model), None) is not None
 
 
 def has_packed_layers(model: nn.Module) -> bool:
-    """Whether layers have their weight packed, in 4 bits or in another format that is
-    dequantised for each product.
+    """Return True if linear layers have their weight packed, in 4 bits or in another format that
+    is dequantised for each product.
     """
-    return any(isinstance(module, PackedLinear) for module in model.modules())
+    return next(packed_layers(model), None) is not None
 
 
 def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | None = None) -> int:
     """Quantise the linear layers and stacked experts of the decoder layers to NF4, in place, one
-    after the other; how many linear layers there were.
+    after the other, and return how many linear layers there were.
 
     Args:
         watch: sees each weight of a linear layer; the model knows it afterwards.
@@ -89,7 +97,7 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
         if watch is not None:
             watch(path, matrix, quantised)
         setattr(model, QUANTISED_FROM, weight.dtype)
-        model.set_submodule(path, Linear4bit(quantised, layer.bias).train(layer.training))
+        model.set_submodule(path, quantised.layer(layer.bias).train(layer.training))
     _quantise_experts(model, experts, form)
     if layers and watch is not None:
         setattr(model, WATCHED, watch)
@@ -99,7 +107,7 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
 
 def quantise_experts(model: Any) -> int:
     """Quantise the stacked experts of the decoder layers to NF4, in place, layer by layer, and
-    nothing else; how many layers there were. They are frozen.
+    nothing else; return how many layers there were. They are frozen.
 
     Raises:
         ValueError: there is none, or it has adapters.
@@ -119,12 +127,12 @@ def _quantise_experts(
 ) -> None:
     for path, module in found.items():
         setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
-        model.set_submodule(path, Experts4bit.of(module, _kind_of_experts(path, form).quantise))
+        model.set_submodule(path, PackedExperts.of(module, _kind_of_experts(path, form).quantise))
 
 
 def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
-    """By their paths, the plain layers that are to be quantised; a form may name others than the
-    usual ones.
+    """Return the plain layers that are to be quantised, by their paths; a form may name others
+    than the usual ones.
     """
     if form is None or form.layers is None:
         return dict(linear_layers(model))
@@ -137,7 +145,7 @@ def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
 
 
 def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
-    """By their paths, the experts that are to be quantised."""
+    """Return the experts that are to be quantised, by their paths."""
     found = stacked_experts(model)
     return (
         found
@@ -147,7 +155,7 @@ def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
 
 
 def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
-    """How a layer that is to be quantised is."""
+    """Return how a layer is to be quantised."""
     return (None if form is None else form.kind_of(path)) or FourBits()
 
 
@@ -156,7 +164,7 @@ def _kind_of_experts(path: str, form: BaseFormat | None) -> FourBits:
 
 
 def _is_transposed(layer: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight is ``[in, out]``, as GPT-2's."""
+    """Return True for a linear layer whose weight is ``[in, out]``, as GPT-2's."""
     return type(layer).__name__ == "Conv1D"
 
 
@@ -170,8 +178,8 @@ def _check_bare(experts: Iterable[str]) -> None:
 
 
 def stacked_experts(model: Any) -> dict[str, nn.Module]:
-    """By their paths, the modules of decoder layers that hold experts as stacked weights, in 16
-    or 32 bit.
+    """Return the modules of decoder layers that hold experts as stacked weights in 16 or 32 bit, by
+    their paths.
     """
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
@@ -184,9 +192,16 @@ def stacked_experts(model: Any) -> dict[str, nn.Module]:
 def quantising_while_reading(
     watch: Watch | None = None, take: Take | None = None, form: BaseFormat | None = None
 ) -> Any:
-    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers
-    and stacked experts of the decoder layers to NF4, or those that ``form`` names as it says, or
-    lets ``take`` replace the linear layers; nothing of it stays in the model's configuration."""
+    """Return ``quantization_config`` for ``from_pretrained``, by which it quantises the linear
+    layers and stacked experts of the decoder layers to NF4.
+
+    Nothing of it stays in the model's configuration.
+
+    Args:
+        watch: sees each weight of a linear layer.
+        take: replaces the linear layers, and nothing is quantised.
+        form: which layers are quantised instead of those, and how.
+    """
     configuration = _classes()()
     configuration.watch = watch
     configuration.take = take
@@ -195,25 +210,25 @@ def quantising_while_reading(
 
 
 def count_values(model: nn.Module) -> int:
-    """Weights that a model's parameters stand for: of what is packed those of the layer, else a
-    byte of codes holds two; of what is divided among ranks those of all."""
+    """Return how many weights a model's parameters stand for.
+
+    Of packed weights those that the codes stand for; of other bytes two a byte, as 4 bits have; of
+    what is divided among ranks those of all.
+    """
     packed = set[int]()
-    inside = 0
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            packed.add(id(module.weight))
-            inside += module.out_features * module.in_features
-        elif isinstance(module, Experts4bit):
-            packed |= {id(module.get_parameter(name)) for name in module.stacked}
-            inside += module.values
-    others = (p for p in model.parameters() if id(p) not in packed)
-    return inside + sum(
-        p.numel() * getattr(p, PART, 1) * (2 if p.dtype == torch.uint8 else 1) for p in others
-    )
+    total = 0
+    for _, module in packed_modules(model):
+        packed |= {id(weight.codes) for weight in module.weights.values()}
+        total += module.values
+    for parameter in model.parameters():
+        if id(parameter) not in packed:
+            values = 2 if parameter.dtype == torch.uint8 else 1
+            total += parameter.numel() * getattr(parameter, PART, 1) * values
+    return total
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """By their paths, the plain layers that are to be quantised."""
+    """Return the plain layers that ``load_model`` quantises, by their paths."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
         path: module
@@ -227,51 +242,42 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
 def _no_layers(model: Any) -> ValueError:
     return ValueError(
         f"quantization='nf4': {type(model).__name__} has no list of decoder layers with plain "
-        "linear layers, so nothing would "
-        "be quantised; leave it out"
+        "linear layers, so nothing would be quantised; leave it out"
     )
 
 
 def _report(model: Any) -> None:
-    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    experts = [module for module in model.modules() if isinstance(module, Experts4bit)]
-    inside = sum(layer.out_features * layer.in_features for layer in layers) + sum(
-        module.values for module in experts
-    )
-    size = sum(layer.packed.bytes for layer in layers) + sum(module.bytes for module in experts)
-    what = f"{len(layers)} linear layers" + (
-        f" and the experts of {len(experts)} layers" if experts else ""
-    )
-    share = 100 * inside / count_values(model)
+    modules = [module for _, module in packed_modules(model) if module.recipe is not None]
+    layers = sum(1 for _, layer in packed_layers(model) if layer.recipe is not None)
+    experts = len(modules) - layers
+    values = sum(module.values for module in modules)
+    size = sum(module.bytes for module in modules)
+    words = f"{layers} linear layers" + (f" and the experts of {experts} layers" if experts else "")
+    percent = 100 * values / count_values(model)
     logger.info(
-        "quantization: %s in NF4, %.1f %% of the weights, in %.2f GiB", what, share, size / 2**30
+        "quantization: %s in NF4, %.1f %% of the weights, in %.2f GiB",
+        words,
+        percent,
+        size / 2**30,
     )
-    if left := sorted({type(module).__name__ for module in _left_experts(model)}):
-        message = (
+    left = set()
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            own = [] if isinstance(module, _ConvNd) else module.parameters(recurse=False)
+            if any(p.ndim == 3 and min(p.shape) > 1 for p in own):
+                left.add(type(module).__name__)
+    if left:
+        logger.warning(
             "quantization: these experts stay in 16 bit, for they are no module of stacked "
-            "weights and biases alone: %s"
+            "weights and biases alone: %s",
+            ", ".join(sorted(left)),
         )
-        logger.warning(message, ", ".join(left))
-
-
-def _left_experts(model: Any) -> list[nn.Module]:
-    """Modules of decoder layers with stacked weights that are not quantised."""
-    inside = (
-        module
-        for layer in decoder_layers(model)
-        for module in layer.modules()
-        if not isinstance(module, _ConvNd)
-    )
-    return [
-        module
-        for module in inside
-        if any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
-    ]
 
 
 @functools.cache
 def _classes() -> Any:
-    """The configuration that asks transformers for the quantiser below, which is registered."""
+    """Register the quantiser below with transformers, and return the class of the configuration
+    that asks for it."""
     from transformers.core_model_loading import ConversionOps
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -379,7 +385,7 @@ class _Stacks:
             for path, module in experts.items()
         }
         self.names = {f"{path}.{name}" for path, shapes in self.shapes.items() for name in shapes}
-        self._packed: dict[str, dict[str, Packed]] = {path: {} for path in experts}
+        self._packed: dict[str, dict[str, PackedWeight]] = {path: {} for path in experts}
 
     def take(self, model: Any, name: str, stack: Tensor) -> Tensor:
         """Quantise a stack that was read, on a card where there is one, and return its codes;
@@ -414,7 +420,7 @@ class _Stacks:
                     )
             if packed.keys() == self.shapes[path].keys():
                 model.set_submodule(
-                    path, Experts4bit(model.get_submodule(path), packed, self.shapes[path])
+                    path, PackedExperts(model.get_submodule(path), packed, self.shapes[path])
                 )
 
 
@@ -423,9 +429,9 @@ def _check_shapes(model: Any) -> None:
     loader complains.
     """
     for path, layer in linear_layers(model).items():
-        if (there := tuple(layer.weight.shape)) != (
-            here := (layer.out_features, layer.in_features)
-        ):
+        there = tuple(layer.weight.shape)
+        here = layer.out_features, layer.in_features
+        if there != here:
             raise ValueError(
                 f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than "
                 "config.json says"
@@ -455,7 +461,7 @@ def _take(
     packed = (kind or FourBits()).quantise(weight.to(place)).to(weight.dtype)
     if watch is not None:
         watch(path, weight.to(place), packed)
-    layer = Linear4bit(packed, linear.bias).to(weight.device)
+    layer = packed.layer(linear.bias).to(weight.device)
     layer._is_hf_initialized = True  # type: ignore[assignment]
     model.set_submodule(path, layer)
     return layer.weight

@@ -57,8 +57,8 @@ def dequantising(config: Any, model: Any) -> dict[str, Any]:
 
 
 def _stored_shapes(model: Any, kept: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Of the matrices of linear layers and of single experts, whose gate and up are apart in the
-    files.
+    """Yield names and shapes of the matrices of linear layers and of single experts, whose gate and
+    up are two tensors in the files.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 

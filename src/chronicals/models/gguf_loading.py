@@ -25,7 +25,7 @@ from chronicals.formats.gguf.rotation import extra_tensors
 from chronicals.formats.gguf.tensors import RestoredTensors, TensorPiece, pieces_of
 from chronicals.kernels.gguf_blocks import GGUF_KINDS
 from chronicals.models.four_bits import linear_layers
-from chronicals.quantization import Blocks, LinearGGUF
+from chronicals.quantization import Blocks
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _put(model: Any, path: str, file: GGUFFile, piece: TensorPiece, dtype: torch
     linear: nn.Linear = model.get_submodule(path)
     ((_, _, rows),) = piece.backward(file.blocks(piece.name))
     weight = Blocks.of(rows.contiguous(), file.type_of(piece.name), dtype)
-    layer = LinearGGUF(weight, linear.bias)
+    layer = weight.layer(linear.bias)
     model.set_submodule(path, layer.train(linear.training))
 
 

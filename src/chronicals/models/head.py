@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter, Rows
 from chronicals.models.linear import UnknownLinear, read_linear
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import packed_weight
 
 
 class UnknownHead(ValueError):
@@ -87,7 +87,7 @@ def read_head(model: Any) -> Head:
         layer, adapter, _ = read_linear(output)
     except UnknownLinear as error:
         raise UnknownHead(f"the output layer of {type(model).__name__} {error}") from None
-    if isinstance(layer, PackedLinear):
+    if packed_weight(layer) is not None:
         raise UnknownHead(f"the output layer of {type(model).__name__} has its weight packed")
     if adapter is not None and adapter.magnitude is not None:
         raise UnknownHead(

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from chronicals.kernels.adapter import Adapter
-from chronicals.quantization import PackedLinear
-from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, shared
+from chronicals.quantization import PackedLinear, packed_weight
+from chronicals.quantization.bitsandbytes_layer import as_ours
 
 
 class UnknownLinear(ValueError):
@@ -82,11 +82,10 @@ def read_linear(layer: Any) -> ReadLinear:
     read_adapter = ADAPTED.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
     if read_adapter is not None:
         layer, (adapter, on) = layer.base_layer, read_adapter(layer)
-    if is_of_bitsandbytes(layer):
-        try:
-            layer = shared(layer)
-        except ValueError as error:
-            raise UnknownLinear(str(error)) from None
-    if type(layer) is not nn.Linear and not isinstance(layer, PackedLinear):
+    try:
+        layer = as_ours(layer)
+    except ValueError as error:
+        raise UnknownLinear(str(error)) from None
+    if type(layer) is not nn.Linear and packed_weight(layer) is None:
         raise UnknownLinear(f"is {type(layer).__name__}, not a plain torch.nn.Linear")
     return ReadLinear(layer, adapter if on else None, 0 if adapter is None else len(adapter.a))

@@ -32,6 +32,7 @@ from chronicals.models.reward_model import is_reward_model, why_no_language_mode
 from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.saved_tokenizer import as_declared
 from chronicals.models.towers import read_processors
+from chronicals.quantization import format_of_files
 from chronicals.versions import check_versions
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ def _of_gguf(file: Path, name: str | Path, dtype: torch.dtype, quantization: str
 
 
 def is_packed(config: Any) -> bool:
-    """Whether a configuration is of a checkpoint in bitsandbytes' 4 bits.
+    """Return True if a configuration is of a checkpoint in a packed format, such as bitsandbytes' 4
+    bits or MXFP4.
 
     Raises:
         ValueError: it is of one in bitsandbytes' 8 bits.
@@ -234,7 +236,7 @@ def is_packed(config: Any) -> bool:
             "here; take the model in 16 bits, "
             "or a copy of it in 4 bits (load_in_4bit)"
         )
-    return bool(described.get("load_in_4bit"))
+    return format_of_files(described) is not None
 
 
 def _quantization(config: Any) -> dict[str, Any]:
@@ -243,8 +245,8 @@ def _quantization(config: Any) -> dict[str, Any]:
 
 
 def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """``load_whole`` of a checkpoint in bitsandbytes' 4 bits, whose layers become ``Linear4bit``;
-    that library is not needed.
+    """``load_whole`` of a checkpoint in a packed format, whose layers or experts become packed ones
+    of ours; no other library is needed.
 
     Raises:
         ValueError: as there; or a packed weight is damaged; the message names it.

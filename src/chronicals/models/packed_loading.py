@@ -1,9 +1,9 @@
-"""Loading checkpoints whose linear layers are in bitsandbytes' 4 bits, by transformers, into layers
-of ours.
+"""Loading checkpoints whose weights are packed, by transformers, into modules of ours: linear layers
+in bitsandbytes' 4 bits, and stacked experts in a format with ``PackedWeight.STACK_PARTS``.
 
 transformers knows a quantizer, which prepares the model and says what becomes of the tensors of a
-file. This one puts a place for each quantized layer into the model, lets the place take the layer's
-tensors as they come, and puts ``Linear4bit`` there at the end. bitsandbytes is not needed, and
+file. Ours put a place for each packed weight into the model, let it take the weight's tensors as
+they come, and put packed layers or experts there at the end. No other library is needed, and
 nothing is ever dequantized.
 """
 
@@ -21,23 +21,36 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization import PackedExperts, PackedWeight, format_of_files
 from chronicals.quantization.bitsandbytes_format import ENTRIES, read_weight
+from chronicals.quantization.experts import can_be_packed
+from chronicals.quantization.packed import PACKED_FORMATS
 from chronicals.versions import QUANTIZER_SAYS_DTYPE, transformers_before
 
 METHOD = "chronicals_4bit"
-"""Name of the quantizer in transformers' registry."""
+"""Name of the quantizer of linear layers in transformers' registry."""
+
+STACKS_METHOD = "chronicals_stacks"
+"""Name of the quantizer of stacked experts in transformers' registry."""
+
+PACKED_HERE = "_chronicals_packed_here"
+"""Attribute of experts that are being loaded: the packed weights by name."""
 
 FAILURES = "_chronicals_failures"
 """Attribute of a model that is being loaded: what was wrong with its packed weights."""
 
 
 def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
-    """``quantization_config`` of a configuration, with which transformers loads layers of ours.
+    """Return ``quantization_config`` of a configuration, with which transformers loads modules of
+    ours.
 
     Args:
-        described: the checkpoint's own, of bitsandbytes.
+        described: the checkpoint's own, of a packed format.
     """
+    form = format_of_files(described)
+    assert form is not None
+    if form.STACK_PARTS:
+        return {"quant_method": STACKS_METHOD, "form": form.__name__}
     storage = described.get("bnb_4bit_quant_storage") or "uint8"
     return {
         "quant_method": METHOD,
@@ -57,10 +70,10 @@ def settle(model: Any, described: Mapping[str, Any]) -> None:
 
 
 class _Place(nn.Module):
-    """Where a linear layer is to be.
+    """Place of a linear layer while its tensors are read.
 
     Attributes:
-        packed: what was read, once it is there.
+        packed: the weight, once it was read.
     """
 
     def __init__(self, linear: Any, stored: torch.dtype = torch.uint8):
@@ -81,7 +94,7 @@ class _Place(nn.Module):
             torch.empty((size, 1), dtype=dtype, device="meta"), requires_grad=False
         )
         self.bias = linear.bias
-        self.packed: Packed | None = None
+        self.packed: PackedWeight | None = None
 
 
 class _Take(ConversionOps):
@@ -133,7 +146,8 @@ class _Take(ConversionOps):
 
 
 def _is_ours(conversion: Any) -> bool:
-    return any(isinstance(operation, _Take) for operation in getattr(conversion, "operations", ()))
+    operations = getattr(conversion, "operations", ())
+    return any(isinstance(operation, _Take | _TakeStack) for operation in operations)
 
 
 @register_quantization_config(METHOD)
@@ -146,7 +160,7 @@ class _Config(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class _Quantizer(HfQuantizer):
-    """Of layers that are quantized already, so that it never quantizes.
+    """Quantizer of layers that are packed already, so that it never quantizes.
 
     Attributes:
         dtype: that is asked for.
@@ -202,7 +216,7 @@ class _Quantizer(HfQuantizer):
         for path, place in list(model.named_modules()):
             if isinstance(place, _Place) and place.packed is not None:
                 model.set_submodule(
-                    path, Linear4bit(place.packed.to(self.dtype), place.bias).train(place.training)
+                    path, place.packed.to(self.dtype).layer(place.bias).train(place.training)
                 )
         if transformers_before(QUANTIZER_SAYS_DTYPE):
             self._cast_renamed(model)
@@ -217,3 +231,112 @@ class _Quantizer(HfQuantizer):
             if name in self.dtypes:
                 kept = pattern is not None and pattern.search(name)
                 parameter.data = parameter.data.to(torch.float32 if kept else self.dtypes[name])
+
+
+class _TakeStack(ConversionOps):
+    """Packs the tensors of a stacked weight and leaves it with its module (``PACKED_HERE``).
+
+    Args:
+        form: their format.
+    """
+
+    def __init__(self, form: type[PackedWeight]):
+        self.form = form
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *_: Any,
+        model: Any = None,
+        full_layer_name: str = "",
+        **__: Any,
+    ) -> dict[str, Any]:
+        path, _dot, name = full_layer_name.rpartition(".")
+        first = {
+            key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()
+        }
+        module = model.get_submodule(path)
+        if len(first) != len(self.form.STACK_PARTS):
+            return {name: next(iter(first.values()))}
+        place = module.get_parameter(name)
+        try:
+            weight = self.form.read(name, first)
+            if weight.codes.shape != place.shape:
+                values = weight.values
+                raise ValueError(f"has {values} values in the checkpoint, others by config.json")
+        except (KeyError, ValueError) as error:
+            vars(model).setdefault(FAILURES, []).append(f"{full_layer_name}: {error}")
+            return {name: torch.zeros(place.shape, dtype=torch.uint8)}
+        vars(module)[PACKED_HERE][name] = weight
+        return {name: weight.codes}
+
+
+@register_quantization_config(STACKS_METHOD)
+class _StacksConfig(QuantizationConfigMixin):
+    def __init__(self, form: str = "", **_: Any):
+        self.quant_method = STACKS_METHOD
+        self.form = form
+
+
+@register_quantizer(STACKS_METHOD)
+class _StacksQuantizer(HfQuantizer):
+    """Reader of experts whose stacks are packed in the checkpoint.
+
+    Attributes:
+        shapes: of the stacked weights in the class, by path and name.
+    """
+
+    dtype: torch.dtype
+    shapes: dict[str, dict[str, tuple[int, ...]]]
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, dtype: torch.dtype = torch.float32, **_: Any
+    ) -> None:
+        self.dtype = dtype
+        self.shapes = {}
+        for path, module in model.named_modules():
+            if not can_be_packed(module):
+                continue
+            parameters = list(module.named_parameters(recurse=False))
+            shapes = {name: tuple(p.shape) for name, p in parameters if p.ndim == 3}
+            for name, shape in shapes.items():
+                # Two values a byte, as the codes are given to the loader.
+                size = torch.Size(shape).numel() // 2
+                codes = torch.empty(size, dtype=torch.uint8, device="meta")
+                module.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+            self.shapes[path] = shapes
+            vars(module)[PACKED_HERE] = {}
+
+    def get_weight_conversions(self) -> list[Any]:
+        form = PACKED_FORMATS[self.quantization_config.form]
+        names: set[str] = set().union(*self.shapes.values())
+        return [
+            WeightConverter([name + part for part in form.STACK_PARTS], name, [_TakeStack(form)])
+            for name in sorted(names)
+        ]
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        return dtype if dtype is not None and dtype.is_floating_point else None
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        if failures := vars(model).pop(FAILURES, []):
+            others = f" (and {len(failures) - 1} more weights)" if len(failures) > 1 else ""
+            raise ValueError(failures[0] + others)
+        for path in self.shapes:
+            module = model.get_submodule(path)
+            packed = vars(module).pop(PACKED_HERE)
+            if packed.keys() != self.shapes[path].keys():
+                missing = sorted(self.shapes[path].keys() - packed.keys())[0]
+                raise ValueError(f"{path}.{missing}: is not packed in the checkpoint")
+            weights = {name: weight.to(self.dtype) for name, weight in packed.items()}
+            experts = PackedExperts(module, weights, self.shapes[path], self.shapes[path])
+            model.set_submodule(path, experts)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.kernels.expert_dispatch import Dispatch, watching_dispatches
-from chronicals.quantization import Experts4bit
+from chronicals.quantization import packed_shapes
 
 WRAPPED = ".base_layer"
 """Within the path of what is inside an adapter."""
@@ -38,9 +38,9 @@ def count_of(experts: nn.Module) -> int:
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of its parameters; of stacked weights in 4 bits those that they have in the class."""
+    """Shapes of its parameters; of packed stacked weights those that they have in the class."""
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
-    return {**shapes, **module.stacked} if isinstance(module, Experts4bit) else shapes
+    return {**shapes, **packed_shapes(module)}
 
 
 def routed_experts(model: Any) -> dict[str, nn.Module]:

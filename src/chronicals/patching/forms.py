@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from chronicals.lora.parameter_layer import innermost
 from chronicals.models.rebinding import OURS
-from chronicals.quantization import Experts4bit
+from chronicals.quantization import class_module
 
 TOLERANCE = 3e-5
 """Relative to the largest value, in fp32."""
@@ -162,8 +162,8 @@ def _stands_for(child: nn.Module | None) -> type:
     of what they compute.
     """
     inner = None if child is None else innermost(child)
-    if isinstance(inner, Experts4bit):
-        return type(inner.inner)
+    if inner is not None and class_module(inner) is not inner:
+        return type(class_module(inner))
     return type(child) if hasattr(inner, "in_features") else type(inner)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.patching.forms import holds_experts
-from chronicals.quantization import Experts4bit, FP8Experts, FP8ExpertsInHost
+from chronicals.quantization import FP8Experts, class_module, packed_shapes
 from chronicals.quantization.experts import TAKES_STACKS
 
 IN_FP8 = "_chronicals_experts_in_fp8"
@@ -60,10 +60,10 @@ def run_experts_in_fp8(model: nn.Module, pairs: int | None = None) -> Chosen:
     layers = 0
     left = []
     for module in model.modules():
-        if not isinstance(module, Experts4bit) and not holds_experts(module):
+        if not packed_shapes(module) and not holds_experts(module):
             continue
         if (reason := _why_not(module, pairs)) is not None:
-            left.append(f"{type(getattr(module, 'inner', module)).__name__} ({reason})")
+            left.append(f"{type(class_module(module)).__name__} ({reason})")
             continue
         weights = {name: module.get_parameter(name) for name in PRODUCTS}
         transposed = bool(module.is_transposed)
@@ -75,7 +75,7 @@ def run_experts_in_fp8(model: nn.Module, pairs: int | None = None) -> Chosen:
 
 
 def _why_not(module: Any, pairs: int | None) -> str | None:
-    if isinstance(module, Experts4bit):
+    if packed_shapes(module):
         return "they are in 4 bits"
     if not hasattr(getattr(vars(module).get("forward"), "__func__", None), TAKES_STACKS):
         return "their class computes them"
@@ -123,21 +123,17 @@ def offload_frozen_experts(model: nn.Module) -> int:
     for module in model.modules():
         formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
         for name, stands in list(formats.items()):
-            weight = stands.weight
-            if not isinstance(stands, FP8ExpertsInHost) and not weight.requires_grad:
-                moved += weight.nbytes
-                formats[name] = FP8ExpertsInHost(weight, stands.transposed, stands.device)
-                formats[name].rows()  # while the 16 bits are there
-                weight.data = weight.data.to("cpu", copy=True)
+            formats[name] = stands.to_host()
+            if formats[name] is not stands:
+                moved += stands.weight.nbytes
     return moved
 
 
 def device_of_waiting(module: Any) -> torch.device | None:
     """Where the products of a module run whose weights wait in host memory; None where none do."""
     formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
-    return next(
-        (stands.device for stands in formats.values() if isinstance(stands, FP8ExpertsInHost)), None
-    )
+    waiting = (stands.waits_for for stands in formats.values())
+    return next((device for device in waiting if device is not None), None)
 
 
 @torch.no_grad()
@@ -150,7 +146,7 @@ def experts_in_16_bit(model: nn.Module) -> None:
         waiting = [
             (stands.weight, stands.device)
             for stands in formats.values()
-            if isinstance(stands, FP8ExpertsInHost)
+            if stands.waits_for is not None
         ]
         formats.clear()  # which frees what the weights need room for
         for weight, device in waiting:

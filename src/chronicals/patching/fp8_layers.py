@@ -12,7 +12,7 @@ from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.lora.merged_linear import Format
 from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.patching.fused_weights import FORMATS, Unmerged, move_to_host, use_format
-from chronicals.quantization import FP8, Dense, FP8InHost
+from chronicals.quantization import FP8, FP8InHost
 
 LEAST = 2304
 """Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the
@@ -55,7 +55,7 @@ def run_in_format(
             continue
         there += len(found)
         for owner, names, group in found:
-            if isinstance(group.merged.storage, Dense) and pays(
+            if group.merged.storage.plain_weight is not None and pays(
                 group.merged.base.width, group.merged.base.outputs
             ):
                 use_format(owner, names, stands)
@@ -77,10 +77,10 @@ def offload_frozen_weights(model: Any) -> int:
     moved = 0
     for found in products_of_halves(model):
         for owner, names, group in found if not isinstance(found, Unmerged) else ():
-            base = group.merged.base
-            if isinstance(base, FP8) and not isinstance(base, FP8InHost) and not base.trained:
-                moved += base.weight.bytes
-                move_to_host(owner, names, base.device)
+            size = group.merged.base.bytes_for_host
+            if size:
+                moved += size
+                move_to_host(owner, names, group.merged.padding.up.device)
     return moved
 
 

@@ -27,7 +27,7 @@ from chronicals.lora.magnitude import RowNorms
 from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
 from chronicals.patching.fp8_experts import experts_in_16_bit
-from chronicals.quantization import FP8InHost, PackedLinear
+from chronicals.quantization import FP8InHost, PackedLinear, packed_weight, product_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,12 @@ class Group:
             raise Unmerged("layers of one input share a weight")
         if len({adapter.dropout for adapter in self.adapters if adapter is not None}) > 1:
             raise Unmerged("adapters of one input differ in dropout")
-        if len({(type(x), _dtype(x), x.weight.device, x.bias is None) for x in self.linears}) > 1:
+        if (
+            len(
+                {(type(x), product_dtype(x), x.weight.device, x.bias is None) for x in self.linears}
+            )
+            > 1
+        ):
             raise Unmerged("layers of one input differ in type, device or bias")
         on = [0 if adapter is None else len(adapter.a) for adapter in self.adapters]
         ranks = tuple(on if any(on) else there)  # adapters that are off keep their padding
@@ -135,11 +140,6 @@ class Group:
         )
 
 
-def _dtype(linear: nn.Linear | PackedLinear) -> torch.dtype:
-    """Of its weight as products read it."""
-    return linear.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
-
-
 def is_borrowed(linear: nn.Linear | PackedLinear) -> bool:
     """Whether others place the weight's data: FSDP, which gathers shards into its own memory for
     each forward pass, or DeepSpeed's ZeRO. A copy elsewhere would keep the weights of the first
@@ -171,7 +171,7 @@ def _merged(
     stands: Format | None = vars(owner).get(FORMATS, {}).get(names)
     weights = [x.weight for x in linears]
     biases = [x.bias for x in linears]
-    packed = [x.packed for x in linears if isinstance(x, PackedLinear)]
+    packed = [weight for weight in map(packed_weight, linears) if weight is not None]
     alone = (
         len(linears) == 1
         and not any(ranks)
@@ -199,7 +199,7 @@ def _merged(
     same = (
         merged is not None
         and merged.padding.ranks == ranks
-        and merged.base.dtype == _dtype(linears[0])
+        and merged.base.dtype == product_dtype(linears[0])
     )
     if merged is None or not same or not merged.holds(weights, biases):
         if merged is not None and not alone:

@@ -19,7 +19,7 @@ from chronicals.patching.fused_weights import unfuse_weights
 from chronicals.patching.plan import PatchPlan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.tiled_mlps import forget_policies
-from chronicals.quantization import Experts4bit
+from chronicals.quantization import class_module, packed_experts
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _patch(
         for path, module in target.named_modules():
             _replace(
                 path,
-                module.inner if isinstance(module, Experts4bit) else module,
+                class_module(module),
                 plan,
                 report,
                 mixture,
@@ -119,7 +119,7 @@ def unpatch_model(model: Any) -> None:
     forget_policies(target)
     loss.remove(target)
     attention.remove(target)
-    packed = [module.inner for module in target.modules() if isinstance(module, Experts4bit)]
+    packed = [module.inner for _, module in packed_experts(target)]
     for module in (*target.modules(), *packed):
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
@@ -221,10 +221,7 @@ def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
 
 
 def _has_fused_experts(layer: nn.Module) -> bool:
-    modules = (
-        module.inner if isinstance(module, Experts4bit) else module for module in layer.modules()
-    )
-    return any(experts.IMPLEMENTATION in vars(module) for module in modules)
+    return any(experts.IMPLEMENTATION in vars(class_module(module)) for module in layer.modules())
 
 
 def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:

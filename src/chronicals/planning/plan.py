@@ -41,7 +41,7 @@ from chronicals.policies.facts import WEIGHTS, trains_layers
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.solver import settle_sharding
 from chronicals.policies.weight_copies import choose_sharding
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import packed_modules
 
 BACKWARD = 2 / 3
 """Of a step's computation."""
@@ -225,16 +225,17 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
     shape = ModelShape.of(model.config)
     each = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or shape.experts
     met = each / max(shape.experts, 1)
-    packed: float = sum(
-        m.out_features * m.in_features for m in model.modules() if isinstance(m, PackedLinear)
-    )
-    packed += sum(met * m.values for m in model.modules() if isinstance(m, Experts4bit))
-    modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, PackedLinear))]
+    packed = 0.0
+    codes = set[int]()
+    for _, module in packed_modules(model):
+        packed += module.values_of_token(met)
+        codes |= {id(weight.codes) for weight in module.weights.values()}
+    modules = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
     dense = {
         id(p): p
         for m in (*modules, model.get_output_embeddings())
         for p in m.parameters(recurse=False)
-        if p.ndim > 1
+        if p.ndim > 1 and id(p) not in codes
     }
     sizes = {
         key: p.numel() * (met if p.ndim == 3 and shape.experts else 1) for key, p in dense.items()

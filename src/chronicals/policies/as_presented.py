@@ -6,7 +6,7 @@ from chronicals.attention import FLASH
 from chronicals.config import ChronicalsConfig
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Switch, register
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import packed_words
 
 
 class FlashAttention(Switch):
@@ -62,18 +62,10 @@ class PackedBase(Policy):
         return config.quantization is not None
 
     def decide(self, facts: Facts, course: Course) -> Decision:
-        modules = list(facts.model.modules())
-        layers = [module for module in modules if isinstance(module, PackedLinear)]
-        experts = [module for module in modules if isinstance(module, Experts4bit)]
-        parts = []
-        if layers:
-            formats = " and ".join(sorted({layer.format for layer in layers}))
-            parts.append(f"{len(layers)} linear layers in {formats}")
-        if experts:
-            parts.append(f"the experts of {len(experts)} layers in {experts[0].format}")
-        if not parts:
+        words = packed_words(facts.model)
+        if not words:
             return Decision(self.name, False, "not asked for")
-        return Decision(self.name, True, f"{' and '.join(parts)}, dequantised for each product")
+        return Decision(self.name, True, f"{words}, dequantised for each product")
 
 
 register(FlashAttention())

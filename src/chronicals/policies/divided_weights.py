@@ -39,7 +39,7 @@ from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts, trai
 from chronicals.policies.needed_memory import adapts_output
 from chronicals.policies.policy import Load, policies
 from chronicals.policies.state_bytes import master_bytes
-from chronicals.quantization import LinearGGUF
+from chronicals.quantization import packed_layers
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +90,13 @@ def why_not_divisible(facts: Facts) -> str | None:
 
 def _why_not_as_bytes(model: Any) -> str | None:
     """Return why frozen weights cannot be divided as the bytes that they are stored in."""
-    formats = set()
+    reasons = set()
     for layer in decoder_layers(model):
-        formats |= {m.format for m in layer.modules() if isinstance(m, LinearGGUF)}
-    if not formats:
+        reasons |= {linear.packed.why_whole for _, linear in packed_layers(layer)}
+    reasons.discard(None)
+    if not reasons:
         return None
-    return f"weights in {', '.join(sorted(formats))} stay as they are in their file, whole"
+    return "; ".join(sorted(map(str, reasons)))
 
 
 def why_not_cut(facts: Facts, among: int) -> str | None:

@@ -1,24 +1,46 @@
-"""What a weight can be in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits,
-GGUF blocks; one class each.
+"""Formats of a weight in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits,
+MXFP4, GGUF blocks; one class each.
 """
 
 from chronicals.quantization.base import Base, Operand, Storage
 from chronicals.quantization.dense import Dense
-from chronicals.quantization.experts import Experts4bit, Stack
+from chronicals.quantization.experts import (
+    Experts4bit,
+    PackedExperts,
+    Stack,
+    call_with,
+    class_module,
+    dense_stack,
+    packed_experts,
+    packed_shapes,
+    packed_stacks,
+    stacked_weight,
+)
 from chronicals.quantization.fp8 import FP8
 from chronicals.quantization.fp8_experts import FP8Experts, FP8ExpertsInHost
-from chronicals.quantization.gguf import GGUF, Blocks
-from chronicals.quantization.gguf_linear import LinearGGUF
+from chronicals.quantization.gguf import GGUF, Blocks, LinearGGUF
 from chronicals.quantization.host import FP8InHost
-from chronicals.quantization.linear import Linear4bit
-from chronicals.quantization.nf4 import NF4, Packed
-from chronicals.quantization.packed import PackedBase, PackedWeight
-from chronicals.quantization.packed_linear import PackedLinear
+from chronicals.quantization.mxfp4 import MXFP4
+from chronicals.quantization.nf4 import NF4, RECIPES, FourBits, Linear4bit, Packed
+from chronicals.quantization.packed import PackedBase, PackedWeight, format_of_files
+from chronicals.quantization.packed_linear import (
+    PackedLinear,
+    PackedModule,
+    is_linear,
+    packed_layers,
+    packed_modules,
+    packed_weight,
+    packed_words,
+    product_dtype,
+)
+from chronicals.quantization.plain import PlainWeight, frozen_weight
 
 __all__ = [
     "FP8",
     "GGUF",
+    "MXFP4",
     "NF4",
+    "RECIPES",
     "Base",
     "Blocks",
     "Dense",
@@ -26,15 +48,34 @@ __all__ = [
     "FP8Experts",
     "FP8ExpertsInHost",
     "FP8InHost",
+    "FourBits",
     "Linear4bit",
     "LinearGGUF",
     "Operand",
     "Packed",
     "PackedBase",
+    "PackedExperts",
     "PackedLinear",
+    "PackedModule",
     "PackedWeight",
+    "PlainWeight",
     "Stack",
     "Storage",
+    "call_with",
+    "class_module",
+    "dense_stack",
+    "format_of_files",
+    "frozen_weight",
+    "is_linear",
+    "packed_experts",
+    "packed_layers",
+    "packed_modules",
+    "packed_shapes",
+    "packed_stacks",
+    "packed_weight",
+    "packed_words",
+    "product_dtype",
+    "stacked_weight",
 ]
 
 

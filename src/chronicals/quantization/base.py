@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,11 +67,12 @@ class Base(ABC):
 
     @property
     def trained(self) -> bool:
-        """Whether ``weight_gradient`` gives one."""
+        """True if ``weight_gradient`` gives one."""
         return any(part.requires_grad for part in self.parts)
 
     def why_not(self, rows: int) -> str | None:
-        """Why operands of so many rows cannot be multiplied in this format; None where they can."""
+        """Return why operands of so many rows cannot be multiplied in this format; None where they
+        can."""
         return None
 
     def operand(self, x: Tensor, rows: bool, columns: bool, amax: Tensor | None = None) -> Operand:
@@ -108,6 +109,12 @@ class Base(ABC):
         """
 
     @property
+    def bytes_for_host(self) -> int:
+        """Bytes of 16-bit values that can wait in host memory while the products run; 0 where
+        these read them, or they wait there already."""
+        return 0
+
+    @property
     def bytes(self) -> int:
         """Memory on the device of its products; a trained weight is held densely."""
         itemsize = self.dtype.itemsize
@@ -124,4 +131,11 @@ class Storage(Base):
     @property
     @abstractmethod
     def places(self) -> tuple[Tensor, ...]:
-        """Where the data of each part are."""
+        """Memory where the data of each part are."""
+
+    @property
+    def plain_weight(self) -> Any:
+        """The storage itself where it is dense (``Dense``), so that its products may run in another
+        format; None where it is packed.
+        """
+        return None

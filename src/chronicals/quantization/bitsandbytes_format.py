@@ -14,11 +14,11 @@ where the scales are quantized themselves ("double quantization"):
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chronicals.kernels.nf4 import BLOCK_SIZES, CODE_VALUES, Scales, code_of
 from chronicals.quantization.nf4 import Packed
@@ -62,7 +62,13 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
     shape, block, dtype = _described(written, described, code)
     codes = _bytes(name, _there(stored, name), -(-shape[0] * shape[1] // 2))
     scales = _scales(name, stored, described, -(-shape[0] * shape[1] // block), nested)
-    _check_map(f"{name}.quant_map", _there(stored, f"{name}.quant_map"), code)
+    values = _there(stored, f"{name}.quant_map")
+    _check(f"{name}.quant_map", values, torch.float32, 16)
+    if not torch.allclose(values, code_of(code, values.device), rtol=0, atol=1e-6):
+        raise ValueError(
+            f"{name}.quant_map: is not that of {code}: codes would stand for other values; the "
+            "file is damaged or of another format"
+        )
     return Packed(codes, scales, shape, dtype, block, code, quantized_from=dtype)
 
 
@@ -77,8 +83,8 @@ def read_shape(name: str, text: Tensor) -> tuple[tuple[int, int], torch.dtype]:
 
 
 def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
-    """What bitsandbytes stores of a weight, by name, in its order; byte for byte what it writes
-    of the same codes.
+    """Return the tensors that bitsandbytes stores of a weight, by name, in its order and byte for
+    byte.
     """
     scales = weight.scales
     described: dict[str, Any] = {
@@ -107,6 +113,38 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
     text = bytearray(json.dumps(described).encode())
     tensors[f"{name}.{STATE}{weight.code}"] = torch.frombuffer(text, dtype=torch.uint8)
     return tensors
+
+
+def packed_description(
+    model: Any, packed: Collection[str], dtype: torch.dtype, code: str = "nf4", nested: bool = True
+) -> dict[str, Any]:
+    """Return ``quantization_config`` of a model of which some linear layers are stored in 4 bits.
+
+    Args:
+        model: may be on the meta device, and the layers plain.
+        packed: paths of the layers.
+        dtype: that they are dequantised to.
+        code: "nf4" or "fp4".
+        nested: True where their scales are quantised themselves.
+    """
+    head = model.get_output_embeddings()
+    others = {path: layer for path, layer in model.named_modules() if path not in packed}
+    # Those that transformers would take for layers in 4 bits.
+    skipped = [
+        path
+        for path, layer in others.items()
+        if layer is head or isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    ]
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": code,
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": skipped,
+    }
 
 
 def _there(stored: Mapping[str, Tensor], name: str) -> Tensor:
@@ -209,12 +247,3 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, count: int) -> None:
         )
     if dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{name}: holds what is no number; the file is damaged, download it again")
-
-
-def _check_map(name: str, found: Tensor, code: str) -> None:
-    _check(name, found, torch.float32, 16)
-    if not torch.allclose(found, code_of(code, found.device), rtol=0, atol=1e-6):
-        raise ValueError(
-            f"{name}: is not that of {code}: codes would stand for other values; the file is "
-            "damaged or of another format"
-        )

@@ -16,8 +16,8 @@ from torch import nn
 
 from chronicals.kernels.nf4 import BLOCK_SIZES, CODE_VALUES, Scales
 from chronicals.quantization.bitsandbytes_format import DTYPES
-from chronicals.quantization.linear import Linear4bit
-from chronicals.quantization.nf4 import Packed
+from chronicals.quantization.nf4 import FourBits, Linear4bit, Packed
+from chronicals.quantization.packed_linear import packed_weight
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,36 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def is_of_bitsandbytes(layer: Any) -> bool:
-    """Whether it is a linear layer of bitsandbytes with its weight in 4 bits."""
+    """Return True for a linear layer of bitsandbytes with its weight in 4 bits."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}" in LAYERS
+
+
+def has_foreign_layers(model: nn.Module) -> bool:
+    """Return True if ``model`` has linear layers of bitsandbytes in 4 bits."""
+    return any(is_of_bitsandbytes(layer) for layer in model.modules())
+
+
+def recipe_of(layer: Any) -> FourBits | None:
+    """Return how the weight of a linear layer, ours or bitsandbytes', was quantised; None where it
+    was not, and for every other module.
+
+    Raises:
+        ValueError: as for ``weight_of_layer``.
+    """
+    if is_of_bitsandbytes(layer):
+        weight = weight_of_layer(layer)
+        return FourBits.of(weight, layer.compute_dtype or weight.dtype)
+    packed = packed_weight(layer)
+    return None if packed is None else packed.recipe
+
+
+def as_ours(layer: Any) -> Any:
+    """Return ``shared(layer)`` for a layer of bitsandbytes, and any other layer itself.
+
+    Raises:
+        ValueError: as for ``shared``.
+    """
+    return shared(layer) if is_of_bitsandbytes(layer) else layer
 
 
 class _Shared(NamedTuple):
@@ -74,7 +102,7 @@ def shared(layer: Any) -> Linear4bit:
 
 
 def _places(layer: Any) -> tuple[int | None, ...]:
-    """Where what a layer holds lies; it changes when that is moved, replaced or cast."""
+    """Return the addresses of a layer's tensors, which change when one is moved, replaced or cast."""
     state = layer.weight.quant_state
     bias = layer.bias
     return (

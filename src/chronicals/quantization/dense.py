@@ -60,6 +60,10 @@ class Dense(Storage):
         return self.matrix.split([len(part) for part in self.parts])
 
     @property
+    def plain_weight(self) -> Dense:
+        return self
+
+    @property
     def up(self) -> Tensor:
         """Padding beside W, ``[N, R]``."""
         return self._with_up()[:, self.width :] if self.columns else self.matrix[:, :0]

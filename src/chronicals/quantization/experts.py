@@ -1,30 +1,29 @@
-"""Experts4bit: the experts of a layer with their stacked weights in 4 bits and no other.
+"""PackedExperts: the experts of a layer with their stacked weights packed and no other.
 
-    W [E, N, K] as the rows of one matrix [E · N, K], quantised to NF4 (``nf4.py``), whatever E, N
-    and K are
+    W [E, N, K] as the rows of one matrix [E · N, K], one packed weight, whatever E, N and K are
 
 It takes the place of the module that holds the experts, computes as that does, and is frozen;
 adapters beside its weights (``lora/parameter_layer.py``) are computed as those of the class. Each
 product has the weight dequantised in the buffer that all layers of its shape share; where the class
 computes its experts itself, in a tensor of its own.
+
+Functions below answer for any module of experts, packed or not, so that callers ask neither.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from chronicals.kernels.nf4 import Scales
-from chronicals.quantization.linear import SCALES
-from chronicals.quantization.nf4 import BLOCK, Packed
-from chronicals.quantization.packed import PackedBase
-from chronicals.quantization.packed_linear import keep_dtypes
+from chronicals.quantization.nf4 import Packed
+from chronicals.quantization.packed import PackedBase, PackedWeight, weight_from
+from chronicals.quantization.packed_linear import PackedModule
 
 TAKES_STACKS = "takes_stacks"
 """Attribute of a function that replaces a layer's forward and is given its weights by name as
@@ -33,32 +32,40 @@ TAKES_STACKS = "takes_stacks"
 
 @dataclass(frozen=True)
 class Stack:
-    """A stacked weight in 4 bits; called, it is dequantised.
+    """A stacked weight that is packed; called, it is dequantised.
 
     Attributes:
         shape: as the class has it, three sizes.
         base: of the same values as one matrix.
+        transposed: the matrix has the rows of ``[E, K, N]`` where the class has ``[E, N, K]``.
     """
 
     shape: tuple[int, ...]
     base: PackedBase
+    transposed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
         return self.base.dtype
 
     def __call__(self) -> Tensor:
-        """The values, until another weight of this shape is asked for."""
-        return self.base.filled().view(self.shape)
+        """Return the values, valid until another weight of this shape is asked for."""
+        return self._in_shape(self.base.filled())
 
     def dense(self) -> Tensor:
-        """The values, in memory of their own."""
-        return self.base.dense().view(self.shape)
+        """Return the values, in memory of their own."""
+        return self._in_shape(self.base.dense())
+
+    def _in_shape(self, matrix: Tensor) -> Tensor:
+        if not self.transposed:
+            return matrix.view(self.shape)
+        experts, rows, columns = self.shape
+        return matrix.view(experts, columns, rows).transpose(1, 2)
 
 
 def can_be_packed(module: nn.Module) -> bool:
-    """Whether the module is the experts of a layer: several stacked weights, and beside them
-    nothing but biases of its own.
+    """Return True if the module is the experts of a layer: several stacked weights, and beside
+    them nothing but biases of its own.
     """
     own = [p for p in module._parameters.values() if p is not None]
     several = sum(p.ndim == 3 for p in own) > 1
@@ -69,28 +76,38 @@ def can_be_packed(module: nn.Module) -> bool:
     )
 
 
-class Experts4bit(nn.Module):
-    """Args: experts: whose parameters with three dimensions are replaced, and all of whose
-    parameters are frozen. packed: these in 4 bits, each ``[E · N, K]``, by name. shapes: what each
-    is in the class, ``(E, N, K)``.
+class PackedExperts(PackedModule):
+    """The experts of a layer, whose stacked weights are packed.
+
+    Args:
+        experts: whose parameters with three dimensions are replaced, and all of whose parameters
+            are frozen.
+        packed: these as packed weights, each ``[E · N, K]``, by name.
+        shapes: what each is in the class, ``(E, N, K)``.
+        transposed: names of those whose packed weight has the rows of ``[E, K, N]``.
+
+    Attributes:
+        inner: a module of the class, with its settings and without memory. It is no submodule, so
+            nothing casts or moves it.
+        stacked: ``shapes``.
     """
 
     inner: Any
-    """A module of the class, with its settings and without memory: no submodule, so nothing
-    casts or moves it.
-    """
 
     def __init__(
         self,
         experts: nn.Module,
-        packed: Mapping[str, Packed],
+        packed: Mapping[str, PackedWeight],
         shapes: Mapping[str, tuple[int, ...]],
+        transposed: Collection[str] = (),
     ):
         super().__init__()
         self.stacked = dict(shapes)
-        first = next(iter(packed.values()))
-        self.dtype = first.dtype
-        self.quantized_from = first.quantized_from
+        self.transposed = frozenset(transposed)
+        self.dtype = next(iter(packed.values())).dtype
+        self._formats = {
+            name: (weight.settings, weight.PARTS, weight.shape) for name, weight in packed.items()
+        }
         inner = copy.copy(experts)
         places = {}
         for name, parameter in experts._parameters.items():
@@ -100,8 +117,9 @@ class Experts4bit(nn.Module):
             if name in packed:
                 places[name] = torch.empty(shapes[name], dtype=self.dtype, device="meta")
                 value = packed[name].codes
-                for scale in SCALES:
-                    self.register_buffer(f"{name}_{scale}", getattr(packed[name].scales, scale))
+                tensors = packed[name].tensors
+                for part in packed[name].PARTS:
+                    self.register_buffer(f"{name}_{part}", tensors[part])
             else:
                 places[name] = value.to("meta")
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
@@ -112,12 +130,11 @@ class Experts4bit(nn.Module):
         self.train(experts.training)
 
     @classmethod
-    def of(cls, experts: nn.Module, quantise: Callable[[Tensor], Packed] = Packed.of) -> Self:
-        """Experts of transformers, their stacked weights quantised to NF4 in blocks of 64 with
-        nested scales.
+    def of(cls, experts: nn.Module, quantise: Callable[[Tensor], PackedWeight] = Packed.of) -> Self:
+        """Pack experts of transformers: by default NF4 in blocks of 64 with nested scales.
 
         Args:
-            quantise: makes another of a matrix, with the same blocks.
+            quantise: makes the packed weight of a matrix.
 
         Raises:
             ValueError: they hold something else.
@@ -136,43 +153,59 @@ class Experts4bit(nn.Module):
         }
         return cls(experts, packed, {name: tuple(stack.shape) for name, stack in stacks.items()})
 
-    def packed(self, name: str) -> Packed:
-        """A stacked weight, ``[E · N, K]``."""
-        *rows, columns = self.stacked[name]
-        count = torch.Size(rows).numel()
-        scales = Scales(*(getattr(self, f"{name}_{scale}") for scale in SCALES))
-        weight = Packed(self.get_parameter(name), scales, (count, columns), self.dtype)
-        return replace(weight, quantized_from=self.quantized_from)
+    def packed(self, name: str) -> PackedWeight:
+        """Return a stacked weight as one matrix, ``[E · N, K]``."""
+        settings, parts, shape = self._formats[name]
+        buffers = [self._buffers[f"{name}_{part}"] for part in parts]
+        present = [buffer for buffer in buffers if buffer is not None]
+        return weight_from(settings, [self.get_parameter(name), *present], shape, self.dtype)
 
     @property
-    def values(self) -> int:
-        """How many weights the codes stand for."""
-        return sum(torch.Size(shape).numel() for shape in self.stacked.values())
+    def weights(self) -> dict[str, PackedWeight]:
+        return {name: self.packed(name) for name in self.stacked}
+
+    def dequantised(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.stacked:
+            yield name, self.stack(name).dense()
+
+    def reference(self, name: str) -> Tensor:
+        """Return a stacked weight by the definition of its format, in the shape of the class."""
+        matrix = self.packed(name).dense_reference()
+        if name in self.transposed:
+            experts, rows, columns = self.stacked[name]
+            return matrix.view(experts, columns, rows).transpose(1, 2)
+        return matrix.view(self.stacked[name])
 
     @property
-    def bytes(self) -> int:
-        """Memory that the stacked weights take."""
-        return sum(self.packed(name).bytes for name in self.stacked)
+    def why_not_saved(self) -> str | None:
+        return "its experts are in 4 bits, which neither transformers nor bitsandbytes reads from files"
+
+    def named_in(self, path: str, model: str) -> str:
+        return f"{path}:"
+
+    def values_of_token(self, routed: float) -> float:
+        return routed * self.values
 
     def stack(self, name: str) -> Stack:
-        """A stacked weight."""
+        """Return a stacked weight."""
         key = self.get_parameter(name).data_ptr(), self.dtype, self.get_parameter(name).device
         if name not in self._bases or self._bases[name][0] != key:
-            self._bases[name] = key, Packed.base([self.packed(name)])
-        return Stack(self.stacked[name], self._bases[name][1])
+            weight = self.packed(name)
+            self._bases[name] = key, weight.base([weight])
+        return Stack(self.stacked[name], self._bases[name][1], name in self.transposed)
 
     def stacks(self) -> dict[str, Any]:
-        """Weights by name: ``Stack`` of what is packed, tensors else."""
+        """Return the weights by name: ``Stack`` of what is packed, tensors else."""
         return {**self._parameters, **{name: self.stack(name) for name in self.stacked}}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has bases of its own."""
+        # A copy has bases of its own.
         return {**vars(self), "_bases": {}}
 
     def forward(
         self, *inputs: Any, instead: Mapping[str, Tensor] | None = None, **named: Any
     ) -> Any:
-        """As the class.
+        """Compute as the class.
 
         Args:
             instead: weights in the place of its own, by name, in their shapes.
@@ -184,28 +217,16 @@ class Experts4bit(nn.Module):
         return as_class(self.inner, stacks, inputs, named)
 
     def plain(self) -> nn.Module:
-        """The module of the class with the values that the codes stand for."""
+        """Return the module of the class with the values that the codes stand for."""
         plain = copy.copy(self.inner)
         vars(plain).pop("forward", None)
-        values = {
-            name: x.dense() if isinstance(x, Stack) else x for name, x in self.stacks().items()
-        }
+        values = {**self._parameters, **dict(self.dequantised())}
         vars(plain)["_parameters"] = {
-            name: nn.Parameter(x.detach(), requires_grad=False) for name, x in values.items()
+            name: nn.Parameter(x.detach(), requires_grad=False)
+            for name, x in values.items()
+            if x is not None
         }
         return plain.train(self.training)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What casts casts the type that weights are dequantised to, never codes or scales."""
-        kept = dict(
-            self.named_buffers(recurse=False, remove_duplicate=False)
-        )  # stacks share a table of codes
-        self.dtype = fn(
-            torch.empty(0, dtype=self.dtype, device=next(iter(self.parameters())).device)
-        ).dtype
-        super()._apply(fn, recurse)
-        keep_dtypes(self, kept)
-        return self
 
     def extra_repr(self) -> str:
         return (
@@ -213,20 +234,65 @@ class Experts4bit(nn.Module):
             f"dtype={self.dtype}"
         )
 
-    @property
-    def format(self) -> str:
-        """In words, as of linear layers."""
-        return f"nf4 in blocks of {BLOCK}"
+
+Experts4bit = PackedExperts
+"""The name of ``PackedExperts`` from when NF4 was its only format."""
 
 
-def pack_stack(stack: Tensor, quantise: Callable[[Tensor], Packed] = Packed.of) -> Packed:
-    """A stacked weight ``[E, N, K]``, quantised as one matrix ``[E · N, K]``."""
+def pack_stack(stack: Tensor, quantise: Callable[[Tensor], Any] = Packed.of) -> Any:
+    """Return a stacked weight ``[E, N, K]`` packed as one matrix ``[E · N, K]``."""
     return quantise(stack.reshape(-1, stack.shape[-1]))
 
 
 def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Any:
-    """What the class of the experts computes, with dequantised weights that are kept for its
-    backward pass.
+    """Return what the class of the experts computes, with dequantised weights that are kept for
+    its backward pass.
     """
     dense = {name: x.dense() if isinstance(x, Stack) else x for name, x in stacks.items()}
     return functional_call(inner, dense, inputs, dict(named))
+
+
+def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:
+    """Paths and packed experts of ``model``, in its order."""
+    for path, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            yield path, module
+
+
+def class_module(module: nn.Module) -> Any:
+    """Return the module with the class, settings and forward of experts: ``inner`` of packed ones,
+    of any other module itself."""
+    return module.inner if isinstance(module, PackedExperts) else module
+
+
+def packed_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes ``(E, N, K)`` of packed stacked weights by name; none of a plain module."""
+    return dict(module.stacked) if isinstance(module, PackedExperts) else {}
+
+
+def packed_stacks(module: nn.Module) -> dict[str, Any] | None:
+    """Return all weights of packed experts by name, as ``PackedExperts.stacks``; None of a plain
+    module, which multiplies by its own parameters."""
+    return module.stacks() if isinstance(module, PackedExperts) else None
+
+
+def stacked_weight(module: nn.Module, name: str) -> Tensor | Stack:
+    """Return a parameter of ``module``; the stack of values that its codes stand for where it is
+    packed."""
+    if name in packed_shapes(module):
+        return module.stack(name)  # type: ignore[operator, no-any-return]
+    return module.get_parameter(name)
+
+
+def dense_stack(weight: Tensor | Stack) -> Tensor:
+    """Return the values of ``stacked_weight``."""
+    return weight if isinstance(weight, Tensor) else weight.dense()
+
+
+def call_with(
+    module: nn.Module, instead: Mapping[str, Tensor], inputs: tuple, named: Mapping[str, Any]
+) -> Any:
+    """Call experts, or any other module, with other weights in the place of its own, by name."""
+    if isinstance(module, PackedExperts):
+        return module(*inputs, instead=instead, **named)
+    return functional_call(module, dict(instead), inputs, dict(named))

@@ -65,6 +65,10 @@ class FP8(Base):
         assert dy.columns is not None and columns is not None
         return scaled_product(dy.columns, columns, self.dtype)
 
+    @property
+    def bytes_for_host(self) -> int:
+        return 0 if self.trained else self.weight.bytes
+
     def dense(self) -> Tensor:
         return self.weight.matrix
 
@@ -73,7 +77,7 @@ class FP8(Base):
         return itemsize + 2
 
     def _rows(self) -> Scaled:
-        """For ``y = x Wᵀ``."""
+        """Return the rows of W, for ``y = x Wᵀ``."""
         if not self.trained:
             return self._layouts()[0]
         found, _ = fp8_quantize(self.dense())
@@ -82,7 +86,7 @@ class FP8(Base):
         return found
 
     def _columns(self) -> Scaled:
-        """For ``dx = dy W``."""
+        """Return the columns of W, for ``dx = dy W``."""
         if not self.trained:
             rows, *columns = self._layouts()
             return columns[0] if columns else fp8_transposed(rows)

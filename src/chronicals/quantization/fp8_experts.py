@@ -41,6 +41,22 @@ class FP8Experts:
         """
         return itemsize + 2
 
+    @property
+    def waits_for(self) -> torch.device | None:
+        """Device of the products where the 16 bits wait in host memory; else None."""
+        return None
+
+    def to_host(self) -> FP8Experts:
+        """Return what multiplies in its place once the 16 bits of a frozen weight are in host
+        memory, where this puts them; itself where they stay.
+        """
+        if self.weight.requires_grad:
+            return self
+        waiting = FP8ExpertsInHost(self.weight, self.transposed, self.device)
+        waiting.rows()  # while the 16 bits are on the device
+        self.weight.data = self.weight.data.to("cpu", copy=True)
+        return waiting
+
     def rows(self) -> Scaled:
         """``[E, N, K]``, for ``y = x Wᵀ``."""
         return self._made("rows")[0] if self.weight.requires_grad else self._layouts()[0]
@@ -87,6 +103,13 @@ class FP8ExpertsInHost(FP8Experts):
     transposes them for each gradient, so that a weight takes 1 byte there."""
 
     layout = "rows"
+
+    @property
+    def waits_for(self) -> torch.device | None:
+        return self.device
+
+    def to_host(self) -> FP8Experts:
+        return self
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:

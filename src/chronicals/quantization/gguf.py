@@ -8,17 +8,19 @@ deployed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
-from chronicals.quantization.packed import PackedBase
+from chronicals.quantization.packed import PackedBase, PackedWeight
+from chronicals.quantization.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(PackedWeight):
     """The weight of one linear layer in blocks of GGUF.
 
     Attributes:
@@ -35,7 +37,7 @@ class Blocks:
 
     @classmethod
     def of(cls, codes: Tensor, kind: str, dtype: torch.dtype) -> Blocks:
-        """A weight from its rows of blocks, uint8 ``[n, bytes of a row]``.
+        """Return a weight from its rows of blocks, uint8 ``[n, bytes of a row]``.
 
         Raises:
             ValueError: there is no such kind, or rows are no whole blocks.
@@ -51,30 +53,52 @@ class Blocks:
             )
         return cls(codes, (rows, length // size * block), dtype, kind)
 
-    @classmethod
-    def base(cls, packed: Sequence[Blocks], columns: int = 0, ranks: Sequence[int] = ()) -> GGUF:
-        """What multiplies by several of them."""
-        return GGUF(packed, columns, ranks)
-
-    def detached(self) -> Blocks:
-        """The same, whose codes are no parameter."""
-        return replace(self, codes=self.codes.detach())
-
-    def to(self, dtype: torch.dtype) -> Blocks:
-        """The same, dequantised to another dtype."""
-        return replace(self, dtype=dtype)
-
-    def into(self, out: Tensor) -> Tensor:
-        """Write the values to ``out``, ``[n, K]``, rows dense; by one launch."""
-        return dequantize_gguf(self.codes, out, self.kind)
-
-    def dense(self) -> Tensor:
-        """The values, ``[n, K]``."""
-        return self.into(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device))
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (self.kind,)
 
     @property
-    def bytes(self) -> int:
-        return self.codes.nbytes
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {"codes": self.codes}
+
+    @classmethod
+    def of_tensors(
+        cls,
+        options: tuple[str, ...],
+        tensors: Sequence[Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Self:
+        (kind,) = options
+        (codes,) = tensors
+        if codes.ndim == 1:
+            codes = codes.view(shape[0], -1)
+        return cls(codes, shape, dtype, kind)
+
+    @classmethod
+    def base(cls, packed: Sequence[Blocks], columns: int = 0, ranks: Sequence[int] = ()) -> GGUF:
+        return GGUF(packed, columns, ranks)
+
+    def layer(self, bias: Tensor | None = None) -> LinearGGUF:
+        return LinearGGUF(self, bias)
+
+    def into(self, out: Tensor) -> Tensor:
+        return dequantize_gguf(self.codes, out, self.kind)
+
+    def divides(self, count: int) -> bool:
+        return False
+
+    @property
+    def why_whole(self) -> str | None:
+        return f"weights in {self.label} stay as they are in their file, whole"
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} of GGUF"
+
+    @property
+    def why_not_saved(self) -> str | None:
+        return "in blocks of GGUF, which no file but that it was loaded from holds"
 
 
 class GGUF(PackedBase):
@@ -82,5 +106,9 @@ class GGUF(PackedBase):
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Of the largest kind; the shared buffers are beside it."""
+        """Bytes of a value in the largest kind; the shared buffers are beside it."""
         return max(size / block for block, size in GGUF_KINDS.values())
+
+
+class LinearGGUF(PackedLinear):
+    """A linear layer with a weight in blocks of GGUF."""

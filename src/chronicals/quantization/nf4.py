@@ -4,29 +4,34 @@ half a byte a value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chronicals.kernels.nf4 import (
     SCALE_BLOCK,
     Scales,
     dequantize_4bit,
+    dequantize_4bit_reference,
     quantize_fp4,
     quantize_nf4,
     quantize_scales,
 )
-from chronicals.quantization.packed import PackedBase
+from chronicals.quantization.packed import PackedBase, PackedWeight
+from chronicals.quantization.packed_linear import PackedLinear
 
 BLOCK = 64
 """Values that share a scale, as in QLoRA."""
 
+SCALES = ("absmax", "absmax2", "code2", "offset")
+"""Names of the tensors beside the codes, as in ``Scales``."""
+
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(PackedWeight):
     """The weight of one linear layer in 4 bits.
 
     Attributes:
@@ -47,55 +52,147 @@ class Packed:
     code: str = "nf4"
     quantized_from: torch.dtype | None = None
 
+    PARTS: ClassVar[tuple[str, ...]] = SCALES
+    DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "absmax", "absmax2")
+
     @classmethod
     def of(
         cls, weight: Tensor, block: int = BLOCK, nested: bool = True, code: str = "nf4"
     ) -> Packed:
-        """A weight ``[n, K]``, fp32, bf16 or fp16, quantised to NF4 or FP4.
+        """Quantise a weight ``[n, K]``, fp32, bf16 or fp16, to NF4 or FP4.
 
         Args:
             nested: the scales are quantised themselves.
         """
-        codes, absmax = (quantize_nf4 if code == "nf4" else quantize_fp4)(weight, block)
+        quantize = quantize_nf4 if code == "nf4" else quantize_fp4
+        codes, absmax = quantize(weight, block)
         scales = quantize_scales(absmax) if nested else Scales(absmax)
         rows, columns = weight.shape
         return cls(codes, scales, (rows, columns), weight.dtype, block, code, weight.dtype)
 
-    @classmethod
-    def base(cls, packed: Sequence[Packed], columns: int = 0, ranks: Sequence[int] = ()) -> NF4:
-        """What multiplies by several of them."""
-        return NF4(packed, columns, ranks)
-
-    def detached(self) -> Packed:
-        """The same, whose codes are no parameter."""
-        return replace(self, codes=self.codes.detach())
-
-    def to(self, dtype: torch.dtype) -> Packed:
-        """The same, dequantised to another dtype."""
-        return replace(self, dtype=dtype)
-
-    def moved(self, device: torch.device) -> Packed:
-        """The same on another device."""
-        scales: dict[str, Any] = {
-            name: x.to(device) for name, x in vars(self.scales).items() if isinstance(x, Tensor)
-        }
-        return replace(self, codes=self.codes.to(device), scales=replace(self.scales, **scales))
-
-    def into(self, out: Tensor) -> Tensor:
-        """Write the values to ``out``, ``[n, K]``, rows dense; by one launch."""
-        return dequantize_4bit(self.codes, self.scales, out, self.block, self.code)
-
-    def dense(self) -> Tensor:
-        """The values, ``[n, K]``."""
-        return self.into(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device))
+    @property
+    def options(self) -> tuple[str, ...]:
+        source = "" if self.quantized_from is None else dtype_name(self.quantized_from)
+        return self.code, str(self.block), str(self.scales.block2), source
 
     @property
-    def bytes(self) -> int:
-        scales = [
-            self.scales.absmax,
-            *([self.scales.absmax2] if self.scales.absmax2 is not None else []),
+    def tensors(self) -> dict[str, Tensor | None]:
+        scales = self.scales
+        return {
+            "codes": self.codes,
+            "absmax": scales.absmax,
+            "absmax2": scales.absmax2,
+            "code2": scales.code2,
+            "offset": scales.offset,
+        }
+
+    @classmethod
+    def of_tensors(
+        cls,
+        options: tuple[str, ...],
+        tensors: Sequence[Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Self:
+        code, block, block2, source = options
+        codes, absmax, *nested = tensors
+        absmax2, code2, offset = nested or (None, None, None)
+        scales = Scales(absmax, absmax2, code2, offset, int(block2))
+        quantized_from = getattr(torch, source) if source else None
+        return cls(codes, scales, shape, dtype, int(block), code, quantized_from)
+
+    @classmethod
+    def base(cls, packed: Sequence[Packed], columns: int = 0, ranks: Sequence[int] = ()) -> NF4:
+        return NF4(packed, columns, ranks)
+
+    def layer(self, bias: Tensor | None = None) -> Linear4bit:
+        return Linear4bit(self, bias)
+
+    def into(self, out: Tensor) -> Tensor:
+        return dequantize_4bit(self.codes, self.scales, out, self.block, self.code)
+
+    def dense_reference(self) -> Tensor:
+        return dequantize_4bit_reference(
+            self.codes, self.scales, self.shape, self.dtype, self.block, self.code
+        )
+
+    def divides(self, count: int) -> bool:
+        """Return True if ``count`` ranks can have as many rows each, which begin at a block of
+        scales, so that they need no scale of another rank."""
+        rows, width = self.shape
+        whole = self.block * (self.scales.block2 if self.scales.nested else 1)
+        return rows % count == 0 and rows // count * width % whole == 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.code} in blocks of {self.block}"
+
+    @property
+    def short_label(self) -> str:
+        return self.code.upper()
+
+    @property
+    def recipe(self) -> FourBits:
+        return FourBits.of(self, self.dtype)
+
+    @property
+    def why_not_saved(self) -> str | None:
+        return None
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors by the names of bitsandbytes, so that it and transformers load what
+        is saved."""
+        from chronicals.quantization.bitsandbytes_format import stored_tensors
+
+        return stored_tensors(name, self)
+
+    def read_stored(self, name: str, stored: Mapping[str, Tensor]) -> Packed:
+        from chronicals.quantization.bitsandbytes_format import read_weight
+
+        there = read_weight(name, stored)
+        kinds = [
+            (x.shape, x.block, x.code, x.scales.nested, x.scales.block2) for x in (self, there)
         ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.codes, *scales))
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"the 4-bit weight is {kinds[1]} there and {kinds[0]} here: shape, block, format, "
+                "nested, its block"
+            )
+        return there
+
+    @classmethod
+    def reads(cls, described: Mapping[str, Any]) -> bool:
+        return bool(described.get("load_in_4bit"))
+
+    @classmethod
+    def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        from chronicals.quantization.bitsandbytes_format import ENTRIES, weights_among
+
+        parts = {}
+        for weight in weights_among(names):
+            entries = [f"{weight}.{entry}" for entry in ENTRIES]
+            parts[weight] = (weight, *(name for name in entries if name in names))
+        return parts
+
+    @classmethod
+    def stored_shape(
+        cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        from chronicals.quantization.bitsandbytes_format import STATE, read_shape
+
+        state = next(part for part in shapes if f".{STATE}" in part)
+        return read_shape(state, read(state))
+
+    @classmethod
+    def read(cls, name: str, stored: Mapping[str, Tensor]) -> Packed:
+        from chronicals.quantization.bitsandbytes_format import read_weight
+
+        return read_weight(name, stored)
+
+    def quantization_config(self, model: nn.Module, paths: Collection[str]) -> dict[str, Any]:
+        from chronicals.quantization.bitsandbytes_format import packed_description
+
+        return packed_description(model, paths, self.dtype, self.code, self.scales.nested)
 
 
 class NF4(PackedBase):
@@ -105,3 +202,82 @@ class NF4(PackedBase):
     def bytes_a_value(cls, itemsize: int) -> float:
         """With nested scales, in blocks of ``BLOCK``; the shared buffers are beside it."""
         return 1 / 2 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
+
+
+class Linear4bit(PackedLinear):
+    """A linear layer with a weight of bitsandbytes' 4 bits; its scales stay fp32."""
+
+    absmax: Tensor
+    absmax2: Tensor | None
+    code2: Tensor | None
+    offset: Tensor | None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
+        """Quantise a plain layer's weight to NF4 in blocks of 64 with nested scales.
+
+        Args:
+            device: where it is quantised and stays; by default where it is.
+        """
+        bias = None if linear.bias is None else linear.bias.detach().to(device)
+        return cls(Packed.of(linear.weight.detach().to(device)), bias).train(linear.training)
+
+
+@dataclass(frozen=True)
+class FourBits:
+    """Recipe by which a weight was quantised to 4 bits, and by which the same weight gets the same
+    codes again.
+
+    Attributes:
+        code: ``nf4`` or ``fp4``.
+        block: values that share a scale.
+        scale_block: scales that share one of theirs; None where they are not quantised.
+        quantized_from: dtype that the weight had before; None where that is not known.
+        products: dtype that it is dequantised to.
+    """
+
+    code: str = "nf4"
+    block: int = BLOCK
+    scale_block: int | None = 256
+    quantized_from: str | None = None
+    products: str = "float32"
+
+    @classmethod
+    def of(cls, weight: Packed, products: torch.dtype) -> FourBits:
+        """Return how ``weight``, of whose values a process may hold a part, was quantised."""
+        scales = weight.scales
+        source = None if weight.quantized_from is None else dtype_name(weight.quantized_from)
+        scale_block = scales.block2 if scales.nested else None
+        return cls(weight.code, weight.block, scale_block, source, dtype_name(products))
+
+    def quantise(self, weight: Tensor) -> Packed:
+        """Return ``weight``, ``[n, K]``, quantised from the dtype ``quantized_from``."""
+        source = (
+            weight.dtype if self.quantized_from is None else getattr(torch, self.quantized_from)
+        )
+        return Packed.of(weight.to(source), self.block, self.scale_block is not None, self.code)
+
+    def values(self, weight: Tensor) -> Tensor:
+        """Return what products read of the weight after it was quantised, fp32."""
+        return self.quantise(weight).to(getattr(torch, self.products)).dense().float()
+
+    def same_codes(self, other: FourBits) -> bool:
+        """Return True if both give a weight the same codes, as far as is known."""
+        source = self.quantized_from or other.quantized_from
+        unlike = other.quantized_from not in (None, source)
+        return not unlike and replace(self, products="", quantized_from="") == replace(
+            other, products="", quantized_from=""
+        )
+
+    def __str__(self) -> str:
+        nested = "" if self.scale_block is None else f" with scales in blocks of {self.scale_block}"
+        return f"{self.code.upper()} in blocks of {self.block}{nested}"
+
+
+RECIPES: dict[str, FourBits] = {"nf4": FourBits()}
+"""Recipes by the values of ``ChronicalsConfig.quantization``."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")

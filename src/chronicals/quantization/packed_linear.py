@@ -1,83 +1,228 @@
-"""A frozen linear layer that has its weight packed and no other, whatever the format.
+"""Modules whose weights are packed, whatever the format, and the operator of their products.
 
     y = x Wᵀ + b,   dx = dy W        W dequantised for each product, and gone after it
 
-The fused decoder layers read what it holds (``packed``) and multiply by themselves; called as a
-module it is one operator of ``torch.library``, which ``torch.compile`` sees as a whole.
+The fused decoder layers read what a layer holds (``packed``) and multiply by themselves. Called as
+a module, a layer is one operator of ``torch.library``, ``chronicals::packed_linear``, which
+``torch.compile`` sees as a whole.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.operators import operator
+from chronicals.quantization.packed import PackedWeight, weight_from
 
-class PackedLinear(nn.Module):
-    """``x Wᵀ + b`` over packed codes, which never get a gradient.
 
-    Its ``weight`` is the parameter that holds the codes, uint8. What casts a model casts the type
-    that W is dequantised to, never the codes or scales.
+class PackedModule(nn.Module):
+    """A module with packed weights: a linear layer, or the experts of a layer.
 
-    Args:
-        codes: of the weight.
-        shape: ``(out, in)``.
-        dtype: of the dequantised weight.
-        bias: ``[out]``, or None.
-
-    Attributes:
-        in_4_bits: whether a code has 4 bits.
+    What casts the module casts ``dtype``, the type that values are dequantised to, never codes or
+    scales.
     """
 
-    in_4_bits = False
-
-    def __init__(
-        self, codes: Tensor, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None
-    ):
-        super().__init__()
-        (self.out_features, self.in_features) = shape
-        self.dtype = dtype
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    dtype: torch.dtype
 
     @property
-    @abstractmethod
-    def packed(self) -> Any:
-        """The weight, a ``PackedWeight``."""
+    def weights(self) -> dict[str, PackedWeight]:
+        """The packed weights by the names of their parameters; of experts each ``[E · N, K]``."""
+        raise NotImplementedError
+
+    def dequantised(self) -> Iterator[tuple[str, Tensor]]:
+        """Names of the packed parameters and their values, in the shapes of the plain module."""
+        raise NotImplementedError
+
+    def plain(self) -> nn.Module:
+        """Return the plain frozen module of the dequantised weights."""
+        raise NotImplementedError
 
     @property
-    def four_bits(self) -> Any:
-        """The weight as ``Packed``, or as much of it as this process holds, where it is in 4
-        bits; else None.
-        """
-        return self.packed if self.in_4_bits else None
+    def first_weight(self) -> PackedWeight:
+        """One of its packed weights, which are all of one format."""
+        return next(iter(self.weights.values()))
 
-    @abstractmethod
-    def squared_norms(self) -> Tensor:
-        """Of the rows of the dequantised weight, ``[out]``, in at least fp32."""
+    @property
+    def recipe(self) -> Any:
+        """See ``PackedWeight.recipe``."""
+        return self.first_weight.recipe
 
-    @abstractmethod
-    def _product(self, x: Tensor) -> Tensor:
-        """``x Wᵀ``, in the dtype of x."""
+    @property
+    def format(self) -> str:
+        """The format in words."""
+        return self.first_weight.label
 
-    def plain(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain frozen layer of the dequantised weight, rounded to ``self.dtype``.
+    @property
+    def values(self) -> int:
+        """Number of weights that the codes stand for."""
+        return sum(weight.values for weight in self.weights.values())
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the packed weights."""
+        return sum(weight.bytes for weight in self.weights.values())
+
+    @property
+    def why_not_saved(self) -> str | None:
+        """Why no files of transformers hold the module, after the name of ``named_in``; None where
+        they can."""
+        raise NotImplementedError
+
+    def named_in(self, path: str, model: str) -> str:
+        """Return the subject of a sentence with ``why_not_saved``: the model's name."""
+        return model
+
+    def values_of_token(self, routed: float) -> float:
+        """Number of values that a token is multiplied by.
 
         Args:
-            dtype: the weight's and the bias's, by default that which each has.
+            routed: ratio of the experts that a token visits.
         """
-        weight = self.packed.dense()
+        return self.values
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Experts may share one table of codes, so duplicates are kept.
+        buffers = dict(self.named_buffers(recurse=False, remove_duplicate=False))
+        device = next(iter(self.parameters())).device
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
+        super()._apply(fn, recurse)
+        for name, buffer in buffers.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
+
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
+    """Paths and modules of ``model`` whose weights are packed, in its order."""
+    for path, module in model.named_modules():
+        if isinstance(module, PackedModule):
+            yield path, module
+
+
+def packed_weight(layer: Any) -> PackedWeight | None:
+    """Return the weight of a packed linear layer; None for every other module."""
+    return layer.packed if isinstance(layer, PackedLinear) else None
+
+
+def is_linear(layer: Any) -> bool:
+    """Return True for ``nn.Linear`` and its subclasses, and for packed linear layers."""
+    return isinstance(layer, nn.Linear | PackedLinear)
+
+
+def product_dtype(layer: nn.Linear | PackedLinear) -> torch.dtype:
+    """Return the dtype of a linear layer's weight as its products read it."""
+    return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+    """Paths and linear layers of ``model`` whose weight is packed, in its order."""
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            yield path, module
+
+
+def packed_words(model: nn.Module) -> str:
+    """Return the packed modules of ``model`` in words, "14 linear layers in nf4 in blocks of 64
+    and the experts of 2 layers in …"; "" where there are none."""
+    modules = [module for _, module in packed_modules(model)]
+    layers = [module.format for module in modules if isinstance(module, PackedLinear)]
+    experts = [module.format for module in modules if not isinstance(module, PackedLinear)]
+    words = []
+    if layers:
+        words.append(f"{len(layers)} linear layers in {' and '.join(sorted(Counter(layers)))}")
+    if experts:
+        words.append(f"the experts of {len(experts)} layers in {experts[0]}")
+    return " and ".join(words)
+
+
+class PackedLinear(PackedModule):
+    """``x Wᵀ + b`` over packed codes, which never get a gradient.
+
+    Its ``weight`` is the parameter that holds the codes; the other tensors of the weight are
+    buffers by the names of ``PackedWeight.PARTS``.
+
+    Args:
+        packed: the weight ``[out, in]``.
+        bias: ``[out]``, or None.
+    """
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.in_features = packed.shape
+        self.dtype = packed.dtype
+        self.settings = packed.settings
+        self.parts = packed.PARTS
+        tensors = packed.tensors
+        self.weight = nn.Parameter(packed.codes, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        for name in self.parts:
+            self.register_buffer(name, tensors[name])
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """The present tensors of the weight, in order."""
+        buffers = self._buffers
+        present = [buffers[name] for name in self.parts if buffers[name] is not None]
+        return [self.weight, *present]  # type: ignore[list-item]
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight."""
+        shape = self.out_features, self.in_features
+        return weight_from(self.settings, self._tensors, shape, self.dtype)
+
+    @property
+    def weights(self) -> dict[str, PackedWeight]:
+        return {"weight": self.packed}
+
+    def dequantised(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", self.packed.dense()
+
+    @property
+    def why_not_saved(self) -> str | None:
+        reason = self.packed.why_not_saved
+        return None if reason is None else f"has layers {reason}"
+
+    @torch.no_grad()
+    def squared_norms(self) -> Tensor:
+        """Return the squared norms of the rows of W, ``[out]``, in at least fp32."""
+        norms: Tensor = _squared_norms(
+            self._tensors, self.settings, self.out_features, self.in_features, self.dtype
+        )
+        return norms
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``, in the dtype of x."""
+        y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
+        return y
+
+    def plain(
+        self,
+        dtype: torch.dtype | None = None,
+        update: Callable[[Tensor], Tensor] | None = None,
+    ) -> nn.Linear:
+        """Return a plain frozen layer of the dequantised weight, rounded to ``self.dtype``.
+
+        Args:
+            dtype: of weight and bias; by default the one that each has.
+            update: see ``PackedWeight.with_update``.
+        """
+        packed = self.packed
+        weight = packed.dense() if update is None else packed.with_update(update)
         linear = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, device="meta"
         )
         linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
         if self.bias is not None:
-            linear.bias = nn.Parameter(
-                self.bias.detach().to(dtype or self.bias.dtype, copy=True), requires_grad=False
-            )
+            bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
+            linear.bias = nn.Parameter(bias, requires_grad=False)
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,28 +232,165 @@ class PackedLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        sizes = (
+        return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.bias is not None}, {self.format}, dtype={self.dtype}"
         )
-        return f"{sizes}, {self.format}, dtype={self.dtype}"
 
-    @property
-    @abstractmethod
-    def format(self) -> str:
-        """In words."""
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        tensors = self.packed.stored(f"{prefix}weight")
+        if self.bias is not None:
+            tensors[f"{prefix}bias"] = self.bias
+        for name, tensor in tensors.items():
+            destination[name] = tensor if keep_vars else tensor.detach()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        kept = {name: buffer for name, buffer in self.named_buffers(recurse=False)}
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
-        super()._apply(fn, recurse)
-        keep_dtypes(self, kept)
-        return self
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load into the memory that is there."""
+        stored = {name: tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        bias = stored.pop(f"{prefix}bias", None)
+        try:
+            weight = self.packed.read_stored(f"{prefix}weight", stored)
+            with torch.no_grad():
+                for place, tensor in zip(self._tensors, weight.tensors.values()):
+                    assert tensor is not None
+                    place.view(-1).copy_(tensor.view(-1))
+        except ValueError as error:
+            error_msgs.append(str(error))
+            return
+        if self.bias is not None and bias is not None:
+            with torch.no_grad():
+                self.bias.copy_(bias)
+        elif strict and self.bias is not None:
+            missing_keys.append(f"{prefix}bias")
+        if strict:
+            known = weight.stored(f"{prefix}weight").keys()
+            unexpected_keys += [name for name in stored if name not in known]
+            if self.bias is None and bias is not None:
+                unexpected_keys.append(f"{prefix}bias")
 
 
-def keep_dtypes(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Put buffers that a cast of the module changed back to what they were, on their new device."""
-    for name, buffer in kept.items():
-        moved = getattr(module, name)
-        if moved.dtype != buffer.dtype:
-            setattr(module, name, buffer.to(moved.device))
+@operator("chronicals::packed_linear")
+def packed_linear(
+    x: Tensor, tensors: Sequence[Tensor], settings: str, outputs: int, dtype: torch.dtype
+) -> Tensor:
+    """Return ``x Wᵀ``, ``[..., outputs]``, in the dtype of x.
+
+    Args:
+        x: ``[..., K]``.
+        tensors: the present tensors of W, in the order of ``PackedWeight.tensors``.
+        settings: ``PackedWeight.settings``.
+        outputs: n.
+        dtype: that W is dequantised to.
+    """
+    weight = weight_from(settings, tensors, (outputs, x.shape[-1]), dtype)
+    return F.linear(x, weight.dense().to(x.dtype))
+
+
+@torch.library.register_fake(packed_linear)
+def _(
+    x: Tensor, tensors: Sequence[Tensor], settings: str, outputs: int, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+@operator("chronicals::packed_linear_input_gradient")
+def _input_gradient(
+    dy: Tensor, tensors: Sequence[Tensor], settings: str, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    weight = weight_from(settings, tensors, (dy.shape[-1], inputs), dtype)
+    return dy @ weight.dense().to(dy.dtype)
+
+
+@torch.library.register_fake(_input_gradient)
+def _(
+    dy: Tensor, tensors: Sequence[Tensor], settings: str, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    return dy.new_empty((*dy.shape[:-1], inputs))
+
+
+@operator("chronicals::packed_linear_squared_norms")
+def _squared_norms(
+    tensors: Sequence[Tensor], settings: str, outputs: int, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    weight = weight_from(settings, tensors, (outputs, inputs), dtype).dense()
+    exact = torch.promote_types(dtype, torch.float32)
+    return torch.linalg.vector_norm(weight, dim=1, dtype=exact).square_()
+
+
+@torch.library.register_fake(_squared_norms)
+def _(
+    tensors: Sequence[Tensor], settings: str, outputs: int, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    return tensors[0].new_empty(outputs, dtype=torch.promote_types(dtype, torch.float32))
+
+
+class _Differentiated(torch.autograd.Function):
+    """``packed_linear`` with the gradient of x; the weight is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        keys: Any,
+        settings: str,
+        outputs: int,
+        dtype: torch.dtype,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.settings = settings
+        ctx.inputs = x.shape[-1]
+        ctx.dtype = dtype
+        return _below_autograd(keys, x, tensors, settings, outputs, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        dx = _input_gradient(dy, tensors, ctx.settings, ctx.inputs, ctx.dtype)
+        return dx, None, None, None, None, *(None,) * len(tensors)
+
+
+def _below_autograd(
+    keys: Any,
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    settings: str,
+    outputs: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        y: Tensor = packed_linear.redispatch(
+            keys & torch._C._after_autograd_keyset, x, tensors, settings, outputs, dtype
+        )
+    return y
+
+
+def _with_gradient(
+    keys: Any,
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    settings: str,
+    outputs: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    # ``torch.library.custom_op`` would flatten the list of tensors and check what is returned in
+    # each call, 30 µs of the host's time and more.
+    if x.requires_grad and torch.is_grad_enabled():
+        y: Tensor = _Differentiated.apply(x, keys, settings, outputs, dtype, *tensors)
+        return y
+    return _below_autograd(keys, x, tensors, settings, outputs, dtype)
+
+
+_LIBRARY = torch.library.Library("chronicals", "FRAGMENT")
+_LIBRARY.impl("packed_linear", _with_gradient, "Autograd", with_keyset=True)

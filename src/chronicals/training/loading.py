@@ -96,7 +96,7 @@ def _with_sharding(
     if "sharding" in config.explicit and config.sharding != WEIGHTS:
         return config
     model = load_without_weights(place, trust_remote_code)
-    if config.quantization == "nf4":
+    if config.quantization is not None:
         quantise_layers(model)
     total = smallest_card(ranks)
     here = on_each_machine(ranks)
@@ -126,7 +126,7 @@ def _divided(
     otherwise = None
     try:
         if config.use_lora:
-            take = RowsRead.reading(ranks, sharing, device, kept, config.quantization == "nf4")
+            take = RowsRead.reading(ranks, sharing, device, kept, config.quantization)
             model = load_replacing(place, dtype, take, trust_remote_code)
         else:
             model = load_for_rows(place, dtype, trust_remote_code)

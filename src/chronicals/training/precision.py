@@ -13,7 +13,7 @@ from torch import Tensor
 from chronicals.models import kept_in_fp32
 from chronicals.models.peft_kinds import stays_in_fp32
 from chronicals.optimizers import FusedAdamW
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import packed_modules
 
 START_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
@@ -42,9 +42,8 @@ class Precision:
         adapted = hasattr(model, "chronicals_lora")
         patterns = kept_in_fp32(model, frozen)
         of_peft = stays_in_fp32(model)
-        for module in model.modules():
-            if isinstance(module, (PackedLinear, Experts4bit)):
-                module.dtype = frozen
+        for _, module in packed_modules(model):
+            module.dtype = frozen
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
                 continue

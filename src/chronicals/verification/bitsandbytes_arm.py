@@ -24,9 +24,9 @@ from chronicals.models import (
     missing_for_bitsandbytes,
     score_of,
 )
-from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
-from chronicals.quantization.linear import SCALES, Linear4bit
-from chronicals.quantization.nf4 import Packed
+from chronicals.quantization import packed_weight
+from chronicals.quantization.bitsandbytes_layer import has_foreign_layers, weight_of_layer
+from chronicals.quantization.nf4 import SCALES
 from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import (
     AGREES,
@@ -108,7 +108,7 @@ class BitsAndBytesArm(PlainArm):
 
 def wants_bitsandbytes(model: Any) -> bool:
     """Whether it has layers in 4 bits, ours or bitsandbytes'."""
-    return has_4bit_layers(model) or any(is_of_bitsandbytes(layer) for layer in model.modules())
+    return has_4bit_layers(model) or has_foreign_layers(model)
 
 
 def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
@@ -117,7 +117,7 @@ def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
         raise NotRun("the model in memory has no checkpoint that it could load")
     kind = getattr(model, "plain_class", type(model))
     quantised = quantised_layers(model).values()
-    layers = [layer for layer in quantised if isinstance(layer, Linear4bit)]
+    layers = [weight for weight in map(packed_weight, quantised) if weight is not None]
     nested = all(_packed(layer).scales.absmax2 is not None for layer in quantised)
     products = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
         config.mixed_precision
@@ -218,9 +218,10 @@ def _take(layer: Any, ours: Any) -> None:
             tensor.copy_(getattr(own.scales, name))
 
 
-def _packed(layer: Any) -> Packed:
+def _packed(layer: Any) -> Any:
     """The weight of a layer of ours or of bitsandbytes."""
-    return layer.packed if isinstance(layer, Linear4bit) else weight_of_layer(layer)
+    own = packed_weight(layer)
+    return weight_of_layer(layer) if own is None else own
 
 
 def _same(theirs: torch.Tensor, ours: torch.Tensor | None) -> bool:

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.config import ConfigurationError
-from chronicals.kernels.nf4 import dequantize_4bit_reference
 from chronicals.lora.targets import linear_shape
-from chronicals.quantization import Experts4bit
+from chronicals.quantization import PackedExperts, packed_experts
 from chronicals.verification.modules import plain_name
 
 ROWS = 1024
@@ -46,25 +45,18 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def quantised_experts(model: nn.Module) -> dict[str, Experts4bit]:
-    """Stacked experts in 4 bits, by their paths without adapters."""
-    return {
-        plain_name(path): module
-        for path, module in model.named_modules()
-        if isinstance(module, Experts4bit)
-    }
+def quantised_experts(model: nn.Module) -> dict[str, PackedExperts]:
+    """Packed stacked experts, by their paths without adapters."""
+    return {plain_name(path): module for path, module in packed_experts(model)}
 
 
-def weights_of_experts(path: str, experts: Experts4bit) -> dict[str, Tensor]:
+def weights_of_experts(path: str, experts: PackedExperts) -> dict[str, Tensor]:
     """By the names of their class's parameters in the model: the values that codes stand for,
     and biases.
     """
     found = {f"{path}.{name}": parameter.detach() for name, parameter in experts.named_parameters()}
-    for name, shape in experts.stacked.items():
-        packed = experts.packed(name)
-        found[f"{path}.{name}"] = dequantize_4bit_reference(
-            packed.codes, packed.scales, shape, packed.dtype, packed.block
-        )
+    for name in experts.stacked:
+        found[f"{path}.{name}"] = experts.reference(name)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,7 +56,9 @@ def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
         load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options)
     )
     if has_experts(work):
-        _take_experts(model, load_in_4_bits(work.model, dtype))
+        from chronicals.quantization import packed_experts
+
+        _copy_values(model, packed_experts(load_in_4_bits(work.model, dtype)))
     return model
 
 
@@ -75,25 +77,18 @@ def has_experts(work: Work) -> bool:
 def load_dequantised(path: str, dtype: torch.dtype, **options: Any) -> Any:
     """A plain fp32 model of the weights that layers and experts in 4 bits stand for, which were
     quantised from ``dtype``; options are of ``from_pretrained``."""
-    from chronicals.quantization import Linear4bit
+    from chronicals.quantization import packed_modules
 
     model = load(path, torch.float32, **options)
-    packed = load_in_4_bits(path, dtype)
-    for name, layer in packed.named_modules():
-        if isinstance(layer, Linear4bit):
-            model.get_submodule(name).weight.data.copy_(layer.packed.dense())
-    _take_experts(model, packed)
+    _copy_values(model, packed_modules(load_in_4_bits(path, dtype)))
     return model
 
 
-def _take_experts(model: Any, packed: Any) -> None:
-    """Copy the values of another model's experts in 4 bits."""
-    from chronicals.quantization import Experts4bit
-
-    for path, experts in packed.named_modules():
-        if isinstance(experts, Experts4bit):
-            for name in experts.stacked:
-                model.get_parameter(f"{path}.{name}").data.copy_(experts.stack(name).dense())
+def _copy_values(model: Any, packed: Iterable[tuple[str, Any]]) -> None:
+    """Copy the values of another model's packed modules, given with their paths."""
+    for path, module in packed:
+        for name, values in module.dequantised():
+            model.get_parameter(f"{path}.{name}").data.copy_(values)
 
 
 def _settled(model: Any) -> Any:

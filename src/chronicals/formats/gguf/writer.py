@@ -27,6 +27,7 @@ WEIGHT_TYPES = {
     "q5_0": "Q5_0",
     "q4_1": "Q4_1",
     "q4_0": "Q4_0",
+    "mxfp4": "MXFP4",
 }
 """Kinds of files that are written here, and the type of most of their weights
 (``gguf.GGMLQuantizationType``).
@@ -41,8 +42,14 @@ FILE_TYPES = {
     "q5_0": "MOSTLY_Q5_0",
     "q4_1": "MOSTLY_Q4_1",
     "q4_0": "MOSTLY_Q4_0",
+    "mxfp4": "MOSTLY_MXFP4_MOE",
 }
 """Names of these kinds in ``gguf.LlamaFileType``."""
+
+EXPERTS_KINDS = {"mxfp4": "Q8_0"}
+"""Kinds whose type is that of stacked experts alone, and the type of the other weights, as llama.cpp
+has them.
+"""
 
 LLAMA_CPP_KINDS = (
     "q6_k",
@@ -98,7 +105,7 @@ def plan_gguf(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> GG
     """Plan how a model is written with weights of a kind of ``WEIGHT_TYPES``.
 
     Raises:
-        NotExpressible: GGUF has no form for it.
+        NotExpressible: GGUF has no form for it, or it has no experts, and the type is theirs.
         ValueError: the package gguf is missing.
     """
     require_gguf()
@@ -106,6 +113,8 @@ def plan_gguf(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> GG
     pieces = pieces_of({name: stored.shape for name, stored in tensors.items()}, config, family)
     if missing := {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}:
         raise NotExpressible(f"{', '.join(sorted(missing))}: no tensor of the model is that")
+    if kind in EXPERTS_KINDS and not any(_is_of_experts(piece) for piece in pieces):
+        raise NotExpressible(f"gguf-{kind}: the model has no experts, whose type that is")
     types = {piece.name: _type_of(piece, kind, config) for piece in pieces}
     extra = dict(extra_tensors(config))
     size = sum(bytes_of(piece, types[piece.name]) for piece in pieces)
@@ -122,6 +131,10 @@ def bytes_of(piece: TensorPiece, ggml_type: Any) -> int:
     return rows * int(gguf.quant_shape_to_byte_shape(piece.shape, ggml_type)[-1])
 
 
+def _is_of_experts(piece: TensorPiece) -> bool:
+    return piece.name.endswith("_exps.weight")
+
+
 def _type_of(piece: TensorPiece, kind: str, config: Any) -> Any:
     """Return the type of a tensor in the file; rows that are no whole blocks are F16."""
     import gguf
@@ -133,6 +146,8 @@ def _type_of(piece: TensorPiece, kind: str, config: Any) -> Any:
     )
     has_few_bits = kind.startswith(("q4", "q5"))
     name = HEAD_TYPE if is_head and has_few_bits else WEIGHT_TYPES[kind]
+    if kind in EXPERTS_KINDS and not _is_of_experts(piece):
+        name = EXPERTS_KINDS[kind]
     ggml_type = gguf.GGMLQuantizationType[name]
     block, _ = gguf.GGML_QUANT_SIZES[ggml_type]
     return ggml_type if piece.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16

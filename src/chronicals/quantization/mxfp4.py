@@ -1,0 +1,123 @@
+"""A frozen weight in MXFP4, as gpt-oss ships its experts: dequantised for each product, 0.53 bytes
+a value.
+
+Files hold the experts of a layer ``name`` as these tensors, E experts of ``[N, K]`` each, where the
+class in transformers has ``[E, K, N]``:
+
+    name_blocks    uint8 [E, N, K / 32, 16]     two codes a byte
+    name_scales    uint8 [E, N, K / 32]         exponents, E8M0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.mxfp4 import (
+    MXFP4_BLOCK,
+    dequantize_mxfp4,
+    dequantize_mxfp4_reference,
+)
+from chronicals.quantization.packed import PackedWeight
+
+
+@dataclass(frozen=True)
+class MXFP4(PackedWeight):
+    """One or several weights in MXFP4, one below the other.
+
+    Attributes:
+        codes: uint8, ``n · K / 2`` bytes.
+        scales: uint8, ``n · K / 32`` bytes.
+        shape: ``(n, K)``.
+        dtype: of what it is dequantised to.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    PARTS: ClassVar[tuple[str, ...]] = ("scales",)
+    DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    STACK_PARTS: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {"codes": self.codes, "scales": self.scales}
+
+    @classmethod
+    def of_tensors(
+        cls,
+        options: tuple[str, ...],
+        tensors: Sequence[Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Self:
+        codes, scales = tensors
+        return cls(codes, scales, shape, dtype)
+
+    def into(self, out: Tensor) -> Tensor:
+        return dequantize_mxfp4(self.codes, self.scales, out)
+
+    def dense_reference(self) -> Tensor:
+        return dequantize_mxfp4_reference(self.codes, self.scales, self.shape, self.dtype)
+
+    @property
+    def label(self) -> str:
+        return f"MXFP4 in blocks of {MXFP4_BLOCK}"
+
+    @property
+    def short_label(self) -> str:
+        return "MXFP4"
+
+    @classmethod
+    def reads(cls, described: Mapping[str, Any]) -> bool:
+        return described.get("quant_method") == "mxfp4"
+
+    @classmethod
+    def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        blocks, scales = cls.STACK_PARTS
+        weights = [name.removesuffix(blocks) for name in names if name.endswith(blocks)]
+        return {
+            weight: (weight + blocks, weight + scales)
+            for weight in weights
+            if weight + scales in names
+        }
+
+    @classmethod
+    def stored_shape(
+        cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        experts, rows, blocks, _ = shapes[f"{name}_blocks"]
+        return (experts, blocks * MXFP4_BLOCK, rows), torch.bfloat16
+
+    @classmethod
+    def read(cls, name: str, stored: Mapping[str, Tensor]) -> Self:
+        codes, scales = (stored[name + part] for part in cls.STACK_PARTS)
+        for part, tensor in zip(cls.STACK_PARTS, (codes, scales)):
+            if tensor.dtype != torch.uint8:
+                raise ValueError(
+                    f"{name}{part}: is {tensor.dtype}, not torch.uint8; download it again"
+                )
+        if codes.ndim != 4 or codes.shape[3] != MXFP4_BLOCK // 2 or scales.shape != codes.shape[:3]:
+            raise ValueError(
+                f"{name}_blocks: is {list(codes.shape)} beside scales {list(scales.shape)}, not "
+                "[experts, rows, blocks, 16] beside [experts, rows, blocks]; download it again"
+            )
+        experts, rows, blocks, _ = codes.shape
+        shape = experts * rows, blocks * MXFP4_BLOCK
+        return cls(codes.reshape(-1), scales.reshape(-1), shape, torch.bfloat16)
+
+    @classmethod
+    def read_dense(cls, name: str, stored: Mapping[str, Tensor]) -> Tensor:
+        experts = stored[f"{name}_blocks"].shape[0]
+        matrix = cls.read(name, stored).to(torch.float32).dense()
+        return matrix.view(experts, -1, matrix.shape[1]).transpose(1, 2).contiguous()
