@@ -261,9 +261,10 @@ def _byte_level(path: Path, vocabulary: Vocabulary) -> Any:
             f"{TAKE_TOKENIZER}"
         )
     splits = expressions[name]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
     model = models.BPE(
         vocab=_ids_in_use(vocabulary),
-        merges=[tuple(merge.split(" ", 1)) for merge in vocabulary.merges],
+        merges=merges,
         ignore_merges=pre in WHOLE_WORD_SPLITS,
     )
     made = Tokenizer(model)
@@ -334,8 +335,10 @@ def _with_special_tokens(made: Any, vocabulary: Vocabulary) -> Any:
             if kind in (CONTROL, USER_DEFINED)
         ]
     )
-    names = [name for name in ("bos", "eos", "unk", "pad") if name in vocabulary.special]
-    special = {name: vocabulary.tokens[vocabulary.special[name]] for name in names}
+    special: dict[str, str] = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        if name in vocabulary.special:
+            special[name] = vocabulary.tokens[vocabulary.special[name]]
     adds_bos = vocabulary.adds_bos
     if adds_bos is None:
         adds_bos = vocabulary.model == "llama"  # llama.cpp's default of the kind
