@@ -16,7 +16,7 @@ import torch
 
 from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
-from chronicals.data.kinds.rows import CHATS
+from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
 from chronicals.export.proof import Proof, largest_error
@@ -25,10 +25,10 @@ from chronicals.formats.part_names import language_name, reads_images
 from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, without_adapters
+from chronicals.objectives.reference import with_reference
 from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data
-from chronicals.training.reference_record import with_reference
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -138,7 +138,7 @@ class Source:
     @cached_property
     def stops(self) -> list[int]:
         """Ids at which generation ends: those that were trained, then those of the settings."""
-        has_chats = any(kind in CHATS for kind in self.saved.about.get("kinds", ["chat"]))
+        has_chats = any(kind in CHAT_KINDS for kind in self.saved.about.get("kinds", ["chat"]))
         has_template = self.tokenizer.chat_template is not None
         stops = list(stop_token_ids(self.tokenizer, has_chats and has_template))
         file = self.folder / "generation_config.json"

@@ -23,7 +23,7 @@ from chronicals.formats.gguf.families import family_of
 from chronicals.formats.gguf.reader import GGUFFile, fingerprint
 from chronicals.formats.gguf.rotation import extra_tensors
 from chronicals.formats.gguf.tensors import RestoredTensors, TensorPiece, pieces_of
-from chronicals.kernels.gguf_blocks import KINDS
+from chronicals.kernels.gguf_blocks import GGUF_KINDS
 from chronicals.models.four_bits import linear_layers
 from chronicals.quantization import Blocks, LinearGGUF
 
@@ -112,7 +112,7 @@ def _packable(model: Any, file: GGUFFile, pieces: list[TensorPiece]) -> dict[str
     layers = {}
     for path in linear_layers(model):
         piece = by_source.get(f"{path}.weight")
-        if piece is not None and file.type_of(piece.name) in KINDS:
+        if piece is not None and file.type_of(piece.name) in GGUF_KINDS:
             layers[path] = piece
     return layers
 
