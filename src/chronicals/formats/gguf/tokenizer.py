@@ -21,7 +21,7 @@ from typing import Any
 from chronicals.formats.gguf.errors import NotExpressible
 from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.formats.gguf.splits import BY_EXPRESSIONS, WITHOUT_MERGED_WORDS
-from chronicals.formats.gguf.unigram import SERVE_MERGED, UNSUPPORTED_FORMS, unigram_of
+from chronicals.formats.gguf.unigram import BLANK, SERVE_MERGED, UNSUPPORTED_FORMS, unigram_of
 from chronicals.formats.gguf.vocabulary import Vocabulary, read_vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -31,7 +31,6 @@ WHOLE_WORD_SPLITS = ("llama-bpe", "tekken")
 """Pre-tokenizers under which a word that is a token is taken whole, whatever merges make of it."""
 
 TOKENIZER_FILE = "tokenizer.json"
-BLANK = "▁"
 TAKE_TOKENIZER = f"put the model's own {TOKENIZER_FILE} and tokenizer_config.json beside the file"
 
 
