@@ -348,7 +348,7 @@ def _with_special_tokens(made: Any, vocabulary: Vocabulary) -> Any:
         made.post_processor = processors.TemplateProcessing(
             single=[*begin, "$A", *end],
             pair=[*begin, "$A", *end, *begin, "$B:1", *end],
-            special_tokens=[(special[name], vocabulary.special[name]) for name in around],
+            special_tokens=[(special[name], vocabulary.special[name]) for name in around],  # type: ignore[index]
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
