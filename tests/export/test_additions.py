@@ -14,7 +14,7 @@ import families
 import tiny
 from chronicals.cli.app import app
 from chronicals.export import MergeError, export, merge
-from chronicals.export.additions import SMALL, Part, parts_in_files
+from chronicals.export.additions import STAND_IN_SIZE, Part, parts_in_files
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
 from comparison import equal
 
@@ -154,7 +154,7 @@ def reverted(monkeypatch, change):
 @pytest.mark.parametrize("turned", [False, True])
 def test_parts_of_matrices(monkeypatch, turned):
     def change(stacked):
-        part = stacked[2, SMALL // 2 :, : SMALL // 3]
+        part = stacked[2, STAND_IN_SIZE // 2 :, : STAND_IN_SIZE // 3]
         return part.t() if turned else part
 
     part = reverted(monkeypatch, change)["experts"]

@@ -19,7 +19,7 @@ from chronicals.saving import (
     save_without_weights,
     stored_weights,
 )
-from chronicals.saving.model_parts import INDEX, WHOLE
+from chronicals.saving.model_parts import PARTS_INDEX, WHOLE_FILE
 from comparison import equal
 
 MODELS = {
@@ -69,9 +69,9 @@ def test_the_files_hold_what_transformers_writes(tmp_path, monkeypatch, make, si
         {file.name for file in folder.iterdir() if file.suffix != ".safetensors"}
         for folder in tmp_path.iterdir()
     ]
-    assert own[0] - {INDEX} == own[1] - {INDEX} and (INDEX in {*own[0], *own[1]}) == (
-        len(parts.files) > 1
-    )
+    assert own[0] - {PARTS_INDEX} == own[1] - {PARTS_INDEX} and (
+        PARTS_INDEX in {*own[0], *own[1]}
+    ) == (len(parts.files) > 1)
     kind = AutoModelForSequenceClassification if make is scored else AutoModelForCausalLM
     one, other = (kind.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts"))
     assert all(equal(x, other[name]) for name, x in one.items())
@@ -85,9 +85,9 @@ def test_files_are_of_bounded_size_and_have_an_index(tmp_path, monkeypatch):
     parts = written(model, tmp_path / "parts")
     assert (
         len(parts.files) == (3 if rest + layer > max(rest, 2 * layer) else 2)
-        and not (tmp_path / "parts" / WHOLE).exists()
+        and not (tmp_path / "parts" / WHOLE_FILE).exists()
     )
-    index = json.loads((tmp_path / "parts" / INDEX).read_text())
+    index = json.loads((tmp_path / "parts" / PARTS_INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
     places = index["weight_map"]
     assert {name: load_file(tmp_path / "parts" / file)[name].shape for name, file in places.items()}

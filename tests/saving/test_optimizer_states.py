@@ -13,7 +13,7 @@ from comparison import equal
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(optimizer_states, "LARGEST", 10_000)
+    monkeypatch.setattr(optimizer_states, "MAX_FILE_BYTES", 10_000)
 
 
 def test_states_are_read_as_they_were_written(tmp_path, small_files):

@@ -73,7 +73,7 @@ def test_pinned_copies_lie_apart_and_are_made_in_pieces(driver, monkeypatch, pie
     """As on a card, but for the stream. Each has a storage of its own, or safetensors would take
     all for one tensor.
     """
-    monkeypatch.setattr(staging, "PIECE", piece)
+    monkeypatch.setattr(staging, "COPY_PIECE_BYTES", piece)
     given = states()
     memory = PinnedMemory()
     memory.allocate(staging._size(given.values()))

@@ -1,10 +1,9 @@
-"""What an adapter adds to the tensors of its base's files: ``s · B A`` of a layer, or the part of
-it that a tensor holds.
+"""Products ``s · B A`` that an adapter adds to the tensors of its base's files, or parts of them.
 
 A class may make one weight of several tensors: the experts of a layer are one parameter of the
-model, and a file has the matrices of each expert by themselves. Which part of the parameter each
-tensor is, transformers says: a small stand-in with the same number of experts goes the way that
-weights go when they are saved.
+model, and a file has the matrices of each expert. transformers tells which part of the parameter
+each tensor is: a small stand-in with the same number of experts is saved like the parameter, and
+its values tell where each of them went.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from chronicals.lora.parameter_layer import is_transposed
 from chronicals.lora.targets import Target, targets_of
 from chronicals.models.loading import load_without_weights
 
-SMALL = 24
-"""Rows and columns of a stand-in: a multiple of the numbers of parts that classes divide weights
+STAND_IN_SIZE = 24
+"""Rows and columns of a stand-in, a multiple of the numbers of parts that classes split weights
 into.
 """
 
 
-NO_BLOCK = (
+NO_BLOCK_REMEDY = (
     "is no block of the model's weight; load the adapter, call model.merge_and_unload(), "
     "and save that"
 )
@@ -39,12 +38,13 @@ NO_BLOCK = (
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a stacked weight a tensor of a file is.
+    """The part of a stacked weight that a tensor of a file holds.
 
     Attributes:
-        expert: its number; None for all of them.
-        rows, columns: where it begins and ends, as shares of the matrix's.
-        transposed: whether it is the transpose of that.
+        expert: its number; None for all experts.
+        rows: begin and end, as ratios of the matrix's rows.
+        columns: begin and end, as ratios of the matrix's columns.
+        transposed: the tensor is the transpose of the part.
     """
 
     expert: int | None = None
@@ -53,7 +53,7 @@ class Part:
     transposed: bool = False
 
     def of(self, matrix: Tensor) -> Tensor:
-        """Of one expert's matrix."""
+        """Return the part of one expert's matrix."""
         (top, bottom) = self.rows
         (left, right) = self.columns
         height, width = matrix.shape
@@ -65,11 +65,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Addition:
-    """What is added to a tensor of a file.
+    """A product that is added to a tensor of a file.
 
     Attributes:
         path: of the adapter.
-        update: makes it, fp32, in the shape of the tensor.
+        update: computes it, fp32, in the shape of the tensor.
     """
 
     path: str
@@ -78,14 +78,14 @@ class Addition:
 
 @dataclass(frozen=True)
 class Additions:
-    """Those of an adapter.
+    """The products that an adapter adds.
 
     Attributes:
         folder: of the adapter, for errors.
         described: its ``adapter_config.json``.
         shape: the same as a LoRAConfig.
-        read: gives a tensor by its name in the file.
-        names: of the tensors, by what they are called in the model.
+        read: returns a tensor by its name in the file.
+        names: of the tensors in the file, by their names in the model.
     """
 
     folder: Path
@@ -97,70 +97,70 @@ class Additions:
     def by_weight(
         self, paths: Collection[str], there: StoredNames, base: Path
     ) -> dict[str, Addition]:
-        """By the names of tensors in files.
+        """Return the products by the names of the tensors in the base's files.
 
         Args:
-            paths: of the adapters.
-            there: names of the tensors.
+            paths: of the adapted layers, embeddings and parameters.
+            there: names of the base's tensors.
+            base: folder of the base.
 
         Raises:
-            ValueError: one is not there, or is the head's, too.
+            ValueError: a tensor is missing, or is the head's as well.
         """
         embeddings = {path for path in paths if f"{path}.{LoRAEmbedding.MATRICES[0]}" in self.names}
-        model = load_without_weights(base) if embeddings or self.shape.target_parameters else None
-        alone = replace(self.shape, target_modules=[]) if self.shape.target_parameters else None
-        targets = (
-            {} if alone is None else {target.path: target for target in targets_of(model, alone)}
-        )
-        found: dict[str, Addition] = {}
+        has_parameters = bool(self.shape.target_parameters)
+        model = load_without_weights(base) if embeddings or has_parameters else None
+        targets = {}
+        if has_parameters:
+            parameters_only = replace(self.shape, target_modules=[])
+            targets = {target.path: target for target in targets_of(model, parameters_only)}
+        additions: dict[str, Addition] = {}
         for path in paths:
-            if (target := targets.get(path)) is not None:
-                found |= self._of_parameter(model, target, there)
+            target = targets.get(path)
+            if target is not None:
+                additions |= self._of_parameter(model, target, there)
                 continue
             if path in embeddings:
                 self._refuse_a_tied_head(model, path)
-            name = self._find([f"{path}.weight"], there)
-            found[name] = Addition(path, partial(self._of_layer, path, path in embeddings))
-        return found
+            name = self._find(f"{path}.weight", there)
+            additions[name] = Addition(path, partial(self._of_layer, path, path in embeddings))
+        return additions
 
-    def _find(self, names: list[str], there: StoredNames) -> str:
-        """Of a weight in the files."""
-        found = there.find(*names)
-        if found is None:
+    def _find(self, weight: str, there: StoredNames) -> str:
+        """Return the name in the files of a weight; raises ValueError if it is missing."""
+        name = there.find(weight)
+        if name is None:
             raise ValueError(
-                f"{self.folder}: the base has no weight {names[0]} in its files; a head that is "
-                "tied to the embedding, or "
-                "a layer that the class makes of several tensors, is merged by "
-                "model.merge_and_unload() once it is loaded"
+                f"{self.folder}: the base has no weight {weight} in its files; a head that is "
+                "tied to the embedding, or a layer that the class makes of several tensors, is "
+                "merged by model.merge_and_unload() once it is loaded"
             )
-        return found
+        return name
 
     def _refuse_a_tied_head(self, model: Any, path: str) -> None:
-        """Raises ValueError where the embedding's weight is the head's, which would be changed
-        with it.
-        """
+        """Raise ValueError if the head has the embedding's weight, and would be changed with it."""
         head = model.get_output_embeddings()
         if head is not None and head.weight is model.get_submodule(path).weight:
             raise ValueError(
                 f"{self.folder}: {path} has an adapter, and its weight is that of the head, too, "
-                "which has none; load the "
-                "adapter, call model.merge_and_unload(), which gives the head a weight of its "
-                "own, and save that"
+                "which has none; load the adapter, call model.merge_and_unload(), which gives the "
+                "head a weight of its own, and save that"
             )
 
     def _pair(self, path: str, names: tuple[str, str]) -> tuple[Tensor, Tensor]:
+        """Read the two matrices of an adapter, fp32."""
         a, b = (self.read(self.names[f"{path}.{name}"]).float() for name in names)
         return a, b
 
     def _of_layer(self, path: str, is_embedding: bool) -> Tensor:
-        down, up = self._pair(
-            path, LoRAEmbedding.MATRICES if is_embedding else ("lora_A.weight", "lora_B.weight")
-        )
+        """Compute the product of a layer or an embedding."""
+        names = LoRAEmbedding.MATRICES if is_embedding else ("lora_A.weight", "lora_B.weight")
+        down, up = self._pair(path, names)
         update = self.shape.at(path).scale * (up @ down)
         return update.t() if is_embedding or self.described.get("fan_in_fan_out") else update
 
     def _of_parameter(self, model: Any, target: Target, there: StoredNames) -> dict[str, Addition]:
-        """Of the parameter's own tensor, or of all that it is made of."""
+        """Return the products of a parameter's tensor, or of all tensors that it is made of."""
         parameter: Tensor = model.get_parameter(target.named)
         transposed = parameter.ndim == 3 and is_transposed(model.get_submodule(target.layer))
         experts = len(parameter) if parameter.ndim == 3 else 1
@@ -181,13 +181,17 @@ class Additions:
         parts = {target.named: Part()}
         if target.named not in there:
             parts = parts_in_files(model, target.named, parameter.shape)
-        names = {self._find([name], there): part for name, part in parts.items()}
+        names = {self._find(name, there): part for name, part in parts.items()}
         return {name: Addition(target.path, partial(update, part)) for name, part in names.items()}
 
 
 def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
-    """By the names of the tensors that are written of a parameter, stacked or a matrix, when the
-    model is saved.
+    """Return the parts of a parameter by the names of the tensors in which it is saved.
+
+    Args:
+        model: on the meta device.
+        name: of the parameter.
+        shape: of the parameter, a matrix or a stack of matrices.
 
     Raises:
         ValueError: they are not blocks of an expert's matrix.
@@ -195,7 +199,9 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
     from transformers.core_model_loading import revert_weight_conversion
 
     experts = shape[0] if len(shape) == 3 else 1
-    places = torch.arange(experts * SMALL * SMALL).view(experts, SMALL, SMALL)
+    places = torch.arange(experts * STAND_IN_SIZE * STAND_IN_SIZE).view(
+        experts, STAND_IN_SIZE, STAND_IN_SIZE
+    )
     stand_in = places if len(shape) == 3 else places[0]
     parts = {}
     for written, tensor in revert_weight_conversion(model, {name: stand_in}).items():
@@ -203,21 +209,24 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
             parts[written] = Part()
             continue
         if tensor.ndim != 2:
-            raise ValueError(f"{written} {NO_BLOCK}")
+            raise ValueError(f"{written} {NO_BLOCK_REMEDY}")
         first = int(tensor[0, 0])
         last = int(tensor[-1, -1])
-        expert = first // SMALL**2
-        top = first // SMALL % SMALL
-        left = first % SMALL
-        bottom = last // SMALL % SMALL + 1
-        right = last % SMALL + 1
+        expert = first // STAND_IN_SIZE**2
+        top = first // STAND_IN_SIZE % STAND_IN_SIZE
+        left = first % STAND_IN_SIZE
+        bottom = last // STAND_IN_SIZE % STAND_IN_SIZE + 1
+        right = last % STAND_IN_SIZE + 1
         transposed = tensor.shape != (bottom - top, right - left) or (
-            len(tensor) > 1 and int(tensor[1, 0]) != first + SMALL
+            len(tensor) > 1 and int(tensor[1, 0]) != first + STAND_IN_SIZE
         )
         block = places[expert, top:bottom, left:right]
         if not torch.equal(tensor, block.t() if transposed else block):
-            raise ValueError(f"{written} {NO_BLOCK}")
+            raise ValueError(f"{written} {NO_BLOCK_REMEDY}")
         parts[written] = Part(
-            expert, (top / SMALL, bottom / SMALL), (left / SMALL, right / SMALL), transposed
+            expert,
+            (top / STAND_IN_SIZE, bottom / STAND_IN_SIZE),
+            (left / STAND_IN_SIZE, right / STAND_IN_SIZE),
+            transposed,
         )
     return parts

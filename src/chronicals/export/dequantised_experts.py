@@ -1,8 +1,7 @@
-"""Stacked experts of a base as an adapter over 4 bits saw them: what their codes stand for, by the
-tensors of the base's files.
+"""Stacked experts of a base with the values that an adapter over 4 bits saw, by tensors of files.
 
-The scales of a stack are quantised together, so one is made whole, of all tensors that it is in,
-whenever a tensor of it is asked for; the stacks of a decoder layer are kept meanwhile.
+The scales of a stack are quantised together. So a stack is quantised whole, from all its tensors,
+when one of them is asked for; the stacks of a decoder layer stay in memory meanwhile.
 """
 
 from __future__ import annotations
@@ -20,16 +19,18 @@ from chronicals.formats.weight_files import StoredTensor
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import stacked_experts
 
-KEPT = 2
+CACHED_STACKS = 2
 """Stacks of a decoder layer, whose tensors alternate in files."""
 
 
 class DequantisedExperts:
-    """Args:
-    stacks: the shape of each, ``(E, N, K)``, by its name in the model.
-    parts: of each stack, by the names of the tensors that it is in.
-    stored: tensors of files, by name.
-    kinds: how each stack was quantised, by its name in the model.
+    """Values of quantised stacks of experts.
+
+    Args:
+        stacks: their shapes ``(E, N, K)``, by their names in the model.
+        parts: of each stack, by the names of the tensors that hold it.
+        stored: tensors of files, by name.
+        kinds: quantisation of each stack, by its name in the model.
     """
 
     def __init__(
@@ -44,21 +45,22 @@ class DequantisedExperts:
         self.stored = stored
         self.kinds = kinds
         self._owners = {name: stack for stack, inside in parts.items() for name in inside}
-        self._values = functools.lru_cache(KEPT)(self._dequantised)
+        self._values = functools.lru_cache(CACHED_STACKS)(self._dequantised)
 
     @classmethod
     def of(
         cls, model: Any, there: StoredNames, stored: Mapping[str, StoredTensor], form: BaseFormat
     ) -> DequantisedExperts:
-        """Of a base.
+        """Find the stacks of a base that were quantised.
 
         Args:
-            model: it, on the meta device.
+            model: the base, on the meta device.
             there: names of the tensors of its files.
-            form: of its layers.
+            stored: these tensors.
+            form: quantisation of the base.
 
         Raises:
-            ValueError: a stack is not in the files, or made of other than blocks of theirs.
+            ValueError: a stack is not in the files, or not made of blocks of their tensors.
         """
         stacks = {}
         parts = {}
@@ -70,7 +72,7 @@ class DequantisedExperts:
                     name = f"{path}.{own}"
                     stacks[name] = tuple(parameter.shape)
                     kinds[name] = kind
-                    parts[name] = _found(model, name, parameter.shape, there)
+                    parts[name] = _stored_parts(model, name, parameter.shape, there)
         return cls(stacks, parts, stored, kinds)
 
     def __contains__(self, name: object) -> bool:
@@ -78,11 +80,11 @@ class DequantisedExperts:
 
     @property
     def names(self) -> set[str]:
-        """Of the tensors in files."""
+        """Names of the tensors in files."""
         return set(self._owners)
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor of the files, fp32, in its shape.
+        """Return the values of a tensor of the files, fp32, in its shape.
 
         Raises:
             ValueError: a tensor of its stack is quantised in the files, or of another shape.
@@ -105,11 +107,11 @@ class DequantisedExperts:
 
 
 def _within(whole: Tensor, part: Part) -> Tensor:
-    """A view of a stack."""
+    """Return the view of a stack that a part is."""
     return whole if part.expert is None else part.of(whole[part.expert])
 
 
-def _found(model: Any, name: str, shape: torch.Size, there: StoredNames) -> dict[str, Part]:
+def _stored_parts(model: Any, name: str, shape: torch.Size, there: StoredNames) -> dict[str, Part]:
     parts = {name: Part()} if there.find(name) is not None else parts_in_files(model, name, shape)
     named = {there.find(written): part for written, part in parts.items()}
     if None in named:

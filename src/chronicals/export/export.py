@@ -243,7 +243,7 @@ def _projector_format(source: Source, formats: Sequence[str]) -> str | None:
             kinds.add(name.removeprefix("gguf-"))
     if not kinds or not reads_images(source.config):
         return None
-    gguf_vision.settings_of(source)  # refuses a model before anything is written
+    gguf_vision.projector_settings(source)  # refuses a model before anything is written
     for name in formats:
         if name.startswith("mmproj-"):
             return name

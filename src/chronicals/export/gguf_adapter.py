@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -192,7 +191,12 @@ def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
     with as_rounded(model, kind):
         rounded = largest_error(logits_of(model, source.documents), expected)
     error = prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)
-    bound = max(_logit_bound(source.text_config, kind), ROUNDING_FACTOR * rounded)
+    bounds = LOGIT_BOUNDS | {"f32": ADAPTED_LOGIT_BOUND}
+    bound = max(
+        bounds.get(kind, QUANTISED_LOGIT_BOUND),
+        TABLE_LOGIT_BOUND if is_tabulated(source.text_config) else 0.0,
+        ROUNDING_FACTOR * rounded,
+    )
     proof.bounded("logits beside the trained model's", "llama.cpp", error, source.at_least(bound))
     change = largest_error(theirs, unadapted)
     proof.equal("the adapter changes logits", "llama.cpp", True, change > SMALLEST_CHANGE)
@@ -205,9 +209,3 @@ def _weight_kind(base: Path) -> str:
     if types - {"F32", "F16", "BF16"}:
         return "quantised"
     return next((kind.lower() for kind in ("BF16", "F16") if kind in types), "f32")
-
-
-def _logit_bound(config: Any, kind: str) -> float:
-    bounds = LOGIT_BOUNDS | {"f32": ADAPTED_LOGIT_BOUND}
-    bound = bounds.get(kind, QUANTISED_LOGIT_BOUND)
-    return max(bound, TABLE_LOGIT_BOUND) if is_tabulated(config) else bound

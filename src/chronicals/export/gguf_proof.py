@@ -202,7 +202,7 @@ def _prove_tokenizer(source: Source, written: GGUFFile, proof: Proof) -> None:
     scores = np.array(expected.scores, np.float32).tolist()
     charsmaps = [None if x.charsmap is None else list(x.charsmap) for x in (expected, read)]
     blanks = [[x.space_prefix, x.merges_blanks] for x in (expected, read)]
-    compared: list[tuple[str, Any, Any]] = [
+    comparisons: list[tuple[str, Any, Any]] = [
         ("kind of tokenizer", expected.model, read.model),
         ("splitting of texts", expected.pre, read.pre),
         ("tokens", expected.tokens, read.tokens),
@@ -216,7 +216,7 @@ def _prove_tokenizer(source: Source, written: GGUFFile, proof: Proof) -> None:
         ("begins texts with BOS", expected.adds_bos, bool(read.adds_bos)),
         ("ends texts with EOS", expected.adds_eos, bool(read.adds_eos)),
     ]
-    for name, ours, theirs in compared:
+    for name, ours, theirs in comparisons:
         proof.equal(name, GGUF_READER, ours, theirs)
     for note in expected.notes:
         proof.not_run("normalisation", "llama.cpp", note)

@@ -20,7 +20,7 @@ from chronicals.formats.gguf.writer import bytes_of
 from chronicals.formats.weight_files import StoredTensor
 
 
-def settings_of(source: Source) -> dict[str, Any]:
+def projector_settings(source: Source) -> dict[str, Any]:
     """Return all settings of the file, by their keys."""
     vision_family_of(source.config)
     return vision_settings(source.config, processor_of(source.folder))
@@ -39,7 +39,7 @@ def write(source: Source, target: Path, kind: str) -> None:
         ValueError: the package gguf is missing.
     """
     require_gguf()
-    settings = settings_of(source)
+    settings = projector_settings(source)
     tensors = tensors_of(source)
     write_projector(target, settings, vision_pieces(tensors), tensors, kind)
 

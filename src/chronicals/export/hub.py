@@ -1,6 +1,4 @@
-"""Uploading artefacts to the hub, with the token of the user's login, which is read by
-huggingface_hub alone.
-"""
+"""Upload of artefacts to the hub, with the user's login, which only huggingface_hub reads."""
 
 from __future__ import annotations
 
@@ -16,20 +14,20 @@ from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.saving import MANIFEST
 from chronicals.standard_json import to_json
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 """The file that the hub shows as a model's card."""
 
-LEFT_OUT = (CARD, MANIFEST, REPORT, f"{EXPORTS}/*", ".*")
-"""Patterns of files that are not uploaded: they describe this machine's copy, or are artefacts
-of their own.
+NOT_UPLOADED = (CARD_FILE, MANIFEST, REPORT, f"{EXPORTS}/*", ".*")
+"""Patterns of files that are not uploaded: they describe the local copy, or are artefacts
+themselves.
 """
 
-WITH_PATHS = (CONFIG_FILE, "chronicals.json")
-"""Files in which paths of this machine may stand, in a folder or in those of named adapters."""
+FILES_WITH_PATHS = (CONFIG_FILE, "chronicals.json")
+"""Names of files that may hold local paths, in a folder or in those of named adapters."""
 
 
 class UploadError(ValueError):
-    """Nothing more was uploaded; the artefacts are where they were written."""
+    """The upload was ended; the artefacts are where they were written."""
 
 
 def push(
@@ -41,23 +39,22 @@ def push(
     called: str | None = None,
     base: str | None = None,
 ) -> str:
-    """Upload artefacts to a repository, which is made if it is not there.
+    """Upload artefacts to a repository, which is made if it does not exist.
 
-    Paths of this machine in JSON files of ours are uploaded as their last part.
+    Of local paths in our JSON files only the last part is uploaded.
 
     Args:
         name: ``owner/name``, or a name of the user's own.
         artefacts: a folder's files go to the top of the repository if it is the only one, else into
             a folder of its name.
-        card: becomes README.md.
-        private: whether the repository must be; None makes a new one private and leaves one that is
-            there as it is.
-        called: how errors name the repository, by default as the argument of ``export``.
-        base: the model that adapters are uploaded as being of, where their files name another
-            place.
+        card: content of README.md.
+        private: the repository must be private (True) or public (False); None makes a new one
+            private and leaves an existing one unchanged.
+        called: beginning of errors; by default the argument of ``export``.
+        base: name of the base that uploaded adapters get, in place of the one in their files.
 
     Returns:
-        Its address.
+        The address of the repository.
 
     Raises:
         UploadError: there is no login, the name cannot be had, or the upload failed.
@@ -72,7 +69,9 @@ def push(
             _check_visibility(api, address.repo_id, private)
         for artefact in artefacts:
             _upload(api, address.repo_id, artefact, len(artefacts) == 1, base)
-        api.upload_file(repo_id=address.repo_id, path_or_fileobj=card.encode(), path_in_repo=CARD)
+        api.upload_file(
+            repo_id=address.repo_id, path_or_fileobj=card.encode(), path_in_repo=CARD_FILE
+        )
     return str(address)
 
 
@@ -80,13 +79,13 @@ def _upload(api: Any, repository: str, artefact: Path, alone: bool, base: str | 
     """Upload a file or a folder, and the proof beside it."""
     if artefact.is_dir():
         place = "" if alone else artefact.name
-        rewritten = [file for name in WITH_PATHS for file in artefact.rglob(name)]
+        rewritten = [file for name in FILES_WITH_PATHS for file in artefact.rglob(name)]
         names = [str(file.relative_to(artefact)) for file in rewritten]
         api.upload_folder(
             repo_id=repository,
             folder_path=artefact,
             path_in_repo=place,
-            ignore_patterns=[*LEFT_OUT, *names],
+            ignore_patterns=[*NOT_UPLOADED, *names],
         )
         for file, name in zip(rewritten, names, strict=True):
             if Path(name).parts[0] != EXPORTS:
@@ -106,8 +105,10 @@ def _upload(api: Any, repository: str, artefact: Path, alone: bool, base: str | 
 
 
 def _without_paths(file: Path, base: str | None = None) -> bytes:
-    """Content of a JSON file in which an absolute path is its last part, and an adapter's base
-    is ``base`` where given.
+    """Return a JSON file's content with the last part of absolute paths.
+
+    Args:
+        base: replaces the base of an adapter.
     """
     content = _with_last_parts(json.loads(file.read_text()))
     if base is not None and file.name == CONFIG_FILE:
@@ -126,26 +127,23 @@ def _with_last_parts(value: Any) -> Any:
 
 
 def _check_owner(api: Any, name: str) -> None:
-    """Raises UploadError where the repository's owner is neither the login's user nor an
-    organisation of theirs.
-    """
+    """Raise UploadError if the owner is neither the user nor one of their organisations."""
     login = api.whoami()
     owner, sign, short = name.partition("/")
     owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
     if sign and owner.lower() not in [one.lower() for one in owners]:
         raise UploadError(
             f"belongs to {owner!r}, and the login is of {login['name']!r}; give "
-            f"{login['name']}/{short}, or log in as "
-            "somebody who may write there ('hf auth login')"
+            f"{login['name']}/{short}, or log in as somebody who may write there ('hf auth login')"
         )
 
 
 def _check_visibility(api: Any, repository: str, private: bool) -> None:
-    """Raises UploadError where a repository that is there already is not as it is asked for."""
-    there = bool(api.repo_info(repository).private)
-    if private and not there:
+    """Raise UploadError if an existing repository is public or private against ``private``."""
+    is_private = bool(api.repo_info(repository).private)
+    if private and not is_private:
         raise UploadError("is there already and is public; give public=True, or another name")
-    if there and not private:
+    if is_private and not private:
         raise UploadError(
             "is there already and is private; make it public in the hub's settings, or leave "
             "public=True out"
@@ -154,14 +152,11 @@ def _check_visibility(api: Any, repository: str, private: bool) -> None:
 
 @contextmanager
 def _errors_in_one_line(called: str) -> Iterator[None]:
-    """Within: errors of the hub and of the connection are one line with what to do, in which no
-    token stands.
-    """
+    """Turn errors of the hub and of the connection into one line with a remedy and no token."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-    http_error = cast(
-        type[Exception], HfHubHTTPError.__mro__[1]
-    )  # of the hub's HTTP client: no connection, a time-out
+    # The base class is the HTTP client's own error: no connection, a time-out.
+    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])
     try:
         yield
     except UploadError as error:
@@ -182,7 +177,7 @@ def _errors_in_one_line(called: str) -> Iterator[None]:
 
 
 def _refusal(error: Any) -> str:
-    """Return why the hub refused a request, and what to do."""
+    """Return the reason for which the hub refused a request, and a remedy."""
     status = error.response.status_code
     if status == 401:
         return (
@@ -199,7 +194,7 @@ def _refusal(error: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of a message, without the token where it stands there."""
+    """Return the first line of an error's message, without the token of the login."""
     from huggingface_hub import get_token
 
     text = str(error)

@@ -88,10 +88,10 @@ def importance_of(
     for piece in pieces:
         source = piece.sources[0]
         expert = Expert.named(source)
-        stack = stack_named(source) if expert is None else expert.stack
+        expert_stack = stack_named(source) if expert is None else expert.stack
         path = source.removesuffix(".weight")
-        if stack is not None and not piece.name.endswith(".bias"):
-            stacks[piece.name] = stack
+        if expert_stack is not None and not piece.name.endswith(".bias"):
+            stacks[piece.name] = expert_stack
         elif path in layers and len(piece.sources) == 1:
             stacks[piece.name] = path
     paths = {path for path in stacks.values() if isinstance(path, str)}

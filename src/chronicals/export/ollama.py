@@ -1,7 +1,7 @@
-"""A Modelfile for Ollama, which guesses a template and stops where none is given.
+"""A Modelfile for Ollama, which guesses a template and stop tokens otherwise.
 
-Ollama's templates are Go's. A chat template that puts a fixed text in front of each message and
-another behind it, by its role, can be said in them; that it can is found out by rendering.
+Ollama's templates are those of Go. A chat template can be written in them if it puts fixed texts in
+front of and behind each message, by its role; rendering it shows whether it does.
 """
 
 from __future__ import annotations
@@ -12,38 +12,36 @@ from typing import Any
 
 from chronicals.export.source import CONVERSATION, Source
 
-MARK = "\ue000"
-"""A content that no template has."""
+CONTENT_MARK = "\ue000"
+"""Content of messages that no template contains."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What stands around the messages of each role, and what a text begins with."""
+    """Texts in front of and behind the messages of each role."""
 
     around: dict[str, tuple[str, str]]
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """A conversation up to where the model answers."""
-        parts = [
-            f"{self.around[m['role']][0]}{m['content']}{self.around[m['role']][1]}"
-            for m in messages
-        ]
-        return "".join(parts) + self.around["assistant"][0]
+        """Return a conversation up to the model's answer."""
+        text = ""
+        for message in messages:
+            before, after = self.around[message["role"]]
+            text += f"{before}{message['content']}{after}"
+        return text + self.around["assistant"][0]
 
     def in_go(self) -> str:
-        roles = [
-            f'{{{{ {"if" if n == 0 else "else if"} eq .Role "{role}" }}}}{before}{{{{ .Content '
-            f"}}}}{after}"
-            for n, (role, (before, after)) in enumerate(self.around.items())
-        ]
-        return (
-            f"{{{{ range .Messages }}}}{''.join(roles)}{{{{ end }}}}{{{{ end "
-            f"}}}}{self.around['assistant'][0]}"
-        )
+        """Return the template in Go's language."""
+        text = "{{ range .Messages }}"
+        test = "if"
+        for role, (before, after) in self.around.items():
+            text += f'{{{{ {test} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
+            test = "else if"
+        return text + "{{ end }}{{ end }}" + self.around["assistant"][0]
 
 
 def modelfile(source: Source, file: Path) -> tuple[str, str | None]:
-    """The text for a GGUF file beside it, and in words what Ollama has to guess."""
+    """Return the text for a GGUF file beside it, and a warning if Ollama guesses the template."""
     lines = [f"FROM ./{file.name}"]
     guessed = None
     if source.conversation is not None:
@@ -55,52 +53,49 @@ def modelfile(source: Source, file: Path) -> tuple[str, str | None]:
             )
         else:
             lines.append(f'TEMPLATE """{turns.in_go()}"""')
-    lines += [
-        f'PARAMETER stop "{source.tokenizer.convert_ids_to_tokens(stop)}"' for stop in source.stops
-    ]
+    for stop in source.stops:
+        lines.append(f'PARAMETER stop "{source.tokenizer.convert_ids_to_tokens(stop)}"')
     return "\n".join(lines) + "\n", guessed
 
 
 def turns_of(tokenizer: Any) -> Turns | None:
-    """What a chat template puts around messages; None where it does anything else, or where Go
-    would read it otherwise.
+    """Return the texts that a chat template puts around messages.
 
-    A beginning that the tokenizer adds by itself is left out: Ollama's does, too.
+    None if the template does anything else, or Go would read it otherwise. BOS in front of a text,
+    which the tokenizer adds by itself, is left out, since Ollama adds it, too.
     """
 
-    def rendered(*roles: str, asks: bool = False) -> str:
-        messages = [{"role": role, "content": MARK} for role in roles]
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    def render(messages: list[dict[str, str]], asks: bool) -> str:
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=asks
         )
+        return str(rendered)
 
-    begins = tokenizer.bos_token or ""
+    def render_roles(*roles: str, asks: bool = False) -> str:
+        return render([{"role": role, "content": CONTENT_MARK} for role in roles], asks)
+
+    bos = tokenizer.bos_token or ""
     try:
-        one = rendered("user")
-        two = rendered("user", "assistant")
-        asked = rendered("user", asks=True)
-        system = rendered("system", "user")
+        user = render_roles("user")
+        user_and_answer = render_roles("user", "assistant")
+        question = render_roles("user", asks=True)
+        system_and_user = render_roles("system", "user")
     except Exception:  # a template refuses a role by whatever exception it likes
         return None
-    own = one.removeprefix(begins)
+    user_turn = user.removeprefix(bos)
     parts = {
-        "system": system.removeprefix(begins).removesuffix(own),
-        "user": own,
-        "assistant": two[len(one) :],
+        "system": system_and_user.removeprefix(bos).removesuffix(user_turn),
+        "user": user_turn,
+        "assistant": user_and_answer[len(user) :],
     }
-    if any(part.count(MARK) != 1 for part in parts.values()) or any(
-        '"""' in part or "{{" in part for part in parts.values()
-    ):
+    around = {}
+    for role, part in parts.items():
+        if part.count(CONTENT_MARK) != 1 or '"""' in part or "{{" in part:
+            return None
+        before, _, after = part.partition(CONTENT_MARK)
+        around[role] = before, after
+    turns = Turns(around)
+    if not question.endswith(around["assistant"][0]):
         return None
-    found = Turns(
-        {role: (part.partition(MARK)[0], part.partition(MARK)[2]) for role, part in parts.items()}
-    )
-    expected = str(
-        tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
-    )
-    whole = found.render(CONVERSATION)
-    return (
-        found
-        if asked.endswith(found.around["assistant"][0]) and whole == expected.removeprefix(begins)
-        else None
-    )
+    expected = render(CONVERSATION, asks=True).removeprefix(bos)
+    return turns if turns.render(CONVERSATION) == expected else None

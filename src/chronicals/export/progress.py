@@ -1,6 +1,4 @@
-"""No progress bars of libraries while an artefact is written and read back: what is compared is
-what is printed.
-"""
+"""No progress bars of libraries while an artefact is written and read back."""
 
 from __future__ import annotations
 
@@ -12,35 +10,33 @@ from functools import partial
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Within: transformers and compressed-tensors show none; afterwards transformers does as it
-    did before.
-    """
+    """Hide the bars of transformers and compressed-tensors inside the context."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    were_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with _without_those_of_compressed_tensors():
+        with _without_compressed_tensors_bars():
             yield
     finally:
-        if shown:
+        if were_shown:
             logging.enable_progress_bar()
 
 
 @contextmanager
-def _without_those_of_compressed_tensors() -> Iterator[None]:
-    """It asks nobody whether to show them (0.17)."""
+def _without_compressed_tensors_bars() -> Iterator[None]:
+    """Hide the bars of compressed-tensors, which has no setting for them (0.17)."""
     if importlib.util.find_spec("compressed_tensors") is None:
         yield
         return
     from compressed_tensors.compressors.model_compressors import model_compressor
 
-    own = getattr(model_compressor, "tqdm", None)
-    if own is None:
+    tqdm = getattr(model_compressor, "tqdm", None)
+    if tqdm is None:
         yield
         return
-    model_compressor.tqdm = partial(own, disable=True)
+    model_compressor.tqdm = partial(tqdm, disable=True)
     try:
         yield
     finally:
-        model_compressor.tqdm = own
+        model_compressor.tqdm = tqdm

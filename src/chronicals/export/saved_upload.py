@@ -1,6 +1,4 @@
-"""Uploading what is stored already: a run's model, an adapter, a merged model, or artefacts of
-an export.
-"""
+"""Upload of stored models: a run's model, an adapter, a merged model, or an export's artefacts."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chronicals.export.card import card
-from chronicals.export.hub import CARD, UploadError, push
+from chronicals.export.hub import CARD_FILE, UploadError, push
 from chronicals.export.merge import REPORT
 from chronicals.export.proof import Check, Proof
 from chronicals.export.source import Source
@@ -24,8 +22,7 @@ class Pushed:
     Attributes:
         address: of the repository.
         paths: folders and files that were uploaded.
-        local_base: the folder that an adapter names as its base, which others do not have; None
-            where it names none.
+        local_base: folder that an adapter names as its base, which others do not have, if any.
     """
 
     address: str
@@ -42,10 +39,9 @@ def push_saved(
         folder: of a run, a checkpoint, an adapter, a model, or of artefacts of an export; or one
             artefact.
         name: ``owner/name`` on the hub, or a name of the user's own.
-        public: whether everybody may read it; a repository that is there already must be as it is
-            asked for.
-        base_model: what an adapter is said to be of, where it was trained over a folder: the name
-            of that model on the hub.
+        public: everybody may read it; an existing repository must be public or private
+            accordingly.
+        base_model: name on the hub of the base of an adapter that was trained over a folder.
 
     Raises:
         UploadError: the folder holds nothing to upload, there is no login, the name cannot be had,
@@ -57,28 +53,16 @@ def push_saved(
             f"{folder}: there is no such folder; name that of a run, an adapter, a model or an "
             "export"
         )
-    if _proof_of(place).exists():
-        artefacts = [place]
-    elif (saved := _saved_in(place, base_model)) is not None:
-        weights = saved.beside or Path(saved.place)
-        local = (
-            Path(saved.base) if saved.adapted and saved.base and Path(saved.base).exists() else None
-        )
-        text = card(
-            _source(saved),
-            name.rpartition("/")[2],
-            "adapter" if saved.adapted else "model",
-            Proof({}),
-        )
-        address = push(name, [weights], text, not public, called=name, base=base_model)
-        return Pushed(address, [weights], local)
-    else:
+    artefacts = [place] if _proof_of(place).exists() else []
+    if not artefacts:
+        saved = _saved_in(place, base_model)
+        if saved is not None:
+            return _push_model(saved, name, public, base_model)
         artefacts = _artefacts_in(place)
     if not artefacts:
         raise UploadError(
             f"{folder}: holds neither a model nor an artefact of an export; name the folder of a "
-            "run, or write one: "
-            "chronicals export RUN --to merged"
+            "run, or write one: chronicals export RUN --to merged"
         )
     if base_model is not None:
         raise UploadError(
@@ -88,37 +72,44 @@ def push_saved(
     return Pushed(address, artefacts)
 
 
+def _push_model(saved: SavedModel, name: str, public: bool, base_model: str | None) -> Pushed:
+    """Upload the folder of a model or an adapter."""
+    weights = saved.beside or Path(saved.place)
+    kind = "adapter" if saved.adapted else "model"
+    text = card(_source(saved), name.rpartition("/")[2], kind, Proof({}))
+    address = push(name, [weights], text, not public, called=name, base=base_model)
+    names_folder = saved.adapted and saved.base and Path(saved.base).exists()
+    return Pushed(address, [weights], Path(str(saved.base)) if names_folder else None)
+
+
 def _proof_of(artefact: Path) -> Path:
     return artefact.with_name(f"{artefact.name}{PROOF}")
 
 
 def _artefacts_in(folder: Path) -> list[Path]:
-    """Artefacts that lie in a folder with their proofs."""
+    """Return the artefacts in a folder that have their proofs beside them."""
     if not folder.is_dir():
         return []
-    named = [
-        proof.with_name(proof.name.removesuffix(PROOF))
-        for proof in sorted(folder.glob(f"*{PROOF}"))
-    ]
-    return [artefact for artefact in named if artefact.exists()]
+    proofs = sorted(folder.glob(f"*{PROOF}"))
+    artefacts = [proof.with_name(proof.name.removesuffix(PROOF)) for proof in proofs]
+    return [artefact for artefact in artefacts if artefact.exists()]
 
 
 def _saved_in(place: Path, base_model: str | None) -> SavedModel | None:
-    """Return the model or adapter in a folder; None where there are no weights."""
+    """Return the model or adapter in a folder; None without weights."""
     if not place.is_dir():
         return None
     saved = SavedModel.find(place)
     weights = saved.beside or Path(saved.place)
-    described = saved.adapted or (weights / "config.json").exists()
-    if not described or not any(
-        any(weights.rglob(f"*.{ending}")) for ending in ("safetensors", "bin")
-    ):
+    has_config = saved.adapted or (weights / "config.json").exists()
+    has_weights = any(weights.rglob("*.safetensors")) or any(weights.rglob("*.bin"))
+    if not has_config or not has_weights:
         return None
     return SavedModel.find(place, base_model) if base_model is not None else saved
 
 
 def _source(saved: SavedModel) -> Source:
-    """Return what a card is written of: a merged model is one of the base that its report names."""
+    """Return the source of a card; a merged model has the base that its report names."""
     place = Path(saved.place)
     report = place / REPORT
     if report.exists():
@@ -128,10 +119,8 @@ def _source(saved: SavedModel) -> Source:
 
 
 def _card_of(artefact: Path) -> str:
-    """Return the card that an export wrote into its folder, or write that of a file from its
-    proof.
-    """
-    written = artefact / CARD
+    """Return the card that an export wrote into its folder, or one made of a file's proof."""
+    written = artefact / CARD_FILE
     if written.exists():
         return written.read_text()
     about = json.loads(_proof_of(artefact).read_text())

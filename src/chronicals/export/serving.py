@@ -9,51 +9,49 @@ from pathlib import Path
 from chronicals.export.source import Source
 from chronicals.lora.peft_format import CONFIG_FILE
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for ``--max-lora-rank``."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for ``--max-lora-rank``."""
 
 
-def command(kind: str, path: Path, source: Source, eyes: Path | None = None) -> str | None:
-    """For a shell; None where no server takes the artefact as it is.
+def command(kind: str, path: Path, source: Source, projector: Path | None = None) -> str | None:
+    """Return the shell command; None if no server takes the artefact as it is.
 
     Args:
-        eyes: the mmproj file beside a language part in GGUF.
+        kind: format of the artefact.
+        projector: the mmproj file beside a language part in GGUF.
     """
-    given = shlex.quote(str(path))
+    artefact = shlex.quote(str(path))
     if kind == "gguf-adapter":
-        return f"llama-server -m BASE.gguf --lora {given}"
+        return f"llama-server -m BASE.gguf --lora {artefact}"
     if kind.startswith("gguf"):
-        return f"llama-server -m {given}" + (
-            f" --mmproj {shlex.quote(str(eyes))}" if eyes is not None else ""
-        )
+        images = "" if projector is None else f" --mmproj {shlex.quote(str(projector))}"
+        return f"llama-server -m {artefact}{images}"
     if kind.startswith("mmproj"):
-        return f"llama-server -m LANGUAGE.gguf --mmproj {given}"
+        return f"llama-server -m LANGUAGE.gguf --mmproj {artefact}"
     if kind == "adapter":
-        return _with_adapter(path, source)
-    return None if kind in ("nf4", "merged-fp32") else f"vllm serve {given}"
+        return _adapter_command(path, source)
+    return None if kind in ("nf4", "merged-fp32") else f"vllm serve {artefact}"
 
 
 def rank_for_vllm(path: Path) -> int | None:
-    """What vLLM is told of an adapter's ranks; None where it takes no such adapter, as DoRA and
-    modules that are saved whole."""
+    """Return the largest rank that vLLM is told for an adapter.
+
+    None if it takes no such adapter: DoRA, trained biases, modules that are saved whole.
+    """
     described = json.loads((path / CONFIG_FILE).read_text())
     rank = max([described["r"], *(described.get("rank_pattern") or {}).values()])
-    if (
-        described.get("use_dora")
-        or described.get("modules_to_save")
-        or described.get("lora_bias")
-        or rank > RANKS[-1]
-    ):
+    unsupported = ("use_dora", "modules_to_save", "lora_bias")
+    if rank > VLLM_RANKS[-1] or any(described.get(field) for field in unsupported):
         return None
-    return next(size for size in RANKS if size >= rank)
+    return next(size for size in VLLM_RANKS if size >= rank)
 
 
-def _with_adapter(path: Path, source: Source) -> str | None:
-    most = rank_for_vllm(path)
-    if most is None:
+def _adapter_command(path: Path, source: Source) -> str | None:
+    rank = rank_for_vllm(path)
+    if rank is None:
         return None
     name = shlex.quote(path.name)
     return (
-        f"vllm serve {shlex.quote(str(source.saved.base))} --enable-lora --max-lora-rank {most} "
+        f"vllm serve {shlex.quote(str(source.saved.base))} --enable-lora --max-lora-rank {rank} "
         f"--lora-modules {name}={shlex.quote(str(path))}"
     )

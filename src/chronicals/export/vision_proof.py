@@ -64,7 +64,7 @@ def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
     written = GGUFFile(file)
     tensors = gguf_vision.tensors_of(source)
     pieces = vision_pieces(tensors)
-    settings = gguf_vision.settings_of(source)
+    settings = gguf_vision.projector_settings(source)
     expected = {key: _in_fp32(value) for key, value in settings.items()}
     read = {key: _in_fp32(written.value(key)) for key in settings}
     proof.equal("settings", GGUF_READER, expected, read)
@@ -168,7 +168,7 @@ def _prove_logits(
 
     An image that is enlarged to be cut into pieces is left out.
     """
-    largest = gguf_vision.settings_of(source).get("clip.vision.preproc_image_size", 0)
+    largest = gguf_vision.projector_settings(source).get("clip.vision.preproc_image_size", 0)
     if seen.logits is None or largest > getattr(source.config.vision_config, "image_size", largest):
         reason = (
             f"the image becomes {len(seen.images)} pieces, each resized; its last one is compared"

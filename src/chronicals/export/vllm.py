@@ -1,7 +1,7 @@
-"""vLLM as a client, in a Python environment of its own, for it needs another torch.
+"""vLLM as a client, in a Python environment of its own, since it needs another torch.
 
-A program runs there with ``python -c``, without anything of ours: it loads the artefact and prints
-the log-probability of every token of some documents.
+A program runs there with ``python -c``, without this package: it loads the artefact and prints the
+log-probability of every token of some documents.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ found = [[row[token].logprob for token, row in zip(ids[1:], out.prompt_logprobs[
 print("chronicals:" + json.dumps(found))
 """
 
-MARK = "chronicals:"
+RESULT_PREFIX = "chronicals:"
+"""Beginning of the line with the program's result."""
 
-CAUSE = re.compile(r"\b\w*Error: (?!Engine core initialization failed)")
-"""A line that says why; a process of vLLM's own that failed is only named by the one that waits
-for it.
-"""
+_CAUSE = re.compile(r"\b\w*Error: (?!Engine core initialization failed)")
+"""A log line with the cause of a failure, not one that only names a failed process of vLLM's."""
 
-TIME_LIMIT = 1800
+VLLM_TIME_LIMIT = 1800
+"""Seconds."""
 
-CLIENT = "vLLM"
+VLLM = "vLLM"
+"""Name of the client in proofs."""
 
-OF_ROUNDING = 4.0
-LEAST = 0.02
-"""The mean difference of log-probabilities, in nats, may be so many times what bf16 changes in
-torch, and always this much.
-"""
+VLLM_ROUNDING_FACTOR = 4.0
+"""Bound on the mean difference of log-probabilities, as a multiple of the change by bf16 in torch."""
+
+VLLM_LEAST_BOUND = 0.02
+"""The bound is at least this, in nats."""
 
 
 class NotRun(ValueError):
-    """vLLM could not be asked; the message has its last words."""
+    """vLLM could not be run; the message has its last log line."""
 
 
 def log_probabilities(
@@ -65,17 +66,18 @@ def log_probabilities(
     adapter: Path | None = None,
     rank: int = 0,
 ) -> list[list[float]]:
-    """Of each token of each document but the first.
+    """Return vLLM's log-probabilities of the tokens after the first of each document.
 
     Args:
-        python: the interpreter of an environment with vLLM.
+        python: interpreter of an environment with vLLM.
         model: folder or hub name of a whole model.
-        adapter: folder of an adapter over it, with the rank that is given to vLLM.
+        adapter: folder of an adapter over it.
+        rank: of the adapter, as vLLM is told.
 
     Raises:
-        NotRun: the interpreter is not there, or the program failed.
+        NotRun: the interpreter is missing, or the program failed.
     """
-    given = {
+    arguments = {
         "model": str(model),
         "adapter": None if adapter is None else str(adapter),
         "rank": rank,
@@ -85,25 +87,24 @@ def log_probabilities(
     try:
         done = subprocess.run(
             [str(python), "-c", PROGRAM],
-            input=json.dumps(given),
+            input=json.dumps(arguments),
             capture_output=True,
             text=True,
-            timeout=TIME_LIMIT,
+            timeout=VLLM_TIME_LIMIT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotRun(f"vllm_python={str(python)!r}: {error}") from error
-    line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
-    if done.returncode or line is None:
-        said = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
-        words = next(
-            (line for line in said if CAUSE.search(line)), said[-1]
-        )  # its processes go on to talk after the error
+    results = [line for line in done.stdout.splitlines() if line.startswith(RESULT_PREFIX)]
+    if done.returncode or not results:
+        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
+        # vLLM's processes go on to log after the error.
+        cause = next((line for line in lines if _CAUSE.search(line)), lines[-1])
         raise NotRun(
             f"vllm_python={str(python)!r}: the program ended with {done.returncode} and said: "
-            f"{words}"
+            f"{cause}"
         )
-    found: list[list[float]] = json.loads(line.removeprefix(MARK))
-    return found
+    values: list[list[float]] = json.loads(results[0].removeprefix(RESULT_PREFIX))
+    return values
 
 
 def prove(
@@ -114,37 +115,37 @@ def prove(
     adapter: Path | None = None,
     rank: int = 0,
 ) -> None:
-    """Adds how far vLLM's log-probabilities are from those of a model in torch.
+    """Check vLLM's log-probabilities beside those of a model in torch.
 
     Args:
-        made: gives the model in torch whose weights the artefact has.
+        model: folder or hub name of a whole model.
+        made: returns the model in torch with the artefact's weights.
+        adapter: folder of an adapter over the model.
+        rank: of the adapter, as vLLM is told.
 
     Raises:
         NotRun: vLLM was asked for and cannot be run.
     """
     if source.vllm_python is None:
-        proof.not_run(
-            "log-probabilities",
-            CLIENT,
-            "give the interpreter of an environment with vLLM (--vllm-python)",
-        )
+        reason = "give the interpreter of an environment with vLLM (--vllm-python)"
+        proof.not_run("log-probabilities", VLLM, reason)
         return
     theirs = log_probabilities(source.vllm_python, model, source.documents, adapter, rank)
     expected = made()
-    ours = [
-        _of_tokens(logits, ids)
-        for logits, ids in zip(logits_of(expected, source.documents), source.documents)
-    ]
-    rounded = logits_of(expected.bfloat16(), source.documents)
-    by_itself = _mean_difference(
-        ours, [_of_tokens(logits, ids) for logits, ids in zip(rounded, source.documents)]
-    )
+    ours = _log_probabilities(expected, source.documents)
+    rounded = _log_probabilities(expected.bfloat16(), source.documents)
+    bound = max(VLLM_LEAST_BOUND, VLLM_ROUNDING_FACTOR * _mean_difference(ours, rounded))
     error = _mean_difference(ours, [torch.tensor(values) for values in theirs])
-    proof.bounded("log-probabilities", CLIENT, error, max(LEAST, OF_ROUNDING * by_itself))
+    proof.bounded("log-probabilities", VLLM, error, bound)
 
 
-def _of_tokens(logits: Tensor, ids: list[int]) -> Tensor:
-    return logits[:-1].float().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+def _log_probabilities(model: Any, documents: list[list[int]]) -> list[Tensor]:
+    """Return a model's log-probabilities of the tokens after the first of each document."""
+    values = []
+    for logits, ids in zip(logits_of(model, documents), documents):
+        targets = torch.tensor(ids[1:])[:, None]
+        values.append(logits[:-1].float().log_softmax(-1).gather(1, targets)[:, 0])
+    return values
 
 
 def _mean_difference(one: list[Tensor], other: list[Tensor]) -> float:

@@ -1,8 +1,7 @@
-"""The folder beside the artefacts in which they are made, and what tells an export's own files from
-others.
+"""The folder beside the artefacts in which they are made, and names of an export's own files.
 
-A process that is killed leaves its folder. The kernel has released the lock on it, by which the
-next export knows that nobody writes there any more, and removes it.
+A process that is killed leaves its folder. The kernel has released the lock on it then, so the next
+export knows that nobody writes there any more, and removes it.
 """
 
 from __future__ import annotations
@@ -20,64 +19,62 @@ from chronicals.training.lock import FolderInUse, locked
 logger = logging.getLogger(__name__)
 
 EXPORTS = "export"
-"""The folder in a model's that artefacts are written to, unless another is given."""
+"""Folder in a model's folder to which artefacts are written, unless another is given."""
 
-PREFIX = ".export-"
+WORKSPACE_PREFIX = ".export-"
 
 PROOF = ".proof.json"
-"""How the name of an artefact's proof ends."""
+"""End of the name of an artefact's proof."""
 
 
 @contextmanager
 def workspace(folder: Path) -> Iterator[Path]:
-    """Within: a new folder in ``folder``, locked, which is removed afterwards. Those of killed
-    processes are removed first.
+    """Yield a new, locked folder in ``folder``, which is removed afterwards.
+
+    Folders of killed processes are removed first.
     """
-    for left in sorted(folder.glob(f"{PREFIX}*")):
+    for left in sorted(folder.glob(f"{WORKSPACE_PREFIX}*")):
         _remove_if_left(left)
-    with ExitStack() as held:
-        place = _made(folder, held)
-        held.callback(shutil.rmtree, place, ignore_errors=True)
+    with ExitStack() as stack:
+        place = _make_locked(folder, stack)
+        stack.callback(shutil.rmtree, place, ignore_errors=True)
         yield place
 
 
 def _remove_if_left(place: Path) -> None:
-    """Remove the folder of an export unless somebody holds its lock, or the file system has no
-    locks to tell.
-    """
+    """Remove the folder of an export, unless it is locked or the file system has no locks."""
     try:
-        with locked(place) as held:
-            if held:
+        with locked(place) as is_locked:
+            if is_locked:
                 logger.info("%s: left by an export that was killed; removed", place)
                 remove(place)
     except (FolderInUse, FileNotFoundError):  # or another export has just removed it
         return
 
 
-def _made(folder: Path, held: ExitStack) -> Path:
-    """A new folder whose lock is held; another export may take it for left before it is locked,
-    and remove it.
+def _make_locked(folder: Path, stack: ExitStack) -> Path:
+    """Make a new folder whose lock is held until a stack is closed.
+
+    Before it is locked, another export may take it for one of a killed process and remove it; then
+    another one is made.
     """
     while True:
-        place = Path(tempfile.mkdtemp(dir=folder, prefix=PREFIX))
-        with ExitStack() as mine:
+        place = Path(tempfile.mkdtemp(dir=folder, prefix=WORKSPACE_PREFIX))
+        with ExitStack() as attempt:
             try:
-                mine.enter_context(locked(place))
+                attempt.enter_context(locked(place))
             except (FolderInUse, FileNotFoundError):
                 continue
             if place.exists():
-                held.push(mine.pop_all())
+                stack.push(attempt.pop_all())
                 return place
 
 
 def files_of_others(folder: Path) -> list[str]:
-    """Names of what is in a folder of artefacts and was not written by an export: each of those
-    has its proof beside it.
-    """
-    artefacts = [file.name.removesuffix(PROOF) for file in folder.glob(f"*{PROOF}")]
-    own = {name for one in artefacts for name in (one, one + PROOF, f"{Path(one).stem}.Modelfile")}
-    return sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.name not in own and not path.name.startswith(PREFIX)
-    )
+    """Return the names in a folder of artefacts that no export wrote; artefacts have a proof."""
+    own = set()
+    for proof in folder.glob(f"*{PROOF}"):
+        artefact = proof.name.removesuffix(PROOF)
+        own |= {artefact, proof.name, f"{Path(artefact).stem}.Modelfile"}
+    names = [path.name for path in folder.iterdir() if path.name not in own]
+    return sorted(name for name in names if not name.startswith(WORKSPACE_PREFIX))

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, saved models, optimizer states."""
+"""Saved models, optimizer states, and folders that are whole or not there."""
 
 from chronicals.saving.background import Background
 from chronicals.saving.errors import CheckpointError

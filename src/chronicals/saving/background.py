@@ -1,4 +1,4 @@
-"""A thread that does one thing at a time."""
+"""A thread that does one piece of work at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class Background:
-    """At most one piece of work is under way. The process may end without waiting for it.
+    """Runs at most one piece of work at a time. The process may end without waiting for it.
 
     Args:
-        device: a card is the thread's current one; else each would have the first.
+        device: becomes the thread's current GPU, which would be the first one otherwise.
 
     Attributes:
-        error: what the last piece of work raised, until ``wait`` raises it.
+        error: raised by the last piece of work; ``wait`` raises it again.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -24,7 +24,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin it; what was begun before must have been waited for."""
+        """Start a piece of work; the one before must have been waited for."""
         assert self._thread is None
 
         def run() -> None:
@@ -40,14 +40,14 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether it is still under way."""
+        """True while a piece of work is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until nothing is under way.
+        """Wait until no work is running.
 
         Raises:
-            BaseException: what the work raised.
+            BaseException: raised by the work.
         """
         if self._thread is not None:
             self._thread.join()

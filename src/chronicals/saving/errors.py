@@ -1,4 +1,4 @@
-"""What can go wrong when something is saved, light to import."""
+"""The error of saving and loading, in a module that is light to import."""
 
 
 class CheckpointError(RuntimeError):

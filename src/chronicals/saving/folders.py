@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
-READERS = 8
+PARALLEL_FILES = 8
 """Files that are synced and hashed at a time."""
 
 
@@ -36,12 +36,11 @@ def write_folder(
 ) -> None:
     """Write a folder so that it appears whole or not at all.
 
-    The caller holds the lock of the run: a temporary folder with a name of this kind was left by a
-        process that was killed, and
-    is removed.
+    The caller holds the lock of the run, so that a temporary folder with such a name was left by a
+    process that was killed; it is removed.
 
     Args:
-        target: the folder; what is there is replaced.
+        target: the folder; one of this name is replaced.
         fill: writes the files into the temporary folder that it is given.
         ready: called when the folder is whole, before it gets its name.
 
@@ -62,10 +61,10 @@ def write_folder(
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
         if _is_full(error):
+            free = shutil.disk_usage(target.parent).free / 2**20
             raise CheckpointError(
-                f"{target}: the disk is full ({shutil.disk_usage(target.parent).free / 2**20:.0f} "
-                "MiB free); free some "
-                "or lower save_total_limit; the checkpoints written before are intact"
+                f"{target}: the disk is full ({free:.0f} MiB free); free some or lower "
+                "save_total_limit; the checkpoints written before are intact"
             ) from error
         if isinstance(error, OSError) or "I/O error" in str(error):
             raise CheckpointError(f"{target}: cannot be written: {error}") from error
@@ -75,10 +74,9 @@ def write_folder(
 def _write_manifest(folder: Path) -> None:
     """Sync every file and folder, and describe the files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(READERS) as readers:
-        described = dict(
-            zip((str(path.relative_to(folder)) for path in files), readers.map(describe, files))
-        )
+    with ThreadPoolExecutor(PARALLEL_FILES) as readers:
+        names = [str(path.relative_to(folder)) for path in files]
+        described = dict(zip(names, readers.map(describe, files)))
     (folder / MANIFEST).write_text(json.dumps(described, indent=1))
     _sync(folder / MANIFEST)
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
@@ -86,7 +84,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _rename(aside: Path, target: Path) -> None:
-    """Give the folder its name; what has it now is removed afterwards."""
+    """Give a folder its name; a folder that has the name now is removed afterwards."""
     replaced = aside.with_name(f".replaced-{aside.name[1:]}")
     if os.path.lexists(target):
         os.rename(target, replaced)
@@ -101,10 +99,10 @@ def _rename(aside: Path, target: Path) -> None:
 
 
 def check_folder(folder: Path, hashed: Callable[[Path], str] | None = None) -> str | None:
-    """What is wrong with a folder that ``write_folder`` made, None if it is whole.
+    """Return the damage of a folder that ``write_folder`` made, None if it is whole.
 
     Args:
-        hashed: reads a file and returns its SHA-256 in hexadecimal; ``hash_file`` if None.
+        hashed: returns the SHA-256 of a file in hexadecimal; ``hash_file`` if None.
     """
     try:
         described = json.loads((folder / MANIFEST).read_text())
@@ -112,7 +110,7 @@ def check_folder(folder: Path, hashed: Callable[[Path], str] | None = None) -> s
             return f"{MANIFEST} is no description of files"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(PARALLEL_FILES) as readers:
         damages = readers.map(
             partial(_damage, folder, hashed or hash_file), described, described.values()
         )
@@ -120,7 +118,7 @@ def check_folder(folder: Path, hashed: Callable[[Path], str] | None = None) -> s
 
 
 def _damage(folder: Path, hashed: Callable[[Path], str], name: str, expected: Any) -> str | None:
-    """What is wrong with one of its files."""
+    """Return the damage of one of its files, None if it is whole."""
     if not isinstance(expected, dict) or not {"size", "sha256"} <= expected.keys():
         return f"{MANIFEST} does not describe {name}"
     path = folder / name
@@ -134,13 +132,13 @@ def _damage(folder: Path, hashed: Callable[[Path], str], name: str, expected: An
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest; the file is synced first."""
+    """Sync a file, and return its entry in the manifest."""
     _sync(path)
     return {"size": path.stat().st_size, "sha256": hash_file(path)}
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -154,8 +152,9 @@ def _sync(path: Path) -> None:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether the disk is full, or a quota used up; safetensors raises an error of its own with
-    the system's words in it.
+    """Return whether the disk is full, or a quota used up.
+
+    safetensors raises an error of its own with the system's words in it.
     """
     numbers = errno.ENOSPC, errno.EDQUOT
     return getattr(error, "errno", None) in numbers or any(
@@ -164,9 +163,7 @@ def _is_full(error: BaseException) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a link to one whose target stays; what cannot be removed is named in
-    the log and stays.
-    """
+    """Remove a folder, or a link to one; one that cannot be removed is named in the log."""
     try:
         if path.is_symlink() or path.is_file():
             path.unlink()
@@ -177,9 +174,11 @@ def remove(path: Path) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove temporary folders of killed processes, of this folder and of those whose names
-    differ in a number only. A folder that was about to be replaced, and has lost its name, gets
-    it back."""
+    """Remove temporary folders of killed processes.
+
+    They belong to this folder, or to one whose name differs only in a number. A folder that was
+    about to be replaced, and has lost its name, gets it back.
+    """
     kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
     for folder in sorted(target.parent.glob(".*")):
         found = re.fullmatch(rf"\.(replaced-)?({kin})\.\d+", folder.name)

@@ -1,6 +1,4 @@
-"""A model's folder: weights as Hugging Face or PEFT reads them, the tokenizer, and
-``chronicals.json``.
-"""
+"""A model's folder: weights for Hugging Face or PEFT, the tokenizer, and ``chronicals.json``."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ from chronicals.models.rows import NotByRows, StoredRows, StoredWeights
 from chronicals.models.saved_tokenizer import save_tokenizer
 from chronicals.standard_json import to_json
 
-FSDP = "FSDP"
-"""What torch puts before the name of a module's class when it divides its weights."""
+FSDP_PREFIX = "FSDP"
+"""Prefix that torch puts before the name of a module's class when it shards its weights."""
 
-SHAPED_BY = (
+ADAPTER_FIELDS = (
     "peft_type",
     "r",
     "lora_alpha",
@@ -42,7 +40,7 @@ SHAPED_BY = (
     "alpha_pattern",
     "alpha",
 )
-"""Fields of PEFT's configuration without whose values an adapter's matrices mean something else."""
+"""Fields of PEFT's configuration that the meaning of an adapter's matrices depends on."""
 
 
 def save_model(
@@ -55,8 +53,8 @@ def save_model(
     """Write a model so that Hugging Face or PEFT loads it.
 
     Args:
-        text_files: of ``text_files``.
-        about: what was trained, for ``chronicals.json``.
+        text_files: see ``text_files``.
+        about: content of ``chronicals.json``: what was trained.
         weights: values to write instead of the model's own, by the names of ``model.state_dict()``.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,23 +64,27 @@ def save_model(
     else:
         describe_packed(within_adapters(model))
         form = saved_form(model, weights)
-        _save_form(form, folder, None if form is not model or weights is None else dict(weights))
+        own_weights = None if form is not model or weights is None else dict(weights)
+        _save_form(form, folder, own_weights)
     save_beside(folder, text_files, about)
 
 
 def save_without_weights(
     folder: Path, form: Any, text_files: Mapping[str, bytes], about: Mapping[str, Any]
 ) -> None:
-    """What ``save_model`` writes beside the weights of a whole model; ``form`` is what
-    ``form_without_weights`` gives.
+    """Write the files that ``save_model`` writes beside the weights of a whole model.
+
+    Args:
+        form: of ``form_without_weights``.
     """
     _save_form(form, folder, {})
-    for file in folder.glob("model*.safetensors"):  # which holds nothing
+    for file in folder.glob("model*.safetensors"):  # an empty file of weights
         file.unlink()
     save_beside(folder, text_files, about)
 
 
 def _save_form(form: Any, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+    """Write a model by its own ``save_pretrained``, with the names that others know it by."""
     form.save_pretrained(folder, state_dict=weights)
     _name_the_class(folder)
     inner = within_adapters(form)
@@ -92,8 +94,9 @@ def _save_form(form: Any, folder: Path, weights: Mapping[str, Tensor] | None) ->
 
 
 def _save_generation_settings(model: Any, folder: Path) -> None:
-    """Beside adapters, what whole models have: where generation ends, and how it samples. A
-    reward model generates nothing.
+    """Write the generation settings beside adapters, as whole models have them.
+
+    A reward model generates nothing and has none.
     """
     settings = getattr(model, "generation_config", None)
     if settings is not None and score_of(model) is None:
@@ -101,7 +104,7 @@ def _save_generation_settings(model: Any, folder: Path) -> None:
 
 
 def save_beside(folder: Path, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
-    """The tokenizer's files and ``chronicals.json``."""
+    """Write the tokenizer's files and ``chronicals.json``."""
     for name, content in text_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -109,28 +112,28 @@ def save_beside(folder: Path, text_files: Mapping[str, bytes], about: Mapping[st
 
 
 def _name_the_class(folder: Path) -> None:
-    """In ``config.json`` the class of a model divided by FSDP, which is a subclass of it, by its
-    own name.
-    """
+    """Write the model's own class to ``config.json``, not the subclass that FSDP makes of it."""
     file = folder / "config.json"
-    if not file.exists():  # transformers writes it on the first of several processes alone
+    if not file.exists():  # transformers writes it only in the first of several processes
         return
     config = json.loads(file.read_text())
     names = config.get("architectures") or []
-    if any(name.startswith(FSDP) for name in names):
-        config["architectures"] = [name.removeprefix(FSDP) for name in names]
+    if any(name.startswith(FSDP_PREFIX) for name in names):
+        config["architectures"] = [name.removeprefix(FSDP_PREFIX) for name in names]
         file.write_text(to_json(config, indent=2))
 
 
 def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
-    """The files of the tokenizer and of the processors beside it, by name. They are the same all
-    through a run: a thread that writes a checkpoint must not use a tokenizer that others use.
+    """Return the files of the tokenizer and of the processors beside it, by name.
+
+    They are made once a run, since a thread that writes a checkpoint must not use a tokenizer that
+    others use at the same time.
 
     Raises:
         ValueError: the tokenizer would be read back as another; the message says what to do.
     """
-    with TemporaryDirectory() as made:
-        folder = Path(made)
+    with TemporaryDirectory() as place:
+        folder = Path(place)
         save_processors(within_adapters(model), folder)
         save_tokenizer(tokenizer, folder, within_adapters(model).config)
         return {
@@ -145,8 +148,8 @@ def load_weights(folder: Path, model: Any) -> None:
     """Copy the weights, or adapters, that ``save_model`` wrote into the model.
 
     Raises:
-        ValueError, KeyError, OSError, RuntimeError: they belong to another model, which has nothing
-            of them then.
+        ValueError, KeyError, OSError, RuntimeError: they belong to another model; the model is
+            unchanged.
     """
     if next(adapters(model), None) is not None:
         load_adapter(model, folder)
@@ -157,42 +160,38 @@ def load_weights(folder: Path, model: Any) -> None:
 
 
 def _load_whole_model(folder: Path, model: Any) -> None:
-    """Through ``from_pretrained``, which undoes whatever ``save_pretrained`` did to names and
-    shapes.
-    """
+    """Load by ``from_pretrained``, which undoes all that ``save_pretrained`` does to names."""
     if (folder / "adapter_config.json").exists():
         raise ValueError("it holds adapters, and the model has none; set use_lora as before")
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    dtype = (
-        dtypes.pop() if len(dtypes) == 1 else torch.float32
-    )  # which holds what any of them holds
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # holds the values of any dtype
     form = saved_form(model)
     stored = load_whole(type(form), folder, dtype=dtype, use_safetensors=True).state_dict()
-    own = form.state_dict()
-    if stored.keys() != own.keys():
-        raise ValueError(
-            f"{len(stored.keys() ^ own.keys())} tensors are not in both, the first is "
-            f"{min(stored.keys() ^ own.keys())}"
-        )
-    for name, tensor in own.items():
+    weights = form.state_dict()
+    unmatched = stored.keys() ^ weights.keys()
+    if unmatched:
+        raise ValueError(f"{len(unmatched)} tensors are not in both, the first is {min(unmatched)}")
+    for name, tensor in weights.items():
         if tensor.shape != stored[name].shape:
             raise ValueError(
                 f"{name} is {list(stored[name].shape)} there and {list(tensor.shape)} here"
             )
-    for name, tensor in own.items():
+    for name, tensor in weights.items():
         tensor.copy_(stored[name])
 
 
 def stored_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
-    """The weights that ``save_model`` wrote of a whole model, by the names of its parameters: each
-    read as it is asked for, or all at once where transformers wrote some under other names.
+    """Return the weights that ``save_model`` wrote of a whole model, by its parameters' names.
+
+    Each is read when it is asked for; all are read at once if transformers wrote some under other
+    names.
 
     Raises:
         ValueError, OSError: they belong to another model.
     """
     with suppress(NotByRows):
         return StoredWeights(StoredRows(folder, model))
-    kinds = [kind for kind in type(model).__mro__ if not kind.__name__.startswith(FSDP)]
+    kinds = [kind for kind in type(model).__mro__ if not kind.__name__.startswith(FSDP_PREFIX)]
     stored = load_whole(kinds[0], folder, dtype="auto", use_safetensors=True).state_dict()
     missing = [name for name, _ in model.named_parameters() if name not in stored]
     if missing:
@@ -208,43 +207,44 @@ def _check_projection(model: Any, adapter: str, name: str, stored: Mapping[str, 
     Raises:
         ValueError: the model has no tensor of this name, or another one.
     """
-    own = dict(model.named_buffers(remove_duplicate=False)).get(f"{name}.{adapter}")
-    if own is None:
+    projection = dict(model.named_buffers(remove_duplicate=False)).get(f"{name}.{adapter}")
+    if projection is None:
         raise ValueError(f"the model has no {name}")
-    if not torch.equal(own.cpu(), stored[name].to(own.dtype)):
+    if not torch.equal(projection.cpu(), stored[name].to(projection.dtype)):
         raise ValueError(f"{name} is another there; projection_prng_key must be the same")
 
 
 def _load_peft(folder: Path, model: Any) -> None:
-    """What PEFT's wrapping of a model saved: its adapters, those that are not ``default`` in
-    folders by their names.
+    """Load the adapters of a model of PEFT; those that are not ``default`` have folders.
+
+    If one cannot be loaded, all get their values back.
     """
     from peft import PeftConfig, set_peft_model_state_dict
 
-    own = {name: tensor.clone() for name, tensor in trained(model)}
+    before = {name: tensor.clone() for name, tensor in trained(model)}
     try:
         for adapter, config in model.peft_config.items():
             place = folder if adapter == "default" else folder / adapter
-            before = PeftConfig.from_pretrained(str(place))
-            for field in SHAPED_BY:
-                if getattr(before, field, None) != getattr(config, field, None):
-                    values = getattr(before, field, None), getattr(config, field, None)
+            saved = PeftConfig.from_pretrained(str(place))
+            for field in ADAPTER_FIELDS:
+                theirs = getattr(saved, field, None)
+                ours = getattr(config, field, None)
+                if theirs != ours:
                     raise ValueError(
-                        f"adapter {adapter!r} has {field}={values[0]!r} there and {values[1]!r} "
-                        "here"
+                        f"adapter {adapter!r} has {field}={theirs!r} there and {ours!r} here"
                     )
             stored = load_file(place / "adapter_model.safetensors")
-            found = set_peft_model_state_dict(model, stored, adapter_name=adapter)
-            for name in found.unexpected_keys:
+            loaded = set_peft_model_state_dict(model, stored, adapter_name=adapter)
+            for name in loaded.unexpected_keys:
                 _check_projection(model, adapter, name, stored)
     except Exception:
         for name, tensor in trained(model):
-            tensor.copy_(own[name])
+            tensor.copy_(before[name])
         raise
 
 
 def trained(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the trained parameters."""
+    """Return names and tensors of the trained parameters."""
     return (
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
     )

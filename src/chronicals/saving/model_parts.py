@@ -1,8 +1,7 @@
-"""The weights of a model that no process has whole, written by several of them, each a file at a
-time.
+"""Weights of a model that no process has whole, written by several processes.
 
-A file holds whole layers, so that what transformers splits, joins or renames as it saves a model
-lies in one file.
+A file holds whole layers, so that weights that transformers splits, joins or renames when it saves
+a model lie in one file.
 """
 
 from __future__ import annotations
@@ -21,35 +20,31 @@ from torch import Tensor
 from chronicals.models import form_without_weights
 
 FILE_BYTES = 4 << 30
-"""Of a file, about: a process has as much of the model in memory while it writes."""
+"""Approximate size of a file; a process has as much of the model in memory while it writes."""
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WHOLE_FILE = "model.safetensors"
+PARTS_INDEX = "model.safetensors.index.json"
 
 
 class ModelParts:
-    """Which weights are in which file, the same in all processes.
+    """The division of a model's weights into files, the same in all processes.
 
     Args:
-        model: whose weights may be divided.
+        model: its weights may be sharded.
 
     Attributes:
-        form: what is written, as of ``form_without_weights``.
-        files: of each file the names of its weights in ``model.state_dict()``; of tied ones the one
+        form: the model that is written, of ``form_without_weights``.
+        files: names in ``model.state_dict()`` of the weights in each file; of tied weights the name
             that transformers writes.
     """
 
     def __init__(self, model: Any):
         self.form = form_without_weights(model)
         written = set(self.form.state_dict())
-        values = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if name in written
-        }
-        self.files = _filled(
-            _untied(values, getattr(self.form, "all_tied_weights_keys", None) or {})
-        )
+        tied = getattr(self.form, "all_tied_weights_keys", None) or {}
+        state = model.state_dict(keep_vars=True)
+        values = {name: value for name, value in state.items() if name in written}
+        self.files = _by_layers(_untied(values, tied))
 
     def write(
         self,
@@ -58,44 +53,38 @@ class ModelParts:
         turns: int,
         read: Callable[[Sequence[str]], Mapping[str, Tensor]],
     ) -> None:
-        """Write every file whose turn it is: ``turn`` of ``turns`` processes, from 0.
+        """Write every ``turns``-th file, beginning with number ``turn``.
 
         Args:
+            turn: number of this process among those that write, from 0.
+            turns: how many processes write.
             read: returns weights by their names.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
         for number in range(turn, len(self.files), turns):
             saved = revert_weight_conversion(self.form, dict(read(self.files[number])))
-            save_file(
-                {name: x.contiguous() for name, x in saved.items()},
-                folder / _part(number),
-                {"format": "pt"},
-            )
+            tensors = {name: x.contiguous() for name, x in saved.items()}
+            save_file(tensors, folder / _part(number), {"format": "pt"})
 
     def name_files(self, folder: Path) -> None:
-        """Give the files, once all are written, the names by which transformers finds them.
+        """Rename the files, once all are written, to the names by which transformers finds them.
 
         Raises:
             FileNotFoundError: one was not written.
         """
         count = len(self.files)
-        places = dict[str, str]()
+        files_by_weight: dict[str, str] = {}
         size = 0
-        names = (
-            [WHOLE]
-            if count == 1
-            else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-        )
-        for number, name in enumerate(names):
+        for number in range(count):
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else WHOLE_FILE
             file = (folder / _part(number)).rename(folder / name)
             with safe_open(file, "pt") as opened:
-                places |= dict.fromkeys(opened.keys(), name)
+                files_by_weight |= dict.fromkeys(opened.keys(), name)
             size += _bytes_of_tensors(file)
         if count > 1:
-            (folder / INDEX).write_text(
-                json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2)
-            )
+            index = {"metadata": {"total_size": size}, "weight_map": files_by_weight}
+            (folder / PARTS_INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _part(number: int) -> str:
@@ -103,38 +92,36 @@ def _part(number: int) -> str:
 
 
 def _bytes_of_tensors(file: Path) -> int:
-    """Of a safetensors file what follows its header, whose length stands in the first eight
-    bytes.
-    """
+    """Return the bytes behind the header, whose length is in the file's first eight bytes."""
     with file.open("rb") as content:
         return file.stat().st_size - 8 - int.from_bytes(content.read(8), "little")
 
 
 def _untied(values: Mapping[str, Tensor], tied: Iterable[str]) -> dict[str, Tensor]:
-    """Of each weight one name, which is not among those of ``tied`` if it has another."""
-    names = defaultdict(list)
+    """Return each weight under one name, which is not among ``tied`` if it has another."""
+    names_by_id = defaultdict(list)
     for name, value in values.items():
-        names[id(value)].append(name)
-    return {
-        name: values[name]
-        for same in names.values()
-        for name in [next((n for n in same if n not in tied), same[0])]
-    }
+        names_by_id[id(value)].append(name)
+    untied = {}
+    for names in names_by_id.values():
+        name = next((name for name in names if name not in tied), names[0])
+        untied[name] = values[name]
+    return untied
 
 
-def _filled(values: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of each file: layers one after the other, the first file with what is in no layer."""
+def _by_layers(values: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each file: layer after layer, first the weights outside of layers."""
     layers = defaultdict(list)
     for name in values:
         numbered = re.match(r".*?\.\d+(?=\.)", name)
         layers[numbered[0] if numbered else ""].append(name)
-    files = list[list[str]]()
-    held = 0
+    files: list[list[str]] = []
+    file_size = 0
     for _, names in sorted(layers.items(), key=lambda layer: bool(layer[0])):
         size = sum(values[name].numel() * values[name].element_size() for name in names)
-        if not files or held + size > FILE_BYTES:
+        if not files or file_size + size > FILE_BYTES:
             files.append([])
-            held = 0
+            file_size = 0
         files[-1] += names
-        held += size
+        file_size += size
     return files

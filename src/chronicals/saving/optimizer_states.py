@@ -1,9 +1,8 @@
-"""Optimizer states in safetensors files of bounded size, so that files can be synced and hashed
-beside each other.
+"""Optimizer states in safetensors files of bounded size, so that files are synced in parallel.
 
-Of several ranks each writes the pieces that it has: tensors of one dimension, with where each
-begins in the header, in the form that torch's distributed checkpoints read (``DCP_SHARDING_INFO``),
-and the shape of the whole.
+With several ranks, each writes the pieces that it has as tensors of one dimension. The header has
+the beginning of each, in the form of torch's distributed checkpoints (``DCP_SHARDING_INFO``), and
+the shape of the whole state.
 """
 
 from __future__ import annotations
@@ -18,35 +17,35 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-LARGEST = 1 << 29
-"""Bytes of tensors in a file; a tensor that is larger has a file of its own."""
+MAX_FILE_BYTES = 1 << 29
+"""Bytes of tensors in a file; a larger tensor has a file of its own."""
 
-STAGED = 1 << 26
-"""Bytes that are copied from the device at a time, into pinned memory: several times as fast as
-into memory that is not.
+STAGE_BYTES = 1 << 26
+"""Bytes that are copied from the device at a time, into pinned memory, which is several times as
+fast as into other memory.
 """
 
 
 def optimizer_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint's optimizer states, in order."""
+    """Return the files of a checkpoint's optimizer states, in order."""
     return sorted(folder.glob("optimizer*.safetensors"))
 
 
-PIECES = "DCP_SHARDING_INFO"
-SHAPES = "shapes"
-"""In a header: where pieces begin (torch.distributed.checkpoint, hf_storage.py), and of what
-shape the whole is.
-"""
+OFFSETS_KEY = "DCP_SHARDING_INFO"
+"""Key in a header of the beginnings of pieces (torch.distributed.checkpoint, hf_storage.py)."""
+
+SHAPES_KEY = "shapes"
+"""Key in a header of the shapes of whole states."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a state.
+    """A part of an optimizer state.
 
     Attributes:
-        tensor: ``[n]``.
-        begin: the first of its elements among those of the whole.
-        shape: of the whole.
+        tensor: its elements, ``[n]``.
+        begin: index of the first among the elements of the whole state.
+        shape: of the whole state.
     """
 
     tensor: Tensor
@@ -55,26 +54,23 @@ class Piece:
 
 
 def write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, count: int) -> None:
-    """Write ``optimizer-rank-00002-of-00004.safetensors`` of the second of four ranks, perhaps
-    in several files.
+    """Write a rank's pieces: of the second of four to ``optimizer-rank-00002-of-00004.safetensors``.
+
+    There are several files if they are large. Empty pieces are left out.
     """
     stem = f"optimizer-rank-{rank + 1:05d}-of-{count:05d}"
-    given = {name: piece for name, piece in pieces.items() if piece.tensor.numel()}
 
     def header(names: list[str]) -> dict[str, str]:
-        begins = {name: {"saved_offsets": [given[name].begin]} for name in names}
-        return {
-            PIECES: json.dumps(begins),
-            SHAPES: json.dumps({name: list(given[name].shape) for name in names}),
-        }
+        offsets = {name: {"saved_offsets": [pieces[name].begin]} for name in names}
+        shapes = {name: list(pieces[name].shape) for name in names}
+        return {OFFSETS_KEY: json.dumps(offsets), SHAPES_KEY: json.dumps(shapes)}
 
-    _write({name: piece.tensor for name, piece in given.items()}, folder, stem, header)
+    tensors = {name: piece.tensor for name, piece in pieces.items() if piece.tensor.numel()}
+    _write(tensors, folder, stem, header)
 
 
 def write_optimizer(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``optimizer.safetensors``; what is too large for one file becomes
-    ``optimizer-00001-of-00008.safetensors`` …
-    """
+    """Write ``optimizer.safetensors``, or ``optimizer-00001-of-00008.safetensors`` … if large."""
     _write(tensors, folder, "optimizer", lambda names: None)
 
 
@@ -84,35 +80,32 @@ def _write(
     stem: str,
     header: Callable[[list[str]], dict[str, str] | None],
 ) -> None:
-    """In files called after ``stem``, each with the header that ``header`` gives for the tensors
-    in it.
+    """Write tensors to files named after a stem.
+
+    Args:
+        header: returns the header of a file, from the names of its tensors.
     """
-    parts = _in_parts(tensors)
-    names = (
-        [stem]
-        if len(parts) == 1
-        else [f"{stem}-{n:05d}-of-{len(parts):05d}" for n in range(1, len(parts) + 1)]
-    )
+    parts = _split_by_size(tensors)
     on_card = any(tensor.is_cuda for tensor in tensors.values())
-    stage = torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) if on_card else None
-    for part, name in zip(parts, names, strict=True):
-        found = {
-            key: _in_host_memory(tensors[key], stage if tensors[key].is_cuda else None)
-            for key in part
-        }
-        save_file(found, folder / f"{name}.safetensors", header(part))
+    stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) if on_card else None
+    for number, names in enumerate(parts, 1):
+        copies = {}
+        for name in names:
+            tensor = tensors[name]
+            copies[name] = _in_host_memory(tensor, stage if tensor.is_cuda else None)
+        file = stem if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}"
+        save_file(copies, folder / f"{file}.safetensors", header(names))
 
 
 def _in_host_memory(tensor: Tensor, stage: Tensor | None) -> Tensor:
-    """A dense copy, by way of ``stage`` (bytes in pinned memory) where there is one."""
+    """Return a dense copy in host memory, made through bytes of pinned memory, if given."""
     if stage is None:
         return tensor.contiguous().cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    pieces = zip(
-        _bytes(tensor.contiguous()).split(len(stage)), _bytes(host).split(len(stage)), strict=True
-    )
-    for there, here in pieces:
-        here.copy_(stage[: here.numel()].copy_(there))
+    sources = _bytes(tensor.contiguous()).split(len(stage))
+    targets = _bytes(host).split(len(stage))
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(stage[: target.numel()].copy_(source))
     return host
 
 
@@ -121,7 +114,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class StoredStates:
-    """The states of a folder, read one by one.
+    """The optimizer states of a folder, read one by one.
 
     Raises:
         FileNotFoundError: the folder holds none.
@@ -135,29 +128,30 @@ class StoredStates:
         for file in files:
             with safe_open(file, "pt") as opened:
                 header = opened.metadata() or {}
-                begins, shapes = (json.loads(header.get(key, "{}")) for key in (PIECES, SHAPES))
+                offsets = json.loads(header.get(OFFSETS_KEY, "{}"))
+                shapes = json.loads(header.get(SHAPES_KEY, "{}"))
                 for name in opened.keys():  # noqa: SIM118  no mapping
-                    begin = begins[name]["saved_offsets"][0] if name in begins else None
+                    begin = offsets[name]["saved_offsets"][0] if name in offsets else None
                     self._places.setdefault(name, []).append((file, begin, shapes.get(name, [])))
 
     def names(self) -> list[str]:
+        """Return the names of all states."""
         return list(self._places)
 
     def of(self, weight: str) -> dict[str, Tensor]:
-        """The states of a weight, by their own names."""
+        """Return the states of a weight, by their names without the weight's."""
         prefix = f"{weight}:"
-        return {
-            name[len(prefix) :]: self.read(name) for name in self._places if name.startswith(prefix)
-        }
+        names = [name for name in self._places if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.read(name) for name in names}
 
     def read(self, name: str) -> Tensor:
-        """A state, whole, in host memory.
+        """Return a whole state, in host memory.
 
         Raises:
             ValueError: a piece of it is missing.
         """
         whole = None
-        held = 0
+        read_elements = 0
         for file, begin, shape in self._places[name]:
             with safe_open(file, "pt") as opened:
                 tensor = opened.get_tensor(name)
@@ -166,17 +160,17 @@ class StoredStates:
             if whole is None:
                 whole = torch.empty(shape, dtype=tensor.dtype)
             whole.view(-1)[begin : begin + len(tensor)] = tensor
-            held += len(tensor)
+            read_elements += len(tensor)
         assert whole is not None
-        if held != whole.numel():
+        if read_elements != whole.numel():
             raise ValueError(
-                f"optimizer state {name!r}: {held} of {whole.numel()} elements are there"
+                f"optimizer state {name!r}: {read_elements} of {whole.numel()} elements are there"
             )
         return whole
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """All states, whole, in host memory.
+    """Return all states by name, whole, in host memory.
 
     Raises:
         FileNotFoundError: the folder holds none.
@@ -186,14 +180,14 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
     return {name: stored.read(name) for name in stored.names()}
 
 
-def _in_parts(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of the tensors of each file; one file where there are none."""
+def _split_by_size(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of the tensors of each file; one empty file if there are none."""
     parts: list[list[str]] = [[]]
-    held = 0
+    size = 0
     for name, tensor in tensors.items():
-        if parts[-1] and held + tensor.nbytes > LARGEST:
+        if parts[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
             parts.append([])
-            held = 0
+            size = 0
         parts[-1].append(name)
-        held += tensor.nbytes
+        size += tensor.nbytes
     return parts

@@ -1,8 +1,7 @@
-"""A model's folder, read back and compared with the model that was trained, before a run says that
-it ended.
+"""Comparison of a saved folder with the model that was trained, before a run ends.
 
-No second model is made. Compared are the facts that the folder states, its tokenizer, every value
-of adapters, and of whole models the name, shape and type of every weight with a row of its values.
+No second model is loaded. Compared are the facts in the folder's JSON files, its tokenizer, every
+value of adapters, and for whole models the name, shape and dtype of every weight and its first row.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from chronicals.models import (
 from chronicals.models.base_format import BaseFormat
 from chronicals.models.peft_kinds import active_adapters
 from chronicals.models.rows import files_by_name
-from chronicals.saving.model_files import FSDP, SHAPED_BY
-from chronicals.saving.saved_model import DEFAULT, GENERATION
+from chronicals.saving.model_files import ADAPTER_FIELDS, FSDP_PREFIX
+from chronicals.saving.saved_model import DEFAULT_ADAPTER, GENERATION_FILE
 from chronicals.standard_json import to_json
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = (
+GENERATION_FIELDS = (
     "eos_token_id",
     "pad_token_id",
     "bos_token_id",
@@ -50,105 +49,113 @@ SETTINGS = (
 )
 """Fields of the generation settings that are compared."""
 
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+SPECIAL_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
 def differences(
     folder: Path, model: Any, tokenizer: Any, about: Mapping[str, Any], divided: bool = False
 ) -> Iterator[str]:
-    """Yield in what a folder that ``save_model`` wrote is not the model that was trained, a clause
-    for each.
+    """Yield the differences of a folder that ``save_model`` wrote from the trained model.
+
+    Each is a clause of a sentence.
 
     Args:
         tokenizer: of the model.
-        about: what was trained, which ``chronicals.json`` holds.
-        divided: whether no process has the model's weights whole; their values are not compared
-            then.
+        about: expected content of ``chronicals.json``.
+        divided: no process has the model's weights whole, so their values are not compared.
     """
-    yield from _of_statements(folder, model, about)
+    yield from _compare_facts(folder, model, about)
     if next(adapters(model), None) is not None:
-        yield from _of_adapters(folder, model)
+        yield from _compare_adapters(folder, model)
     elif active_adapters(model):
-        yield from _of_peft(folder, model)
+        yield from _compare_peft(folder, model)
     else:
-        yield from _of_whole_model(folder, model, divided)
-    yield from _of_generation(folder, model)
-    yield from _of_tokenizer(folder, tokenizer)
+        yield from _compare_whole_model(folder, model, divided)
+    yield from _compare_generation(folder, model)
+    yield from _compare_tokenizer(folder, tokenizer)
 
 
-def _of_statements(folder: Path, model: Any, about: Mapping[str, Any]) -> Iterator[str]:
+def _compare_facts(folder: Path, model: Any, about: Mapping[str, Any]) -> Iterator[str]:
+    """Compare ``chronicals.json`` with the run, the base and the active adapters."""
     stated = json.loads((folder / "chronicals.json").read_text())
     if stated != json.loads(to_json(about)):
         yield "chronicals.json does not hold what was noted of the run"
-    there = BaseFormat.read(stated.get("base"))
-    here = BaseFormat.of(model)
-    if there != here:
-        yield f"chronicals.json says that the base is {_format(there)}, it is {_format(here)}"
-    if stated.get("active_adapters", []) != active_adapters(model):
-        named = stated.get("active_adapters", [])
-        yield f"chronicals.json names the adapters {named}, the model computes with {active_adapters(model)}"
+    stated_base = BaseFormat.read(stated.get("base"))
+    base = BaseFormat.of(model)
+    if stated_base != base:
+        yield (
+            f"chronicals.json says that the base is {_described(stated_base)}, it is "
+            f"{_described(base)}"
+        )
+    names = stated.get("active_adapters", [])
+    active = active_adapters(model)
+    if names != active:
+        yield f"chronicals.json names the adapters {names}, the model computes with {active}"
 
 
-def _format(form: BaseFormat | None) -> str:
+def _described(form: BaseFormat | None) -> str:
     if form is None:
         return "not quantised"
-    counted = len(form.layers or ()) + len(form.experts or ())
+    count = len(form.layers or ()) + len(form.experts or ())
     products = ", ".join(sorted({kind.products for kind in form.kinds}))
-    return f"in {form} ({counted} layers, products in {products})"
+    return f"in {form} ({count} layers, products in {products})"
 
 
 # --- adapters
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _of_adapters(folder: Path, model: Any) -> Iterator[str]:
+def _compare_adapters(folder: Path, model: Any) -> Iterator[str]:
+    """Compare the scales and all tensors of our adapters' folder with the model."""
     described = describe_adapter(folder)
     shape = shape_of(described, described["target_modules"])
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        left = set(file.keys())
+        remaining = set(file.keys())
         for path, layer in adapters(model):
             stated = shape.at(layer.named_at(path)).scale
             if abs(stated - layer.scale) > 1e-9 * abs(layer.scale):
-                yield f"{CONFIG_FILE} scales the adapter of {path} by {stated:g}, it is {layer.scale:g}"
+                yield (
+                    f"{CONFIG_FILE} scales the adapter of {path} by {stated:g}, it is "
+                    f"{layer.scale:g}"
+                )
             for name in layer.trained:
                 stored = f"{PREFIX}{path}.{in_file(name)}"
-                left.discard(stored)
-                yield from _of_tensor(
-                    file, stored, layer.get_parameter(name), len(layer.pair[0]), layer
-                )
+                remaining.discard(stored)
+                parameter = layer.get_parameter(name)
+                yield from _compare_tensor(file, stored, parameter, len(layer.pair[0]), layer)
         for path, tokens in trained_tokens(model):
-            left.discard(f"{PREFIX}{path}.{FILE_NAME}")
-            yield from _of_tensor(file, f"{PREFIX}{path}.{FILE_NAME}", tokens.values)
+            remaining.discard(f"{PREFIX}{path}.{FILE_NAME}")
+            yield from _compare_tensor(file, f"{PREFIX}{path}.{FILE_NAME}", tokens.values)
         values = model.state_dict(keep_vars=True)
-        for name in sorted(left):
-            own = name.removeprefix(PREFIX).replace(".token_adapter.", ".")
-            if own not in values:
+        stored_whole = set()
+        for name in sorted(remaining):
+            parameter_name = name.removeprefix(PREFIX).replace(".token_adapter.", ".")
+            stored_whole.add(parameter_name)
+            if parameter_name not in values:
                 yield f"{WEIGHTS_FILE} holds {name}, which the model has not"
             else:
-                yield from _of_tensor(file, name, values[own])
-    stored_whole = {name.removeprefix(PREFIX).replace(".token_adapter.", ".") for name in left}
-    beside = (
-        name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name
-    )
-    if absent := [name for name in beside if name not in stored_whole]:
-        yield f"{WEIGHTS_FILE} lacks {absent[0]}, which was trained"
+                yield from _compare_tensor(file, name, values[parameter_name])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_" not in name and name not in stored_whole:
+            yield f"{WEIGHTS_FILE} lacks {name}, which was trained"
+            return
 
 
-def _of_tensor(
+def _compare_tensor(
     file: Any, name: str, trained: Tensor, rank: int = 0, layer: AdapterLayer | None = None
 ) -> Iterator[str]:
-    """Compare a stored tensor with the one that was trained, which may be the first ``rank``
-    rows or columns of it where the adapter began with a part of the weight."""
+    """Compare a stored tensor with the trained one.
+
+    An adapter that began with a part of the weight is stored with the matrices of that part behind
+    its own ``rank`` rows or columns.
+    """
     if name not in set(file.keys()):
         yield f"{name} is missing"
         return
     stored = file.get_tensor(name)
     value = trained.detach().cpu()
-    if (
-        layer is not None
-        and getattr(layer, "lora_start_A", None) is not None
-        and stored.shape != value.shape
-    ):
+    has_start = getattr(layer, "lora_start_A", None) is not None
+    if has_start and stored.shape != value.shape:
         stored = stored[:rank] if name.endswith("lora_A.weight") else stored[:, :rank]
     if stored.shape != value.shape:
         yield f"{name} is {list(stored.shape)}, {list(value.shape)} was trained"
@@ -158,146 +165,150 @@ def _of_tensor(
         yield f"{name} has other values than were trained"
 
 
-def _of_peft(folder: Path, model: Any) -> Iterator[str]:
+def _compare_peft(folder: Path, model: Any) -> Iterator[str]:
+    """Compare the adapters of a model of PEFT, or of transformers' own adapters, with the folder."""
     from peft import PeftConfig, get_peft_model_state_dict
 
-    wrapped = hasattr(model, "get_base_model")  # else transformers writes the active adapter alone
+    wrapped = hasattr(model, "get_base_model")  # else transformers writes only the active adapter
     for adapter in model.peft_config if wrapped else active_adapters(model):
         config = model.peft_config[adapter]
         place = folder / adapter
-        if adapter == DEFAULT or not wrapped:
+        if adapter == DEFAULT_ADAPTER or not wrapped:
             place = folder
         if not (place / CONFIG_FILE).exists():
             yield f"the adapter {adapter!r} is missing"
             continue
         stated = PeftConfig.from_pretrained(str(place))
-        for field in SHAPED_BY:
-            there, here = (getattr(each, field, None) for each in (stated, config))
-            if there != here:
-                yield f"adapter {adapter!r} has {field}={there!r}, {here!r} was trained"
+        for field in ADAPTER_FIELDS:
+            stored_value = getattr(stated, field, None)
+            value = getattr(config, field, None)
+            if stored_value != value:
+                yield f"adapter {adapter!r} has {field}={stored_value!r}, {value!r} was trained"
         tensors = get_peft_model_state_dict(
             model, adapter_name=adapter, save_embedding_layers=False
         )
         with safe_open(place / WEIGHTS_FILE, framework="pt") as file:
             for name, tensor in tensors.items():
-                yield from _of_tensor(file, name if wrapped else PREFIX + name, tensor)
+                stored_name = name if wrapped else PREFIX + name
+                yield from _compare_tensor(file, stored_name, tensor)
 
 
 # --- whole models
 # ------------------------------------------------------------------------------------------------------
 
 
-def _of_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[str]:
+def _compare_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[str]:
+    """Compare class, quantisation, dtype and weights of a whole model with the folder."""
     form = form_without_weights(model) if divided else saved_form(model)
     config = json.loads((folder / "config.json").read_text())
-    kind = getattr(type(form), "plain_class", type(form)).__name__.removeprefix(FSDP)
+    kind = getattr(type(form), "plain_class", type(form)).__name__.removeprefix(FSDP_PREFIX)
     if config.get("architectures") != [kind]:
         yield f"config.json names the class {config.get('architectures')}, it is {kind}"
-    there = bool(config.get("quantization_config"))
-    here = BaseFormat.of(model) is not None
-    if there != here:
-        yield f"config.json has {'a' if there else 'no'} quantization_config, the model is {'' if here else 'not '}quantised"
+    says_quantised = bool(config.get("quantization_config"))
+    is_quantised = BaseFormat.of(model) is not None
+    if says_quantised != is_quantised:
+        article = "a" if says_quantised else "no"
+        state = "quantised" if is_quantised else "not quantised"
+        yield f"config.json has {article} quantization_config, the model is {state}"
     values = {} if divided else form.state_dict(keep_vars=True)
     stored = files_by_name(folder)
     for name in sorted(stored.keys() & values.keys()):
-        yield from _of_weight(stored[name], name, values[name])
-    if (
-        not divided
-        and not here
-        and config.get("dtype") not in (None, str(form.dtype).removeprefix("torch."))
-    ):
+        yield from _compare_weight(stored[name], name, values[name])
+    dtypes = (None, str(form.dtype).removeprefix("torch."))
+    if not divided and not is_quantised and config.get("dtype") not in dtypes:
         yield f"config.json says that weights are {config['dtype']}, they are {form.dtype}"
     if stored.keys() <= values.keys():  # else transformers wrote some under other names
-        yield from _of_missing(stored, values, form)
+        yield from _missing_weight(stored, values, form)
 
 
-def _of_weight(path: Path, name: str, value: Tensor) -> Iterator[str]:
-    """Compare a stored weight with that of the model, of whose values the first row."""
+def _compare_weight(path: Path, name: str, value: Tensor) -> Iterator[str]:
+    """Compare shape, dtype and first row of a stored weight with the model's."""
     with safe_open(path, framework="pt") as file:
         stored = file.get_slice(name)
         shape = list(stored.get_shape())
         if shape != list(value.shape):
-            if torch.Size(shape).numel() != value.numel():  # else transformers turns it as it saves
+            if (
+                torch.Size(shape).numel() != value.numel()
+            ):  # else transformers transposes it as it saves
                 yield f"{name} is {shape}, {list(value.shape)} was trained"
             return
         row = stored[:1] if value.ndim else file.get_tensor(name)
-    own = (value[:1] if value.ndim else value).detach().cpu()
-    if row.dtype != own.dtype:
-        yield f"{name} is {row.dtype}, {own.dtype} was trained"
-    elif not torch.equal(row, own) and not bool((row != row).any()):
+    trained = (value[:1] if value.ndim else value).detach().cpu()
+    if row.dtype != trained.dtype:
+        yield f"{name} is {row.dtype}, {trained.dtype} was trained"
+    elif not torch.equal(row, trained) and not bool((row != row).any()):
         yield f"{name} has other values than were trained"
 
 
-def _of_missing(
+def _missing_weight(
     stored: Mapping[str, Path], values: Mapping[str, Tensor], form: Any
 ) -> Iterator[str]:
-    """Yield the first weight that is in no file, nor shares its memory with one that is."""
-    there = {values[name].data_ptr() for name in stored if name in values}
+    """Yield the first weight that is in no file, and does not share its memory with one that is."""
+    pointers = {values[name].data_ptr() for name in stored if name in values}
     tied = getattr(form, "all_tied_weights_keys", None) or {}
-    absent = (
-        name
-        for name, value in values.items()
-        if name not in stored and value.data_ptr() not in there
-    )
-    first = next((name for name in absent if name not in tied), None)
-    if first is not None:
-        yield f"{first} is missing"
+    for name, value in values.items():
+        if name not in stored and value.data_ptr() not in pointers and name not in tied:
+            yield f"{name} is missing"
+            return
 
 
 # --- what is beside the weights
 # ----------------------------------------------------------------------------------------
 
 
-def _of_generation(folder: Path, model: Any) -> Iterator[str]:
+def _compare_generation(folder: Path, model: Any) -> Iterator[str]:
+    """Compare the stored generation settings with the model's."""
     from transformers import GenerationConfig
 
     inner = within_adapters(model)
     trained = getattr(inner, "generation_config", None)
     if trained is None or score_of(inner) is not None:
         return
-    if not (folder / GENERATION).exists():
-        yield f"{GENERATION}, which says where generation ends, is missing"
+    if not (folder / GENERATION_FILE).exists():
+        yield f"{GENERATION_FILE}, which says where generation ends, is missing"
         return
     stated = GenerationConfig.from_pretrained(folder)
-    for field in SETTINGS:
-        there = getattr(stated, field, None)
-        here = getattr(trained, field, None)
-        if there != here:
-            yield f"{GENERATION} has {field}={there!r}, the model {here!r}"
+    for field in GENERATION_FIELDS:
+        stored_value = getattr(stated, field, None)
+        value = getattr(trained, field, None)
+        if stored_value != value:
+            yield f"{GENERATION_FILE} has {field}={stored_value!r}, the model {value!r}"
 
 
-def _of_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
-    """Compare the saved tokenizer as transformers loads it. Where that takes another class for a
-    model of this kind, which splits text otherwise, the files are right, and their own class
-    reads them so."""
+def _compare_tokenizer(folder: Path, tokenizer: Any) -> Iterator[str]:
+    """Compare the saved tokenizer, as AutoTokenizer or its own class loads it.
+
+    AutoTokenizer may take another class for a model of this kind, which splits text otherwise. If
+    the tokenizer's own class reads the files rightly, they are right, and a warning says so.
+    """
     try:
-        first = list(_between(load_tokenizer(folder), tokenizer))
+        differing = list(_between(load_tokenizer(folder), tokenizer))
     except (ValueError, ImportError) as error:
-        first = [f"AutoTokenizer cannot load it ({error})"]
-    if not first:
+        differing = [f"AutoTokenizer cannot load it ({error})"]
+    if not differing:
         return
     kind = type(tokenizer)
-    by_its_class = list(_between(kind.from_pretrained(folder), tokenizer))
-    yield from by_its_class
-    if not by_its_class:
+    differing_by_class = list(_between(kind.from_pretrained(folder), tokenizer))
+    yield from differing_by_class
+    if not differing_by_class:
         logger.warning(
             "the saved tokenizer is right as %s reads it, not by AutoTokenizer: %s",
             kind.__name__,
-            first[0],
+            differing[0],
         )
 
 
 def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
-    """Yield in what a tokenizer that was loaded is not the one that was trained with."""
+    """Yield the differences of a loaded tokenizer from the one that was trained with."""
     if stored.get_vocab() != tokenizer.get_vocab():
         yield "the tokenizer has another vocabulary than the one that was trained with"
     if _merges(stored) != _merges(tokenizer):
         yield "the tokenizer has other merges than the one that was trained with"
-    for field in SPECIAL:
-        there = getattr(stored, field, None)
-        here = getattr(tokenizer, field, None)
-        if there != here:
-            yield f"the tokenizer has {field}={there!r}, {here!r} was trained with"
+    for field in SPECIAL_TOKEN_FIELDS:
+        stored_value = getattr(stored, field, None)
+        value = getattr(tokenizer, field, None)
+        if stored_value != value:
+            yield f"the tokenizer has {field}={stored_value!r}, {value!r} was trained with"
     if tokenizer.chat_template is not None and stored.chat_template != tokenizer.chat_template:
         yield "the tokenizer has another chat template than was trained with"
     text = PROBE + "".join(str(token) for token in tokenizer.all_special_tokens)
@@ -306,7 +317,7 @@ def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
 
 
 def _merges(tokenizer: Any) -> Any:
-    """The pairs of tokens that become one, where Python does not do it."""
+    """Return the pairs of tokens that become one; None for a tokenizer in Python."""
     if not getattr(tokenizer, "is_fast", False):
         return None
     return json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")

@@ -1,6 +1,4 @@
-"""What a name stands for: a model, an adapter with its model, a checkpoint, or the folder of a
-whole run.
-"""
+"""Saved models by name: a model, an adapter with its base, a checkpoint, or the folder of a run."""
 
 from __future__ import annotations
 
@@ -30,27 +28,29 @@ from chronicals.models.four_bits import Watch
 from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.loading import load_base, without_field
 
-DEFAULT = "default"
-SUM = "sum"
-"""PEFT's name of an adapter that was given none, and the name of the sum of several."""
+DEFAULT_ADAPTER = "default"
+"""PEFT's name of an adapter that was given none."""
 
-GENERATION = "generation_config.json"
+SUM_OF_ADAPTERS = "sum"
+"""Name of the sum of several adapters."""
 
-OF_A_BASE = "give base_model (--base-model)"
-"""What to do where the model of an adapter is not known."""
+GENERATION_FILE = "generation_config.json"
+
+GIVE_BASE = "give base_model (--base-model)"
+"""Remedy in errors about an adapter whose base is not known."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model where it is stored; nothing of it is loaded yet.
+    """A model that is stored; none of it is loaded yet.
 
     Attributes:
-        place: folder of its weights, or of its adapter's, a GGUF file, or a hub name.
-        adapted: whether that is an adapter's, which is loaded with its model.
-        base: the adapter's model, a folder or hub name, where it is known.
-        about: what chronicals wrote beside it; empty where it comes from elsewhere.
-        remedy: what errors say to do where the model of an adapter is not known.
-        beside: folder of the tokenizer and of what chronicals wrote, where that is another one.
+        place: folder of its weights or of its adapter, a GGUF file, or a hub name.
+        adapted: ``place`` is an adapter's folder, which is loaded with its base.
+        base: folder or hub name of the adapter's base, if it is known.
+        about: content of ``chronicals.json``; empty if other programs wrote the model.
+        remedy: remedy in errors about an adapter whose base is not known.
+        beside: folder of the tokenizer and of ``chronicals.json``, if it is not ``place``.
         others: folders of further adapters of PEFT that the model computes with.
     """
 
@@ -58,23 +58,25 @@ class SavedModel:
     adapted: bool = False
     base: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
-    remedy: str = OF_A_BASE
+    remedy: str = GIVE_BASE
     beside: Path | None = None
     others: tuple[Path, ...] = ()
 
     @classmethod
     def find(
-        cls, name: str | Path, base_model: str | None = None, remedy: str = OF_A_BASE
+        cls, name: str | Path, base_model: str | None = None, remedy: str = GIVE_BASE
     ) -> SavedModel:
-        """What is at a folder or hub name; in the folder of a run its ``model``, else the newest
-        checkpoint's.
+        """Find the model of a folder or hub name.
+
+        In the folder of a run it is ``model``, or else the newest checkpoint's.
 
         Args:
-            base_model: the model of an adapter, where the adapter does not say.
-            remedy: of the attributes, where there is no such argument to give.
+            base_model: base of an adapter that does not name it.
+            remedy: the attribute, for callers that have no argument ``base_model``.
 
         Raises:
-            ValueError: ``base_model`` is given for what is no adapter, or a file is no JSON.
+            ValueError: ``base_model`` is given for a model that is no adapter, or a file is not
+                JSON.
         """
         beside = _weights_of(Path(name))
         file = beside / "chronicals.json"
@@ -86,20 +88,17 @@ class SavedModel:
                 f"base_model={base_model!r}: {name} is no adapter's folder, which alone needs it; "
                 "leave it out"
             )
-        base = (
-            base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path")
-            if adapted
-            else None
-        )
-        elsewhere = beside if beside != folder else None
+        base = None
+        if adapted:
+            base = base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path")
         return cls(
-            folder if folder.is_dir() else name,
-            adapted,
-            base,
-            about,
-            remedy,
-            elsewhere,
-            tuple(others),
+            place=folder if folder.is_dir() else name,
+            adapted=adapted,
+            base=base,
+            about=about,
+            remedy=remedy,
+            beside=beside if beside != folder else None,
+            others=tuple(others),
         )
 
     def model(
@@ -109,34 +108,28 @@ class SavedModel:
         quantization: str | None = None,
         watch: Watch | None = None,
     ) -> Any:
-        """It, in host memory, with our adapters where it has any, over the base that they were
-        trained on.
+        """Load the model into host memory, with its adapters over the base they were trained on.
 
         Args:
-            quantization: of the base, as ``load_model`` takes it; an adapter that was trained over
-                4 bits has those very ones for None and ``nf4``.
-            watch: as there, of a base without adapters.
+            quantization: of the base, as in ``load_model``; with None and ``nf4`` an adapter that
+                was trained over 4 bits gets the same values again.
+            watch: as in ``load_model``, for a model without adapters.
 
         Raises:
-            ValueError: it cannot be loaded, with what to do.
+            ValueError: it cannot be loaded; the message says what to do.
         """
         if self.adapted:
             return self._with_adapters(self.base_model(dtype, trust_remote_code, quantization))
-        there = (
-            isinstance(self.place, str)
-            or (self.place / "config.json").exists()
-            or gguf_of(self.place) is not None
-        )
-        if not there:
+        on_hub = isinstance(self.place, str)
+        has_config = on_hub or (Path(self.place) / "config.json").exists()
+        if not has_config and gguf_of(self.place) is None:
             raise ValueError(
                 f"{self.place}: holds neither a model, an adapter, nor a run of chronicals"
             )
         return load_model(self.place, dtype, trust_remote_code, quantization, watch)
 
     def _with_adapters(self, base: Any) -> Any:
-        """The base with all adapters that it computes with, and the generation settings that are
-        stored beside them.
-        """
+        """Add all adapters that the model computes with, and the stored generation settings."""
         from transformers import GenerationConfig
 
         if not self.others:
@@ -145,22 +138,22 @@ class SavedModel:
             names = [str(folder) for folder in (Path(self.place), *self.others)]
             for folder in names:
                 add_adapter(base, folder, folder)
-            add_weighted_adapter(base, names, [1.0] * len(names), SUM)
-            model = set_adapter(base, SUM)
-        if (self._beside / GENERATION).exists():
+            add_weighted_adapter(base, names, [1.0] * len(names), SUM_OF_ADAPTERS)
+            model = set_adapter(base, SUM_OF_ADAPTERS)
+        if (self._beside / GENERATION_FILE).exists():
             model.generation_config = GenerationConfig.from_pretrained(self._beside)
         return model
 
     @property
     def _beside(self) -> Path:
-        """The folder of the tokenizer and of what chronicals wrote."""
+        """The folder of the tokenizer and of ``chronicals.json``."""
         return Path(self.place) if self.beside is None else self.beside
 
     def is_scored(self, trust_remote_code: bool = False) -> bool:
-        """Whether it is a reward model, or the adapter of one.
+        """Return whether it is a reward model, or the adapter of one.
 
         Raises:
-            ValueError: its configuration cannot be loaded, with what to do.
+            ValueError: its configuration cannot be loaded; the message says what to do.
         """
         if self.adapted:
             return bool(_read(Path(self.place) / CONFIG_FILE).get("task_type") == OF_A_SCORE)
@@ -169,30 +162,28 @@ class SavedModel:
     def scored_model(
         self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None
     ) -> Any:
-        """As ``model``, of a reward model: a language model with a score, to be scored with or
-        trained further.
+        """Load a reward model as ``model`` loads others: a language model with a score.
 
         Raises:
-            ValueError: it cannot be loaded, with what to do.
+            ValueError: it cannot be loaded; the message says what to do.
         """
         if not self.adapted:
             return load_scored(self.place, dtype, trust_remote_code)
         base = self.base_model(dtype, trust_remote_code, quantization)
-        padded = self.tokenizer(trust_remote_code).pad_token_id
-        attach_score(base, padded or 0)
+        padding = self.tokenizer(trust_remote_code).pad_token_id
+        attach_score(base, padding or 0)
         return load_adapter(base, self.place)
 
     def base_model(
         self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None
     ) -> Any:
-        """The model of an adapter without it; one that was quantised is so again, of the weights as
-        they were then.
+        """Load the base of an adapter, quantised as it was when the adapter was trained.
 
         Args:
-            quantization: as for ``model``.
+            quantization: see ``model``.
 
         Raises:
-            ValueError: it cannot be loaded, with what to do.
+            ValueError: it cannot be loaded; the message says what to do.
         """
         form = BaseFormat.read(self.about.get("base"))
         if form is None or quantization not in (None, "nf4"):
@@ -200,88 +191,77 @@ class SavedModel:
         return self._checked(self._of_base(load_base, dtype, trust_remote_code, form))
 
     def _checked(self, base: Any) -> Any:
-        """``base``; raises ValueError where the adapter was trained over other bits of a GGUF
-        file.
-        """
+        """Return a base; raises ValueError if the adapter was trained over another GGUF file."""
         expected = self.about.get("gguf")
-        found = getattr(base, GGUF_FILE, None)
-        if expected is not None and found is not None and found["sha256"] != expected["sha256"]:
-            to_do = (
-                "give that file (--base-model)"
-                if self.remedy == OF_A_BASE
-                else f"it must be that file: {self.remedy}"
-            )
+        loaded = getattr(base, GGUF_FILE, None)
+        if expected is not None and loaded is not None and loaded["sha256"] != expected["sha256"]:
+            remedy = "give that file (--base-model)"
+            if self.remedy != GIVE_BASE:
+                remedy = f"it must be that file: {self.remedy}"
             raise ValueError(
                 f"{self.place}: was trained over {expected['file']} with SHA-256 "
-                f"{expected['sha256'][:16]}…, {self.base} has "
-                f"{found['sha256'][:16]}…; {to_do}"
+                f"{expected['sha256'][:16]}…, {self.base} has {loaded['sha256'][:16]}…; {remedy}"
             )
         return base
 
     def config(self, trust_remote_code: bool = False) -> Any:
-        """Of transformers.
+        """Load the configuration (transformers') of the whole model.
 
         Raises:
-            ValueError: it cannot be loaded, with what to do.
+            ValueError: it cannot be loaded; the message says what to do.
         """
         return self._of_base(load_config, trust_remote_code)
 
     def identity(self) -> list[Any]:
-        """Plain JSON that is the same while its files, or those of the hub's commit, are.
+        """Return plain JSON that stays the same while its files, or the hub's commit, do.
 
         Raises:
             OSError: there is no such model.
         """
-        if (alone := gguf_of(self.place)) is not None:
-            files = [alone]
+        gguf_file = gguf_of(self.place)
+        if gguf_file is not None:
+            files = [gguf_file]
         elif isinstance(self.place, str):
             return [self.place, _commit_of(self.place)]
         else:
-            files = [
-                file
-                for file in sorted(self.place.iterdir())
-                if file.suffix in (".json", ".safetensors", ".bin", ".py")
-            ]
-        own = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        return [
-            str(Path(self.place).resolve()),
-            own,
-            SavedModel.find(self.base).identity() if self.base else None,
-        ]
+            suffixes = (".json", ".safetensors", ".bin", ".py")
+            files = [file for file in sorted(self.place.iterdir()) if file.suffix in suffixes]
+        states = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        base = SavedModel.find(self.base).identity() if self.base else None
+        return [str(Path(self.place).resolve()), states, base]
 
     def embedding_rows(self, trust_remote_code: bool = False) -> int:
-        """Of the embedding that is stored with the adapter, or else of the model.
+        """Return the rows of the embedding that is stored with the adapter, or of the model's.
 
         Raises:
-            ValueError: the configuration cannot be loaded, with what to do.
+            ValueError: the configuration cannot be loaded; the message says what to do.
         """
         stored = stored_rows(Path(self.place)) if self.adapted else None
         return stored or ModelShape.of(self.config(trust_remote_code)).vocabulary
 
     def has_tokenizer(self) -> bool:
-        """Whether there is one with it, or with its model; of a hub's this is taken for granted."""
+        """Return whether a tokenizer is stored with it or its base; True for names on the hub."""
         if self.base is not None and not any(self._beside.glob("tokenizer*")):
             return SavedModel.find(self.base).has_tokenizer()
         files = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
-        there = isinstance(self.place, str) or any(any(self._beside.glob(name)) for name in files)
-        return there or gguf_of(self.place) is not None
+        if isinstance(self.place, str):
+            return True
+        stored = any(any(self._beside.glob(name)) for name in files)
+        return stored or gguf_of(self.place) is not None
 
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
-        """Its own, or its model's: PEFT writes none beside an adapter.
+        """Load its tokenizer, or its base's, since PEFT writes none beside an adapter.
 
         Raises:
-            ValueError: it cannot be loaded, with what to do.
+            ValueError: it cannot be loaded; the message says what to do.
         """
-        own = not self.adapted or any(self._beside.glob("tokenizer*"))
+        if self.adapted and not any(self._beside.glob("tokenizer*")):
+            return self._of_base(load_tokenizer, trust_remote_code)
         place = self.place if self.beside is None else self.beside
-        return (
-            load_tokenizer(place, trust_remote_code)
-            if own
-            else self._of_base(load_tokenizer, trust_remote_code)
-        )
+        return load_tokenizer(place, trust_remote_code)
 
     def _of_base(self, load: Callable[..., Any], *options: Any) -> Any:
-        """What ``load`` finds where the whole model is."""
+        """Call ``load`` with the name of the whole model: the base of an adapter, or itself."""
         if not self.adapted:
             return load(self.place, *options)
         if not self.base:
@@ -292,15 +272,14 @@ class SavedModel:
         try:
             return load(self.base, *options)
         except ValueError as error:
-            named = "that is what the adapter names as its model; if it is elsewhere now"
             raise ValueError(
-                f"{self.place}: its base {self.base}: {without_field(error)}; {named}, "
-                f"{self.remedy}"
+                f"{self.place}: its base {self.base}: {without_field(error)}; that is what the "
+                f"adapter names as its model; if it is elsewhere now, {self.remedy}"
             ) from error
 
 
 def _commit_of(name: str) -> str | None:
-    """Of the hub's repository, as it is read now; no code of it runs."""
+    """Return the commit of a hub's repository that is read now; no code of it runs."""
     from transformers.utils import cached_file
     from transformers.utils.hub import extract_commit_hash
 
@@ -308,30 +287,38 @@ def _commit_of(name: str) -> str | None:
 
 
 def _weights_of(folder: Path) -> Path:
-    """The folder itself, ``model`` in it, or in its newest checkpoint: the first that holds
-    weights, or adapters in folders of their names, else the first."""
+    """Return the folder that holds weights or adapters.
+
+    It is the folder itself, ``model`` in it, or ``model`` in its newest checkpoint; the folder
+    itself if none holds any.
+    """
     checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
     places = [folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)]
     return next((place for place in places if _holds_weights(place)), folder)
 
 
 def _holds_weights(folder: Path) -> bool:
+    """Return whether a folder holds a model, an adapter, or adapters in folders of their names."""
     named = (folder / "chronicals.json").exists() and any(folder.glob(f"*/{CONFIG_FILE}"))
     return named or (folder / "config.json").exists() or (folder / CONFIG_FILE).exists()
 
 
 def _adapters_in(folder: Path, about: Mapping[str, Any]) -> list[Path]:
-    """The folders of the adapters that a model computes with: PEFT writes those that are not
-    ``default`` to folders of their names. Without adapters, the folder itself."""
-    if active := about.get("active_adapters"):
-        own = {name for name in active if (folder / name / CONFIG_FILE).exists()}
-        return [folder / name if name in own else folder for name in active]
-    named = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}")) if about else []
-    alone = len(named) == 1 and not (folder / CONFIG_FILE).exists()
-    return named if alone else [folder]
+    """Return the folders of the adapters that a model computes with; itself without adapters.
+
+    PEFT writes adapters that are not ``default`` to folders of their names.
+    """
+    active = about.get("active_adapters")
+    if active:
+        named = {name for name in active if (folder / name / CONFIG_FILE).exists()}
+        return [folder / name if name in named else folder for name in active]
+    folders = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}")) if about else []
+    is_only_adapter = len(folders) == 1 and not (folder / CONFIG_FILE).exists()
+    return folders if is_only_adapter else [folder]
 
 
 def _read(file: Path) -> Any:
+    """Read JSON; raises ValueError if it is none."""
     try:
         return json.loads(file.read_text())
     except ValueError as error:

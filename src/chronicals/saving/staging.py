@@ -17,20 +17,20 @@ logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
 
-PIECE = 1 << 26
-"""Bytes of one copy from the device; metrics, which use the same copy engine, wait for at most
-one of them.
+COPY_PIECE_BYTES = 1 << 26
+"""Bytes of one copy from the device. Metrics use the same copy engine, and wait for at most one
+copy.
 """
 
-ALIGNED = 64
-"""Tensors begin at multiples of so many bytes."""
+TENSOR_ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes."""
 
 
 class Staging:
     """Copies tensors into host memory that is allocated once.
 
-    On a card the copies are made by a stream of their own, into pinned memory; whoever changes the
-    tensors afterwards calls ``hold_update`` first. Elsewhere they are made at once.
+    From a GPU they are copied by a stream of their own, into pinned memory; code that changes the
+    tensors afterwards calls ``hold_update`` first. On the CPU they are copied at once.
     """
 
     def __init__(self, device: torch.device):
@@ -43,22 +43,23 @@ class Staging:
         self._sources: list[Tensor] = []
 
     def needed(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes that are still to be allocated for the copies."""
+        """Return the bytes that are still to be allocated for the copies."""
         self._finish_allocating()
         size = _size(tensors)
         return 0 if size <= self._memory.size else size
 
     def fits(self, tensors: Iterable[Tensor], beside: int = 0) -> bool:
-        """Whether the copies, and as many bytes ``beside`` them, take no more than half of the
-        host memory that is available, or have their memory already."""
+        """Return whether there is enough host memory for the copies.
+
+        There is if it is allocated already, or if the copies, with ``beside`` bytes for others,
+        take no more than half of the memory that is available.
+        """
         size = self.needed(tensors) + beside
         available = available_memory()
         return not size or available is None or size <= available // 2
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Allocate the memory for copies of these in a thread, so that the first copies need not
-        wait for it.
-        """
+        """Allocate the memory for copies in a thread, so that the first copies need not wait."""
         size = _size(tensors)
         if self._stream is None or size <= self._memory.size:
             return
@@ -67,12 +68,13 @@ class Staging:
         self._allocating.start()
 
     def _allocate(self, size: int) -> None:
-        torch.cuda.set_device(self.device)  # of this thread; else the first card would be
+        torch.cuda.set_device(self.device)  # a new thread begins with the first GPU
         self._memory.allocate(size)
 
     def copy(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Dense copies, on a card valid within ``reading`` and until the next call; a tensor
-        given twice is copied once.
+        """Return dense copies; a tensor that is given twice is copied once.
+
+        From a GPU they are valid inside ``reading`` and until the next call.
         """
         copies: dict[int, Tensor] = {}
         if self._stream is None:
@@ -87,29 +89,27 @@ class Staging:
                     copies[id(tensor)] = copy = self._memory.tensor(offset, tensor)
                     _copy_in_pieces(tensor.detach(), copy, offset)
             self._copied = self._stream.record_event()
-            self._holds, self._sources = (
-                True,
-                list(tensors.values()),
-            )  # whose memory stays until it is copied
+            self._holds = True
+            self._sources = list(tensors.values())  # keeps their memory until they are copied
         return {key: copies[id(tensor)] for key, tensor in tensors.items()}
 
     def hold_update(self) -> None:
-        """Let what is launched on the current stream from now on wait for the copies. The host
-        does not wait.
-        """
+        """Let later work on the current stream wait for the copies; the host does not wait."""
         if self._holds and self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied)
             self._holds = False
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, in a thread: the copies are made, and what was not copied is read in another
-        stream than that of training.
+        """Wait for the copies, in a thread that reads them.
+
+        Inside the context the current stream is that of the copies, so that tensors that were not
+        copied are read in another stream than that of training.
         """
         if self._copied is not None:
             self._copied.synchronize()
             self._sources = []
-        with torch.cuda.stream(self._stream):  # nothing without one
+        with torch.cuda.stream(self._stream):  # no effect if it is None
             yield
 
     def release(self) -> None:
@@ -124,17 +124,20 @@ class Staging:
 
 
 def _copy_in_pieces(tensor: Tensor, copy: Tensor, offset: int) -> None:
-    """Enqueue copies that end at multiples of ``PIECE`` in the pinned memory, in which ``copy``
-    begins at ``offset``.
+    """Enqueue copies that end at multiples of ``COPY_PIECE_BYTES`` in the pinned memory.
+
+    Args:
+        copy: the target, a part of the pinned memory.
+        offset: its beginning in that memory.
     """
     source = _bytes(tensor.contiguous())
     target = _bytes(copy)
     begin = 0
-    end = PIECE - offset % PIECE
+    end = COPY_PIECE_BYTES - offset % COPY_PIECE_BYTES
     while begin < len(target):
         target[begin:end].copy_(source[begin:end], non_blocking=True)
         begin = end
-        end = end + PIECE
+        end = end + COPY_PIECE_BYTES
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -142,16 +145,16 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _places(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each of them once, with where its copy begins."""
+    """Yield each tensor once, behind the offset of its copy."""
     offset = 0
     seen = set()
     for tensor in tensors:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield offset, tensor
-            offset += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            offset += -(-tensor.nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their copies."""
+    """Return the bytes of their copies."""
     return max((offset + tensor.nbytes for offset, tensor in _places(tensors)), default=0)

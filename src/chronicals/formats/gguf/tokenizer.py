@@ -21,7 +21,7 @@ from typing import Any
 from chronicals.formats.gguf.errors import NotExpressible
 from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.formats.gguf.splits import BY_EXPRESSIONS, WITHOUT_MERGED_WORDS
-from chronicals.formats.gguf.unigram import SERVE_MERGED, UNSUPPORTED_FORMS, unigram_of
+from chronicals.formats.gguf.unigram import BLANK, SERVE_MERGED, UNSUPPORTED_FORMS, unigram_of
 from chronicals.formats.gguf.vocabulary import Vocabulary, read_vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -31,7 +31,6 @@ WHOLE_WORD_SPLITS = ("llama-bpe", "tekken")
 """Pre-tokenizers under which a word that is a token is taken whole, whatever merges make of it."""
 
 TOKENIZER_FILE = "tokenizer.json"
-BLANK = "▁"
 TAKE_TOKENIZER = f"put the model's own {TOKENIZER_FILE} and tokenizer_config.json beside the file"
 
 
@@ -261,9 +260,10 @@ def _byte_level(path: Path, vocabulary: Vocabulary) -> Any:
             f"{TAKE_TOKENIZER}"
         )
     splits = expressions[name]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
     model = models.BPE(
         vocab=_ids_in_use(vocabulary),
-        merges=[tuple(merge.split(" ", 1)) for merge in vocabulary.merges],  # type: ignore[misc]
+        merges=merges,
         ignore_merges=pre in WHOLE_WORD_SPLITS,
     )
     made = Tokenizer(model)
@@ -334,8 +334,10 @@ def _with_special_tokens(made: Any, vocabulary: Vocabulary) -> Any:
             if kind in (CONTROL, USER_DEFINED)
         ]
     )
-    names = [name for name in ("bos", "eos", "unk", "pad") if name in vocabulary.special]
-    special = {name: vocabulary.tokens[vocabulary.special[name]] for name in names}
+    special: dict[str, str] = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        if name in vocabulary.special:
+            special[name] = vocabulary.tokens[vocabulary.special[name]]
     adds_bos = vocabulary.adds_bos
     if adds_bos is None:
         adds_bos = vocabulary.model == "llama"  # llama.cpp's default of the kind
