@@ -14,14 +14,23 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.packs.loader import plan_of
 from chronicals.data.packs.packing import PackPlan
-from chronicals.distributed import Mesh, RankWatch, whole_parts
+from chronicals.distributed import (
+    Mesh,
+    RankWatch,
+    fingerprint,
+    prove_alike,
+    shared_settings,
+    whole_parts,
+)
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
+from chronicals.policies.context_parallel import check_dealt, sharing_packs
+from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.weight_copies import with_sharding
 from chronicals.training.adapters import with_token_ids
-from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
-from chronicals.training.context import check_dealt, sharing_packs
+from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
@@ -31,7 +40,6 @@ from chronicals.training.guard import check_that_something_was_applied
 from chronicals.training.heard import heard
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop
-from chronicals.training.needed_memory import with_sharding
 from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.preparation import (
     Source,
@@ -50,11 +58,8 @@ from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
 from chronicals.training.session import Session, prepared
 from chronicals.training.stopping import Stop
-from chronicals.training.stored_predictions import with_predictions
-from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
 from chronicals.training.vocabulary import fit_vocabulary
-from chronicals.training.weight_sharding import WEIGHTS
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
@@ -74,10 +79,7 @@ class ChronicalsTrainer:
         config: everything else; ``ChronicalsConfig()`` if None.
         callbacks: further callbacks; those for files and progress, and the trackers, are there
             anyway.
-
-    Attributes:
-        write_recipe: writes into the folder of a new run what it was started with; None where
-            nothing says it.
+        write_recipe: takes the folder of a new run and writes there what it was started with.
 
     Raises:
         ValueError: it is another kind of model, or the configuration cannot be honoured with it on
@@ -92,6 +94,7 @@ class ChronicalsTrainer:
         tokenizer: PreTrainedTokenizerBase,
         config: ChronicalsConfig | None = None,
         callbacks: Sequence[Callback] = (),
+        write_recipe: Callable[[Path], None] | None = None,
     ):
         check_versions_for(model)
         self.model = model
@@ -111,7 +114,7 @@ class ChronicalsTrainer:
         self._stop = Stop()
         self._session: Session | None = None
         self._earlier: EarlierRun | None = None
-        self.write_recipe: Callable[[Path], None] | None = None
+        self._write_recipe = write_recipe
 
     def release_graphs(self) -> None:
         """Give back the memory of CUDA graphs, as a callback may ask between steps; the next
@@ -213,7 +216,7 @@ class ChronicalsTrainer:
         ):
             objective = self.objective
             given = [store for store in (train_store, eval_store) if store is not None]
-            train_store, *held = with_predictions(
+            train_store, *held = with_frozen_columns(
                 given, objective, model, self.tokenizer, config, self.ranks
             )
             eval_store = held[0] if held else None
@@ -248,8 +251,8 @@ class ChronicalsTrainer:
             if self.config.overwrite and there:
                 check_replaceable(folder, self.model, self.config)
                 earlier = held.enter_context(replacing(folder))
-            if self.write_recipe is not None and (earlier is not None or not there):
-                self.write_recipe(folder)
+            if self._write_recipe is not None and (earlier is not None or not there):
+                self._write_recipe(folder)
 
         with ExitStack() as held:
             self.ranks.writer_does(make_room, CheckpointError)
@@ -280,12 +283,10 @@ class ChronicalsTrainer:
         config = self.config
         model = self.model
         limited = partial(self._watch.limited, "computing the reference, before the first step")
-        reference = StoredReference(
-            session, partial(self._stream, epochs=1, shuffle=False), limited
-        )
-        reference.keep(self.output_dir, resumed)
-        train_store = reference.beside(train_store)
-        eval_store = None if eval_store is None else reference.beside(eval_store)
+        columns = StartColumns(session, partial(self._stream, epochs=1, shuffle=False), limited)
+        columns.write_or_compare(self.output_dir, resumed)
+        train_store = columns.beside(train_store)
+        eval_store = None if eval_store is None else columns.beside(eval_store)
         keep_anchor(session, train_store, self.output_dir, resumed)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
         run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
@@ -310,17 +311,14 @@ class ChronicalsTrainer:
         divided = model if session.decisions["sharding"].how == WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(
-            lambda: about_data(train_store, model, self.tokenizer, config, reference.record)
+            lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
         )
-        session.before_update = saved.hold_update
-        session.told = lambda: (
-            saved.failed or self._stop.reason is not None or callbacks.error is not None
+        loop = Loop(
+            session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
         )
         with self._stop.on_signals(), callbacks.around(run):
-            with saved, session.stepping():
-                Loop(
-                    session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
-                ).train()
+            with saved, session.stepping(loop.hooks()):
+                loop.train()
             check_that_something_was_applied(run, session.precision)
             return finish(
                 run, model, self.tokenizer, config, self.ranks, saved, about, samples.after
