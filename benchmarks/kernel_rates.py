@@ -54,8 +54,7 @@ from chronicals.kernels.fp8 import (
 )
 from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
-from chronicals.kernels.fp8_linear import LINEAR_SCALINGS as OF_WEIGHTS
-from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
+from chronicals.kernels.fp8_linear import LINEAR_SCALINGS, Layouts, fp8_linear, scaled_product
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
@@ -806,7 +805,7 @@ def fp8():
 
         def products(scaling, x=x, weight=weight, dy=dy):
             (a, at), (c, ct) = (fp8_quantize(t, scaling, layout="both") for t in (x, dy))
-            b, bt = fp8_quantize(weight, OF_WEIGHTS[scaling], layout="both")
+            b, bt = fp8_quantize(weight, LINEAR_SCALINGS[scaling], layout="both")
             pairs = ((a, b, True), (c, bt, False), (ct, at, False))
             return lambda: [
                 scaled_product(left, right, torch.bfloat16, fast) for left, right, fast in pairs
@@ -815,7 +814,7 @@ def fp8():
         def layer(scaling, frozen, x=x, weight=weight, dy=dy):
             leaves = x.detach().requires_grad_(), weight.detach().requires_grad_(not frozen)
             known = (
-                Layouts(*fp8_quantize(weight, OF_WEIGHTS[scaling], layout="both"))
+                Layouts(*fp8_quantize(weight, LINEAR_SCALINGS[scaling], layout="both"))
                 if frozen
                 else None
             )
@@ -828,10 +827,10 @@ def fp8():
 
         arms = {
             "ours" if scaling == "tensor" else scaling: layer(scaling, False)
-            for scaling in OF_WEIGHTS
+            for scaling in LINEAR_SCALINGS
         }
         arms |= {"frozen": layer("tensor", True), "frozen block": layer("block", True)}
-        arms |= {f"products {scaling}": products(scaling) for scaling in OF_WEIGHTS}
+        arms |= {f"products {scaling}": products(scaling) for scaling in LINEAR_SCALINGS}
         yield Row(f"fp8_linear {inner} to {outer}", arms, products=three)
 
 

@@ -456,7 +456,7 @@ MUTATIONS = {
         "_add_product(d_bias[:, None], x.t(), factors[:, None].to(x.dtype), first)",
         "_add_product(d_bias[:, None], x.t(), factors[:, None].to(x.dtype), True)",
     ),
-    "chunks of hidden at the beginning": ("d_picked[part]", "d_picked[: len(x)]"),
+    "chunks of hidden at the beginning": ("d_states[part]", "d_states[: len(x)]"),
     "token weights of the first rows": (
         "weights if weights is None or rows is None else weights[rows]",
         "weights",
@@ -638,7 +638,7 @@ def test_replaced_rows(dtype, device):
 ROW_FAULTS = {
     "the frozen row has a part": ("x.index_fill_(1, index, 0)", "pass"),
     "logits of the frozen rows": (
-        "x.index_copy_(1, replaced.ids, _logits_of(replaced, picked[part], bias))",
+        "x.index_copy_(1, replaced.ids, _replaced_logits(replaced, picked[part], bias))",
         "pass",
     ),
     "states without the rows": (

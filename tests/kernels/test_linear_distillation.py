@@ -733,10 +733,10 @@ MUTATIONS = {
         "scale_rows(gradient, upstream, torch.empty_like(gradient, dtype=kind))",
         "scale_rows(gradient, torch.ones_like(upstream), torch.empty_like(gradient, dtype=kind))",
     ),
-    "chunks of hidden at the beginning": ("d_picked[part]", "d_picked[: len(x)]"),
+    "chunks of hidden at the beginning": ("d_states[part]", "d_states[: len(x)]"),
     "chunks of the teacher at the beginning": (
-        "chunk_logits(taught[part], theirs, teacher_bias, their_buffer)",
-        "chunk_logits(taught[: len(x)], theirs, teacher_bias, their_buffer)",
+        "chunk_logits(teacher_states[part], teacher_head, teacher_bias, teacher_buffer)",
+        "chunk_logits(teacher_states[: len(x)], teacher_head, teacher_bias, teacher_buffer)",
     ),
     "token weights of the first rows": ("x if x is None or rows is None else x[rows]", "x"),
     "another row of the teacher": (
@@ -747,7 +747,10 @@ MUTATIONS = {
         "divergence_and_gradient_(x, y, kept[part], of_row, options, any(wanted))",
         "divergence_and_gradient_(x, y, kept[part], None, options, any(wanted))",
     ),
-    "weights left out of the loss": ("found if of_row is None else found * of_row", "found"),
+    "weights left out of the loss": (
+        "results if row_weights is None else results * row_weights",
+        "results",
+    ),
 }
 
 

@@ -95,18 +95,18 @@ def _together(
     inner = split.context.inner
     if reason := why_not_divided(heads, groups, inner):
         raise ValueError(reason)
-    own = of_heads
+    head_values = of_heads
     if inner > 1:
         if groups % inner:
             # Fewer key heads than ranks: each rank's query heads belong to one key head, which
             # other ranks get as well.
             k, v = (x.repeat_interleave(inner // groups, dim=1) for x in (k, v))
         q, k, v = (_Exchange.apply(x, split, True) for x in (q, k, v))
-        own = tuple(values.chunk(inner)[split.context.rank % inner] for values in of_heads)
+        head_values = tuple(values.chunk(inner)[split.context.rank % inner] for values in of_heads)
     if split.keys is None:
-        out = attend(q, k, v, split.cu_seqlens, split.max_seqlen, None, None, *own)
+        out = attend(q, k, v, split.cu_seqlens, split.max_seqlen, None, None, *head_values)
     else:
-        out = _to_gathered(attend, q, k, v, split, split.keys, *own)
+        out = _to_gathered(attend, q, k, v, split, split.keys, *head_values)
     return _Exchange.apply(out, split, False) if inner > 1 else out
 
 
@@ -131,9 +131,9 @@ def _to_gathered(
     for first in range(0, groups, at_once):
         of_k = slice(first, first + at_once)
         of_q = slice(first * ratio, (first + at_once) * ratio)
-        own = k[:, of_k], v[:, of_k]
-        gathered = [_Gather.apply(x, split) for x in own]
-        with _saving_shards(own, gathered, split):
+        shards = k[:, of_k], v[:, of_k]
+        gathered = [_Gather.apply(x, split) for x in shards]
+        with _saving_shards(shards, gathered, split):
             some = (values[of_q] for values in of_heads)
             outs.append(
                 attend(
@@ -152,7 +152,7 @@ def _to_gathered(
 
 @contextmanager
 def _saving_shards(
-    own: Sequence[Tensor], gathered: Sequence[Tensor], split: SplitDocuments
+    shards: Sequence[Tensor], gathered: Sequence[Tensor], split: SplitDocuments
 ) -> Iterator[None]:
     """Save this rank's shard for backward instead of the gathered tensor, inside the ``with`` block.
 
@@ -160,14 +160,14 @@ def _saving_shards(
     a layer's tensors only while the layer computes.
 
     Args:
-        own: this rank's keys and values.
+        shards: this rank's keys and values.
         gathered: those of all ranks, in the same order.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         yield
         return
 
-    pairs = list(zip(own, gathered))
+    pairs = list(zip(shards, gathered))
 
     def pack(x: Tensor) -> Tensor | _Shard:
         for shard, whole in pairs:
@@ -270,9 +270,9 @@ class _Gather(torch.autograd.Function):
             for place in split.keys.places.unbind()
         )
         total = first.add_(second)
-        own = total.new_empty(len(total) // split.context.outer, *total.shape[1:])
-        dist.reduce_scatter_tensor(own, total, group=split.context.outer_group)
-        return own.to(dy.dtype), None
+        shard = total.new_empty(len(total) // split.context.outer, *total.shape[1:])
+        dist.reduce_scatter_tensor(shard, total, group=split.context.outer_group)
+        return shard.to(dy.dtype), None
 
 
 def _gathered(x_QKD: Tensor, split: SplitDocuments) -> Tensor:

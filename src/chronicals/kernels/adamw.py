@@ -53,8 +53,8 @@ def _split(value):
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     finite = magnitude < 0x7F800000
-    kept = (magnitude >> 16) | ((magnitude & 0xFFFF) != 0).to(tl.int32)  # a NaN stays one
-    high = tl.where(finite, (magnitude + 0x8000) >> 16, kept)
+    special = (magnitude >> 16) | ((magnitude & 0xFFFF) != 0).to(tl.int32)  # a NaN stays one
+    high = tl.where(finite, (magnitude + 0x8000) >> 16, special)
     low = tl.where(finite, magnitude - (high << 16), 0)
     return (high | ((bits >> 16) & 0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True), low.to(
         tl.int16
@@ -437,13 +437,13 @@ def _reference_part_(
             if tensors.lows
             else (_in_type(new, weight.dtype, begin, step, number, 2),)
         )
-        kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
+        stored = (weight, tensors.lows[n]) if tensors.lows else (weight,)
         states = (
             _in_type(x, mean.dtype, begin, step, number, which)
             for which, x in enumerate((new_mean, new_square))
         )
         applies = None if apply is None else apply.expand(len(tensors.weights))[n]
-        for old, updated in zip((*kept, mean, square), (*parts, *states)):
+        for old, updated in zip((*stored, mean, square), (*parts, *states)):
             old.copy_(updated if applies is None else torch.where(applies, updated, old))
 
 

@@ -464,7 +464,7 @@ def _reference_part_(
         root = (square * (1.0 / corrections[1, n])).sqrt() + eps
         new = value * (1 - lr * weight_decay) - (lr / corrections[0, n]) * mean / root
         parts = split_master(new) if tensors.lows else (new.to(weight.dtype),)
-        kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
+        stored = (weight, tensors.lows[n]) if tensors.lows else (weight,)
         states = (
             tensors.means[n],
             tensors.mean_scales[n],
@@ -473,5 +473,5 @@ def _reference_part_(
         )
         quantized = (*quantize_moment(mean, True), *quantize_moment(square, False))
         applies = None if apply is None else apply.expand(len(tensors.weights))[n]
-        for old, updated in zip((*kept, *states), (*parts, *quantized), strict=True):
+        for old, updated in zip((*stored, *states), (*parts, *quantized), strict=True):
             old.copy_(updated if applies is None else torch.where(applies, updated, old))

@@ -227,17 +227,20 @@ def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the compile-time arguments of the first kernel and its launch options."""
     # Columns of a strip are halved until shared memory holds two tiles, so that one is loaded while
     # another is multiplied.
-    held = max(16, next_power_of_2(rank))
-    columns = 512 if held == 16 else 256
-    while dy.is_cuda and _tiles(dy, columns, held) < 2:
+    padded_rank = max(16, next_power_of_2(rank))
+    columns = 512 if padded_rank == 16 else 256
+    while dy.is_cuda and _tiles(dy, columns, padded_rank) < 2:
         columns //= 2
     constants = {
         "COLUMNS": columns,
-        "RANK": held,
+        "RANK": padded_rank,
         "ROWS": GRADIENT_TILE_ROWS,
         "KIND": multiplied_in(dy.dtype),
     }
-    return constants, {"num_warps": 8, "num_stages": max(1, min(4, _tiles(dy, columns, held)))}
+    return constants, {
+        "num_warps": 8,
+        "num_stages": max(1, min(4, _tiles(dy, columns, padded_rank))),
+    }
 
 
 def _tiles(dy: Tensor, columns: int, rank: int) -> int:

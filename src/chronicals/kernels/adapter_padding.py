@@ -108,19 +108,19 @@ def write_adapters(
         ranks: rank of each layer's adapter, 0 for none.
         downs, ups, scales: A, B and s of each layer; A and B are None without an adapter.
     """
-    there = [x for x in (*downs, *ups) if x is not None]
+    matrices = [x for x in (*downs, *ups) if x is not None]
     fits = (
         len(sizes) <= MAX_FUSED_LAYERS
-        and len({x.dtype for x in there}) == 1
-        and all(x.is_contiguous() for x in there)
+        and len({x.dtype for x in matrices}) == 1
+        and all(x.is_contiguous() for x in matrices)
     )
-    if not fits or not runs_triton(up, *there):
+    if not fits or not runs_triton(up, *matrices):
         write_adapters_reference(down, up, sizes, ranks, downs, ups, scales)
         return
     missing = MAX_FUSED_LAYERS - len(sizes)
     width = down.shape[1]
     of_a, of_b = (
-        [there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups)
+        [matrices[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups)
     )
     none = [0] * missing
     programs = max(

@@ -41,15 +41,15 @@ def _scale_kernel(
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < width
-    inside = (row < rows) & there[None, :]
-    factor = tl.load(factor_ptr + column, mask=there, other=0.0)
+    in_row = column < width
+    inside = (row < rows) & in_row[None, :]
+    factor = tl.load(factor_ptr + column, mask=in_row, other=0.0)
     z = (
         tl.load(y_ptr + row * y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         * factor[None, :]
     )
     if BIAS:
-        z += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
+        z += tl.load(bias_ptr + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
     tl.store(z_ptr + row * z_stride + column[None, :], z.to(z_ptr.dtype.element_ty), mask=inside)
 
 
@@ -76,12 +76,12 @@ def _gradient_kernel(
 ):
     part = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < width
-    factor = tl.load(factor_ptr + column, mask=there, other=0.0)
+    in_row = column < width
+    factor = tl.load(factor_ptr + column, mask=in_row, other=0.0)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(part * CHUNK, tl.minimum(rows, (part + 1) * CHUNK), ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        inside = (row < rows) & there[None, :]
+        inside = (row < rows) & in_row[None, :]
         dz = tl.load(dz_ptr + row * dz_stride + column[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
@@ -92,7 +92,7 @@ def _gradient_kernel(
         dy = (dz * factor[None, :]).to(dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + row * dy_stride + column[None, :], dy, mask=inside)
     if SUMS:
-        tl.store(sums_ptr + part.to(tl.int64) * width + column, tl.sum(total, 0), mask=there)
+        tl.store(sums_ptr + part.to(tl.int64) * width + column, tl.sum(total, 0), mask=in_row)
 
 
 def scale_columns(

@@ -230,7 +230,7 @@ def _divergence_kernel(
     target_ptr,
     weight_ptr,
     # written
-    found_ptr,
+    results_ptr,
     # sizes and strides of rows
     rows,
     vocabulary,
@@ -260,13 +260,13 @@ def _divergence_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * y_stride
-    found_ptr += row
+    results_ptr += row
     target = tl.load(target_ptr + row)
     blocks = tl.cdiv(vocabulary, BLOCK)
     kind = x_ptr.dtype.element_ty
     if target == -100:
         for what in tl.static_range(5):
-            tl.store(found_ptr + what * rows, 0.0)
+            tl.store(results_ptr + what * rows, 0.0)
         if WANTS_GRADIENT:
             for block in range(blocks):
                 column = block * BLOCK + tl.arange(0, BLOCK)
@@ -294,9 +294,9 @@ def _divergence_kernel(
             sums = tl.zeros((BLOCK,), tl.float32)
             for block in range(blocks):
                 column = block * BLOCK + tl.arange(0, BLOCK)
-                there = column < vocabulary
-                x = tl.load(x_ptr + column, mask=there, other=0.0, eviction_policy="evict_last")
-                y = tl.load(y_ptr + column, mask=there, other=0.0, eviction_policy="evict_last")
+                inside = column < vocabulary
+                x = tl.load(x_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last")
+                y = tl.load(y_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last")
                 log_q = (
                     shaped(x, x_scale, x_softcap, X_SOFTCAP) - x_top
                 ) / temperature - x_tempered
@@ -304,17 +304,17 @@ def _divergence_kernel(
                     shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top
                 ) / temperature - y_tempered
                 _, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)
-                divergences += tl.where(there, divergence, 0.0)
-                sums += tl.where(there, h, 0.0)
+                divergences += tl.where(inside, divergence, 0.0)
+                sums += tl.where(inside, h, 0.0)
             sum_of_h = tl.sum(sums, axis=0)
         if WANTS_GRADIENT:
             of_d = weight * of_divergence / temperature
             of_c = weight * of_cross_entropy
             for back in range(blocks):
                 column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
-                there = column < vocabulary
-                x = tl.load(x_ptr + column, mask=there, other=0.0, eviction_policy="evict_first")
-                y = tl.load(y_ptr + column, mask=there, other=0.0, eviction_policy="evict_first")
+                inside = column < vocabulary
+                x = tl.load(x_ptr + column, mask=inside, other=0.0, eviction_policy="evict_first")
+                y = tl.load(y_ptr + column, mask=inside, other=0.0, eviction_policy="evict_first")
                 z = shaped(x, x_scale, x_softcap, X_SOFTCAP)
                 log_q = (z - x_top) / temperature - x_tempered
                 log_p = (
@@ -322,7 +322,7 @@ def _divergence_kernel(
                 ) / temperature - y_tempered
                 q, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)
                 if KIND == 0:
-                    divergences += tl.where(there, divergence, 0.0)
+                    divergences += tl.where(inside, divergence, 0.0)
                 gradient = of_d * (h - q * sum_of_h)
                 if WITH_CROSS_ENTROPY:
                     chance = tl.exp(z - x_top - x_rest) if TEMPERED else q
@@ -331,13 +331,13 @@ def _divergence_kernel(
                 if X_SOFTCAP:
                     gradient *= 1.0 - (z / x_softcap) * (z / x_softcap)
                 tl.store(
-                    x_ptr + column, gradient.to(kind), mask=there, eviction_policy="evict_first"
+                    x_ptr + column, gradient.to(kind), mask=inside, eviction_policy="evict_first"
                 )
-        tl.store(found_ptr, tl.sum(divergences, axis=0) * valid)
-        tl.store(found_ptr + rows, (x_rest - (x_target - x_top)) * valid)
-        tl.store(found_ptr + 2 * rows, (y_rest - (y_target - y_top)) * valid)
-        tl.store(found_ptr + 3 * rows, tl.where(x_best == y_best, 1.0, 0.0))
-        tl.store(found_ptr + 4 * rows, tl.where(x_best == target, 1.0, 0.0))
+        tl.store(results_ptr, tl.sum(divergences, axis=0) * valid)
+        tl.store(results_ptr + rows, (x_rest - (x_target - x_top)) * valid)
+        tl.store(results_ptr + 2 * rows, (y_rest - (y_target - y_top)) * valid)
+        tl.store(results_ptr + 3 * rows, tl.where(x_best == y_best, 1.0, 0.0))
+        tl.store(results_ptr + 4 * rows, tl.where(x_best == target, 1.0, 0.0))
 
 
 def divergence_and_gradient_(
@@ -362,7 +362,7 @@ def divergence_and_gradient_(
     if not runs_triton(x, y):
         return divergence_and_gradient_reference_(x, y, targets, weights, options, wants_gradient)
     rows, vocabulary = x.shape
-    found = x.new_empty((len(ROW_RESULTS), rows), dtype=torch.float32)
+    results = x.new_empty((len(ROW_RESULTS), rows), dtype=torch.float32)
     tile = tile_of(vocabulary)
     of = options.divergence
     student = options.student
@@ -373,7 +373,7 @@ def divergence_and_gradient_(
             y,
             targets,
             weights,
-            found,
+            results,
             rows,
             vocabulary,
             x.stride(0),
@@ -398,7 +398,7 @@ def divergence_and_gradient_(
             tile.block,
             num_warps=tile.warps,
         )
-    return found
+    return results
 
 
 def _zero_where(chances: Tensor, values: Tensor) -> Tensor:
@@ -455,7 +455,7 @@ def divergence_and_gradient_reference_(
         for log in (log_chances, torch.log_softmax(teacher_z, 1))
     ]
     same = [(best == other).to(wide) for other in (teachers_best, targets)]
-    found = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORE_INDEX, 0.0)
+    results = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORE_INDEX, 0.0)
     if wants_gradient:
         gradient = (
             options.of_divergence
@@ -467,10 +467,10 @@ def divergence_and_gradient_reference_(
                 1, at_target, torch.full_like(at_target, -1, dtype=wide)
             )
             gradient += options.of_cross_entropy * chances
-        kept = (targets != IGNORE_INDEX).to(wide)
-        gradient *= (kept if weights is None else kept * weights)[:, None]
+        counted = (targets != IGNORE_INDEX).to(wide)
+        gradient *= (counted if weights is None else counted * weights)[:, None]
         chain_(gradient, z, x, options.student)
-    return found
+    return results
 
 
 def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:

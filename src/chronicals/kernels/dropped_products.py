@@ -226,15 +226,15 @@ def _of_x_kernel(
 def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int], int]:
     """Return compile-time arguments, launch options, and the number of programs that run at once."""
     # A stage holds a tile of x and one of A; up to three, as shared memory allows.
-    held = max(16, next_power_of_2(rank))
-    rows = SMALL_RANK_TILE_ROWS if held <= SMALL_RANK_TILE_ROWS else DROPOUT_TILE_ROWS
-    stage = (rows + held) * DROPOUT_TILE_COLUMNS * x.element_size()
+    padded_rank = max(16, next_power_of_2(rank))
+    rows = SMALL_RANK_TILE_ROWS if padded_rank <= SMALL_RANK_TILE_ROWS else DROPOUT_TILE_ROWS
+    stage = (rows + padded_rank) * DROPOUT_TILE_COLUMNS * x.element_size()
     stages = max(1, min(3, shared_memory(x.device) // stage))
     resident = multiprocessors(x.device) * max(1, shared_memory(x.device) // (stages * stage))
     constants = {
         "ROWS": rows,
         "BLOCK": DROPOUT_TILE_COLUMNS,
-        "RANK": held,
+        "RANK": padded_rank,
         "KIND": multiplied_in(x.dtype),
     }
     return constants, {"num_warps": 4, "num_stages": stages}, resident
@@ -317,8 +317,8 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
 def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """Return dA = ``gᵀ drop(x)``, fp32 ``[r, D]``."""
     if not runs_in_16_bit(g, x):
-        kept = dropped_reference(x, seed, dropout)
-        return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
+        dropped = dropped_reference(x, seed, dropout)
+        return (g.t() @ dropped).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
     blocks = triton.cdiv(width, DROPOUT_TILE_COLUMNS)
     slices = []

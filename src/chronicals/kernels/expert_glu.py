@@ -369,8 +369,8 @@ def _forward(
     width = h.shape[1] // 2
     u = h.new_empty(rows, width)
     block = _block(width)
-    held = GLU_PROGRAM_ELEMENTS // block
-    _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
+    program_rows = GLU_PROGRAM_ELEMENTS // block
+    _expert_glu_forward_kernel[(triton.cdiv(rows, program_rows),)](
         h,
         u,
         None,
@@ -388,7 +388,7 @@ def _forward(
         True,
         False,
         0.0,
-        held,
+        program_rows,
         block,
         num_warps=4,
     )
@@ -418,8 +418,8 @@ def _backward(
     rows, width = g.shape
     d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
     block = _block(width)
-    held = GLU_PROGRAM_ELEMENTS // block
-    _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
+    program_rows = GLU_PROGRAM_ELEMENTS // block
+    _expert_glu_backward_kernel[(triton.cdiv(rows, program_rows),)](
         g,
         h,
         shares,
@@ -445,7 +445,7 @@ def _backward(
         has_unit,
         False,
         0.0,
-        held,
+        program_rows,
         block,
         num_warps=4,
     )

@@ -58,8 +58,8 @@ def _forward(
     width = h.shape[1] // 2
     u, values, scale = _empty(h, width, dense)
     block = _block(width)
-    held = GLU_PROGRAM_ELEMENTS // block
-    _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
+    program_rows = GLU_PROGRAM_ELEMENTS // block
+    _expert_glu_forward_kernel[(triton.cdiv(rows, program_rows),)](
         h,
         u if dense else None,
         values,
@@ -77,7 +77,7 @@ def _forward(
         dense,
         True,
         FP8_MAX[UNIT_DTYPE],
-        held,
+        program_rows,
         block,
         num_warps=4,
     )
@@ -114,8 +114,8 @@ def _backward(
     rows, width = g.shape
     d_h, values, scale, unit, d_shares = _empty_gradients(h, shares, dense, has_unit)
     block = _block(width)
-    held = GLU_PROGRAM_ELEMENTS // block
-    _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
+    program_rows = GLU_PROGRAM_ELEMENTS // block
+    _expert_glu_backward_kernel[(triton.cdiv(rows, program_rows),)](
         g,
         h,
         shares,
@@ -141,7 +141,7 @@ def _backward(
         has_unit,
         True,
         FP8_MAX[UNIT_DTYPE],
-        held,
+        program_rows,
         block,
         num_warps=4,
     )
@@ -196,8 +196,8 @@ def expert_glu_fp8_gradient(
     """Return what ``expert_glu_gradient`` does, with dh twice: in the dtype of h (None if not
     ``dense``), and in e4m3 with scales ``[S, 1]``.
     """
-    there = len(h) and h.stride(1) == 1 and g.stride(1) == 1
-    if not (there and runs_triton(g, h, shares)) or lacks_fp8(h.device):
+    launchable = len(h) and h.stride(1) == 1 and g.stride(1) == 1
+    if not (launchable and runs_triton(g, h, shares)) or lacks_fp8(h.device):
         return expert_glu_fp8_gradient_reference(g, h, shares, order, gate, dense, has_unit)
     options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
     d_h, values, scale, unit, d_shares = _backward(g, h, shares, order, *options, dense, has_unit)

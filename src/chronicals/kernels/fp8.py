@@ -156,8 +156,8 @@ def _extremes_kernel(
     most = tl.zeros((PART, BLOCK), tl.float32)
     for part in tl.range(0, HIGH, PART, num_stages=3):
         row = top + part + tl.arange(0, PART)
-        given, _ = _values(x_ptr, row, column, rows, width, stride, WHOLE)
-        sizes = tl.abs(given.to(tl.float32))
+        values, _ = _values(x_ptr, row, column, rows, width, stride, WHOLE)
+        sizes = tl.abs(values.to(tl.float32))
         most = tl.maximum(most, sizes)
         if SCALING == "row":
             _raise(of_rows_ptr + row, tl.max(sizes, 1), row < rows)
@@ -263,17 +263,17 @@ def _four(a, b, c, d, inverse, KIND: tl.constexpr):
 def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.constexpr):
     """Write packed bytes ``[rows / 4, columns]`` to the transposed layout."""
     transposed = tl.trans(fours)
-    there = ((column < width) | WHOLE)[:, None]
+    inside = ((column < width) | WHOLE)[:, None]
     if columns_ptr.dtype.element_ty == tl.uint32:
         place = columns_ptr + column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]
-        tl.store(place, transposed, mask=there & ((four < rows // 4) | WHOLE)[None, :])
+        tl.store(place, transposed, mask=inside & ((four < rows // 4) | WHOLE)[None, :])
     else:  # with M no multiple of 4 a column begins at any byte
         place = columns_ptr + column.to(tl.int64)[:, None] * rows + 4 * four[None, :]
         for n in tl.static_range(4):
             tl.store(
                 place + n,
                 (transposed >> 8 * n & 255).to(tl.uint8),
-                mask=there & (4 * four + n < rows)[None, :],
+                mask=inside & (4 * four + n < rows)[None, :],
             )
 
 
@@ -339,10 +339,10 @@ def _tiles_kernel(
         _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE)
     if ROWS:
         tile = top * across + left
-        given = (a, b, c, d)
+        parts = (a, b, c, d)
         inside = (of_a, of_b, of_c, of_d)
         for n in tl.static_range(4):
-            values = given[n].to(tl.float32)
+            values = parts[n].to(tl.float32)
             if SCALING == "block":
                 most = tl.max(tl.abs(values), 1)
             scale = _scales(
@@ -404,13 +404,13 @@ def _quantize(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = _outputs(x, scaling, dtype, layout)
+    results = _outputs(x, scaling, dtype, layout)
     if not x.numel():
-        for tensor in made:
+        for tensor in results:
             tensor.fill_(1.0)
-        return made
-    by_rows = made[:2]
-    by_columns = made[2:]
+        return results
+    by_rows = results[:2]
+    by_columns = results[2:]
     (rows, width) = x.shape
     stride = x.stride(0)
     limit = FP8_MAX[dtype]
@@ -418,7 +418,7 @@ def _quantize(
         block = next_power_of_2(width)
         warps = min(max(block // 1024, 1), 16)
         _rows_kernel[(rows,)](x, *by_rows, width, stride, limit, block, num_warps=warps)
-        return made
+        return results
     known = amax if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
     whole = rows % FP8_BLOCK == width % FP8_BLOCK == 0
@@ -444,7 +444,7 @@ def _quantize(
         FP8_BLOCK,
         num_warps=warps,
     )
-    return made
+    return results
 
 
 def _in_fours(columns: Tensor) -> Tensor:
@@ -568,8 +568,8 @@ def _transpose_kernel(
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     fours = tl.zeros((BLOCK // 4, BLOCK), tl.uint32)
     for n in tl.static_range(4):
-        given, _ = _values(values_ptr, 4 * four + n, column, rows, width, width, WHOLE)
-        fours |= given.to(tl.uint32) << 8 * n
+        values, _ = _values(values_ptr, 4 * four + n, column, rows, width, width, WHOLE)
+        fours |= values.to(tl.uint32) << 8 * n
     _put_columns(transposed_ptr, fours, four, column, rows, width, WHOLE)
 
 

@@ -101,10 +101,10 @@ def _expert_tiles_kernel(
         into = columns_ptr + (place // 4 if columns_ptr.dtype.element_ty == tl.uint32 else place)
         _put_columns(into, fours, four, column, height, width, WHOLE)
     if ROWS:
-        given = (a, b, c, d)
+        parts = (a, b, c, d)
         inside = (of_a, of_b, of_c, of_d)
         for n in tl.static_range(4):
-            values = (given[n].to(tl.float32) * _inverse(scale)[None, :]).to(
+            values = (parts[n].to(tl.float32) * _inverse(scale)[None, :]).to(
                 rows_ptr.dtype.element_ty
             )
             at = rows_ptr + place + (row + n).to(tl.int64)[:, None] * width + column[None, :]
@@ -125,8 +125,8 @@ def _expert_transpose_kernel(
     place = expert * height * width
     fours = tl.zeros((BLOCK // 4, BLOCK), tl.uint32)
     for n in tl.static_range(4):
-        given, _ = _values(values_ptr + place, 4 * four + n, column, height, width, width, WHOLE)
-        fours |= given.to(tl.uint32) << 8 * n
+        values, _ = _values(values_ptr + place, 4 * four + n, column, height, width, width, WHOLE)
+        fours |= values.to(tl.uint32) << 8 * n
     into = out_ptr + (place // 4 if out_ptr.dtype.element_ty == tl.uint32 else place)
     _put_columns(into, fours, four, column, height, width, WHOLE)
 
@@ -143,7 +143,7 @@ def _empty(w: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("chronicals::fp8_quantize_experts")
 def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns, found = _empty(w, layout)
+    rows, columns, scales = _empty(w, layout)
     known = scale
     if known is None:
         (steps, block) = EXPERT_AMAX_STRIP
@@ -160,7 +160,7 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
         known,
         of_rows,
         fours,
-        found,
+        scales,
         *w.shape[1:],
         scale is not None,
         layout != "columns",
@@ -170,7 +170,7 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
         FP8_BLOCK,
         num_warps=4 if w.dtype == torch.bfloat16 else 8,
     )
-    return rows, columns, found
+    return rows, columns, scales
 
 
 @torch.library.register_fake(_quantize)
@@ -209,9 +209,9 @@ def fp8_quantize_experts(
         raise ValueError(f"w has shape {tuple(w.shape)}: expected [E, A, B]")
     if not runs_triton(w) or lacks_fp8(w.device) or not w.numel():
         return fp8_quantize_experts_reference(w, layout, scale)
-    rows, columns, found = _quantize(w.contiguous(), layout, scale)
-    return Scaled(rows, found) if layout != "columns" else None, Scaled(
-        columns, found
+    rows, columns, scales = _quantize(w.contiguous(), layout, scale)
+    return Scaled(rows, scales) if layout != "columns" else None, Scaled(
+        columns, scales
     ) if layout != "rows" else None
 
 

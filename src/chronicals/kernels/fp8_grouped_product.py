@@ -141,7 +141,7 @@ def fp8_grouped_product(
         u is None or up is None or u.dtype == up.dtype
     )
     if len(to.order_S) and dense and runs_triton(x.scale, weight.scale, bias, u, up):
-        given = (
+        operands = (
             x.values,
             x.scale,
             weight.values,
@@ -153,7 +153,7 @@ def fp8_grouped_product(
             to.rows,
             of_tokens,
         )
-        return _product(*given, bias, u, up, dtype, fast)
+        return _product(*operands, bias, u, up, dtype, fast)
     return fp8_grouped_product_reference(x, weight, to, of_tokens, bias, adapted, dtype)
 
 

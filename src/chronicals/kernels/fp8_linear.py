@@ -69,16 +69,18 @@ def scaled_product(
         y = _of_type(_product_of_blocks(left, right), dtype)
         return y if bias is None else y + bias
     # With scales of rows torch's product writes bf16 only.
-    made = torch.bfloat16 if left.scale.ndim else dtype
+    product_dtype = torch.bfloat16 if left.scale.ndim else dtype
     # The product itself adds a bias of its own output dtype, but not in fp32.
-    inside = bias if made == dtype != torch.float32 else None
+    inside = bias if product_dtype == dtype != torch.float32 else None
     options: dict[str, Any] = {
         "scale_a": left.scale,
         "scale_b": right.scale.t(),
         "bias": inside,
         "use_fast_accum": fast,
     }
-    y = _of_type(torch._scaled_mm(left.values, right.values.t(), out_dtype=made, **options), dtype)
+    y = _of_type(
+        torch._scaled_mm(left.values, right.values.t(), out_dtype=product_dtype, **options), dtype
+    )
     return y if bias is None or inside is not None else y + bias
 
 
@@ -132,8 +134,8 @@ class _FP8Linear(torch.autograd.Function):
         rows, columns = known or fp8_quantize(
             weight, LINEAR_SCALINGS[scaling], layout="both" if of_x else "rows"
         )
-        kept = x_columns if of_weight else None, columns if of_x else None
-        ctx.save_for_backward(*(part for scaled in kept for part in scaled or (None, None)))
+        saved = x_columns if of_weight else None, columns if of_x else None
+        ctx.save_for_backward(*(part for scaled in saved for part in scaled or (None, None)))
         ctx.options = scaling, gradient_type, weight.dtype
         assert x_rows is not None and rows is not None
         return scaled_product(x_rows, rows, x.dtype, fast=True)

@@ -187,7 +187,7 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
     return grouped_weight_gradient(x, dy, to, other, dtype=of.weight.dtype)
 
 
-class _Kept(NamedTuple):
+class _Settings(NamedTuple):
     """Arguments of the function that are no tensors or are not differentiated; pairs are those of
     the two products.
 
@@ -238,20 +238,20 @@ class _FusedExperts(torch.autograd.Function):
         u2: Tensor | None,
         experts: Tensor,
         to: Dispatch,
-        kept: _Kept,
+        settings: _Settings,
     ) -> Tensor:
-        first = kept.product(0, w1, b1, a1, u1)
-        second = kept.product(1, w2, b2, a2, u2)
+        first = settings.product(0, w1, b1, a1, u1)
+        second = settings.product(1, w2, b2, a2, u2)
         thin = _thin(x, first, to, True)
         h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
         if second.in_fp8 is None:
-            unit = ProductInput(expert_glu(h, kept.gate))
+            unit = ProductInput(expert_glu(h, settings.gate))
         else:
-            unit = ProductInput(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
+            unit = ProductInput(*expert_glu_fp8(h, settings.gate, dense=a2 is not None))
         z, of_second = _through(
             unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype
         )
-        ctx.kept = kept
+        ctx.kept = settings
         ctx.sizes = (to.each, to.rows)
         read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None
         ctx.save_for_backward(
@@ -295,10 +295,10 @@ class _FusedExperts(torch.autograd.Function):
             experts,
             *placed,
         ) = ctx.saved_tensors
-        kept: _Kept = ctx.kept
+        settings: _Settings = ctx.kept
         to = Dispatch(*placed, *ctx.sizes)
-        first = kept.product(0, w1, b1, a1, u1)
-        second = kept.product(1, w2, b2, a2, u2)
+        first = settings.product(0, w1, b1, a1, u1)
+        second = settings.product(1, w2, b2, a2, u2)
         wanted = dict(
             zip(
                 ("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"),
@@ -312,46 +312,50 @@ class _FusedExperts(torch.autograd.Function):
         gradient: Tensor | None
         if first.in_fp8 is None:
             gradient, unit, d_shares = expert_glu_gradient(
-                g, h, flat, to.order_S, kept.gate, has_unit
+                g, h, flat, to.order_S, settings.gate, has_unit
             )
             d_h = ProductInput(gradient)
         else:
             dense = wanted["w1"] or wanted["b1"] or a1 is not None
             gradient, scaled, unit, d_shares = expert_glu_fp8_gradient(
-                g, h, flat, to.order_S, kept.gate, dense, has_unit
+                g, h, flat, to.order_S, settings.gate, dense, has_unit
             )
             d_h = ProductInput(gradient, scaled)
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         if unit is not None and wanted["w2"]:
-            found["w2"] = _of_weight(dy, unit, second, to, GATHER_FIRST)
+            gradients["w2"] = _of_weight(dy, unit, second, to, GATHER_FIRST)
         if unit is not None and thin_dy is not None and a2 is not None:
-            found["a2"] = grouped_weight_gradient(thin_dy, unit, to, dtype=a2.dtype)
+            gradients["a2"] = grouped_weight_gradient(thin_dy, unit, to, dtype=a2.dtype)
             thin_unit = grouped_product(unit, a2, to, factor=second.scale)
-            found["u2"] = grouped_weight_gradient(dy, thin_unit, to, GATHER_FIRST, dtype=a2.dtype)
+            gradients["u2"] = grouped_weight_gradient(
+                dy, thin_unit, to, GATHER_FIRST, dtype=a2.dtype
+            )
         del unit, g
         if b2 is not None:
             d_shares = d_shares.view_as(shares) + product(dy, b2.t(), d_shares.dtype).gather(
                 1, experts
             )
             if wanted["b2"]:
-                found["b2"] = product(
+                gradients["b2"] = product(
                     _weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype
                 )
-        found["shares"] = d_shares.view_as(shares).to(shares.dtype)
+        gradients["shares"] = d_shares.view_as(shares).to(shares.dtype)
         d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
             if wanted["w1"]:
-                found["w1"] = _of_weight(gradient, x, first, to, GATHER_SECOND)
+                gradients["w1"] = _of_weight(gradient, x, first, to, GATHER_SECOND)
             if thin_dh is not None and wanted["a1"]:
-                found["a1"] = grouped_weight_gradient(thin_dh, x, to, GATHER_SECOND, dtype=dy.dtype)
+                gradients["a1"] = grouped_weight_gradient(
+                    thin_dh, x, to, GATHER_SECOND, dtype=dy.dtype
+                )
             if thin is not None and wanted["u1"]:
-                found["u1"] = grouped_weight_gradient(gradient, thin, to, dtype=dy.dtype)
+                gradients["u1"] = grouped_weight_gradient(gradient, thin, to, dtype=dy.dtype)
             if b1 is not None and wanted["b1"]:
                 ones = gradient.new_ones(len(gradient), MIN_PRODUCT_COLUMNS)
-                found["b1"] = grouped_weight_gradient(ones, gradient, to, dtype=b1.dtype)[:, 0]
+                gradients["b1"] = grouped_weight_gradient(ones, gradient, to, dtype=b1.dtype)[:, 0]
         if wanted["x"]:
-            found["x"] = expert_combine(d_x, to.places_S, to.each)
-        return tuple(found.get(name) if needed else None for name, needed in wanted.items())
+            gradients["x"] = expert_combine(d_x, to.places_S, to.each)
+        return tuple(gradients.get(name) if needed else None for name, needed in wanted.items())
 
 
 def _weights_of_tokens(shares: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -390,15 +394,18 @@ def fused_experts(
     gate = gate or Gate()
     _check(x, experts, shares, first, second)
     to = dispatch_to_experts(experts, first.sizes[0])
-    held = first.held, second.held
-    given = (first.weight if held[0] is None else None, second.weight if held[1] is None else None)
+    saved = first.held, second.held
+    unsaved = (
+        first.weight if saved[0] is None else None,
+        second.weight if saved[1] is None else None,
+    )
     scales = (first.scale, second.scale)
     in_fp8 = (first.in_fp8, second.in_fp8)
-    kept = _Kept(gate, (first.transposed, second.transposed), scales, given, in_fp8)
-    of_first = held[0], first.bias, first.down, first.up
-    of_second = held[1], second.bias, second.down, second.up
+    settings = _Settings(gate, (first.transposed, second.transposed), scales, unsaved, in_fp8)
+    of_first = saved[0], first.bias, first.down, first.up
+    of_second = saved[1], second.bias, second.down, second.up
     y: Tensor = _FusedExperts.apply(
-        x.contiguous(), shares, *of_first, *of_second, experts, to, kept
+        x.contiguous(), shares, *of_first, *of_second, experts, to, settings
     )
     return y
 

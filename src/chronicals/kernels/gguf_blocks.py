@@ -96,10 +96,10 @@ def _dequantize(packed: Tensor, out: Tensor, kind: str) -> None:
 
 
 @triton.jit
-def _half(ptr, there):
+def _half(ptr, valid):
     """Load an fp16 that may begin at any byte; return it in fp32."""
-    low = tl.load(ptr, mask=there, other=0).to(tl.uint16)
-    high = tl.load(ptr + 1, mask=there, other=0).to(tl.uint16)
+    low = tl.load(ptr, mask=valid, other=0).to(tl.uint16)
+    high = tl.load(ptr + 1, mask=valid, other=0).to(tl.uint16)
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -123,13 +123,13 @@ def _dequantize_gguf_kernel(
     """Dequantise ``GROUPS`` groups of ``SIZE`` elements; ``KIND`` is the position in ``GGUF_KINDS``."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     element = tl.arange(0, SIZE)[None, :]
-    there = group < groups
-    mask = there[:, None]
+    valid = group < groups
+    mask = valid[:, None]
     if KIND == 0:
         at = packed_ptr + group.to(tl.int64) * 34
         values = (
             _signed(tl.load(at[:, None] + 2 + element, mask=mask, other=0)).to(tl.float32)
-            * _half(at, there)[:, None]
+            * _half(at, valid)[:, None]
         )
     elif KIND == 1:
         at = packed_ptr + (group // 2).to(tl.int64) * 18
@@ -138,19 +138,19 @@ def _dequantize_gguf_kernel(
             tl.load(at[:, None] + 2 + element, mask=mask, other=0).to(tl.int32)
             >> (4 * half)[:, None]
         )
-        values = _half(at, there)[:, None] * ((code & 15) - 8).to(tl.float32)
+        values = _half(at, valid)[:, None] * ((code & 15) - 8).to(tl.float32)
     elif KIND == 2:
         at = packed_ptr + (group // 8).to(tl.int64) * 144
         j = group % 8
         scales = at + 4 + j % 4
         late = j >= 4
-        first = tl.load(scales, mask=there, other=0).to(tl.int32)
-        second = tl.load(scales + 4, mask=there, other=0).to(tl.int32)
-        third = tl.load(scales + 8, mask=there & late, other=0).to(tl.int32)
+        first = tl.load(scales, mask=valid, other=0).to(tl.int32)
+        second = tl.load(scales + 4, mask=valid, other=0).to(tl.int32)
+        third = tl.load(scales + 8, mask=valid & late, other=0).to(tl.int32)
         s = tl.where(late, (third & 15) | ((first >> 2) & 48), first & 63).to(tl.float32)
         m = tl.where(late, (third >> 4) | ((second >> 2) & 48), second & 63).to(tl.float32)
-        scale = _half(at, there) * s
-        least = _half(at + 2, there) * m
+        scale = _half(at, valid) * s
+        least = _half(at + 2, valid) * m
         code = (
             tl.load((at + 16 + j // 2 * 32)[:, None] + element, mask=mask, other=0).to(tl.int32)
             >> (4 * (j % 2))[:, None]
@@ -169,7 +169,7 @@ def _dequantize_gguf_kernel(
         ).to(tl.int32)
         low = (low >> (quarter // 2 * 4)[:, None]) & 15
         high = (high >> (2 * quarter)[:, None]) & 3
-        scale = _half(at + 208, there) * _signed(tl.load(at + 192 + j, mask=there, other=0)).to(
+        scale = _half(at + 208, valid) * _signed(tl.load(at + 192 + j, mask=valid, other=0)).to(
             tl.float32
         )
         values = scale[:, None] * ((low | (high << 4)) - 32).to(tl.float32)

@@ -397,10 +397,16 @@ def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> Pr
     # Measured on an H100 with 32768 tokens, 8 of 128 experts each, 2048 x 1536: 659 TFLOP/s with
     # the copy engine, 608 without; a fourth stage costs 3 %, half the columns 28 %.
     columns = min(256 if rows == TALL_TILE_ROWS else 128, max(16, next_power_of_2(width)))
-    held = held_columns(rank, on) / STEP_DEPTH if rank else 0
-    while columns > 16 and not (_fits(rows, columns, 3, on) and _fits(rows, columns, held, on)):
+    adapter_stages = held_columns(rank, on) / STEP_DEPTH if rank else 0
+    while columns > 16 and not (
+        _fits(rows, columns, 3, on) and _fits(rows, columns, adapter_stages, on)
+    ):
         columns //= 2
-        if columns <= 128 and _fits(rows, columns, 2, on) and _fits(rows, columns, held, on):
+        if (
+            columns <= 128
+            and _fits(rows, columns, 2, on)
+            and _fits(rows, columns, adapter_stages, on)
+        ):
             break
     boxes = has_boxes(on)
     return _launch(rows, columns, on, boxes, most=3 if boxes else 4)
@@ -720,11 +726,11 @@ def grouped_product(
     """
     _check(x, weight, to, of_tokens)
     u, up = (None, None) if adapted is None else adapted
-    given = [tensor for tensor in (bias, u) if tensor is not None]
+    others = [tensor for tensor in (bias, u) if tensor is not None]
     dense = (
         1 in weight.stride()[1:] and (up is None or up.dtype == x.dtype) and weight.dtype == x.dtype
     )
-    if len(to.order_S) and dense and runs_in_16_bit(x, *given):
+    if len(to.order_S) and dense and runs_in_16_bit(x, *others):
         return _product(
             x,
             weight,

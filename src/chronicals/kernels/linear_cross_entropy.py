@@ -111,42 +111,44 @@ def _forward(
         The sum and five gradients; an empty tensor for each that is not wanted.
     """
     options = LossOptions(scale, softcap, label_smoothing, z_loss)
-    total, d_hidden, *of_head = sum_and_gradients(
+    total, d_hidden, *of_head = empty_results(
         hidden, weight, more_weight, bias, values, gradient_type, wanted
     )
-    narrow = side_by_side(weight, more_weight, hidden.dtype)
+    head = side_by_side(weight, more_weight, hidden.dtype)
     replaced = None if values is None or index is None else Rows(index, values.to(hidden.dtype))
     rows = trained_rows(targets, count)
-    picked, wanted_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
+    states, state_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
     weights = weights if weights is None or rows is None else weights[rows]
-    d_picked = torch.zeros_like(picked) if wanted[0] and rows is not None else d_hidden
-    buffer = hidden.new_empty((min(chunk_size, len(picked)), len(narrow)))
-    for part in chunks(len(picked), chunk_size):
-        x = chunk_logits(picked[part], narrow, bias, buffer)
+    d_states = torch.zeros_like(states) if wanted[0] and rows is not None else d_hidden
+    buffer = hidden.new_empty((min(chunk_size, len(states)), len(head)))
+    for part in chunks(len(states), chunk_size):
+        x = chunk_logits(states[part], head, bias, buffer)
         if replaced is not None:
-            x.index_copy_(1, replaced.ids, _logits_of(replaced, picked[part], bias))
-        of_row = None if weights is None else weights[part]
-        losses, factors = loss_and_gradient_(x, wanted_targets[part], of_row, options, any(wanted))
+            x.index_copy_(1, replaced.ids, _replaced_logits(replaced, states[part], bias))
+        row_weights = None if weights is None else weights[part]
+        losses, factors = loss_and_gradient_(
+            x, state_targets[part], row_weights, options, any(wanted)
+        )
         total += losses.sum()
-        theirs = None if replaced is None else _taken_out(x, replaced.ids)
+        d_replaced = None if replaced is None else _take_columns(x, replaced.ids)
         at_once(
-            partial(put_of_states, d_picked[part], x, narrow, factors, theirs, replaced),
+            partial(write_states_gradient, d_states[part], x, head, factors, d_replaced, replaced),
             partial(
-                accumulate_of_head,
+                add_head_gradients,
                 of_head,
                 x,
-                picked[part],
+                states[part],
                 factors,
                 weight.shape[1],
                 part.start == 0,
-                theirs,
+                d_replaced,
                 index,
             ),
             x.device,
         )
     if wanted[0] and rows is not None:
-        d_hidden[rows] = d_picked
-    if not len(picked):
+        d_hidden[rows] = d_states
+    if not len(states):
         for gradient in of_head:
             gradient.zero_()
     return [total, d_hidden, *of_head]
@@ -171,10 +173,10 @@ def _(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    return sum_and_gradients(hidden, weight, more_weight, bias, values, gradient_type, wanted)
+    return empty_results(hidden, weight, more_weight, bias, values, gradient_type, wanted)
 
 
-def sum_and_gradients(
+def empty_results(
     hidden: Tensor,
     weight: Tensor,
     more_weight: Tensor | None,
@@ -200,28 +202,28 @@ def sum_and_gradients(
     ]
 
 
-def _logits_of(rows: Rows, hidden: Tensor, bias: Tensor | None) -> Tensor:
+def _replaced_logits(rows: Rows, hidden: Tensor, bias: Tensor | None) -> Tensor:
     """Return the raw logits ``[T, n]`` of the replaced rows of the head."""
     x = hidden @ rows.values.t()
     return x if bias is None else x + bias[rows.ids].to(x.dtype)
 
 
-def _taken_out(x: Tensor, index: Tensor) -> Tensor:
+def _take_columns(x: Tensor, index: Tensor) -> Tensor:
     """Return a copy of the columns ``index`` of x, and set them to zero in x.
 
     The frozen rows of the head that were replaced then get no part of the gradient.
     """
-    theirs = x.index_select(1, index)
+    columns = x.index_select(1, index)
     x.index_fill_(1, index, 0)
-    return theirs
+    return columns
 
 
-def put_of_states(
+def write_states_gradient(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
     factors: Tensor,
-    theirs: Tensor | None = None,
+    d_replaced: Tensor | None = None,
     rows: Rows | None = None,
 ) -> None:
     """Write the gradient of a chunk's hidden states into ``out`` ``[rows, D]``.
@@ -231,31 +233,31 @@ def put_of_states(
         x: gradient of the chunk's logits ``[rows, V]`` up to a factor a row.
         weight: the head ``[V, D]``.
         factors: fp32 ``[rows]``.
-        theirs, rows: gradient, up to the same factors, of the logits of the replaced rows, and
+        d_replaced, rows: gradient, up to the same factors, of the logits of the replaced rows, and
             these rows.
     """
-    if theirs is not None and rows is not None and out.numel():
-        total = product(x, weight, factors.dtype) + product(theirs, rows.values, factors.dtype)
+    if d_replaced is not None and rows is not None and out.numel():
+        total = product(x, weight, factors.dtype) + product(d_replaced, rows.values, factors.dtype)
         scale_rows(total, factors, out)
     elif out.numel():
         scale_rows(product(x, weight, factors.dtype), factors, out)
 
 
-def accumulate_of_head(
+def add_head_gradients(
     of_head: list[Tensor],
     x: Tensor,
     hidden: Tensor,
     factors: Tensor,
     width: int,
     first: bool,
-    theirs: Tensor | None = None,
+    d_replaced: Tensor | None = None,
     index: Tensor | None = None,
 ) -> None:
     """Add a chunk's share to the gradients of the head.
 
     Args:
         of_head: gradients of weight, more_weight, bias and values; empty ones are not wanted.
-        x, factors, theirs: as for ``put_of_states``.
+        x, factors, d_replaced: as for ``write_states_gradient``.
         hidden: the chunk's hidden states.
         width: columns of weight; those of ``hidden`` beyond belong to more_weight.
         first: whether this is the first chunk, which overwrites the gradients.
@@ -268,12 +270,14 @@ def accumulate_of_head(
     for gradient, columns in ((d_weight, scaled[:, :width]), (d_more, scaled[:, width:])):
         if gradient.numel():
             _add_product(gradient, x.t(), columns, first)
-    if d_rows.numel() and theirs is not None:
-        _add_product(d_rows, theirs.t(), scaled, first)
+    if d_rows.numel() and d_replaced is not None:
+        _add_product(d_rows, d_replaced.t(), scaled, first)
     if d_bias.numel():
         _add_product(d_bias[:, None], x.t(), factors[:, None].to(x.dtype), first)
-        if theirs is not None and index is not None:
-            d_bias.index_add_(0, index, (theirs.t().to(factors.dtype) @ factors).to(d_bias.dtype))
+        if d_replaced is not None and index is not None:
+            d_bias.index_add_(
+                0, index, (d_replaced.t().to(factors.dtype) @ factors).to(d_bias.dtype)
+            )
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

@@ -41,10 +41,10 @@ from chronicals.kernels.divergence_rows import (
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.linear_cross_entropy import (
     DEFAULT_CHUNK_ROWS,
-    accumulate_of_head,
-    put_of_states,
+    add_head_gradients,
+    empty_results,
     scale_rows,
-    sum_and_gradients,
+    write_states_gradient,
 )
 from chronicals.kernels.linear_head import (
     check_head,
@@ -191,41 +191,43 @@ def _forward(
     """
     options = _options(numbers, softcap, teacher_softcap)
     sums, d_hidden, *of_head = _outputs(hidden, weight, more, bias, gradient_type, wanted)
-    narrow = side_by_side(weight, more, hidden.dtype)
-    theirs = (
+    head = side_by_side(weight, more, hidden.dtype)
+    teacher_head = (
         None
         if teacher_weight is None
         else side_by_side(teacher_weight, teacher_more, teacher_hidden.dtype)
     )
     rows = trained_rows(targets, count)
-    picked, taught, kept = (
+    states, teacher_states, state_targets = (
         x if rows is None else x[rows] for x in (hidden, teacher_hidden, targets)
     )
     weights, ids = (x if x is None or rows is None else x[rows] for x in (weights, teacher_ids))
-    d_picked = torch.zeros_like(picked) if wanted[0] and rows is not None else d_hidden
-    most = min(chunk_size, len(picked))
-    ours_buffer = hidden.new_empty((most, len(narrow)))
-    their_buffer = teacher_hidden.new_empty(
-        (most, len(narrow)), dtype=sums.dtype if theirs is None else None
+    d_states = torch.zeros_like(states) if wanted[0] and rows is not None else d_hidden
+    most = min(chunk_size, len(states))
+    buffer = hidden.new_empty((most, len(head)))
+    teacher_buffer = teacher_hidden.new_empty(
+        (most, len(head)), dtype=sums.dtype if teacher_head is None else None
     )
     ones = hidden.new_ones(most, dtype=sums.dtype)
-    for part in chunks(len(picked), chunk_size):
-        x = chunk_logits(picked[part], narrow, bias, ours_buffer)
-        if theirs is None:
+    for part in chunks(len(states), chunk_size):
+        x = chunk_logits(states[part], head, bias, buffer)
+        if teacher_head is None:
             assert ids is not None
-            y = _spread(ids[part], taught[part], their_buffer)
+            y = _spread(ids[part], teacher_states[part], teacher_buffer)
         else:
-            y = chunk_logits(taught[part], theirs, teacher_bias, their_buffer)
-        of_row = None if weights is None else weights[part]
-        found = divergence_and_gradient_(x, y, kept[part], of_row, options, any(wanted))
-        sums += (found if of_row is None else found * of_row).sum(1)
+            y = chunk_logits(teacher_states[part], teacher_head, teacher_bias, teacher_buffer)
+        row_weights = None if weights is None else weights[part]
+        results = divergence_and_gradient_(
+            x, y, state_targets[part], row_weights, options, any(wanted)
+        )
+        sums += (results if row_weights is None else results * row_weights).sum(1)
         at_once(
-            partial(put_of_states, d_picked[part], x, narrow, ones[: len(x)]),
+            partial(write_states_gradient, d_states[part], x, head, ones[: len(x)]),
             partial(
-                accumulate_of_head,
+                add_head_gradients,
                 of_head,
                 x,
-                picked[part],
+                states[part],
                 ones[: len(x)],
                 weight.shape[1],
                 part.start == 0,
@@ -233,8 +235,8 @@ def _forward(
             x.device,
         )
     if wanted[0] and rows is not None:
-        d_hidden[rows] = d_picked
-    if not len(picked):
+        d_hidden[rows] = d_states
+    if not len(states):
         for gradient in of_head:
             gradient.zero_()
     return [sums, d_hidden, *of_head]
@@ -272,7 +274,7 @@ def _outputs(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    total, *gradients = sum_and_gradients(
+    total, *gradients = empty_results(
         hidden, weight, more, bias, None, gradient_type, [*wanted, False]
     )
     return [total.new_zeros(len(ROW_RESULTS)), *gradients]
@@ -314,11 +316,11 @@ class _LinearDistillation(torch.autograd.Function):
         more: Tensor | None,
         bias: Tensor | None,
         teacher_hidden: Tensor,
-        *given: Any,
+        *options: Any,
     ) -> tuple[Tensor, Tensor]:
         wanted = [bool(needed) for needed in ctx.needs_input_grad[:4]]
         kind = product_type(hidden)
-        teachers_kind = (
+        teacher_kind = (
             product_type(teacher_hidden)
             if teacher_hidden.dtype == torch.float32
             else teacher_hidden.dtype
@@ -329,15 +331,15 @@ class _LinearDistillation(torch.autograd.Function):
                 weight,
                 more,
                 bias,
-                teacher_hidden.to(teachers_kind),
-                *given,
+                teacher_hidden.to(teacher_kind),
+                *options,
                 wanted,
             )
         ctx.save_for_backward(*gradients)
         ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias)]
         ctx.wanted = wanted
         ctx.mark_non_differentiable(sums)
-        numbers = given[6]
+        numbers = options[6]
         return _loss(sums, *numbers[4:6]), sums
 
     @staticmethod
@@ -401,17 +403,19 @@ def linear_distillation(
         ValueError: shapes or dtypes do not fit, or a number is out of range; the message names it.
     """
     _check(student, teacher, targets, divergence, temperature, weights, chunk_size)
-    theirs: tuple[Tensor | None, ...]
+    teacher_tensors: tuple[Tensor | None, ...]
     if isinstance(teacher, StoredTokens):
-        theirs = (teacher.log_p, None, None, None, teacher.ids)
+        teacher_tensors = (teacher.log_p, None, None, None, teacher.ids)
         shape = LossOptions()
     else:
         vocabulary = min(len(student.weight), len(teacher.weight))
         student = student.of_rows(vocabulary)
         teacher = teacher.of_rows(vocabulary)
         with torch.no_grad():
-            taught, teacher_more = with_adapter(teacher.hidden, teacher.weight, teacher.adapter)
-        theirs = (taught, teacher.weight, teacher_more, teacher.bias, None)
+            teacher_hidden, teacher_more = with_adapter(
+                teacher.hidden, teacher.weight, teacher.adapter
+            )
+        teacher_tensors = (teacher_hidden, teacher.weight, teacher_more, teacher.bias, None)
         shape = teacher.shape
     hidden, more = with_adapter(student.hidden, student.weight, student.adapter)
     options = DistillationOptions(
@@ -422,7 +426,7 @@ def linear_distillation(
         student.weight,
         more,
         student.bias,
-        *(None if x is None else x.detach() for x in theirs),
+        *(None if x is None else x.detach() for x in teacher_tensors),
         targets.contiguous(),
         None if weights is None else weights.contiguous(),
         _numbers(options),
@@ -531,16 +535,16 @@ def distillation_of_logits(
     ignored = targets == IGNORE_INDEX
     with torch.no_grad():
         options = DistillationOptions(divergence, LossOptions(), LossOptions(), temperature)
-        found = divergence_and_gradient_reference_(
+        results = divergence_and_gradient_reference_(
             z, teacher_z, targets, None, options, wants_gradient=False
         )
-    sums = (found if weights is None else found * weights).sum(1)
-    losses = torch.zeros_like(found[0])
+    sums = (results if weights is None else results * weights).sum(1)
+    losses = torch.zeros_like(results[0])
     if divergence_weight:
-        of_row = divergence_reference(z, teacher_z, divergence, temperature).masked_fill(
+        divergences = divergence_reference(z, teacher_z, divergence, temperature).masked_fill(
             ignored, 0.0
         )
-        losses = losses + divergence_weight * of_row
+        losses = losses + divergence_weight * divergences
     if cross_entropy_weight:
         losses = losses + cross_entropy_weight * torch.nn.functional.cross_entropy(
             z, targets, reduction="none", ignore_index=IGNORE_INDEX

@@ -175,9 +175,9 @@ def _loss_and_numerators_kernel(
         for start in range(0, vocabulary, BLOCK):
             tl.store(x_ptr + start + lane, tl.zeros((BLOCK,), kind), mask=start + lane < vocabulary)
     else:
-        known = (target >= 0) & (target < vocabulary)
+        in_vocabulary = (target >= 0) & (target < vocabulary)
         at_target = shaped(
-            tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP
+            tl.load(x_ptr + target, mask=in_vocabulary, other=0.0), scale, softcap, HAS_SOFTCAP
         )
         x = tl.load(x_ptr + lane, mask=lane < vocabulary, other=0.0, eviction_policy="evict_first")
         z = tl.where(lane < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
@@ -229,14 +229,14 @@ def _loss_and_numerators_kernel(
         lse = reference + rest
         weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
         # NaN, so that a target outside the vocabulary is noticed.
-        weight = tl.where(known, weight, float("nan"))
+        weight = tl.where(in_vocabulary, weight, float("nan"))
         steepness = 1.0 + 2.0 * z_loss * lse
         tl.store(loss_ptr + row, weight * (rest - (at_target - reference) + z_loss * lse * lse))
         numerator = tl.exp(at_target - reference) - whole / steepness
         if HAS_SOFTCAP:
             numerator *= 1.0 - (at_target / softcap) * (at_target / softcap)
         rounded = numerator.to(kind)
-        tl.store(x_ptr + target, rounded, mask=known)
+        tl.store(x_ptr + target, rounded, mask=in_vocabulary)
         off = tl.where(rounded == 0.0, 1.0, numerator / rounded.to(tl.float32))
         tl.store(factor_ptr + row, weight * scale * steepness / whole * off)
 
@@ -278,16 +278,16 @@ def _loss_and_gradient_kernel(
                 column = block * BLOCK + tl.arange(0, BLOCK)
                 tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
     else:
-        known = (target >= 0) & (target < vocabulary)
+        in_vocabulary = (target >= 0) & (target < vocabulary)
         at_target = shaped(
-            tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP
+            tl.load(x_ptr + target, mask=in_vocabulary, other=0.0), scale, softcap, HAS_SOFTCAP
         )
         largest, rest, plain_sum, _ = _statistics(
             x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, False, BLOCK
         )
         weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
         # NaN, so that a target outside the vocabulary is noticed.
-        weight = tl.where(known, weight, float("nan"))
+        weight = tl.where(in_vocabulary, weight, float("nan"))
         loss = (1.0 - smoothing) * (rest - (at_target - largest))
         if HAS_SMOOTHING:
             loss += smoothing * (rest - (plain_sum / vocabulary - largest))
@@ -349,10 +349,12 @@ def _log_probability_kernel(
     largest, rest, _, mean = _statistics(
         x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, False, WANTS_ENTROPY, BLOCK
     )
-    known = (target >= 0) & (target < vocabulary)
-    at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+    in_vocabulary = (target >= 0) & (target < vocabulary)
+    at_target = shaped(
+        tl.load(x_ptr + target, mask=in_vocabulary, other=0.0), scale, softcap, HAS_SOFTCAP
+    )
     # NaN, so that a target outside the vocabulary is noticed.
-    log_p = tl.where(known, (at_target - largest) - rest, float("nan"))
+    log_p = tl.where(in_vocabulary, (at_target - largest) - rest, float("nan"))
     tl.store(log_p_ptr + row, tl.where(target == -100, 0.0, log_p))
     tl.store(lse_ptr + row, largest + rest)
     if WANTS_ENTROPY:
@@ -578,9 +580,9 @@ def loss_and_gradient_reference_(
     without factors.
     """
     z = shaped_reference(x, options)
-    kept = targets != IGNORE_INDEX
+    counted = targets != IGNORE_INDEX
     at_target = places_of(targets, x.shape[1])
-    of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
+    row_weights = counted.to(z.dtype) if weights is None else counted * weights.to(z.dtype)
     smoothing = options.label_smoothing
     # Not z − logsumexp(z), which cancels for a likely target.
     log_p = torch.log_softmax(z, 1)
@@ -594,9 +596,9 @@ def loss_and_gradient_reference_(
         d_z *= (1 + 2 * options.z_loss * lse)[:, None]
         d_z.scatter_add_(1, at_target, torch.full_like(at_target, smoothing - 1, dtype=z.dtype))
         d_z -= smoothing / x.shape[1]
-        d_z *= of_row[:, None]
+        d_z *= row_weights[:, None]
         chain_(d_z, z, x, options)
-    return losses * of_row
+    return losses * row_weights
 
 
 def log_probabilities_reference(

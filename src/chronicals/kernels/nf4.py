@@ -421,15 +421,15 @@ def _dequantize_kernel(
     within = tl.arange(0, BLOCKS) * SIZE
     start = tile.to(tl.int64) * (BLOCKS * SIZE)
     left = tl.minimum(tl.maximum(count - start, 0), BLOCKS * SIZE).to(tl.int32)
-    there = None if FULL else within < left
+    valid = None if FULL else within < left
     if NESTED:
-        codes = tl.load(absmax_ptr + block, mask=there).to(tl.int32)
-        absmax = tl.load(code2_ptr + codes, mask=there) * tl.load(
-            absmax2_ptr + block // BLOCK2, mask=there
+        codes = tl.load(absmax_ptr + block, mask=valid).to(tl.int32)
+        absmax = tl.load(code2_ptr + codes, mask=valid) * tl.load(
+            absmax2_ptr + block // BLOCK2, mask=valid
         )
         absmax = absmax + tl.load(offset_ptr)
     else:
-        absmax = tl.load(absmax_ptr + block, mask=there)
+        absmax = tl.load(absmax_ptr + block, mask=valid)
     pair = (within // 2)[:, None] + tl.arange(0, SIZE // 2)[None, :]
     packed = tl.load(
         packed_ptr + start // 2 + pair,

@@ -251,12 +251,12 @@ def token_log_probability(
     check_head(hidden, weight, targets, bias, chunk_size, softcap)
     targets = targets.contiguous()
     rows = None if count is None else trained_rows(targets, count)
-    picked, wanted = (
+    states, state_targets = (
         (hidden, targets) if rows is None else (hidden.index_select(0, rows), targets[rows])
     )
-    picked, more = with_adapter(picked, weight, adapter)
+    states, more = with_adapter(states, weight, adapter)
     results: tuple[Tensor, Tensor] = _TokenLogProbability.apply(
-        picked, weight, more, bias, wanted, scale, softcap, chunk_size, entropy
+        states, weight, more, bias, state_targets, scale, softcap, chunk_size, entropy
     )
     if rows is None:
         return results

@@ -362,8 +362,8 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a state is missing, has another shape, or only one of the two is in 8 bits.
         """
-        own = self.state_of(parameter)
-        for name, tensor in own.items():
+        states = self.state_of(parameter)
+        for name, tensor in states.items():
             dtypes = {state[name].dtype, tensor.dtype} if name in state else set()
             if len(dtypes) > 1 and torch.uint8 in dtypes:
                 raise ValueError(
@@ -377,7 +377,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     "misshapen"
                 )
             tensor.copy_(state[name])
-        if "low" in own:
+        if "low" in states:
             self._versions[parameter] = _stamp(parameter)
 
 

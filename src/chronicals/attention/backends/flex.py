@@ -1,7 +1,7 @@
 """Compiled FlexAttention (Dong et al., 2024) with a block mask of documents, causality and window.
 
 A query attends to the keys from ``lower``, the start of its document or of its window if that is
-later, to ``own``, the key of the query's own token. Neither decreases from one query to the next,
+later, to ``diagonal``, the key of the query's own token. Neither decreases from one query to the next,
 so a block of queries visits consecutive key blocks, and the block mask is computed without a matrix
 of all queries and keys. The softcap is a score function; sinks rescale the output afterwards, by
 the log-sum-exp.
@@ -84,17 +84,17 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     place = torch.arange(queries, device=device, dtype=torch.int32)
     document = torch.searchsorted(spans.cu_q, place, right=True) - 1
     lower = spans.cu_k[document]
-    own = place
+    diagonal = place
     if not spans.are_equal:
-        own = place + spans.cu_k[document + 1] - spans.cu_q[document + 1]
+        diagonal = place + spans.cu_k[document + 1] - spans.cu_q[document + 1]
     if window is not None:
-        lower = torch.maximum(lower, own - (window - 1))
+        lower = torch.maximum(lower, diagonal - (window - 1))
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= lower[query])
 
     def seen_with_own_bounds(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= own[query]) & (key >= lower[query])
+        return (key <= diagonal[query]) & (key >= lower[query])
 
     rows = (queries + MASK_BLOCK - 1) // MASK_BLOCK
     columns = (keys + MASK_BLOCK - 1) // MASK_BLOCK
@@ -104,8 +104,8 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     last = ((row + 1) * MASK_BLOCK - 1).clamp(max=queries - 1)
     # Visited blocks are lowest..highest, both included; fully visible ones whole..end, end excluded.
     lowest = lower[first] // MASK_BLOCK
-    highest = own[last] // MASK_BLOCK
-    end = (own[first] + 1) // MASK_BLOCK
+    highest = diagonal[last] // MASK_BLOCK
+    end = (diagonal[first] + 1) // MASK_BLOCK
     whole = torch.minimum((lower[last] + MASK_BLOCK - 1) // MASK_BLOCK, end)
     before = whole - lowest
     after = (column[None] + (end - before)[:, None]).clamp(max=columns - 1)
