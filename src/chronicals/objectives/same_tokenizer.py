@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from chronicals.config import ConfigurationError
-from chronicals.data.tokens.template import PROBE
+from chronicals.data.tokens.template import FINGERPRINT_TEXT
 
 OF_ITS_BASE = (
     "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name "
@@ -53,7 +53,7 @@ def check_same_tokenizer(tokenizer: Any, others: Any, said: str, remedy: str) ->
             f"{said}: its tokenizer has other special tokens (id {at} is {other.get(at)!r}, ours "
             f"{special.get(at)!r}); {remedy}"
         )
-    if tokenizer(PROBE)["input_ids"] != others(PROBE)["input_ids"]:
+    if tokenizer(FINGERPRINT_TEXT)["input_ids"] != others(FINGERPRINT_TEXT)["input_ids"]:
         raise ConfigurationError(
             f"{said}: its tokenizer divides texts otherwise than ours; {remedy}"
         )
