@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import functools
 import io
 import json
 import re
@@ -299,14 +300,6 @@ def _is_cut(error: json.JSONDecodeError) -> bool:
     return at_end or error.msg.startswith("Unterminated string")
 
 
-def _read_comma_separated(path: Path) -> Iterator[Row]:
-    return _read_separated(path, ",")
-
-
-def _read_tab_separated(path: Path) -> Iterator[Row]:
-    return _read_separated(path, "\t")
-
-
 def _read_separated(path: Path, separator: str) -> Iterator[Row]:
     """Yield the rows behind a header; values are text, and may hold newlines inside quotes."""
     csv.field_size_limit(2**31 - 1)  # the module refuses fields over 128 KiB otherwise
@@ -433,8 +426,8 @@ READERS: dict[str, Reader] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,
-    ".csv": _read_comma_separated,
-    ".tsv": _read_tab_separated,
+    ".csv": functools.partial(_read_separated, separator=","),
+    ".tsv": functools.partial(_read_separated, separator="\t"),
     ".txt": _read_text,
     ".md": _read_text,
     ".text": _read_text,

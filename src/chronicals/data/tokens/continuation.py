@@ -36,7 +36,8 @@ class Continuation:
                 self._marks[mark] = ids
         if not self._puts_something_before_texts():
             self._marks = {}
-        self.mark, self.mark_ids = next(iter(self._marks.items()), ("", []))
+        self.mark = next(iter(self._marks), "")
+        self.mark_ids = self._marks.get(self.mark, [])
 
     def ids(self, prompt: str, text: str, where: str) -> list[int]:
         """Return the ids of a text behind ``prompt``; behind an empty one it is a text by itself.

@@ -1,4 +1,4 @@
-"""From a row to token ids and the mask of what is trained, for training, evaluation and generation.
+"""Tokenizer of rows: token ids and the mask of what is trained, also for evaluation and generation.
 
 A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is
 found by rendering prefixes of it (``spans``). ``encode`` is the definition, a row at a time;
