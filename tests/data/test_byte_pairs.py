@@ -13,7 +13,7 @@ from chronicals.data.tokens import byte_pairs
 from chronicals.data.tokens.byte_pairs import (
     GPT2,
     GPT2_DIGITS,
-    LONGEST,
+    MAX_LETTERS,
     PATTERNS,
     SETTLED,
     BytePairs,
@@ -247,7 +247,7 @@ def test_what_is_not_known_to_agree_is_left_to_the_rust_part():
     pairs = BytePairs.of(
         tokenizer, lambda texts, _: left.extend(texts) or tokenizer.encode_batch_fast(texts)
     )
-    others = ["e\u0301", "ࡰ", " " * LONGEST, "é" * LONGEST]
+    others = ["e\u0301", "ࡰ", " " * MAX_LETTERS, "é" * MAX_LETTERS]
     left.clear()
     pairs.encode(["a", others[0], "漢é", *others[1:], ""], False)
     assert left == others
@@ -255,7 +255,7 @@ def test_what_is_not_known_to_agree_is_left_to_the_rust_part():
 
 @pytest.mark.parametrize("blank", [" ", "\n", " \n"])
 def test_the_longest_run_of_blanks_does_not_end_the_process(blank):
-    text = (blank * LONGEST)[: LONGEST - 2] + "a"
+    text = (blank * MAX_LETTERS)[: MAX_LETTERS - 2] + "a"
     for pattern in (GPT2, *PATTERNS):
         tokenizer = trained(pattern)
         assert differing(tokenizer, made(tokenizer), [text]) == []

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 import tiny
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.data import Tokenizer
-from chronicals.data.tokens.chat_templates import NAMED, with_chat_template
+from chronicals.data.tokens.chat_templates import GENERIC_TEMPLATES, with_chat_template
 
 ROLES = ("system", "user", "assistant", "user", "assistant")
 CHAT = {"messages": [{"role": role, "content": f"{role} says"} for role in ROLES]}
@@ -22,7 +22,7 @@ def plain():
     return tokenizer
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", GENERIC_TEMPLATES)
 def test_named_ones_train_every_answer_and_its_end(name, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         tokenizer = with_chat_template(plain(), name)

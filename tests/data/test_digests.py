@@ -37,7 +37,7 @@ def read(monkeypatch):
 def file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(random.randbytes(1000))
-    time.sleep(2 * of_digests.TICK)
+    time.sleep(2 * of_digests.CLOCK_TICK)
     return path
 
 
@@ -101,10 +101,10 @@ def test_a_damaged_memory_is_made_again(tmp_path, file, read, damage):
 
 
 def test_the_earliest_are_forgotten(tmp_path, file, monkeypatch):
-    monkeypatch.setattr(of_digests, "REMEMBERED", 3)
+    monkeypatch.setattr(of_digests, "REMEMBERED_FILES", 3)
     for number in range(5):
         (tmp_path / f"{number}").write_bytes(b"x")
-    time.sleep(2 * of_digests.TICK)
+    time.sleep(2 * of_digests.CLOCK_TICK)
     for number in range(5):
         digest(tmp_path, tmp_path / f"{number}")
     known = json.loads((tmp_path / "file-digests.json").read_text())
@@ -123,7 +123,7 @@ def test_many_at_once_leave_a_whole_memory(tmp_path):
     files = [tmp_path / f"{number}" for number in range(8)]
     for path in files:
         path.write_bytes(random.randbytes(100))
-    time.sleep(2 * of_digests.TICK)
+    time.sleep(2 * of_digests.CLOCK_TICK)
     memory = tmp_path / "tokens" / "file-digests.json"
 
     def work(part):

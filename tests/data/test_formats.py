@@ -130,7 +130,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_same_rows_through_every_format_are_the_same_records(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(of_formats, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(of_formats, "COLUMNAR_ROWS_AT_ONCE", 7)
     rows = made_rows()
     FORMATS[name](tmp_path / name, rows)
     assert records(tmp_path / name) == rows
@@ -167,7 +167,7 @@ def test_every_ending_has_a_test():
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("indent", [None, 3])
 def test_a_json_text_cut_anywhere_is_read_the_same(tmp_path, monkeypatch, window, indent):
-    monkeypatch.setattr(of_formats, "CHARACTERS_AT_ONCE", window)
+    monkeypatch.setattr(of_formats, "JSON_WINDOW", window)
     values = [
         None,
         True,
@@ -360,7 +360,7 @@ def test_a_stream_that_was_cut_between_two_batches_is_named(tmp_path, legacy):
 def test_a_json_text_that_does_not_parse_names_the_line(
     tmp_path, monkeypatch, content, place, reason, window
 ):
-    monkeypatch.setattr(of_formats, "CHARACTERS_AT_ONCE", window)
+    monkeypatch.setattr(of_formats, "JSON_WINDOW", window)
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(DataError) as error:
@@ -457,14 +457,14 @@ def test_compressed_members_one_after_the_other(tmp_path):
     ids=["short", "paragraph", "line", "line before word", "word", "nowhere"],
 )
 def test_a_long_text_is_several_rows(tmp_path, monkeypatch, text, parts):
-    monkeypatch.setattr(of_formats, "LONGEST_TEXT", 12)
+    monkeypatch.setattr(of_formats, "MAX_TEXT_ROW", 12)
     path = tmp_path / "a.txt"
     path.write_text(text)
     assert list(read_file(path)) == [(f"{path}{place}", {"text": part}) for place, part in parts]
 
 
 def test_no_letter_of_a_long_text_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(of_formats, "LONGEST_TEXT", 50)
+    monkeypatch.setattr(of_formats, "MAX_TEXT_ROW", 50)
     path = tmp_path / "a.txt"
     path.write_text("".join(random.choices("ab \né", k=5000)), encoding="utf-8")
     rows = list(read_file(path))
@@ -510,7 +510,7 @@ def test_memory_does_not_grow_with_a_text(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one line of many\n" * 3_000_000)
     count, size = peak(path)
-    assert 51e6 / of_formats.LONGEST_TEXT < count < 20 and size < 8 * of_formats.LONGEST_TEXT
+    assert 51e6 / of_formats.MAX_TEXT_ROW < count < 20 and size < 8 * of_formats.MAX_TEXT_ROW
 
 
 def test_arrow_memory_does_not_grow_with_the_file(tmp_path):

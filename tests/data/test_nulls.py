@@ -44,7 +44,7 @@ def rows_of(source):
 
 @pytest.fixture
 def said(caplog):
-    nulls._say.cache_clear()
+    nulls._log_removed_nulls.cache_clear()
     with caplog.at_level(logging.INFO):
         yield caplog
 

@@ -263,7 +263,7 @@ def test_no_more_states_are_kept_than_are_used():
     messages = template.form(plain(200), "row 1")
     run = prefixes._Run(template, messages, None, False)
     assert (
-        len(set(run.states)) <= prefixes.MOST_STATES + 1
+        len(set(run.states)) <= prefixes.MAX_STATES + 1
         and len(run.places) == 200
         and run.places[-1] is None
     )

@@ -18,9 +18,9 @@ from chronicals.data.tokens.batch_encoding import BatchEncoder
 from chronicals.data.tokens.chat_templates import (
     END_OF_TEXT,
     FAMILIES,
-    FOLDER,
-    NAMED,
-    SPELLINGS,
+    GENERIC_TEMPLATES,
+    TEMPLATE_FOLDER,
+    TEMPLATE_SPELLINGS,
     with_chat_template,
 )
 
@@ -102,7 +102,7 @@ def answers(kind):
 @pytest.mark.parametrize("name", ["chatml", *FAMILIES])
 def test_one_writes_what_its_public_text_writes(name):
     if name in FAMILIES:
-        ours = (FOLDER / f"{FAMILIES[name].file}.jinja").read_text(encoding="utf-8")
+        ours = (TEMPLATE_FOLDER / f"{FAMILIES[name].file}.jinja").read_text(encoding="utf-8")
     else:
         ours = with_chat_template(tiny.tokenizer(), name).chat_template
     for kind in CONVERSATIONS:
@@ -204,15 +204,15 @@ def test_names_are_understood_as_others_spell_them():
         assert (
             Recipe(model="base", data="rows.jsonl", chat_template=spelled).chat_template == spelled
         )
-    assert len(SPELLINGS) == len(NAMED) + len(FAMILIES)
+    assert len(TEMPLATE_SPELLINGS) == len(GENERIC_TEMPLATES) + len(FAMILIES)
     assert not {
-        SPELLINGS.get(name.replace("_", "").replace("-", "").replace(".", ""))
+        TEMPLATE_SPELLINGS.get(name.replace("_", "").replace("-", "").replace(".", ""))
         for name in TEMPLATES.split()
     } - {None}
 
 
 def test_every_file_is_of_some_name_and_every_origin_is_complete():
-    assert {path.stem for path in FOLDER.glob("*.jinja")} == {
+    assert {path.stem for path in TEMPLATE_FOLDER.glob("*.jinja")} == {
         family.file for family in FAMILIES.values()
     }
     assert set(PUBLIC) == {"chatml", *FAMILIES}

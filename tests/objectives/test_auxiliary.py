@@ -114,7 +114,7 @@ def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, mo
         return {name: torch.as_tensor(value) for part in found for name, value in part.items()}
 
     shared = step("shared")
-    monkeypatch.setattr(shared_prompts, "SHORTEST", 10**9)
+    monkeypatch.setattr(shared_prompts, "MIN_SHARED_TOKENS", 10**9)
     apart = step("apart")
     assert shared.keys() == apart.keys() and {"router_loss", "router/z"} <= shared.keys()
     for name, value in apart.items():

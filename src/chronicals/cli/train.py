@@ -145,10 +145,10 @@ def _ledger(ledger: Ledger) -> Table:
     from rich import box
     from rich.table import Table
 
-    from chronicals.data.reading.ledger import COLUMNS
+    from chronicals.data.reading.ledger import LEDGER_COLUMNS
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
+    for column in LEDGER_COLUMNS:
         table.add_column(
             column, justify="left" if column in ("kind", "why") else "right", overflow="fold"
         )

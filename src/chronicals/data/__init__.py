@@ -1,5 +1,6 @@
-"""From records to Batches: sources → template → tokens → store → packs → batches. Knows no
-model.
+"""Data of a run, from records to Batches: sources → template → tokens → store → packs → batches.
+
+It knows no model.
 """
 
 from importlib import import_module
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from chronicals.data.tokens.template import stop_token_ids as stop_token_ids
 
 FLOORS = ("reading", "kinds", "tokens", "making", "packs")
-"""Rooms within this one, from the lowest: each may import those before it."""
+"""Rooms of this package, from the lowest: each may import those before it."""
 
 _HOME = {
     "BadRow": "reading.records",
@@ -56,8 +57,8 @@ _HOME = {
     "source_fingerprint": "reading.sources",
     "stop_token_ids": "tokens.template",
 }
-"""Which file of this room each name is from; none is read before it is asked for, so that a
-process that only tokenises starts without torch."""
+"""File of each name. It is imported when the name is first used, so that a process that only
+tokenises starts without torch."""
 
 __all__ = sorted(_HOME)
 

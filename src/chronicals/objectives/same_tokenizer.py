@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from chronicals.config import ConfigurationError
-from chronicals.data.tokens.template import PROBE
+from chronicals.data.tokens.template import FINGERPRINT_TEXT
 
 ADAPTER_BASE_REMEDY = (
     "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name "
@@ -49,7 +49,7 @@ def check_same_tokenizer(tokenizer: Any, other: Any, setting: str, remedy: str) 
             f"{setting}: its tokenizer has other special tokens (id {at} is "
             f"{other_special.get(at)!r}, ours {special.get(at)!r}); {remedy}"
         )
-    if tokenizer(PROBE)["input_ids"] != other(PROBE)["input_ids"]:
+    if tokenizer(FINGERPRINT_TEXT)["input_ids"] != other(FINGERPRINT_TEXT)["input_ids"]:
         raise ConfigurationError(
             f"{setting}: its tokenizer divides texts otherwise than ours; {remedy}"
         )

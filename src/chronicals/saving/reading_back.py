@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from chronicals.data.tokens.template import PROBE
+from chronicals.data.tokens.template import FINGERPRINT_TEXT
 from chronicals.lora import adapters
 from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.loading import describe_adapter, shape_of
@@ -311,7 +311,7 @@ def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
             yield f"the tokenizer has {field}={stored_value!r}, {value!r} was trained with"
     if tokenizer.chat_template is not None and stored.chat_template != tokenizer.chat_template:
         yield "the tokenizer has another chat template than was trained with"
-    text = PROBE + "".join(str(token) for token in tokenizer.all_special_tokens)
+    text = FINGERPRINT_TEXT + "".join(str(token) for token in tokenizer.all_special_tokens)
     if stored(text)["input_ids"] != tokenizer(text)["input_ids"]:
         yield "the tokenizer gives other ids than the one that was trained with"
 

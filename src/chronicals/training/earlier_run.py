@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.reading.own_files import RUN
+from chronicals.data.reading.own_files import RUN_FILES
 from chronicals.models import within_adapters
 from chronicals.moe.anchor import FILE as ANCHOR
 from chronicals.saving import MANIFEST, remove
@@ -44,7 +44,7 @@ REPLACED_BY = "replaced-by"
 was moved.
 """
 
-BESIDE = (RUN | {REFERENCE_FILE, ANCHOR}) - {CHECKPOINTS, MODEL}
+BESIDE = (RUN_FILES | {REFERENCE_FILE, ANCHOR}) - {CHECKPOINTS, MODEL}
 """Names of what a run writes beside its checkpoints and its model."""
 
 LEFT = re.compile(

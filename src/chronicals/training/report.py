@@ -20,7 +20,7 @@ import torch
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import DataReport, Ledger
-from chronicals.data.reading.ledger import COLUMNS
+from chronicals.data.reading.ledger import LEDGER_COLUMNS
 from chronicals.training.metrics import StepMetrics
 
 PANELS = {
@@ -168,7 +168,7 @@ def _data(found: Mapping) -> str:
         if findings
         else "<p>The gate found nothing wrong.</p>"
     )
-    return _pairs(facts) + _table(COLUMNS, ledger.table()) + gate
+    return _pairs(facts) + _table(LEDGER_COLUMNS, ledger.table()) + gate
 
 
 def _settings(config: ChronicalsConfig) -> str:

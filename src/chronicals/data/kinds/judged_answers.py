@@ -6,7 +6,7 @@ KTO (Ethayarajh et al., 2024) trains on such rows.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,10 @@ def nearest_other_prompts(
         None for a row if all have its prompt.
     """
     all_rows = [*earlier, *rows]
-    prompts = [_hashable_prompt(row) for row in all_rows]
+    prompts = [
+        repr(comparable(row["prompt"])) if isinstance(row["prompt"], list) else row["prompt"]
+        for row in all_rows
+    ]
     first_other = next((at for at, prompt in enumerate(prompts) if prompt != prompts[0]), None)
     before: list[int | None] = []
     for at, prompt in enumerate(prompts):
@@ -114,8 +117,3 @@ def nearest_other_prompts(
             before.append(before[at - 1])
     nearest = [first_other if at is None else at for at in before[len(earlier) :]]
     return [None if at is None else all_rows[at] for at in nearest]
-
-
-def _hashable_prompt(row: Record) -> Hashable:
-    prompt = row["prompt"]
-    return repr(comparable(prompt)) if isinstance(prompt, list) else prompt

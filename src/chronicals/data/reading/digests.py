@@ -1,5 +1,6 @@
-"""Digests of files, remembered beside the stores: a file of many gigabytes is read once, and
-then known by its stamp.
+"""Digests of files, remembered beside the stores.
+
+A file of many gigabytes is read once, and then known by its size, inode and times of change.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from chronicals.data.reading.gate import DataError
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 10_000
-"""Files; the earliest are forgotten first."""
+REMEMBERED_FILES = 10_000
+"""Number of digests that are kept; the earliest are forgotten first."""
 
-TICK = 0.1
-"""Seconds. A file written again within one tick of its file system's clock (4 to 10 ms on ext4
-and xfs) keeps its stamp; what is younger than this when it is read is not remembered."""
+CLOCK_TICK = 0.1
+"""Age in seconds from which on a file's digest is remembered.
+
+A file that is written again within one tick of its file system's clock (4 to 10 ms on ext4 and xfs)
+keeps its stamp.
+"""
 
 
 class FileDigests:
-    """SHA-256 of the content of files, by path, size, inode and times of change. To be used in a
-    ``with`` statement.
+    """SHA-256 of files' contents, saved at the end of a ``with`` statement.
+
+    Args:
+        folder: keeps the digests.
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +55,7 @@ class FileDigests:
             self._save()
 
     def of(self, file: Path) -> str:
-        """The digest of a file.
+        """Return the digest of a file.
 
         Raises:
             DataError: it cannot be read, or was written to meanwhile.
@@ -70,7 +76,7 @@ class FileDigests:
             raise DataError(
                 f"{file}: was written to while it was read; start again when it is whole"
             )
-        if began - max(stamp[1:3]) / 1e9 > TICK:
+        if began - max(stamp[1:3]) / 1e9 > CLOCK_TICK:
             self._known[name] = self._new[name] = {"stamp": stamp, "sha256": digest}
         return digest
 
@@ -85,11 +91,13 @@ class FileDigests:
         return known if isinstance(known, dict) else {}
 
     def _save(self) -> None:
-        """Written aside and renamed, over what others have learned since; of two at once the
-        later wins, the other's files are read again some time."""
+        """Add the new digests to the file, which another process may have changed meanwhile.
+
+        Of two processes at once the later wins; the other's files are read again some time.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         earlier = {name: entry for name, entry in self._load().items() if name not in self._new}
-        entries = list({**earlier, **self._new}.items())[-REMEMBERED:]
+        entries = list({**earlier, **self._new}.items())[-REMEMBERED_FILES:]
         aside = self.path.with_name(f".{self.path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
         try:
             aside.write_text(json.dumps(dict(entries), indent=0))

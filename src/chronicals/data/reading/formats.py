@@ -1,14 +1,14 @@
-"""Formats of files: each a function from a path to rows with their places, in memory that does not
-grow with the file.
+"""Formats of files: each is a function from a path to rows with their places.
 
-A row that cannot be read in a file that can is handed on as ``BadRow``; a file that cannot be read
-raises ``DataError``.
+Memory does not grow with the file. A row that cannot be read is handed on as ``BadRow``; a file that
+cannot be read raises ``DataError``.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
+import functools
 import io
 import json
 import re
@@ -23,28 +23,30 @@ from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.nulls import cleaner
 from chronicals.data.reading.records import BadRow, Line, Record, Row, Unparsed, encodable, parsed
 
-ROWS_AT_ONCE = 1024
+COLUMNAR_ROWS_AT_ONCE = 1024
 """Rows of a columnar file that are made Python objects together."""
 
-CHARACTERS_AT_ONCE = 1 << 20
-"""Of a JSON text; more where a single row is longer."""
+JSON_WINDOW = 1 << 20
+"""Characters of a JSON text that are read at once; more if a single row is longer."""
 
-LONGEST_TEXT = 1 << 22
-"""Characters of a text file that are one row, more than most books have; a longer file is
-several.
+MAX_TEXT_ROW = 1 << 22
+"""Characters of a text file that are one row, more than most books have.
+
+A longer file is several rows.
 """
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Compressions by the ending of a file's name."""
 
 Reader = Callable[[Path], Iterator[Unparsed]]
 
 
 def read_file(path: Path) -> Iterator[Unparsed]:
-    """The rows of a file, each with its place; lines of JSON as they lie there, for ``parsed``.
+    """Yield the rows of a file, each with its place; lines of JSON unparsed, for ``parsed``.
 
     Raises:
-        DataError: there is no such file, its name has no known ending, or it cannot be read as what
-            the name says.
+        DataError: there is no such file, its name has no known ending, or it cannot be read in the
+            format that the name says.
     """
     reader = reader_of(path)
     if reader is None:
@@ -67,7 +69,7 @@ def read_file(path: Path) -> Iterator[Unparsed]:
 
 
 def reader_of(path: Path) -> Reader | None:
-    """What reads a file of this name; None where nothing does."""
+    """Return the function that reads a file of this name; None if there is none."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED:
         inner = path.with_suffix("").suffix.lower()
@@ -76,12 +78,12 @@ def reader_of(path: Path) -> Reader | None:
 
 
 def is_text(path: Path) -> bool:
-    """Whether the file is one text, not rows."""
+    """Return whether the file is one text, not rows."""
     return reader_of(path) is _read_text
 
 
 def _open(path: Path) -> io.BufferedReader:
-    """Bytes of the file, decompressed."""
+    """Open the bytes of a file, decompressed."""
     codec = COMPRESSED.get(path.suffix.lower())
     raw: Any = pa.CompressedInputStream(str(path), codec) if codec else path.open("rb", buffering=0)
     stream = io.BufferedReader(raw, 1 << 18)
@@ -95,7 +97,7 @@ def _open_text(path: Path, newline: str | None = "") -> io.TextIOWrapper:
 
 
 def _undecodable(path: Path) -> str:
-    """Where the first byte is that is not UTF-8."""
+    """Return the place of the first byte that is not UTF-8, in words; empty if there is none."""
     with _open(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -106,28 +108,27 @@ def _undecodable(path: Path) -> str:
 
 
 def _read_text(path: Path) -> Iterator[Row]:
-    """The whole of it, or of a long one parts that end with a paragraph, a line, a word, or
-    anywhere.
-    """
+    """Yield a whole text, or parts of a long one, which end with a paragraph, a line or a word."""
     with _open_text(path, newline=None) as stream:
-        text = stream.read(LONGEST_TEXT + 1)
-        where = f"{path}"
+        text = stream.read(MAX_TEXT_ROW + 1)
+        place = f"{path}"
         lines = 0
-        while len(text) > LONGEST_TEXT:
+        while len(text) > MAX_TEXT_ROW:
             end = _end_of_part(text)
             yield f"{path}:{lines + 1}", {"text": text[:end]}
             lines += text.count("\n", 0, end)
             text = text[end:] + stream.read(end)
-            where = f"{path}:{lines + 1}"
-        yield where, {"text": text}
+            place = f"{path}:{lines + 1}"
+        yield place, {"text": text}
 
 
 def _end_of_part(text: str) -> int:
-    for last in ("\n\n", "\n", " "):
-        place = text.rfind(last, LONGEST_TEXT // 2, LONGEST_TEXT)
-        if place >= 0:
-            return place + len(last)
-    return LONGEST_TEXT
+    """Return the end of the last paragraph, line or word in the second half of a part."""
+    for separator in ("\n\n", "\n", " "):
+        at = text.rfind(separator, MAX_TEXT_ROW // 2, MAX_TEXT_ROW)
+        if at >= 0:
+            return at + len(separator)
+    return MAX_TEXT_ROW
 
 
 def _read_json_lines(path: Path) -> Iterator[Unparsed]:
@@ -139,11 +140,12 @@ def _read_json_lines(path: Path) -> Iterator[Unparsed]:
 
 
 def _read_json(path: Path) -> Iterator[Unparsed]:
-    """An array of objects, an object that holds one, or, as many a ``.json`` is, objects line by
-    line.
+    """Yield the rows of an array of objects, or of an object that holds one.
+
+    Many a ``.json`` file holds objects line by line; these are read, too.
     """
     with _open_text(path) as stream:
-        window = _Window(path, stream)
+        window = _JsonWindow(path, stream)
         first = window.next()
         if first == "{" and window.begins_with_a_line():
             yield from _read_json_lines(path)
@@ -159,8 +161,8 @@ def _read_json(path: Path) -> Iterator[Unparsed]:
             )
 
 
-def _elements(window: _Window) -> Iterator[Any]:
-    """The values of the array that begins here."""
+def _elements(window: _JsonWindow) -> Iterator[Any]:
+    """Yield the values of the array that begins here."""
     window.take("[")
     if window.next() == "]":
         window.take("]")
@@ -171,9 +173,10 @@ def _elements(window: _Window) -> Iterator[Any]:
             return
 
 
-def _elements_within(window: _Window) -> Iterator[Any]:
-    """The values of the one array of objects in the object that begins here; its other fields
-    are passed over.
+def _elements_within(window: _JsonWindow) -> Iterator[Any]:
+    """Yield the values of the one array of objects in the object that begins here.
+
+    Its other fields are passed over.
     """
     rows_of = None
     window.take("{")
@@ -209,12 +212,12 @@ def _elements_within(window: _Window) -> Iterator[Any]:
         )
 
 
-class _Window:
+class _JsonWindow:
     """The part of a JSON text that is in memory, and how far it has been read.
 
-    Of libraries, ijson takes 20 % less time, but names no line, refuses NaN and integers over 64
-    bits, turns half of a surrogate pair into "?", and does not come back from an array nested
-    100,000 deep; pyarrow reads objects line by line only.
+    ijson takes 20 % less time, but names no line, refuses NaN and integers over 64 bits, turns half
+    of a surrogate pair into "?", and does not return from an array nested 100,000 deep. pyarrow
+    reads objects line by line only.
     """
 
     _decoder = json.JSONDecoder()
@@ -229,7 +232,7 @@ class _Window:
         self._ended = False
 
     def next(self) -> str:
-        """The next character that is no white space, left where it is; empty at the end."""
+        """Return the next character that is no white space, without taking it; empty at the end."""
         while True:
             self._at = self._space.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -239,15 +242,15 @@ class _Window:
             self._read_on()
 
     def take(self, *expected: str) -> str:
-        """The next character, which must be one of ``expected``."""
-        found = self.next()
-        if found not in expected:
-            raise self.fault(f"expected {' or '.join(map(repr, expected))}, found {found!r}")
+        """Take the next character, which must be one of ``expected``."""
+        character = self.next()
+        if character not in expected:
+            raise self.fault(f"expected {' or '.join(map(repr, expected))}, found {character!r}")
         self._at += 1
-        return found
+        return character
 
     def value(self) -> Any:
-        """The next value, whole."""
+        """Take the next value, whole."""
         self.next()
         while True:
             try:
@@ -258,89 +261,82 @@ class _Window:
             except (ValueError, RecursionError) as error:
                 raise self.fault(str(error)) from error
             else:
-                if self._ended or end + 2 < len(self._text):  # 1e-7 may be cut after 1, 1e or 1e-
+                # A number may go on behind the window: 1e-7 may be cut after 1, 1e or 1e-.
+                if self._ended or end + 2 < len(self._text):
                     text = self._text[self._at : end]
                     self._at = end
                     return encodable(value, text)
             self._read_on()
 
     def begins_with_a_line(self) -> bool:
-        """Whether an object ends with its line, and something follows."""
+        """Return whether an object ends with its line, and something follows."""
         line, _, rest = self._text[self._at :].partition("\n")
         return bool(rest.strip()) and isinstance(parsed(Line(line.encode())), Mapping)
 
     def fault(self, reason: str, position: int | None = None) -> DataError:
-        line = (
-            1 + self._lines + self._text.count("\n", 0, self._at if position is None else position)
-        )
+        """Return an error that names the line of ``position``, by default the present one."""
+        end = self._at if position is None else position
+        line = 1 + self._lines + self._text.count("\n", 0, end)
         return DataError(f"{self.path}:{line}: does not parse as JSON: {reason}")
 
     def _read_on(self) -> None:
-        """Let go of what was read, and read as much again as is left, so that a long row is not
-        scanned too often.
-        """
+        """Drop what was read, and read on."""
         self._lines += self._text.count("\n", 0, self._at)
-        kept = self._text[self._at :]
-        more = self._stream.read(max(CHARACTERS_AT_ONCE, len(kept)))
-        self._text = kept + more
+        rest = self._text[self._at :]
+        # As much again as is left, so that a long row is not scanned too often.
+        more = self._stream.read(max(JSON_WINDOW, len(rest)))
+        self._text = rest + more
         self._at = 0
         self._ended = not more
 
 
 def _is_cut(error: json.JSONDecodeError) -> bool:
-    """Whether the text may be right and only end too early: an open string, or an error at the
-    very end.
+    """Return whether the text may be right and only end too early.
+
+    It then has an open string, or an error at its very end.
     """
-    longest = len("-Infinity")
-    return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc) - longest
-
-
-def _read_comma_separated(path: Path) -> Iterator[Row]:
-    return _read_separated(path, ",")
-
-
-def _read_tab_separated(path: Path) -> Iterator[Row]:
-    return _read_separated(path, "\t")
+    longest_word = len("-Infinity")
+    at_end = error.pos >= len(error.doc) - longest_word
+    return at_end or error.msg.startswith("Unterminated string")
 
 
 def _read_separated(path: Path, separator: str) -> Iterator[Row]:
-    """A header, then rows; values are text, and may hold newlines inside quotes."""
+    """Yield the rows behind a header; values are text, and may hold newlines inside quotes."""
     csv.field_size_limit(2**31 - 1)  # the module refuses fields over 128 KiB otherwise
     with _open_text(path) as stream:
         reader = csv.reader(stream, delimiter=separator, strict=True)
         names = next((fields for fields in reader if fields), [])
-        _check_header(path, names)
+        _check_names(path, names)
+        if len(names) == 1 and re.search(r"[;,\t|]", names[0]):
+            raise DataError(
+                f"{path}: the header is one column, {names[0]!r}; separate columns by commas "
+                "(.csv) or tabs (.tsv)"
+            )
         while True:
-            where = f"{path}:{reader.line_num + 1}"
+            place = f"{path}:{reader.line_num + 1}"
             try:
                 fields = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield where, BadRow(f"does not parse as CSV: {error}")
+                yield place, BadRow(f"does not parse as CSV: {error}")
                 continue
             if len(fields) == len(names):
-                yield where, dict(zip(names, fields))
+                yield place, dict(zip(names, fields))
             elif fields:
-                yield (
-                    where,
-                    BadRow(
-                        f"has {len(fields)} fields where the header names {len(names)}: "
-                        f"{', '.join(names)}"
-                    ),
+                reason = (
+                    f"has {len(fields)} fields where the header names {len(names)}: "
+                    f"{', '.join(names)}"
                 )
-
-
-def _check_header(path: Path, names: list[str]) -> None:
-    _check_names(path, names)
-    if len(names) == 1 and re.search(r"[;,\t|]", names[0]):
-        raise DataError(
-            f"{path}: the header is one column, {names[0]!r}; separate columns by commas (.csv) "
-            "or tabs (.tsv)"
-        )
+                yield place, BadRow(reason)
 
 
 def _check_names(path: Path, names: list[str]) -> None:
+    """Refuse two columns of one name.
+
+    Raises:
+        DataError: there are such.
+    """
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(
@@ -350,18 +346,17 @@ def _check_names(path: Path, names: list[str]) -> None:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    with pq.ParquetFile(
-        path, buffer_size=1 << 20, pre_buffer=False
-    ) as file:  # pages one by one, never a whole row group
-        yield from _read_batches(path, file.iter_batches(ROWS_AT_ONCE))
+    # Pages are read one by one, never a whole row group.
+    with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        yield from _read_batches(path, file.iter_batches(COLUMNAR_ROWS_AT_ONCE))
 
 
 def _read_arrow(path: Path) -> Iterator[Row]:
-    """IPC, as a file (Feather is one) or as a stream (what ``datasets`` writes)."""
+    """Yield the rows of Arrow IPC, a file (as Feather) or a stream (as ``datasets`` writes)."""
     with pa.memory_map(str(path)) as source:
-        begins = source.read(6)
+        beginning = source.read(6)
         source.seek(0)
-        if begins == b"ARROW1":
+        if beginning == b"ARROW1":
             file = pa.ipc.open_file(source)
             yield from _read_batches(path, map(file.get_batch, range(file.num_record_batches)))
         else:
@@ -369,8 +364,11 @@ def _read_arrow(path: Path) -> Iterator[Row]:
 
 
 def _batches_of_stream(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Up to the marker of its end, which the format leaves to the writer: without it nobody
-    knows whether more followed.
+    """Yield the batches of a stream.
+
+    Raises:
+        ArrowInvalid: the marker of its end is missing. The format does not demand it, but without
+            it nobody knows whether more followed.
     """
     stream = pa.ipc.open_stream(source)
     end = source.tell()
@@ -387,31 +385,30 @@ def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row
     number = 0
     for batch in batches:
         _check_names(path, batch.schema.names)
-        clean = cleaner(batch.schema) or (lambda record: record)
-        for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-            for record in _records(batch.slice(start, ROWS_AT_ONCE)):
+        clean = cleaner(batch.schema)
+        for start in range(0, batch.num_rows, COLUMNAR_ROWS_AT_ONCE):
+            for record in _records(batch.slice(start, COLUMNAR_ROWS_AT_ONCE)):
                 number += 1
-                yield f"{path}: row {number}", clean(record)
+                yield f"{path}: row {number}", clean(record) if clean else record
 
 
 def _records(batch: pa.RecordBatch) -> list[Record | BadRow]:
-    """The rows as Python objects; where one holds a value that Python has none for, that row is
-    bad.
-    """
+    """Return the rows as Python objects; one with a value that Python has no form for is bad."""
     try:
         return batch.to_pylist(maps_as_pydicts="lossy")
-    except (
-        ValueError,
-        OverflowError,
-    ) as error:  # text that is not UTF-8, a date after the year 9999, nanoseconds
+    except (ValueError, OverflowError) as error:
+        # text that is not UTF-8, a date after the year 9999, nanoseconds
         if batch.num_rows > 1:
-            return [
-                record for row in range(batch.num_rows) for record in _records(batch.slice(row, 1))
-            ]
-        return [BadRow(f"column {_column_at_fault(batch)!r} cannot be read: {error}", "wrong_type")]
+            records = []
+            for row in range(batch.num_rows):
+                records += _records(batch.slice(row, 1))
+            return records
+        name = _unreadable_column(batch)
+        return [BadRow(f"column {name!r} cannot be read: {error}", "wrong_type")]
 
 
-def _column_at_fault(row: pa.RecordBatch) -> str:
+def _unreadable_column(row: pa.RecordBatch) -> str:
+    """Return the name of the column that has no form in Python."""
     for name, column in zip(row.schema.names, row.columns, strict=True):
         try:
             column.to_pylist(maps_as_pydicts="lossy")
@@ -429,11 +426,11 @@ READERS: dict[str, Reader] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,
-    ".csv": _read_comma_separated,
-    ".tsv": _read_tab_separated,
+    ".csv": functools.partial(_read_separated, separator=","),
+    ".tsv": functools.partial(_read_separated, separator="\t"),
     ".txt": _read_text,
     ".md": _read_text,
     ".text": _read_text,
     **COLUMNAR,
 }
-"""By the ending of a file's name."""
+"""Functions that read a file, by the ending of its name."""

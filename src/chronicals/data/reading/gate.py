@@ -1,16 +1,15 @@
-"""The gate before step 0: what is wrong with the data, in which rows, and when that would make
-training wrong.
+"""The gate before step 0: faults of the data, the rows that have them, and those that stop a run.
 
-Every rule has a name, a remedy, and the largest share of the rows it may touch before it is an
-error: 0 where a single row would make training wrong, 1 where it may be meant, None where nothing
-is wrong. ``ChronicalsConfig.gate`` sets other shares by name.
+Every rule has a name, a remedy, and the largest share of the rows that may break it before that is
+an error: 0 if a single row would make training wrong, 1 if it may be meant, None if nothing is
+wrong. ``ChronicalsConfig.gate`` sets other shares by name.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -18,14 +17,14 @@ from chronicals.config import ConfigurationError
 from chronicals.data.reading.ledger import Ledger
 
 EXAMPLES = 5
-"""Row numbers that are kept of each finding."""
+"""Row numbers and places that are kept of each finding."""
 
 
 class DataError(ValueError):
     """The data would make training wrong or impossible; the message names the place and the remedy.
 
     Attributes:
-        rule: name of the gate's rule, where a row (not the file) is at fault.
+        rule: name of the gate's rule, if a row (not the file) is at fault.
     """
 
     rule = "wrong_type"
@@ -36,8 +35,12 @@ class DataError(ValueError):
 
 
 class Rule(NamedTuple):
-    """What a finding means, what to do about it, and the largest share of the rows that is let
-    pass.
+    """A rule of the gate.
+
+    Attributes:
+        what: the finding, in words.
+        remedy: what to do about it.
+        share: largest share of the rows that may break it; None for all, without a warning.
     """
 
     what: str
@@ -210,14 +213,19 @@ RULES = {
 }
 
 
-OF_ANSWERS = {"cut_row": "raise max_seq_length, or set overlong='drop'"}
-"""Remedies of rules where rows are whole answers, which cannot be split."""
+ANSWER_REMEDIES = {"cut_row": "raise max_seq_length, or set overlong='drop'"}
+"""Other remedies for rows that are whole answers, which cannot be split."""
 
 
 @dataclass
 class Finding:
-    """How often a rule was broken, the first rows (from 1, as read), the first one's words, and
-    where these rows are.
+    """The rows that break a rule.
+
+    Attributes:
+        count: how many there are.
+        rows: numbers of the first, from 1 in reading order.
+        example: words about the first.
+        places: where these rows were read.
     """
 
     count: int = 0
@@ -228,17 +236,17 @@ class Finding:
 
 @dataclass
 class DataReport:
-    """What one tokenised data set holds.
+    """Counts of a tokenised data set.
 
     Attributes:
         rows: records read.
         documents: documents stored (a long text becomes several).
         tokens: tokens stored.
         targets: tokens that are predicted and trained on.
-        kinds: rows by kind, as recognised, those that are left out included.
+        kinds: rows by kind, including those that are left out.
         findings: by the name of the rule.
-        answers: whether the rows are whole answers, compared or judged.
-        forms: rows by the kind of their first document, in which form they are trained: a pair may
+        answers: True if the rows are whole answers, compared or judged.
+        forms: rows by the kind of their first document, in whose form they are trained: a pair may
             be of chats.
         left_out: rows that gave no document, by kind and then by the rule that says why.
         prompts: documents that are prompts, which answers share.
@@ -259,18 +267,18 @@ class DataReport:
 
     def note(self, rule: str, row: int | None = None, example: str = "", count: int = 1) -> None:
         """Count ``row`` (from 0; None is the data as a whole) under ``rule``."""
-        found = self.findings.setdefault(rule, Finding())
-        found.count += count
-        found.example = found.example or example
-        if row is not None and len(found.rows) < EXAMPLES:
-            found.rows.append(row + 1)
+        finding = self.findings.setdefault(rule, Finding())
+        finding.count += count
+        finding.example = finding.example or example
+        if row is not None and len(finding.rows) < EXAMPLES:
+            finding.rows.append(row + 1)
 
     def count(self, rule: str) -> int:
-        """Rows counted under ``rule``."""
+        """Return the number of rows counted under ``rule``."""
         return self.findings[rule].count if rule in self.findings else 0
 
     def add(self, other: DataReport) -> None:
-        """Count what ``other`` counted of further rows."""
+        """Add the counts of further rows."""
         self.rows += other.rows
         self.documents += other.documents
         self.tokens += other.tokens
@@ -282,43 +290,47 @@ class DataReport:
         _add_counts(self.forms, other.forms)
         for kind, causes in other.left_out.items():
             _add_counts(self.left_out.setdefault(kind, {}), causes)
-        for rule, found in other.findings.items():
-            self.note(rule, example=found.example, count=found.count)
-            kept = self.findings[rule].rows
-            self.findings[rule].places += found.places[: EXAMPLES - len(kept)]
-            kept += found.rows[: EXAMPLES - len(kept)]
+        for rule, finding in other.findings.items():
+            self.note(rule, example=finding.example, count=finding.count)
+            own = self.findings[rule]
+            room = EXAMPLES - len(own.rows)
+            own.places += finding.places[:room]
+            own.rows += finding.rows[:room]
 
     def level(self, rule: str, shares: Mapping[str, float]) -> Literal["error", "warning", "info"]:
-        """Whether a finding stops the run, by its own largest share or the one set in
-        ``shares``.
+        """Return the level of a finding; an error stops the run.
+
+        Args:
+            shares: largest shares of the rows that replace those of ``RULES``.
         """
         share = shares.get(rule, RULES[rule].share)
         if share is None:
             return "info"
         return "error" if share < 1 and self.count(rule) / max(self.rows, 1) > share else "warning"
 
-    def remedy(self, rule: str) -> str:
-        """What to do about a finding."""
-        return OF_ANSWERS.get(rule, RULES[rule].remedy) if self.answers else RULES[rule].remedy
-
     def entries(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
-        """Each finding as a row of the table: rule, level, count, share, rows, what, remedy,
-        example; errors first.
+        """Return the findings as rows of a table, errors first.
+
+        Each has rule, level, count, share, rows, places, what, remedy and example.
         """
-        entries = [
-            {
-                "rule": rule,
-                "level": self.level(rule, shares or {}),
-                "count": found.count,
-                "share": found.count / max(self.rows, 1),
-                "rows": found.rows,
-                "places": found.places,
-                "what": RULES[rule].what,
-                "remedy": self.remedy(rule),
-                "example": found.example,
-            }
-            for rule, found in self.findings.items()
-        ]
+        entries = []
+        for rule, finding in self.findings.items():
+            remedy = RULES[rule].remedy
+            if self.answers:
+                remedy = ANSWER_REMEDIES.get(rule, remedy)
+            entries.append(
+                {
+                    "rule": rule,
+                    "level": self.level(rule, shares or {}),
+                    "count": finding.count,
+                    "share": finding.count / max(self.rows, 1),
+                    "rows": finding.rows,
+                    "places": finding.places,
+                    "what": RULES[rule].what,
+                    "remedy": remedy,
+                    "example": finding.example,
+                }
+            )
         order = list(RULES)
         levels = ("error", "warning", "info")
         return sorted(
@@ -327,20 +339,19 @@ class DataReport:
 
     @property
     def ledger(self) -> Ledger:
-        """What became of the rows where none is held out."""
-        kept = {
-            kind: count - sum(self.left_out.get(kind, {}).values())
-            for kind, count in self.kinds.items()
-        }
-        trained = {kind: count for kind, count in kept.items() if count}
+        """Ledger of the rows if none is held out."""
+        trained = {}
+        for kind, count in self.kinds.items():
+            left = count - sum(self.left_out.get(kind, {}).values())
+            if left:
+                trained[kind] = left
         return Ledger(self.kinds, trained, left_out=self.left_out)
 
     def summary(self, ledger: Ledger | None = None) -> str:
-        """One line: rows by kind and what became of them, then documents, tokens and how many are
-        trained of those kept here.
+        """Return one line: rows by kind, then documents, tokens and the share that is trained.
 
         Args:
-            ledger: of the data, where some of them are held out.
+            ledger: of the data, if some of them are held out.
         """
         ledger = ledger or self.ledger
         share = self.targets / max(self.tokens, 1)
@@ -352,7 +363,7 @@ class DataReport:
         )
 
     def documents_in_words(self) -> str:
-        """How many documents there are; of compared and judged answers, what they are."""
+        """Return the number of documents; of compared and judged answers, by what they are."""
         if not self.answers:
             return f"{self.documents:,} documents"
         counts = {
@@ -367,30 +378,27 @@ class DataReport:
     def table(
         self, shares: Mapping[str, float] | None = None, ledger: Ledger | None = None
     ) -> list[tuple[str, str]]:
-        """Level and text of each line: the summary, and a row a finding, in columns."""
+        """Return level and text of each line: the summary, then a finding a row, in columns."""
         entries = self.entries(shares)
         cells = [
             (
-                e["level"],
-                e["rule"],
-                f"{e['count']:,}",
-                _listed_rows(e),
-                f"{e['what']}: {e['remedy']}",
+                entry["level"],
+                entry["rule"],
+                f"{entry['count']:,}",
+                _listed_rows(entry),
+                f"{entry['what']}: {entry['remedy']}",
             )
-            for e in entries
+            for entry in entries
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        rows = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        return [
-            ("info", self.summary(ledger)),
-            *zip((entry["level"] for entry in entries), rows, strict=True),
-        ]
+        lines = [("info", self.summary(ledger))]
+        for row in cells:
+            padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append((row[0], "  ".join(padded).rstrip()))
+        return lines
 
     def errors(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
-        """Findings that touch more rows than they may, as ``entries`` gives them."""
+        """Return the findings that stop a run, as ``entries`` gives them."""
         return [entry for entry in self.entries(shares) if entry["level"] == "error"]
 
     def to_dict(self) -> dict:
@@ -398,39 +406,34 @@ class DataReport:
 
     @classmethod
     def from_dict(cls, fields: dict) -> DataReport:
-        return cls(
-            **{
-                **fields,
-                "findings": {rule: Finding(**found) for rule, found in fields["findings"].items()},
-            }
-        )
+        findings = {rule: Finding(**finding) for rule, finding in fields["findings"].items()}
+        return cls(**{**fields, "findings": findings})
 
     def check(self, name: str, shares: Mapping[str, float] | None = None) -> None:
-        """Raise where training would be wrong; all that is wrong is in one message.
+        """Raise an error with all findings that would make training wrong.
 
         Args:
             name: what the message calls the data.
             shares: other largest shares, by the name of the rule.
 
         Raises:
-            DataError: no row, nothing to train on, or a finding touches more rows than it may.
+            DataError: no row, nothing to train on, or more rows break a rule than may.
         """
         if not self.rows:
             raise DataError(f"{name}: holds no rows; give a file with at least one")
-        entries = self.entries(shares)
+        if not self.targets:
+            lines = "".join(f"\n  {describe(entry)}" for entry in self.entries(shares))
+            raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows:{lines}")
         wrong = self.errors(shares)
-        nothing = f"nothing to train on in any of {self.rows:,} rows"
-        if wrong or not self.targets:
-            lines = "".join(
-                f"\n  {describe(entry)}" for entry in (wrong if self.targets else entries)
-            )
-            broken = (
-                f"breaks {len(wrong)} of the gate's rules in {self.rows:,} rows"
-                if self.targets
-                else nothing
-            )
+        if wrong:
+            lines = "".join(f"\n  {describe(entry)}" for entry in wrong)
+            allowed = {
+                entry["rule"]: min(1.0, math.ceil(1000 * entry["share"]) / 1000) for entry in wrong
+            }
             raise DataError(
-                f"{name}: {broken}:{lines}{_how_to_allow(wrong) if self.targets else ''}"
+                f"{name}: breaks {len(wrong)} of the gate's rules in {self.rows:,} rows:{lines}\n"
+                "To train without these rows or in spite of this, allow it: "
+                f"gate={allowed}"
             )
 
 
@@ -439,36 +442,32 @@ def _add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
         counts[name] = counts.get(name, 0) + count
 
 
-def _how_to_allow(wrong: Sequence[Mapping[str, Any]]) -> str:
-    shares = {entry["rule"]: min(1.0, math.ceil(1000 * entry["share"]) / 1000) for entry in wrong}
-    return f"\nTo train without these rows or in spite of this, allow it: gate={shares}"
-
-
 def describe(entry: Mapping[str, Any]) -> str:
-    """A finding in one line."""
+    """Return a finding in one line."""
     rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
     example = f"; for one, {entry['example']}" if entry["example"] else ""
     return f"{entry['rule']}: {entry['count']:,} {entry['what']}{rows}: {entry['remedy']}{example}"
 
 
 def _listed_rows(entry: Mapping[str, Any]) -> str:
+    """Return the first rows of a finding by number, or by place if several files were read."""
     more = " …" if entry["count"] > len(entry["rows"]) else ""
-    if _of_several_files(entry):
-        return f"{', '.join(entry['places'])}{more}"
+    places = entry.get("places") or []
+    if len(places) == len(entry["rows"]):
+        for place, row in zip(places, entry["rows"]):
+            number = re.search(r"(\d+)$", place)
+            # Other files were read before that of this row, so its number there is lower.
+            if number and int(number[1]) < row:
+                return f"{', '.join(places)}{more}"
     return f"rows {', '.join(map(str, entry['rows']))}{more}" if entry["rows"] else ""
 
 
-def _of_several_files(entry: Mapping[str, Any]) -> bool:
-    """Whether other files were read before those of some rows, whose own numbers are lower then."""
-    places = entry.get("places") or []
-    numbers = [re.search(r"(\d+)$", place) for place in places]
-    return len(places) == len(entry["rows"]) and any(
-        n and int(n[1]) < row for n, row in zip(numbers, entry["rows"])
-    )
-
-
 def check_shares(shares: Mapping[str, float]) -> None:
-    """Raise ConfigurationError where ``gate`` names no rule or sets no share."""
+    """Check the configuration's ``gate``.
+
+    Raises:
+        ConfigurationError: it names no rule, or sets no share.
+    """
     for rule, share in shares.items():
         if rule not in RULES:
             raise ConfigurationError(

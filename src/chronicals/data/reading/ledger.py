@@ -1,7 +1,7 @@
-"""The ledger of a data set: the rows that were read, by kind, and what became of each.
+"""Ledger of a data set: the rows that were read, by kind, and how many of them are trained.
 
-It is made once, when the data are opened; the log, the report and ``train --check`` render it. A
-row is in one of three places, so what was read is what is trained, held out and left out together.
+It is made once, when the data are opened; the log, the report and ``train --check`` render it. Every
+row is either trained, held out or left out.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 UNRECOGNISED = "unrecognised"
-"""The kind of rows whose fields tell none, or that cannot be read."""
+"""The kind of rows whose fields identify none, or that cannot be read."""
 
-COLUMNS = ("kind", "read", "trained", "held out", "left out", "why")
+LEDGER_COLUMNS = ("kind", "read", "trained", "held out", "left out", "why")
 """Names of the columns of ``Ledger.table``."""
 
-Counts = Mapping[str, int]
+RowCounts = Mapping[str, int]
+"""Numbers of rows by kind, or by rule."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,20 @@ class Ledger:
     """Rows of one data set by kind.
 
     Attributes:
-        read: all of them.
-        trained: those of which something is trained.
-        held_out: those that are only scored.
-        left_out: those that are neither, by kind and then by the gate's rule that says why.
-        divided: how many of ``trained`` are texts in several pieces of which some are held out.
+        read: all rows.
+        trained: rows of which something is trained.
+        held_out: rows that are only scored.
+        left_out: rows that are neither, by kind and then by the gate's rule that says why.
+        divided: number of ``trained`` that are texts in several pieces of which some are held out.
 
     Raises:
         ValueError: the sums do not agree.
     """
 
-    read: Counts = field(default_factory=dict)
-    trained: Counts = field(default_factory=dict)
-    held_out: Counts = field(default_factory=dict)
-    left_out: Mapping[str, Counts] = field(default_factory=dict)
+    read: RowCounts = field(default_factory=dict)
+    trained: RowCounts = field(default_factory=dict)
+    held_out: RowCounts = field(default_factory=dict)
+    left_out: Mapping[str, RowCounts] = field(default_factory=dict)
     divided: int = 0
 
     def __post_init__(self) -> None:
@@ -51,16 +52,16 @@ class Ledger:
                 )
 
     def _of_kind(self, kind: str) -> tuple[int, int, int, int]:
-        left_out = sum(self.left_out.get(kind, {}).values())
+        """Return the rows of a kind that were read, trained, held out and left out."""
         return (
             self.read.get(kind, 0),
             self.trained.get(kind, 0),
             self.held_out.get(kind, 0),
-            left_out,
+            sum(self.left_out.get(kind, {}).values()),
         )
 
     @property
-    def causes(self) -> Counts:
+    def causes(self) -> RowCounts:
         """Rows left out, by the gate's rule that says why, the most frequent first."""
         causes = Counter[str]()
         for counts in self.left_out.values():
@@ -73,16 +74,14 @@ class Ledger:
         return _named(self.read)
 
     def words(self) -> str:
-        """Return the ledger in one line; what became of the rows is left out where all are
-        trained, or all held out.
-        """
+        """Return the ledger in one line; briefer if all rows are trained, or all held out."""
         read = sum(self.read.values())
         left_out = sum(self.causes.values())
         parts = []
         if self.trained and (self.held_out or left_out):
-            parts.append(f"{_by_kind(self.trained)} trained")
+            parts.append(f"{_total_by_kind(self.trained)} trained")
         if self.held_out and (self.trained or left_out):
-            parts.append(f"{_by_kind(self.held_out)} held out")
+            parts.append(f"{_total_by_kind(self.held_out)} held out")
         if left_out:
             why = ", ".join(f"{count:,} {rule}" for rule, count in self.causes.items())
             parts.append(f"{left_out:,} left out ({why})")
@@ -92,9 +91,7 @@ class Ledger:
         return f"{read:,} rows ({self.kinds}){became}" if read else "0 rows"
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return a row for each kind, and one of the sums where there are several, in the
-        columns ``COLUMNS``.
-        """
+        """Return a row for each kind in ``LEDGER_COLUMNS``, and one of sums if there are several."""
         rows = []
         for kind in sorted(self.read):
             why = ", ".join(
@@ -108,18 +105,18 @@ class Ledger:
 
     @property
     def is_scored(self) -> bool:
-        """True for data that are held out as a whole."""
+        """True if the data are held out as a whole."""
         return bool(self.held_out) and not self.trained
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _by_kind(counts: Counts) -> str:
-    """Return how many rows there are, and of which kinds where these are several."""
+def _total_by_kind(counts: RowCounts) -> str:
+    """Return the number of rows, and of each kind if there are several."""
     total = f"{sum(counts.values()):,}"
     return f"{total} ({_named(counts)})" if len(counts) > 1 else total
 
 
-def _named(counts: Counts) -> str:
+def _named(counts: RowCounts) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))

@@ -1,9 +1,8 @@
-"""Nulls of columnar data, which fills every object up to the fields that any object of its column
-has.
+"""Nulls of columnar data, which fills every object up to the fields of all objects of its column.
 
-Within a list of objects (messages, calls, tools) such a null says that the row had no such field,
-so it is left out. In JSON a null is written by whoever wrote the row, and is kept. Objects outside
-of lists keep their nulls, too: ``columns`` may lead into them.
+In a list of objects (messages, calls, tools) such a null says that the row had no such field, so it
+is left out. A null of JSON was written by whoever wrote the row, and is kept. Objects outside of
+lists keep their nulls, too: ``columns`` may lead into them.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ logger = logging.getLogger(__name__)
 
 Clean = Callable[[Any], Any]
 
-VALUES_OF_USERS = ("tools", "arguments")
+FREE_FORM_FIELDS = ("tools", "arguments")
 """Fields in which a null may well be meant."""
 
 
 def cleaner(schema: pa.Schema) -> Clean | None:
-    """What makes of a row, a dict, the same row without such nulls; None where no column can hold
-    one.
+    """Return a function that removes such nulls from a row; None if no column can hold one.
 
     A value that is not of its column's type, because a transform has replaced it, stays as it is.
     """
-    columns = {
-        field.name: clean
-        for field in schema
-        if (clean := _clean(field.type, field.name)) is not None
-    }
+    columns = {}
+    for field in schema:
+        clean = _cleaner_of(field.type, field.name)
+        if clean is not None:
+            columns[field.name] = clean
     if not columns:
         return None
 
@@ -49,80 +47,84 @@ def cleaner(schema: pa.Schema) -> Clean | None:
 
 
 def without_nulls(value: Any, inside: bool = False) -> Any:
-    """The same for a row whose types are not known.
+    """Return a row whose types are not known without such nulls.
 
     Args:
-        inside: of a list.
+        value: the row, or a value in it.
+        inside: the value lies in a list.
     """
     if isinstance(value, Mapping):
         return {
-            name: without_nulls(one, inside)
-            for name, one in value.items()
-            if not (inside and one is None)
+            name: without_nulls(inner, inside)
+            for name, inner in value.items()
+            if not (inside and inner is None)
         }
-    return (
-        [without_nulls(one, True) for one in value] if isinstance(value, (list, tuple)) else value
-    )
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(inner, True) for inner in value]
+    return value
 
 
-def _clean(kind: pa.DataType, name: str, inside: bool = False) -> Clean | None:
+def _cleaner_of(kind: pa.DataType, name: str, inside: bool = False) -> Clean | None:
+    """Return a function that removes such nulls from a value; None if it can hold none.
+
+    Args:
+        name: of the field, or of the free-form field around it.
+        inside: the value lies in a list.
+    """
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        one = _clean(kind.value_type, name, True)
-        return one and functools.partial(_clean_list, one)
+        clean_item = _cleaner_of(kind.value_type, name, True)
+        return clean_item and functools.partial(_clean_list, clean_item)
     if pa.types.is_map(kind):
-        one = _clean(kind.item_type, name, inside)
-        return one and functools.partial(_clean_map, one)
-    return _clean_struct(kind, name, inside) if pa.types.is_struct(kind) else None
+        clean_item = _cleaner_of(kind.item_type, name, inside)
+        return clean_item and functools.partial(_clean_map, clean_item)
+    return _struct_cleaner(kind, name, inside) if pa.types.is_struct(kind) else None
 
 
 def _clean_list(clean: Clean, values: Any) -> Any:
-    return (
-        [clean(value) for value in values]
-        if isinstance(values, (list, tuple, np.ndarray))
-        else values
-    )
+    if not isinstance(values, (list, tuple, np.ndarray)):
+        return values
+    return [clean(value) for value in values]
 
 
 def _clean_map(clean: Clean, values: Any) -> Any:
-    pairs = isinstance(values, (list, tuple)) and all(
+    is_pairs = isinstance(values, (list, tuple)) and all(
         isinstance(pair, tuple) and len(pair) == 2 for pair in values
     )
-    return (
-        {name: clean(value) for name, value in dict(values).items()}
-        if pairs or isinstance(values, Mapping)
-        else values
-    )
+    if not is_pairs and not isinstance(values, Mapping):
+        return values
+    return {name: clean(value) for name, value in dict(values).items()}
 
 
-def _clean_struct(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
-    names = [kind.field(n).name for n in range(kind.num_fields)]
-    of_users = {field: field if field in VALUES_OF_USERS else name for field in names}
-    fields = {
-        field: clean
-        for n, field in enumerate(names)
-        if (clean := _clean(kind.field(n).type, of_users[field], inside)) is not None
-    }
-    if not fields and not inside:
+def _struct_cleaner(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
+    cleaners = {}
+    for number in range(kind.num_fields):
+        field = kind.field(number)
+        around = field.name if field.name in FREE_FORM_FIELDS else name
+        clean = _cleaner_of(field.type, around, inside)
+        if clean is not None:
+            cleaners[field.name] = clean
+    if not cleaners and not inside:
         return None
 
     def clean_struct(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        if inside and any(one is None for one in value.values()):
-            if name in VALUES_OF_USERS:
-                _say(name)
-            value = {field: one for field, one in value.items() if one is not None}
-        return (
-            {field: fields[field](one) if field in fields else one for field, one in value.items()}
-            if fields
-            else value
-        )
+        if inside and any(inner is None for inner in value.values()):
+            if name in FREE_FORM_FIELDS:
+                _log_removed_nulls(name)
+            value = {field: inner for field, inner in value.items() if inner is not None}
+        if not cleaners:
+            return value
+        return {
+            field: cleaners[field](inner) if field in cleaners else inner
+            for field, inner in value.items()
+        }
 
     return clean_struct
 
 
 @functools.cache
-def _say(name: str) -> None:
+def _log_removed_nulls(name: str) -> None:
     logger.info(
         "a null in %s of columnar data (Parquet, Arrow, datasets) counts as a field that is not "
         "there; where nulls are meant, "

@@ -1,6 +1,4 @@
-"""Files that chronicals or transformers write beside rows: those of runs, models and token
-stores, which are no rows.
-"""
+"""Files of runs, models and token stores, which may lie beside rows and hold none."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-REPORTS = ("train_dataset.json", "eval_dataset.json")
+DATA_REPORTS = ("train_dataset.json", "eval_dataset.json")
 """The gate's reports in the folder of a run."""
 
-RUN = {
-    *REPORTS,
+RUN_FILES = {
+    *DATA_REPORTS,
     "checkpoints",
     "log.txt",
     "metrics.jsonl",
@@ -25,9 +23,9 @@ RUN = {
     "trackers.json",
     "wandb",
 }
-"""What a run writes into its folder."""
+"""Files and folders that a run writes into its folder."""
 
-MODEL = {
+MODEL_FILES = {
     "adapter_config.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -47,38 +45,47 @@ MODEL = {
     "vocab.json",
     "vocab.txt",
 }
-"""What is in the folder of a model beside its weights."""
+"""Files in the folder of a model beside its weights."""
 
-STORE = re.compile(r"[0-9a-f]{32}\.(arrow|json)|file-digests\.json")
-"""Token stores and the digests of files beside them."""
+STORE_FILE = re.compile(r"[0-9a-f]{32}\.(arrow|json)|file-digests\.json")
+"""Names of token stores and of the digests of files beside them."""
 
 
 def own_files(folder: Path, names: Collection[str]) -> set[str]:
-    """Those of ``names``, files and folders in ``folder``, that hold no rows of anybody's."""
-    found = set[str]()
+    """Return the files and folders that belong to a run, a model or a token store.
+
+    Args:
+        folder: holds all of them.
+        names: of the files and folders in it.
+    """
+    own = set[str]()
     if _is_run(folder, names):
-        found |= RUN.intersection(names)
+        own |= RUN_FILES.intersection(names)
+    weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     if (
         "adapter_config.json" in names
         or {"config.json", "tokenizer_config.json"} <= set(names)
-        or _holds_weights(names)
+        or ("config.json" in names and weights)
     ):
-        found |= MODEL.intersection(names)
+        own |= MODEL_FILES.intersection(names)
     if any(name.endswith(".arrow") or name == "file-digests.json" for name in names):
-        found |= {name for name in names if STORE.fullmatch(name)}
-    return found
+        own |= {name for name in names if STORE_FILE.fullmatch(name)}
+    return own
 
 
 def _is_run(folder: Path, names: Collection[str]) -> bool:
-    if "resume.yaml" in names or (
-        "model" in names and (folder / "model" / "chronicals.json").is_file()
-    ):
+    """Return whether a folder is that of a run."""
+    if "resume.yaml" in names:
         return True
-    kept = "checkpoints" in names and any((folder / "checkpoints").glob("step-*/manifest.json"))
-    return kept or any(name in names and _is_report(folder / name) for name in REPORTS)
+    if "model" in names and (folder / "model" / "chronicals.json").is_file():
+        return True
+    if "checkpoints" in names and any((folder / "checkpoints").glob("step-*/manifest.json")):
+        return True
+    return any(name in names and _is_report(folder / name) for name in DATA_REPORTS)
 
 
 def _is_report(file: Path) -> bool:
+    """Return whether a JSON file is the gate's, and not a user's of the same name."""
     if not file.is_file() or file.stat().st_size > 1 << 20:
         return False
     try:
@@ -89,7 +96,3 @@ def _is_report(file: Path) -> bool:
         isinstance(report, dict)
         and {"data", "rows", "targets", "kinds", "findings"} <= report.keys()
     )
-
-
-def _holds_weights(names: Collection[str]) -> bool:
-    return "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names)

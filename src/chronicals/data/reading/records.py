@@ -1,6 +1,4 @@
-"""Records, and what may stand in the place of one: a line that is not parsed yet, a row that
-cannot be read.
-"""
+"""Records of rows, lines that are not parsed yet, and rows that cannot be read."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ class BadRow:
     """A row that cannot be read, in the place of its record.
 
     Attributes:
-        reason: what is wrong with it.
-        rule: the gate's name for the fault.
+        reason: the fault, in words.
+        rule: the gate's name for it.
     """
 
     reason: str
@@ -36,7 +34,7 @@ Unparsed = tuple[str, Record | BadRow | Line]
 
 
 def parsed(record: Any) -> Any:
-    """The record of a row that may be a line."""
+    """Return the record of a row that may be a line."""
     if not isinstance(record, Line):
         return record
     try:
@@ -47,8 +45,10 @@ def parsed(record: Any) -> Any:
 
 
 def encodable(value: Any, text: str) -> Any:
-    """``value``, which ``text`` holds, unless half of a surrogate pair is in it: no tokenizer
-    takes one.
+    """Return ``value``, or a bad row if half of a surrogate pair is in it: no tokenizer takes one.
+
+    Args:
+        text: JSON that ``value`` was read from.
     """
     if "\\ud" in text or "\\uD" in text:
         try:

@@ -1,6 +1,4 @@
-"""Sources: what can be given as data, from a list of rows to a weighted mixture of files,
-folders and hub names.
-"""
+"""Sources of rows: lists, files, folders, hub names, and weighted mixtures of them."""
 
 from __future__ import annotations
 
@@ -29,18 +27,23 @@ from chronicals.data.reading.row_fields import IDENTIFYING_FIELDS, KIND_FIELDS
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""What ``datasets`` writes beside rows."""
+_DATASET_DESCRIPTIONS = {
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}
+"""Files that ``datasets`` writes beside rows."""
 
 Source = str | Path | DataSource | Sequence[str | Path | DataSource] | Iterable[Record]
 """One source, several, or rows in memory."""
 
 
 def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
-    """Yield ``(where, record)`` for each row; ``where`` is what an error message calls it.
+    """Yield ``(place, record)`` for each row; ``place`` is what an error message calls it.
 
-    A row that cannot be read (a line that does not parse, a wrong number of fields, a column that
-    is not there) comes as ``(where, BadRow)``. Rows that a weight repeats have the same ``where``.
+    A row that cannot be read (a line that does not parse, a wrong number of fields, a missing
+    column) comes as ``(place, BadRow)``. Rows that a weight repeats have the same ``place``.
 
     Args:
         source: the path of a file or folder, a pattern, a hub name; a ``DataSource``; a list of
@@ -51,33 +54,33 @@ def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
     Raises:
         DataError: a source does not exist, is of a kind that cannot be read, or is damaged.
     """
-    yield from ((where, parsed(record)) for where, record in read_unparsed(source, seed))
+    for place, record in read_unparsed(source, seed):
+        yield place, parsed(record)
 
 
 def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
-    """``read_records``, with lines of JSON that are files' own as they lie there, for
-    ``records.parsed``.
-    """
+    """Yield rows as ``read_records`` does, but lines of JSON unparsed, for ``records.parsed``."""
     parts = _named(source)
     if parts is None:
         records = _cleaned(_in_memory(source), source)
-        yield from ((f"row {number}", record) for number, record in enumerate(records, 1))
+        for number, record in enumerate(records, 1):
+            yield f"row {number}", record
         return
     for position, part in enumerate(parts):
-        whole, share = divmod(part.weight, 1)
-        for _ in range(int(whole)):
+        repeats, share = divmod(part.weight, 1)
+        for _ in range(int(repeats)):
             yield from _rows(part)
         if share:
-            rows = enumerate(_rows(part))
-            yield from (row for number, row in rows if _drawn(f"{seed} {position} {number}", share))
+            for number, row in enumerate(_rows(part)):
+                if _drawn(f"{seed} {position} {number}", share):
+                    yield row
 
 
 def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
-    """What the rows of ``read_records(source, seed)`` are known by: it changes when their content
-    does.
+    """Return a hash of the content of ``read_records(source, seed)``.
 
-    Files count by their bytes and endings, not by their names; a hub name by the revision it stands
-    for now; a ``Dataset`` by its own fingerprint; other rows by their values.
+    Files count by their bytes and endings, not by their names; a hub name by its present revision;
+    a ``Dataset`` by its own fingerprint; other rows by their values.
 
     Args:
         cache_dir: where digests of files are remembered.
@@ -95,23 +98,25 @@ def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
 
 
 def bytes_to_read(source: Source) -> int:
-    """Bytes of the files that are known to be read; none of what comes from elsewhere."""
-    return int(
-        sum(
-            part.weight * sum(file.stat().st_size for file in files)
-            for part, files in _local(source)
-        )
-    )
+    """Return the bytes of the files that are read; other sources count nothing."""
+    total = 0.0
+    for part, files in _local(source):
+        total += part.weight * sum(file.stat().st_size for file in files)
+    return int(total)
 
 
 def file_digests(source: Source, cache_dir: Path) -> dict[Path, str]:
-    """The content of each file that is read, as ``source_fingerprint`` knows it."""
-    with FileDigests(cache_dir) as digests:
-        return {file: digests.of(file) for _, files in _local(source) for file in files}
+    """Return a digest of each file that is read; ``cache_dir`` remembers digests."""
+    digests = {}
+    with FileDigests(cache_dir) as known:
+        for _, files in _local(source):
+            for file in files:
+                digests[file] = known.of(file)
+    return digests
 
 
 def _local(source: Source) -> Iterator[tuple[DataSource, list[Path]]]:
-    """The sources that are files in formats of ours, with these."""
+    """Yield the sources that are files of the formats in ``READERS``, with their files."""
     for part in _named(source) or ():
         path = Path(part.path).expanduser()
         if not (_is_saved_dataset(path) or _is_hub_name(path, part.path)):
@@ -119,14 +124,19 @@ def _local(source: Source) -> Iterator[tuple[DataSource, list[Path]]]:
 
 
 def _named(source: Source) -> list[DataSource] | None:
-    """The sources that are named; None where the rows themselves were given."""
-    several = source if isinstance(source, (list, tuple)) else [source]
-    if not several or not all(isinstance(one, (str, Path, DataSource)) for one in several):
+    """Return the sources that are named; None if the rows themselves were given."""
+    parts = source if isinstance(source, (list, tuple)) else [source]
+    if not parts or not all(isinstance(part, (str, Path, DataSource)) for part in parts):
         return None
-    return [one if isinstance(one, DataSource) else DataSource(str(one)) for one in several]
+    return [part if isinstance(part, DataSource) else DataSource(str(part)) for part in parts]
 
 
 def _in_memory(source: Any) -> Iterable[Record]:
+    """Return rows in memory.
+
+    Raises:
+        DataError: these are no rows.
+    """
     if isinstance(source, Mapping) and all(hasattr(part, "features") for part in source.values()):
         raise DataError(
             f"rows are wanted, this is a {type(source).__name__}; choose one of "
@@ -148,8 +158,10 @@ def _in_memory(source: Any) -> Iterable[Record]:
 
 
 def _cleaned(rows: Iterable[Record], dataset: Any) -> Iterable[Record]:
-    """The rows without the nulls that ``dataset``, where it is one of ``datasets``, fills
-    objects with.
+    """Return rows without the nulls that a dataset of ``datasets`` fills objects with.
+
+    Args:
+        dataset: what the rows come from.
     """
     if not hasattr(dataset, "features"):
         return rows
@@ -158,43 +170,41 @@ def _cleaned(rows: Iterable[Record], dataset: Any) -> Iterable[Record]:
 
 
 def _drawn(text: str, share: float) -> bool:
-    """True for ``share`` of all texts; what is drawn at one share is drawn at every larger one."""
+    """Return True for ``share`` of all texts; a text drawn at one share is drawn at larger ones."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
 
 
 def _rows(part: DataSource) -> Iterator[Unparsed]:
-    """Every row of a source once, with our names of columns, and its place behind the source's
-    name.
-    """
-    rows = _read(part)
-    columns = part.columns
-    if columns:
-        rows = ((where, _renamed(parsed(record), columns)) for where, record in rows)
-    if part.name:
-        rows = ((f"{part.name}: {where}", record) for where, record in rows)
-    return rows
+    """Yield every row of a source once, with renamed columns, its place behind the source's name."""
+    for place, record in _read(part):
+        if part.columns:
+            record = _renamed(parsed(record), part.columns)
+        yield f"{part.name}: {place}" if part.name else place, record
 
 
 def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
-    """The record with ``columns`` under our names; those that were not named stay as they are,
-    but for fields that would tell another kind of row than the named ones do."""
+    """Return the record with columns under the names of ``row_fields``.
+
+    Other columns stay as they are, except fields that would identify another kind of row.
+
+    Args:
+        columns: the record's names by the new ones; a dot leads into an object.
+    """
     if not isinstance(record, Mapping):
         return record
-    gone = {*columns.values(), *_of_another_kind(columns)}
-    renamed = {name: value for name, value in record.items() if name not in gone}
+    dropped = {*columns.values(), *_fields_of_other_kinds(columns)}
+    renamed = {name: value for name, value in record.items() if name not in dropped}
     for ours, theirs in columns.items():
         value: Any = record
         for name in [theirs] if theirs in record else theirs.split("."):
-            if is_null(value):  # of an object that a row does not have it has no fields either
+            if is_null(value):  # a row without the object has none of its fields
                 break
             if not isinstance(value, Mapping) or name not in value:
-                there = (
-                    ", ".join(map(repr, value))
-                    if isinstance(value, Mapping)
-                    else type(value).__name__
-                )
+                fields = type(value).__name__
+                if isinstance(value, Mapping):
+                    fields = ", ".join(map(repr, value))
                 return BadRow(
-                    f"column {theirs!r} is missing (no {name!r} in {there}); columns={{{ours!r}: "
+                    f"column {theirs!r} is missing (no {name!r} in {fields}); columns={{{ours!r}: "
                     f"'THEIR_NAME'}} must name one "
                     "that every row has",
                     "missing_field",
@@ -204,22 +214,24 @@ def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | Ba
     return renamed
 
 
-def _of_another_kind(named: Mapping[str, str]) -> frozenset[str]:
-    """Fields that would tell another kind of row than our names ``named`` do. A prompt alone
-    tells none: its answers have their names; answers that are compared leave theirs to the
-    prompt."""
+def _fields_of_other_kinds(named: Mapping[str, str]) -> frozenset[str]:
+    """Return fields that would identify another kind of row than the names ``named`` do.
+
+    A prompt by itself identifies none: its answers keep their names. Answers that are compared leave
+    the prompt its name.
+    """
     if {"responses", "scores"} <= named.keys():
         return frozenset({"chosen", "rejected"})
     if {"chosen", "rejected"} <= named.keys():
         return frozenset()
-    return (
-        IDENTIFYING_FIELDS
-        if any(fields <= named.keys() for kind, fields in KIND_FIELDS if kind != "prompt")
-        else frozenset()
-    )
+    for kind, fields in KIND_FIELDS:
+        if kind != "prompt" and fields <= named.keys():
+            return IDENTIFYING_FIELDS
+    return frozenset()
 
 
 def _read(part: DataSource) -> Iterator[Unparsed]:
+    """Return the rows of a source, wherever they are."""
     path = Path(part.path).expanduser()
     if _is_saved_dataset(path):
         return _read_saved(path, part)
@@ -231,48 +243,54 @@ def _read(part: DataSource) -> Iterator[Unparsed]:
                 f"{path}: {field}={getattr(part, field)!r} belongs to a hub name; here, name the "
                 "files themselves"
             )
-    return itertools.chain.from_iterable(map(read_file, _files(path, say=True)))
+    return itertools.chain.from_iterable(map(read_file, _files(path, log=True)))
 
 
-def _files(path: Path, say: bool = False) -> list[Path]:
-    """The files that a path or pattern stands for, sorted; what is left out of folders is logged
-    if asked.
+def _files(path: Path, log: bool = False) -> list[Path]:
+    """Return the files that a path or pattern stands for, sorted.
+
+    Args:
+        log: log what is left out of folders.
+
+    Raises:
+        DataError: there is no file.
     """
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _readable_files(path, say)
+        return _readable_files(path, log)
     if not glob.has_magic(str(path)):
         raise DataError(f"{path}: no such file or folder")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    own = _own_among(matches, path)
-    _say_own(path, own.values(), say)
-    matches = [match for match in matches if match not in own]
+    left_out = _own_among(matches, path)
+    if log:
+        _log_own_files(path, left_out.values())
+    matches = [match for match in matches if match not in left_out]
     for match in filter(_is_saved_dataset, matches):
         raise DataError(
             f"{path}: matches {match}, a folder of save_to_disk, which may hold several splits; "
             "name it itself"
         )
-    files = [
-        file
-        for match in matches
-        for file in (_readable_files(match, say) if match.is_dir() else [match])
-    ]
+    files = []
+    for match in matches:
+        files += _readable_files(match, log) if match.is_dir() else [match]
     if not files:
         raise DataError(f"{path}: no file matches this pattern")
     return list(dict.fromkeys(files))
 
 
-def _readable_files(folder: Path, say: bool) -> list[Path]:
-    """Files below ``folder`` that can be read: those with rows, or texts where there are none (a
-    README is no row).
+def _readable_files(folder: Path, log: bool) -> list[Path]:
+    """Return the files below ``folder`` that hold rows, or texts if there are no others.
+
+    Beside files of rows, a text such as a README is no row.
     """
     files, own = _visible_files(folder)
-    _say_own(folder, own, say)
+    if log:
+        _log_own_files(folder, own)
     readable = [
         file
         for file in files
-        if reader_of(file) and file.is_file() and file.name not in DESCRIPTIONS
+        if reader_of(file) and file.is_file() and file.name not in _DATASET_DESCRIPTIONS
     ]
     chosen = [file for file in readable if not is_text(file)] or readable
     if not chosen:
@@ -281,22 +299,23 @@ def _readable_files(folder: Path, say: bool) -> list[Path]:
         )
     taken = set(chosen)
     left_out = [str(file.relative_to(folder)) for file in files if file not in taken]
-    if left_out and say:
+    if left_out and log:
         logger.info("%s: %d files read, left out: %s", folder, len(chosen), ", ".join(left_out))
     return chosen
 
 
-def _say_own(path: Path, own: Iterable[Path], say: bool) -> None:
-    names = sorted({str(one) for one in own})
-    if names and say:
+def _log_own_files(path: Path, own: Iterable[Path]) -> None:
+    names = sorted({str(place) for place in own})
+    if names:
         logger.info(
             "%s: left out, files of runs, models and token stores: %s", path, ", ".join(names)
         )
 
 
 def _own_among(matches: Iterable[Path], pattern: Path) -> dict[Path, Path]:
-    """Matches that are or lie in one of ``own_files``, and which; folders that the pattern
-    spells out are not asked about.
+    """Return the matches that are one of ``own_files`` or lie in one, and that one.
+
+    Folders that the pattern spells out are wanted, whatever they hold.
     """
     spelled = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts)))
 
@@ -304,48 +323,46 @@ def _own_among(matches: Iterable[Path], pattern: Path) -> dict[Path, Path]:
     def own_in(folder: Path) -> set[str]:
         return own_files(folder, os.listdir(folder))
 
-    found = dict[Path, Path]()
+    own = dict[Path, Path]()
     for match in matches:
-        places = (Path(*match.parts[: depth + 1]) for depth in range(spelled, len(match.parts)))
-        first = next((place for place in places if place.name in own_in(place.parent)), None)
-        found |= {match: first} if first is not None else {}
-    return found
+        for depth in range(spelled, len(match.parts)):
+            place = Path(*match.parts[: depth + 1])
+            if place.name in own_in(place.parent):
+                own[match] = place
+                break
+    return own
 
 
 def _visible_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Everything in and below ``folder`` but folders, what is hidden, and ``own_files``; and these,
-    files and folders.
+    """Return the files in and below ``folder``, and the ``own_files`` there.
 
-    Links are followed, those to nowhere are there.
+    Hidden files and folders are left out. Links are followed; one to nowhere counts as a file.
     """
-    found = list[Path]()
+    files = list[Path]()
     own = list[Path]()
     seen = set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        ours = own_files(Path(place), {*folders, *names}) if real not in seen else set()
-        own += [Path(place, name) for name in ours]
-        folders[:] = (
-            []
-            if real in seen
-            else sorted(name for name in folders if not name.startswith(".") and name not in ours)
-        )
-        found += (
-            []
-            if real in seen
-            else [
-                Path(place, name) for name in names if not name.startswith(".") and name not in ours
-            ]
-        )
+        if real in seen:  # links may lead here several times, or in a circle
+            folders.clear()
+            continue
         seen.add(real)
-    return sorted(found), own
+        ours = own_files(Path(place), {*folders, *names})
+        own += [Path(place, name) for name in ours]
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in ours
+        )
+        files += [
+            Path(place, name) for name in names if not name.startswith(".") and name not in ours
+        ]
+    return sorted(files), own
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
-    several = ("dataset_dict.json",)
-    single = ("state.json", "dataset_info.json")
-    return any(all((path / name).is_file() for name in names) for names in (several, single))
+    """Return whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    if (path / "dataset_dict.json").is_file():
+        return True
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
 def _read_saved(path: Path, part: DataSource) -> Iterator[Row]:
@@ -367,13 +384,12 @@ def _read_saved(path: Path, part: DataSource) -> Iterator[Row]:
             f"{path}: split={part.split!r}: this folder holds a single dataset without splits; "
             "leave split out"
         )
-    yield from (
-        (f"{path}: row {number}", record) for number, record in enumerate(_cleaned(saved, saved), 1)
-    )
+    for number, record in enumerate(_cleaned(saved, saved), 1):
+        yield f"{path}: row {number}", record
 
 
 def _is_hub_name(path: Path, name: str) -> bool:
-    """``owner/name``, which is no path here and does not end like a file."""
+    """Return True for ``owner/name``, if it is no path here and does not end like a file."""
     return (
         bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name))
         and not path.exists()
@@ -393,6 +409,7 @@ def _read_hub(part: DataSource) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _hub_faults(part: DataSource) -> Iterator[None]:
+    """Turn whatever ``datasets`` raises into a DataError that names the source."""
     try:
         yield
     except Exception as error:
@@ -417,7 +434,7 @@ def _datasets(path: str | Path) -> Any:
 
 
 def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str, Any]:
-    """What makes the rows of a source what they are, as JSON."""
+    """Return what the rows of a source depend on, as JSON."""
     path = Path(part.path).expanduser()
     content: list[Any]
     if _is_saved_dataset(path):
@@ -443,9 +460,9 @@ def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str,
 
 
 def _fingerprint_of_rows(rows: Iterable[Record]) -> str:
-    own = getattr(rows, "_fingerprint", None)  # of a Dataset; it has no public name
-    if isinstance(own, str):
-        return hashlib.sha256(own.encode()).hexdigest()
+    of_dataset = getattr(rows, "_fingerprint", None)  # it has no public name
+    if isinstance(of_dataset, str):
+        return hashlib.sha256(of_dataset.encode()).hexdigest()
     if iter(rows) is rows:
         raise DataError("a generator can be read only once; give list(rows)")
     digest = hashlib.sha256()
@@ -455,5 +472,5 @@ def _fingerprint_of_rows(rows: Iterable[Record]) -> str:
 
 
 def _as_list(value: Any) -> Any:
-    """What JSON does not know: arrays whole (``repr`` would leave out their middle)."""
+    """Return a value that JSON has no form for, arrays whole: ``repr`` omits their middle."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -1,5 +1,6 @@
-"""Real text that every machine has: the documentation strings of Python's standard library, as
-questions and answers.
+"""Documentation strings of Python's standard library as questions and answers.
+
+They are real text that every machine has.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-SKIPPED = {"test", "tests", "idlelib", "site-packages", "lib2to3", "turtledemo", "__pycache__"}
-LONGEST_ANSWER = 300
-"""Characters; whole sentences are kept up to here."""
+SKIPPED_PACKAGES = {
+    "test",
+    "tests",
+    "idlelib",
+    "site-packages",
+    "lib2to3",
+    "turtledemo",
+    "__pycache__",
+}
+
+MAX_ANSWER_LETTERS = 300
+"""An answer is the whole sentences up to here."""
 
 
 def questions_and_answers(folder: Path | None = None) -> list[dict]:
-    """Chat rows "What does json.dumps do?" → the first paragraph of its documentation, sorted by
-    name.
+    """Return chat rows, sorted by name: "What does json.dumps do?" and its documentation.
 
     Args:
         folder: the library's sources; those of the running Python by default. Files are parsed,
@@ -26,7 +35,7 @@ def questions_and_answers(folder: Path | None = None) -> list[dict]:
     rows = {}
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
-        if SKIPPED & set(parts) or any(part.startswith("_") for part in parts):
+        if SKIPPED_PACKAGES & set(parts) or any(part.startswith("_") for part in parts):
             continue
         try:
             tree = ast.parse(path.read_bytes())
@@ -36,23 +45,18 @@ def questions_and_answers(folder: Path | None = None) -> list[dict]:
             answer = _first_sentences(text)
             if answer:
                 rows[name] = answer
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"What does {name} do?"},
-                {"role": "assistant", "content": rows[name]},
-            ]
-        }
-        for name in sorted(rows)
-    ]
+    chats = []
+    for name in sorted(rows):
+        question = {"role": "user", "content": f"What does {name} do?"}
+        chats.append({"messages": [question, {"role": "assistant", "content": rows[name]}]})
+    return chats
 
 
 def _documented(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
-    """Names and documentation of public functions, classes and methods below ``node``."""
+    """Yield names and documentation of public functions, classes and methods below ``node``."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for child in ast.iter_child_nodes(node):
-        if not isinstance(
-            child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        ) or child.name.startswith("_"):
+        if not isinstance(child, definitions) or child.name.startswith("_"):
             continue
         name = f"{prefix}.{child.name}"
         text = ast.get_docstring(child)
@@ -63,10 +67,11 @@ def _documented(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _first_sentences(text: str) -> str:
+    """Return the first sentences of a text; empty if they are too short or not ASCII."""
     paragraph = " ".join(text.split("\n\n")[0].split())
-    kept = ""
+    answer = ""
     for sentence in paragraph.replace(". ", ".\n").split("\n"):
-        if len(kept) + len(sentence) + 1 > LONGEST_ANSWER:
+        if len(answer) + len(sentence) + 1 > MAX_ANSWER_LETTERS:
             break
-        kept = f"{kept} {sentence}".strip()
-    return kept if len(kept) > 20 and kept.isascii() else ""
+        answer = f"{answer} {sentence}".strip()
+    return answer if len(answer) > 20 and answer.isascii() else ""

@@ -1,22 +1,26 @@
 """Byte-level BPE by tiktoken: the ids that a fast tokenizer's Rust part gives, in a third of its
 time.
 
-The two give the same ids because, and where, they agree in each of three steps; what is not known
-to agree is left to the Rust part, texts that its normaliser would change among it.
+The two programs give the same ids if they agree in each of three steps. Texts and tokenizers that
+are not known to agree are left to the Rust part, such as texts that its normaliser would change.
 
 - Added tokens are cut out of the text first, the leftmost and of these the longest, here by a
   regular expression.
 - Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``PATTERNS``. Both programs
-  split it alike if its characters are ``SETTLED``: later versions of Unicode gave others a class,
-  and each program has its own version.
+  split it in the same way if its characters are ``SETTLED``: later versions of Unicode gave others
+  a class, and each program has its own version.
 - In each piece neighbours are merged: by tokenizers the pair that stands first in its list of
-  merges, by tiktoken the one whose union has the lowest id, of equal ones the leftmost. What two
-  neighbours are made of was merged without regard to what lies outside them, so they stand as they
-  would on the way of their union's bytes alone. A union that its bytes alone become can therefore
-  be merged by both whenever its halves meet. The halves of any other never meet, unless its bytes
-  alone end as these two, which tokenizers leaves and tiktoken, if it knows the union, merges;
-  ``_ranks`` tells them apart. Where ids do not fall along the list of merges, both choose the same
-  of the pairs that they can merge.
+  merges, by tiktoken the one whose union has the lowest id, of equal ones the leftmost. Two
+  neighbours were merged from their own bytes without regard to anything outside them, so they come
+  about as they would if the bytes of their union were a whole piece. There are three cases:
+
+  - The bytes of the union, as a piece, become the union: both programs can merge it whenever its
+    halves meet.
+  - They end as these two halves: tokenizers leaves them, and tiktoken merges them if it knows the
+    union. ``_ranks`` leaves such unions out, or refuses the tokenizer.
+  - They end otherwise: these halves never meet.
+
+  If ids do not fall along the list of merges, both choose the same of the pairs that they can merge.
 
 tiktoken takes a piece that is a token without merging, as tokenizers does under ``ignore_merges``;
 without it, tokens that no merges reach are left out.
@@ -41,13 +45,15 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_MARKS[0]}*{_MARKS[1]}+ENDINGS|[^\r\n\p{{L}}\
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 GPT2 = _GPT2.replace("NUMBERS", r" ?\p{N}+").replace("NO_BLANK", r"\S")
-"""What ``ByteLevel(use_regex=True)`` splits by, in a form that takes a quarter less of
-tiktoken's time.
+"""Pattern by which ``ByteLevel(use_regex=True)`` splits.
+
+This form of it takes a quarter less of tiktoken's time.
 """
 
 GPT2_DIGITS = _GPT2.replace("NUMBERS", r"\p{N}").replace("NO_BLANK", r"[^\s\p{N}]")
-"""The same after ``Digits(individual_digits=True)``, as SmolLM and StarCoder have it: blanks end
-where a digit is.
+"""The same after ``Digits(individual_digits=True)``, as SmolLM and StarCoder have it.
+
+Blanks end before a digit.
 """
 
 PATTERNS = {
@@ -57,8 +63,9 @@ PATTERNS = {
     rf"{_CASED.replace('ENDINGS', _ENDINGS + '?')}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}": "GPT-OSS",
     rf"{_CASED.replace('ENDINGS', '')}|\p{{N}}|{_SYMBOLS}|{_BLANKS}": "Tekken",
 }
-"""Patterns of ``Split``, and whose they are. Each takes every character of a text into some
-piece.
+"""Patterns of ``Split``, and the models that have them.
+
+Each takes every character of a text into some piece.
 """
 
 SETTLED = re.compile(
@@ -66,20 +73,21 @@ SETTLED = re.compile(
     "\u2190-\u23f3\u2460-\u2b4c\u3001-\u303f\u3041-\u3096\u3099-\u30ff\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5e"
     "\ufe0f\U0001f300-\U0001f64f\U0001f680-\U0001f6c5]*"
 )
-"""Characters of the scripts and symbols most written. Their letters, marks and numbers have been
-such since Unicode 6.1 or longer; a symbol that was no character before falls where it fell then."""
+"""Characters of the scripts and symbols most written.
 
-LONGEST = 1 << 18
-"""Letters from which on a text is left to the Rust part: tiktoken panics where a million blanks
-follow each other.
+Their letters, marks and numbers have been such since Unicode 6.1 or longer. A symbol that was no
+character before falls into the same class as then.
 """
 
-PROBES = ["", "a", " It's 12 o'clock\n\n  already,\tand\u00a0LATE (caf\u00e9)."]
-"""Texts that both tokenise before the first row."""
+MAX_LETTERS = 1 << 18
+"""Longer texts are left to the Rust part: tiktoken panics at a million blanks in a row."""
+
+COMPARED_TEXTS = ["", "a", " It's 12 o'clock\n\n  already,\tand\u00a0LATE (caf\u00e9)."]
+"""Texts that both programs tokenise before the first row."""
 
 
-class Ids(NamedTuple):
-    """As much of a ``tokenizers.Encoding`` as is read."""
+class EncodedIds(NamedTuple):
+    """The part of a ``tokenizers.Encoding`` that is read."""
 
     ids: list[int]
 
@@ -90,18 +98,19 @@ class HasIds(Protocol):
 
 
 Encode = Callable[[Sequence[str], bool], Sequence[HasIds]]
-"""Tokenises texts, with the special tokens put around each or without."""
+"""Tokenises texts, with the tokenizer's special tokens around each or without."""
 
 
 @dataclass(frozen=True)
 class BytePairs:
-    """
+    """Tokenizer by tiktoken that gives the ids of a fast tokenizer.
+
     Attributes:
         rust: the Rust part, for the texts that are left to it.
         encoding: of tiktoken, without special tokens.
         added: ids of the added tokens.
         cut: finds them; they are its one group.
-        around: ids of what is put before and after a text.
+        around: ids that are put before and after a text.
         composes: texts are normalised (NFC) first.
     """
 
@@ -114,10 +123,10 @@ class BytePairs:
 
     @classmethod
     def of(cls, backend: Any, rust: Encode) -> BytePairs | None:
-        """None where tiktoken is not known to give the same ids as this ``tokenizers.Tokenizer``,
-        as it was read from a file.
+        """Return the same tokenizer by tiktoken; None if that is not known to give the same ids.
 
         Args:
+            backend: a ``tokenizers.Tokenizer`` as it was read from a file.
             rust: tokenises by it, with added tokens found in the text, nothing cut off and nothing
                 padded.
         """
@@ -138,34 +147,36 @@ class BytePairs:
         longest_first = sorted(filter(None, added), key=len, reverse=True)
         cut = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         pairs = cls(rust, encoding, added, cut, around, described["normalizer"] is not None)
-        return pairs if all(pairs._probed(special) for special in (False, True)) else None
-
-    def _probed(self, special: bool) -> bool:
-        """Whether both give the same for a few texts, as they do not where a text is put between
-        special tokens twice.
-        """
-        found = self.encode(PROBES, special)
-        expected = self.rust(PROBES, special)
-        return [encoding.ids for encoding in found] == [encoding.ids for encoding in expected]
+        # They differ, for one, if a text is put between special tokens twice.
+        for special in (False, True):
+            encodings = pairs.encode(COMPARED_TEXTS, special)
+            expected = [encoding.ids for encoding in rust(COMPARED_TEXTS, special)]
+            if [encoding.ids for encoding in encodings] != expected:
+                return None
+        return pairs
 
     def encode(self, texts: Sequence[str], special: bool) -> list[HasIds]:
-        """An ``Encode``."""
+        """Tokenise texts, as an ``Encode`` does."""
         known = list(map(self._knows, texts))
-        left = [text for text, own in zip(texts, known) if not own]
-        others = iter(self.rust(left, special) if left else ())
+        unknown = [text for text, is_known in zip(texts, known) if not is_known]
+        by_rust = iter(self.rust(unknown, special) if unknown else ())
         before, after = self.around if special else ([], [])
         return [
-            Ids([*before, *self._ids(text), *after]) if own else next(others)
-            for text, own in zip(texts, known)
+            EncodedIds([*before, *self._ids(text), *after]) if is_known else next(by_rust)
+            for text, is_known in zip(texts, known)
         ]
 
     def _knows(self, text: str) -> bool:
+        """Return whether both programs are known to give the same ids for a text."""
+        if len(text) >= MAX_LETTERS:
+            return False
         if text.isascii():
-            return len(text) < LONGEST
+            return True
         composed = not self.composes or unicodedata.is_normalized("NFC", text)
-        return len(text) < LONGEST and composed and SETTLED.fullmatch(text) is not None
+        return composed and SETTLED.fullmatch(text) is not None
 
     def _ids(self, text: str) -> list[int]:
+        """Return the ids of a text without special tokens around it."""
         ids = list[int]()
         for number, part in enumerate(self.cut.split(text)):
             if number % 2:
@@ -176,8 +187,10 @@ class BytePairs:
 
 
 def _pattern(described: dict[str, Any]) -> str | None:
-    """What a tokenizer, as its file describes it, splits texts by before it looks at their
-    bytes.
+    """Return the pattern by which a tokenizer splits texts; None if it is not a known one.
+
+    Args:
+        described: the tokenizer as its file describes it.
     """
     steps = described["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
@@ -200,17 +213,17 @@ def _pattern(described: dict[str, Any]) -> str | None:
 
 
 def _cuts_plainly(described: dict[str, Any]) -> bool:
-    """Whether added tokens are found in the text as it is, wherever they stand, and nothing but
-    NFC changes the rest.
-    """
-    ways = ("single_word", "lstrip", "rstrip", "normalized")
-    plain = not any(token[way] for token in described["added_tokens"] for way in ways)
-    return plain and (described["normalizer"] is None or described["normalizer"] == {"type": "NFC"})
+    """Return whether added tokens are found anywhere in a text, and only NFC changes the rest."""
+    for token in described["added_tokens"]:
+        if any(token[way] for way in ("single_word", "lstrip", "rstrip", "normalized")):
+            return False
+    return described["normalizer"] is None or described["normalizer"] == {"type": "NFC"}
 
 
 def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
-    """Ids of the tokens that merging may give, by their bytes; None where merging by lowest id
-    may give others.
+    """Return the ids of the tokens that merging may give, by their bytes.
+
+    None if merging by lowest id may give others.
     """
     vocabulary = model["vocab"]
     merges = [(left, right) for left, right in model.get("merges", ())]
@@ -225,9 +238,8 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
         return None
     from tokenizers.models import BPE
 
-    merging = BPE(
-        vocab=vocabulary, merges=merges, cache_capacity=0
-    )  # the tokenizer's own keeps the words it has seen
+    # The tokenizer's own BPE would keep the words that it has seen.
+    merging = BPE(vocab=vocabulary, merges=merges, cache_capacity=0)
     ranks = dict[bytes, int]()
     for word, id in vocabulary.items():
         try:
@@ -236,16 +248,16 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
             continue  # nothing is merged to a word whose letters stand for no bytes
         parts = len(merging.tokenize(word))
         if parts == 2 and model["ignore_merges"]:
-            return None  # tiktoken merges them wherever they meet, for it must know the whole
+            return None  # tiktoken must know the whole, and would merge the two wherever they meet
         if parts == 1 or model["ignore_merges"]:
             ranks[letters] = id
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
 
 
 def _byte_letters() -> dict[int, int]:
-    """The byte that each letter of a byte-level vocabulary stands for, by their code points
-    (GPT-2): printable ones stand for themselves. What stands for none becomes a letter that is no
-    byte.
+    """Return the byte of each letter of a byte-level vocabulary, by code point (GPT-2).
+
+    Printable letters stand for themselves. A letter that stands for no byte becomes U+FFFF.
     """
     printable = [
         *range(ord("!"), ord("~") + 1),
@@ -262,12 +274,14 @@ _BYTES = _byte_letters()
 
 
 def _around(rust: Encode, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:
-    """What is put before and after a text, or None where that might depend on the text."""
+    """Return the ids before and after a text; None if they might depend on the text."""
     steps = post["processors"] if post and post["type"] == "Sequence" else [post]
-    if not all(
-        step is None or step["type"] in ("ByteLevel", "TemplateProcessing") for step in steps
-    ):
-        return None
-    text, whole = (rust(["a"], special)[0].ids for special in (False, True))
+    for step in steps:
+        if step is not None and step["type"] not in ("ByteLevel", "TemplateProcessing"):
+            return None
+    text = rust(["a"], False)[0].ids
+    whole = rust(["a"], True)[0].ids
     places = [n for n in range(len(whole)) if whole[n : n + len(text)] == text]
-    return (whole[: places[0]], whole[places[0] + len(text) :]) if len(places) == 1 else None
+    if len(places) != 1:
+        return None
+    return whole[: places[0]], whole[places[0] + len(text) :]

@@ -1,6 +1,4 @@
-"""A tokenizer's own chat template, unedited: what it renders, what form it takes messages in,
-and where answers stop.
-"""
+"""A tokenizer's own chat template, unedited: its renderings, its form of messages, its stop token."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class TemplateError(DataError):
 
 @dataclass(frozen=True)
 class Dialect:
-    """The form in which a template takes messages; both forms say the same.
+    """Form in which a template takes messages.
 
     Attributes:
         parts: contents as lists of parts, not as text.
@@ -40,15 +38,14 @@ class Dialect:
     text_arguments: bool = False
 
     def message(self, message: Message) -> Message:
-        """The message in this form, without what is ours (``train``); thoughts under both names
-        that templates read.
+        """Return the message in this form, without ``train``, which no template knows.
+
+        Thoughts stand under both names that templates read.
         """
         formed = {name: value for name, value in message.items() if name != "train"}
-        thought = next(
-            (formed[name] for name in THOUGHT_FIELDS if formed.get(name) is not None), None
-        )
-        if thought is not None:
-            formed = {"thinking": thought, **formed, "reasoning_content": thought}
+        thoughts = [formed[name] for name in THOUGHT_FIELDS if formed.get(name) is not None]
+        if thoughts:
+            formed = {"thinking": thoughts[0], **formed, "reasoning_content": thoughts[0]}
         if self.parts and isinstance(formed.get("content"), str):
             formed["content"] = [{"type": "text", "text": formed["content"]}]
         if formed.get("tool_calls"):
@@ -56,6 +53,7 @@ class Dialect:
         return formed
 
     def _call(self, call: Any) -> Any:
+        """Return a tool call with its arguments in this form."""
         if not isinstance(call, dict):
             return call
         if isinstance(call.get("function"), dict):
@@ -84,21 +82,20 @@ class ChatTemplate:
         For each text jinja copies the template's globals, which it keeps in a ``ChainMap``; a dict
         is copied in a tenth of the time, and nothing is put into either afterwards.
         """
-        with contextlib.suppress(
-            ValueError, jinja2.TemplateError
-        ):  # what is wrong with it is said where it is used
-            compiled = self.compiled() if self.tokenizer.chat_template is not None else None
+        if self.tokenizer.chat_template is None:
+            return
+        # A faulty template is reported when it is used.
+        with contextlib.suppress(ValueError, jinja2.TemplateError):
+            compiled = self.compiled()
             if compiled is not None:
                 compiled.globals = dict(compiled.globals)
 
     def source(self, tools: Any = None) -> str:
-        """The template's text; some tokenizers have another one for conversations with tools."""
+        """Return the template's text; some tokenizers have another one for chats with tools."""
         return self.tokenizer.get_chat_template(tools=tools)
 
     def compiled(self, tools: Any = None) -> Any:
-        """The template as transformers has compiled it, or None where this transformers does not
-        show it.
-        """
+        """Return the template as transformers compiled it; None if this version hides it."""
         from transformers.utils import chat_template_utils
 
         compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
@@ -106,36 +103,32 @@ class ChatTemplate:
 
     @functools.cached_property
     def dialect(self) -> Dialect:
-        """Found by asking the template for an answer and for a call, in either form."""
+        """Form of messages that it takes, found by rendering an answer and a call in either form."""
+
+        def shows(messages: list[Message]) -> bool:
+            try:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            except Exception:  # jinja raises whatever the template's author chose
+                return False
+            return "chronicals" in text
+
         question = {"role": "user", "content": "?"}
         answer = {"role": "assistant", "content": "chronicals"}
         in_parts = [Dialect(parts=True).message(message) for message in (question, answer)]
-        parts = not self._shows("chronicals", [question, answer]) and self._shows(
-            "chronicals", in_parts
-        )
+        parts = not shows([question, answer]) and shows(in_parts)
         if parts:
             question = in_parts[0]
 
-        def calls(arguments: Any) -> list[Message]:
+        def calling(arguments: Any) -> list[Message]:
             function = {"name": "chronicals", "arguments": arguments}
-            return [
-                question,
-                {"role": "assistant", "content": "", "tool_calls": [_call_of(function)]},
-            ]
+            call = {"type": "function", "id": "call00001", "function": function}
+            return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
-        text = not self._shows("chronicals", calls({"a": "b"})) and self._shows(
-            "chronicals", calls('{"a": "b"}')
-        )
-        return Dialect(parts, text)
-
-    def _shows(self, text: str, messages: list[Message]) -> bool:
-        try:
-            return text in self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception:  # jinja raises whatever the template author chose
-            return False
+        text_arguments = not shows(calling({"a": "b"})) and shows(calling('{"a": "b"}'))
+        return Dialect(parts, text_arguments)
 
     def form(self, messages: Sequence[Message], where: str) -> list[Message]:
-        """The messages as this template takes them.
+        """Return the messages as this template takes them.
 
         Raises:
             DataError: the arguments of a call are text that is no JSON object.
@@ -156,14 +149,18 @@ class ChatTemplate:
         generation: bool = False,
         where: str = "chat",
     ) -> list[int]:
-        """Ids of messages already in form; with ``generation`` up to where the assistant begins
-        to answer.
+        """Return the ids of a conversation.
+
+        Args:
+            formed: messages, as ``form`` returns them.
+            generation: end with the text that asks the assistant to answer.
+            where: what errors call the row.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
         """
-        return list(
-            self._apply(formed, tools, generation, where, tokenize=True, return_dict=True)[
-                "input_ids"
-            ]
-        )
+        encoding = self._apply(formed, tools, generation, where, tokenize=True, return_dict=True)
+        return list(encoding["input_ids"])
 
     def text(
         self,
@@ -172,46 +169,45 @@ class ChatTemplate:
         generation: bool = False,
         where: str = "chat",
     ) -> str:
-        """What ``ids`` are the ids of."""
+        """Return the text of a conversation, which ``ids`` are the ids of."""
         return self._apply(formed, tools, generation, where, tokenize=False)
 
     def texts(
-        self, asked: Sequence[RenderRequest], generation: bool = False
+        self, requests: Sequence[RenderRequest], generation: bool = False
     ) -> list[str | TemplateError]:
-        """``text`` of each, or the error it raises; many at a time, which is faster."""
-        found: list[str | TemplateError] = []
-        for without_tools, part in itertools.groupby(asked, lambda one: not one[1]):
-            render = self._texts_together if without_tools else self._texts_alone
-            found += render(list(part), generation)
-        return found
+        """Return the ``text`` of each, or its error; many at a time, which is faster."""
+        texts: list[str | TemplateError] = []
+        for without_tools, group in itertools.groupby(requests, lambda request: not request[1]):
+            render = self._texts_together if without_tools else self._texts_one_by_one
+            texts += render(list(group), generation)
+        return texts
 
     def _texts_together(
-        self, asked: Sequence[RenderRequest], generation: bool
+        self, requests: Sequence[RenderRequest], generation: bool
     ) -> list[str | TemplateError]:
-        """Of conversations without tools; where one is refused, each half by itself."""
+        """Render conversations without tools; if one is refused, each half by itself."""
         try:
-            conversations = [list(formed) for formed, _, _ in asked]
+            conversations = [list(formed) for formed, _, _ in requests]
             return self.tokenizer.apply_chat_template(
                 conversations, add_generation_prompt=generation, tokenize=False
             )
-        except Exception:  # jinja raises whatever the template author chose
-            half = len(asked) // 2
+        except Exception:  # jinja raises whatever the template's author chose
+            half = len(requests) // 2
             if not half:
-                return self._texts_alone(asked, generation)
-            return self._texts_together(asked[:half], generation) + self._texts_together(
-                asked[half:], generation
-            )
+                return self._texts_one_by_one(requests, generation)
+            first = self._texts_together(requests[:half], generation)
+            return first + self._texts_together(requests[half:], generation)
 
-    def _texts_alone(
-        self, asked: Sequence[RenderRequest], generation: bool
+    def _texts_one_by_one(
+        self, requests: Sequence[RenderRequest], generation: bool
     ) -> list[str | TemplateError]:
-        found: list[str | TemplateError] = []
-        for formed, tools, where in asked:
+        texts: list[str | TemplateError] = []
+        for formed, tools, where in requests:
             try:
-                found.append(self.text(formed, tools, generation, where))
+                texts.append(self.text(formed, tools, generation, where))
             except TemplateError as error:
-                found.append(error)
-        return found
+                texts.append(error)
+        return texts
 
     def _apply(
         self, formed: Sequence[Message], tools: Any, generation: bool, where: str, **how: Any
@@ -221,7 +217,7 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 list(formed), tools=tools, add_generation_prompt=generation, **how
             )
-        except Exception as error:  # jinja raises whatever the template author chose
+        except Exception as error:  # jinja raises whatever the template's author chose
             raise TemplateError(
                 f"{where}: the chat template refuses the conversation: {error}"
             ) from error
@@ -238,45 +234,46 @@ class ChatTemplate:
 
     @functools.cached_property
     def stop(self) -> int:
-        """The special token that the template writes after an assistant's content.
+        """Special token that the template writes after an assistant's content.
 
         Raises:
             TemplateError: there is none, so a model trained on it would never stop.
         """
         content = "chronicals"
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         ids = self.ids(self.form(turn, "chat"))
         after = len(ids)
         while after and content not in self.decode(ids[after - 1 :]):
             after -= 1
-        stops = [token for token in ids[after:] if token in special] if after else []
         if not after:
             raise TemplateError(
                 "the chat template does not render the content of an assistant's message given as "
                 "text"
             )
-        if not stops:
-            raise TemplateError(
-                "the chat template writes no special token after an assistant's answer, so the "
-                "model would never "
-                "learn to stop; use a template that closes the assistant's turn",
-                "no_stop_token",
-            )
-        return stops[0]
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        for token in ids[after:]:
+            if token in special:
+                return token
+        raise TemplateError(
+            "the chat template writes no special token after an assistant's answer, so the "
+            "model would never "
+            "learn to stop; use a template that closes the assistant's turn",
+            "no_stop_token",
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, nothing left out and nothing tidied."""
+        """Return the text of ids, nothing left out and nothing tidied."""
         return self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
 
-def _call_of(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "id": "call00001", "function": function}
-
-
 def _object(text: str) -> dict[str, Any]:
+    """Return the object that a JSON text holds.
+
+    Raises:
+        DataError: it holds none.
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

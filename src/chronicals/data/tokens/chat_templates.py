@@ -16,10 +16,12 @@ from chronicals.data.tokens.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
-LOOP = "{% for message in messages %}{{ BEGIN + message['content'] + END + '\\n' }}{% endfor %}"
-ASKED = "{% if add_generation_prompt %}{{ ASSISTANT }}{% endif %}"
+_MESSAGES = (
+    "{% for message in messages %}{{ BEGIN + message['content'] + END + '\\n' }}{% endfor %}"
+)
+_GENERATION_PROMPT = "{% if add_generation_prompt %}{{ ASSISTANT }}{% endif %}"
 
-NAMED = {
+GENERIC_TEMPLATES = {
     "chatml": (
         "'<|im_start|>' + message['role'] + '\\n'",
         "'<|im_start|>assistant\\n'",
@@ -27,14 +29,16 @@ NAMED = {
     ),
     "zephyr": ("'<|' + message['role'] + '|>\\n'", "'<|assistant|>\\n'", ""),
 }
-"""By name: what begins a message, what asks for an answer, and the token that ends a message
-where the tokenizer has it; else its end of text does."""
+"""Beginning of a message, beginning of an answer, and the token that ends a message, by name.
 
-FOLDER = Path(__file__).parent.parent / "templates"
-"""Where each template of ``FAMILIES`` has a Jinja file."""
+A message ends with the tokenizer's end of text if it lacks that token.
+"""
+
+TEMPLATE_FOLDER = Path(__file__).parent.parent / "templates"
+"""Folder of the Jinja files of ``FAMILIES``."""
 
 END_OF_TEXT = "eos_token"
-"""Stands in ``FAMILIES`` for the tokenizer's own end of text."""
+"""In ``FAMILIES``, the tokenizer's own end of text."""
 
 
 @dataclass(frozen=True)
@@ -127,18 +131,18 @@ FAMILIES = {
     "qwen3-instruct": Family("qwen3-instruct", "<|im_end|>", IM_START),
     "qwen3-vl": Family("qwen3-vl", "<|im_end|>", IM_START),
 }
-"""By name; ``benchmarks/public_templates.py`` says which public text each writes the same as."""
+"""Templates by name; ``benchmarks/public_templates.py`` names the public text that each equals."""
 
-SPELLINGS = {re.sub(r"[-_.]", "", name): name for name in (*NAMED, *FAMILIES)}
+TEMPLATE_SPELLINGS = {re.sub(r"[-_.]", "", name): name for name in (*GENERIC_TEMPLATES, *FAMILIES)}
 """Names by their letters and digits, so that ``llama-3.1`` and ``phi_35`` are understood, too."""
 
 
 def with_chat_template(tokenizer: Any, name: str | None) -> Any:
-    """The same tokenizer, which from now on has the template and saves it.
+    """Give a tokenizer a chat template, which it then saves, and return it.
 
     Args:
-        name: one of ``NAMED`` or ``FAMILIES``, or the path of a file with Jinja text; None changes
-            nothing.
+        name: one of ``GENERIC_TEMPLATES`` or ``FAMILIES``, or the path of a file with Jinja text;
+            None changes nothing.
 
     Raises:
         ConfigurationError: there is no such name or file, it is no template, or the tokenizer lacks
@@ -148,7 +152,13 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
         return tokenizer
     if tokenizer.chat_template is not None:
         logger.info("chat_template=%r replaces the tokenizer's own", name)
-    tokenizer.chat_template = _text(tokenizer, name)
+    known = TEMPLATE_SPELLINGS.get(re.sub(r"[-_.]", "", name.lower()))
+    if known in GENERIC_TEMPLATES:
+        tokenizer.chat_template = _generic_text(tokenizer, known)
+    elif known in FAMILIES:
+        tokenizer.chat_template = _family_text(tokenizer, name, FAMILIES[known])
+    else:
+        tokenizer.chat_template = _read(name)
     try:
         ChatTemplate(tokenizer).compiled()
     except jinja2.TemplateSyntaxError as error:
@@ -158,18 +168,8 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     return tokenizer
 
 
-def _text(tokenizer: Any, name: str) -> str:
-    """The Jinja text that a name or a path stands for."""
-    known = SPELLINGS.get(re.sub(r"[-_.]", "", name.lower()))
-    if known in NAMED:
-        return _named(tokenizer, known)
-    if known in FAMILIES:
-        return _of_family(tokenizer, name, FAMILIES[known])
-    return _read(name)
-
-
-def _of_family(tokenizer: Any, name: str, family: Family) -> str:
-    """The text of a family's template, for a tokenizer that has all its special tokens."""
+def _family_text(tokenizer: Any, name: str, family: Family) -> str:
+    """Return the template of a family, for a tokenizer that has all its special tokens."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     needed = [*family.tokens, family.stop]
     lacking = [token for token in needed if token not in (END_OF_TEXT, *special)]
@@ -185,11 +185,12 @@ def _of_family(tokenizer: Any, name: str, family: Family) -> str:
         raise ConfigurationError(
             f"chat_template={name!r}: the tokenizer has no eos_token to end an answer with; set one"
         )
-    return (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
+    return (TEMPLATE_FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
 
 
-def _named(tokenizer: Any, name: str) -> str:
-    begin, asked, end = NAMED[name]
+def _generic_text(tokenizer: Any, name: str) -> str:
+    """Return a generic template, with tokens that the tokenizer has."""
+    begin, answer, end = GENERIC_TEMPLATES[name]
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     if end not in known:
         if tokenizer.eos_token is None:
@@ -202,11 +203,14 @@ def _named(tokenizer: Any, name: str) -> str:
     begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [
         tokenizer.bos_token_id
     ]
-    filled = LOOP.replace("BEGIN", begin).replace("END", repr(end) if end in known else "eos_token")
-    return ("{{ bos_token }}" if begins else "") + filled + ASKED.replace("ASSISTANT", asked)
+    written_end = repr(end) if end in known else "eos_token"
+    messages = _MESSAGES.replace("BEGIN", begin).replace("END", written_end)
+    beginning = "{{ bos_token }}" if begins else ""
+    return beginning + messages + _GENERATION_PROMPT.replace("ASSISTANT", answer)
 
 
 def _read(name: str) -> str:
+    """Return the Jinja text of a file."""
     path = Path(os.path.expanduser(name))
     try:
         text = path.read_text(encoding="utf-8")
@@ -215,7 +219,7 @@ def _read(name: str) -> str:
             f"chat_template={name!r}: not UTF-8 text ({error.reason})"
         ) from error
     except OSError as error:
-        names = ", ".join([*NAMED, *FAMILIES])
+        names = ", ".join([*GENERIC_TEMPLATES, *FAMILIES])
         raise ConfigurationError(
             f"chat_template={name!r}: cannot be read ({error.strerror}); give a file, or one of "
             f"{names}"

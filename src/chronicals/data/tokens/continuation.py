@@ -12,31 +12,35 @@ from typing import Any
 
 from chronicals.data.reading.gate import DataError
 
-MARKS = ("\n", "0", ".", ")", "é")
-"""Of several kinds, for a mark must not merge with the text behind it."""
+CONTINUATION_MARKS = ("\n", "0", ".", ")", "é")
+"""Marks of several kinds, for a mark must not merge with the text behind it."""
 
-PROBES = ("a", "7", "the")
+CONTINUED_TEXTS = ("a", "7", "the")
+"""Texts that show whether a tokenizer puts anything before a text."""
 
 
 class Continuation:
-    """How a tokenizer is to be given texts that go on after others.
+    """Tokenises texts that go on after others.
 
     Attributes:
-        mark: what stands before such a text; empty where the tokenizer puts nothing before a text.
+        mark: stands before such a text; empty if the tokenizer puts nothing before a text.
         mark_ids: its token ids.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._marks: dict[str, list[int]] = {
-            mark: ids for mark in MARKS if (ids := self._ids(mark))
-        }
-        if not any(self._differs(mark, probe) for mark in self._marks for probe in PROBES):
+        self._marks = dict[str, list[int]]()
+        for mark in CONTINUATION_MARKS:
+            ids = self._ids(mark)
+            if ids:
+                self._marks[mark] = ids
+        if not self._puts_something_before_texts():
             self._marks = {}
-        self.mark, self.mark_ids = next(iter(self._marks.items()), ("", []))
+        self.mark = next(iter(self._marks), "")
+        self.mark_ids = self._marks.get(self.mark, [])
 
     def ids(self, prompt: str, text: str, where: str) -> list[int]:
-        """Ids of the text behind ``prompt``; behind an empty one it is a text by itself.
+        """Return the ids of a text behind ``prompt``; behind an empty one it is a text by itself.
 
         Raises:
             DataError: the tokenizer merges its beginning with every mark.
@@ -44,21 +48,28 @@ class Continuation:
         if not self._marks or not prompt:
             return self._ids(text)
         for mark in self._marks:
-            if (ids := self._behind(mark, text)) is not None:
+            ids = self._behind(mark, text)
+            if ids is not None:
                 return ids
         raise DataError(
             f"{where}: the tokenizer cannot be made to tokenise {text[:20]!r} as the continuation "
             "of a prompt"
         )
 
+    def _puts_something_before_texts(self) -> bool:
+        """Return whether some text has other ids behind a mark than by itself."""
+        for mark in self._marks:
+            for text in CONTINUED_TEXTS:
+                behind = self._behind(mark, text)
+                if behind is not None and behind != self._ids(text):
+                    return True
+        return False
+
     def _behind(self, mark: str, text: str) -> list[int] | None:
+        """Return the ids of a text behind a mark; None if it merges with the mark."""
         ids = self._ids(mark + text)
         count = len(self._marks[mark])
         return ids[count:] if ids[:count] == self._marks[mark] else None
-
-    def _differs(self, mark: str, probe: str) -> bool:
-        behind = self._behind(mark, probe)
-        return behind is not None and behind != self._ids(probe)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""A conversation: its messages, and which of them are trained."""
+"""Conversations: their messages, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chronicals.data.reading.records import Record
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one row says.
+    """The conversation of a row.
 
     Attributes:
         messages: as the template takes them.
-        tools: what the row offers the model to call.
+        tools: that the row offers the model to call.
         trained: numbers of the messages that are trained, from 0.
     """
 
@@ -28,8 +28,9 @@ class Conversation:
 
 
 def messages_of(record: Record) -> tuple[list[Message], int]:
-    """The messages of a normalised row, and how many of them are a prompt, not trained unless
-    they say so.
+    """Return the messages of a normalised row, and the number of those that are its prompt.
+
+    Messages of the prompt are not trained unless they say so.
     """
     if "messages" in record:
         return record["messages"], 0
@@ -39,8 +40,15 @@ def messages_of(record: Record) -> tuple[list[Message], int]:
 def chosen(
     messages: list[Message], prompt: int, roles: Collection[str], turns: Turns, where: str
 ) -> list[int]:
-    """Numbers of the messages to train: those of ``roles`` after the prompt, all or the last;
-    ``train`` of a message wins.
+    """Return the numbers of the messages to train.
+
+    They are those of ``roles`` after the prompt, all or the last. A message's own ``train`` wins.
+
+    Args:
+        prompt: number of messages that are the prompt.
+
+    Raises:
+        DataError: a ``train`` is neither true nor false.
     """
     numbers = [
         number
@@ -57,34 +65,37 @@ def chosen(
                 f"{where}: message {number + 1} ({message['role']}): train={wish!r} must be true "
                 "or false"
             )
-        (selected.add if wish else selected.discard)(number)
+        if wish:
+            selected.add(number)
+        else:
+            selected.discard(number)
     return sorted(selected)
 
 
 def texts_said(message: Message) -> list[str]:
-    """Texts that must be in what is trained of an assistant's message: thoughts, answer, names
-    of what it calls.
+    """Return the texts that the trained part of an assistant's message must hold.
+
+    They are its thoughts, its answer, and the names of the tools that it calls.
     """
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
-    inside, _, answer = content.rpartition("</think>")
-    if not inside and message.keys() == {"role", "content"}:
+    before_answer, _, answer = content.rpartition("</think>")
+    if not before_answer and message.keys() == {"role", "content"}:
         return [answer.strip()]
-    thoughts = (message.get(name) for name in THOUGHT_FIELDS)
+    thoughts = [before_answer.split("<think>")[-1]]
+    thoughts += [message.get(name) for name in THOUGHT_FIELDS]
+    texts = dict.fromkeys(str(thought).strip() for thought in thoughts if thought)
     calls = message.get("tool_calls") or []
-    return [
-        *dict.fromkeys(
-            str(thought).strip() for thought in [inside.split("<think>")[-1], *thoughts] if thought
-        ),
-        answer.strip(),
-        *(str(call.get("function", call).get("name", "")) for call in calls),
-    ]
+    names = [str(call.get("function", call).get("name", "")) for call in calls]
+    return [*texts, answer.strip(), *names]
 
 
 def first_unsaid(texts: list[str], said: str, as_read: Callable[[str], str] = str) -> str | None:
-    """The longest text that has no place of its own in what is said, neither as it is nor as
-    ``as_read`` gives it.
+    """Return the longest of ``texts`` that has no place of its own in ``said``; None if all have.
+
+    Args:
+        as_read: gives another form in which a text may stand there.
     """
     for text in sorted(texts, key=len, reverse=True):
         form = text if text in said else as_read(text)

@@ -1,20 +1,18 @@
-"""What a chat template writes of the first messages of a long conversation, without rendering each
-of these parts.
+"""Renderings of the first messages of a long conversation, without rendering each of these parts.
 
-A template is a program that is run on a list of messages. On the first i of them it does what it
-does on all, until it first looks at message i or at the end of the list. Where it looks there only
-by going on in its one loop over the messages:
+A template is a program that is run on a list of messages. On the first i of them it does the same as
+on all, until it first looks at message i or at the end of the list. Suppose that it looks there only
+by going on in its one loop over the messages. Then:
 
-- what it has written by then is common to both renderings;
-- what it writes from there on, behind the loop, depends on nothing but its namespaces, because
-  Jinja's other variables do not outlive an iteration, provided that it looks at no message again.
-  So it is rendered once for each state of the namespaces.
+- The text that it has written by then is common to both renderings.
+- The text that it writes from there on, behind the loop, depends on nothing but its namespaces, if
+  it looks at no message again: Jinja's other variables do not outlive an iteration. So it is
+  rendered once for each state of the namespaces.
 
-All of this is observed while it runs, on lists and namespaces that record what is done with them.
-Of templates that look ahead, at the length or from the end, that loop within a macro or a buffer,
-or that keep what they see elsewhere, nothing is told. What is kept elsewhere may be the position of
-an iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a
-namespace.
+All of this is observed while the template runs, on lists and namespaces that record their use.
+Nothing is proved for templates that look ahead, at the length or from the end, that loop within a
+macro or a buffer, or that keep what they see elsewhere. The latter may be the position of an
+iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a namespace.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from jinja2.utils import Namespace
 from chronicals.data.kinds.messages import Message
 from chronicals.data.tokens.chat_template import ChatTemplate
 
-MOST_STATES = 16
-"""Namespaces' states whose rests are rendered; with more of them there is no gain, and no more
-are recorded.
-"""
+MAX_STATES = 16
+"""States of namespaces that are recorded, and rendered to the end; with more there is no gain."""
 
-LAZY = {
+LAZY_FILTERS = {
     "batch",
     "items",
     "map",
@@ -49,17 +45,18 @@ LAZY = {
 }
 """Filters that return an iterator."""
 
-CONSUMING = {"first", "join", "list", "max", "min", "sort", "sum"}
+CONSUMING_FILTERS = {"first", "join", "list", "max", "min", "sort", "sum"}
 """Filters that use an iterator up, or let nothing else use it."""
 
 State = tuple[tuple[tuple[int, str], str], ...]
+"""Values of the namespaces, as ``repr`` gives them, by (number of namespace, name)."""
 
 
 class Prefixes:
-    """The parts of one conversation.
+    """The first messages of one conversation as text.
 
     Args:
-        whole: what the template writes of all messages.
+        whole: text of all messages.
     """
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message], tools: Any, whole: str):
@@ -77,16 +74,19 @@ class Prefixes:
                 generation: _Run(template, messages, tools, generation)
                 for generation in (False, True)
             }
-        except Exception:  # jinja raises whatever the template author chose
+        except Exception:  # jinja raises whatever the template's author chose
             return
         if runs[False].text == whole:
             self._runs = runs
 
     def part(self, count: int, generation: bool) -> tuple[int, str] | None:
-        """What is written of the first ``count`` messages: letters in common with the whole, and
-        what follows these.
+        """Return the text of the first ``count`` messages; None if it is not proved.
 
-        None where it is not proved.
+        Args:
+            generation: end with the text that asks the assistant to answer.
+
+        Returns:
+            The number of letters in common with the whole, and the letters that follow these.
         """
         run = self._runs.get(generation)
         if run is None or count >= len(run.places):
@@ -100,64 +100,58 @@ class Prefixes:
             return None
         run.compared = max(run.compared, place)
         if (generation, state) not in self._rests:
-            if len(self._rests) >= MOST_STATES:
+            if len(self._rests) >= MAX_STATES:
                 return None
             self._rests[generation, state] = self._rest(count, generation, place)
         rest = self._rests[generation, state]
         return None if rest is None else (place, rest)
 
     def _rest(self, count: int, generation: bool, place: int) -> str | None:
-        """What is written after the loop has met the end, if that looks at no messages."""
+        """Return the text behind the loop's end, if messages are not looked at there; else None."""
         part = self._messages[:count]
         try:
             run = _Run(self._template, part, self._tools, generation)
             text = self._template.text(part, self._tools, generation)
-        except Exception:
+        except Exception:  # jinja raises whatever the template's author chose
             return None
-        return (
-            text[place:]
-            if run.ended == place and not run.looked_again and run.text == text
-            else None
-        )
+        if run.ended != place or run.looked_again or run.text != text:
+            return None
+        return text[place:]
 
 
 def _keeps_nothing(compiled: Any, source: str) -> bool:
-    """Whether the template loops outside of buffers, and has no state but namespaces."""
+    """Return whether the template loops outside of buffers, and has no state but namespaces."""
     tree = compiled.environment.parse(source)
-    if any(
-        _keeps(parent, child)
-        for parent in tree.find_all(nodes.Node)
-        for child in parent.iter_child_nodes()
-    ):
-        return False
-    buffered = any(
-        next(block.find_all(nodes.For), None)
-        for block in tree.find_all((nodes.AssignBlock, nodes.FilterBlock))
-    )
-    return not buffered and not any(
+    for parent in tree.find_all(nodes.Node):
+        if any(_keeps(parent, child) for child in parent.iter_child_nodes()):
+            return False
+    for block in tree.find_all((nodes.AssignBlock, nodes.FilterBlock)):
+        if block.find(nodes.For):
+            return False
+    return not any(
         name.name in ("cycler", "joiner", "lipsum") for name in tree.find_all(nodes.Name)
     )
 
 
 def _keeps(parent: nodes.Node, child: nodes.Node) -> bool:
-    """Whether ``child`` is an iterator that ``parent`` may keep for later use."""
+    """Return whether ``child`` is an iterator that ``parent`` may keep for later use."""
     if isinstance(child, nodes.Name) and child.name == "loop":
         return not isinstance(parent, (nodes.Getattr, nodes.Getitem))
-    if not isinstance(child, nodes.Filter) or child.name not in LAZY:
+    if not isinstance(child, nodes.Filter) or child.name not in LAZY_FILTERS:
         return False
     if isinstance(parent, nodes.For):
         return child is not parent.iter
     return not (
         isinstance(parent, nodes.Filter)
         and child is parent.node
-        and parent.name in LAZY | CONSUMING
+        and parent.name in LAZY_FILTERS | CONSUMING_FILTERS
     )
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``repr`` tells all of it: texts, numbers, None, and collections of these."""
+    """Return True for texts, numbers, None, and collections of these: ``repr`` shows all of it."""
     if isinstance(value, Mapping):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
+        return all(_is_plain(name) and _is_plain(inner) for name, inner in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, int, float))
@@ -167,12 +161,12 @@ class _Run:
     """A rendering that is watched.
 
     Attributes:
-        text: what was written.
-        places: for each message the letters written when the loop first took it; None where it was
+        text: the whole of it.
+        places: for each message the letters written when the loop first took it; None if it was
             seen otherwise.
         states: of the namespaces at that time.
-        ended: letters written when the loop met the end; None where the end was seen otherwise.
-        looked_again: whether messages were looked at after that.
+        ended: letters written when the loop met the end; None if the end was seen otherwise.
+        looked_again: messages were looked at after that.
         compared: letters of ``text`` that are known to be those of the whole.
     """
 
@@ -207,7 +201,7 @@ class _Run:
         self.text = "".join(pieces)
 
     def look(self, number: int, in_loop: bool) -> None:
-        """The template looks at a message, or where there is none any more."""
+        """Record that the template looks at a message, or at the end."""
         self.looked_again |= self._seen_end
         while len(self.places) <= min(number, len(self.messages) - 1):
             proper = (
@@ -220,17 +214,16 @@ class _Run:
             self.look_at_end(in_loop and self.loops == 1)
 
     def look_at_end(self, in_loop: bool = False) -> None:
+        """Record that the template learns where the messages end."""
         self.looked_again |= self._seen_end
         if in_loop and not self._seen_end:
             self.ended = self._letters
         self._seen_end = True
 
     def _current_state(self) -> State:
-        """One object for equal states; empty, and the recording stops, once there are too many
-        of them.
-        """
+        """Return one object for equal states; with too many of them, stop and return ()."""
         state = tuple(sorted(self._state.items()))
-        if state not in self._known and len(self._known) == MOST_STATES:
+        if state not in self._known and len(self._known) == MAX_STATES:
             self._stop_recording()
             return ()
         return self._known.setdefault(state, state)
@@ -262,7 +255,7 @@ class _Run:
 
 
 class _Watched(Sequence[Message]):
-    """The messages of a run from ``first`` on."""
+    """The messages of a run from ``first`` on, which record their use."""
 
     def __init__(self, run: _Run, first: int = 0):
         self._run = run
@@ -278,22 +271,15 @@ class _Watched(Sequence[Message]):
     def __getitem__(self, index: slice) -> Sequence[Message]: ...
     def __getitem__(self, index: Any) -> Any:
         run = self._run
-        if (
-            isinstance(index, slice)
-            and index.stop is None
-            and index.step is None
-            and (index.start or 0) >= 0
-        ):
-            return _Watched(run, self._first + (index.start or 0))
+        if isinstance(index, slice) and index.stop is None and index.step is None:
+            start = index.start or 0
+            if start >= 0:
+                return _Watched(run, self._first + start)
         if isinstance(index, int) and index >= 0:
             run.look(self._first + index, in_loop=False)
-        else:
-            run.look_at_end()
-        return (
-            run.messages[self._first + index]
-            if isinstance(index, int) and index >= 0
-            else self._plain()[index]
-        )
+            return run.messages[self._first + index]
+        run.look_at_end()
+        return self._plain()[index]
 
     def __len__(self) -> int:
         self._run.look_at_end()

@@ -1,20 +1,21 @@
-"""Where in the ids of a conversation a trained message lies: the definition, by rendering prefixes.
+"""Place of a trained message in the ids of its conversation: the definition, by rendering prefixes.
 
-With R(·) the ids the template renders, and i the message. An answer of the assistant:
+R(·) are the ids that the template renders, and i is the message. For an answer of the assistant:
 
-    start  = len(R(messages[:i], generation prompt))       must be a prefix of R(messages)
-    end    = common prefix of R(messages[:i + 1]) and R(messages)
-    trained = [start, last stop token before end]           the stop token included
+    start   = len(R(messages[:i], generation prompt))      must be a prefix of R(messages)
+    end     = common prefix of R(messages[:i + 1]) and R(messages)
+    trained = [start, last stop token before end]          the stop token included
 
 A turn that calls tools may end otherwise (``<|call|>``): then with the special token that ends
-R(messages[:i + 1]). A message of anybody else, with R' rendered with another content in its place:
+R(messages[:i + 1]). For a message of anybody else, R' is rendered with another content in its place:
 
     start   = common prefix of R(messages) and R'
-    content = up to their common suffix, and nothing but the content trained = [start, first special
-    token after the content], which must belong to R(messages[:i + 1]) and follow at once
+    content = from start to their common suffix            must be the content and nothing else
+    trained = [start, first special token after content]   must belong to R(messages[:i + 1]), and
+                                                           follow the content at once
 
-Masks go by position, never by id, so ``pad_token = eos_token`` is harmless. Where this does not
-hold, the conversation is refused by name.
+Masks go by position, never by id, so ``pad_token = eos_token`` is harmless. A conversation for which
+this does not hold is refused by name.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ from chronicals.data.kinds.messages import Message
 from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
 from chronicals.data.tokens.conversation import Conversation, first_unsaid, texts_said
 
-REMEDY = "use another template, give the message 'train': false, or set train_on_turns='last'"
+_REMEDY = "use another template, give the message 'train': false, or set train_on_turns='last'"
 
 
 def trained_span(
     template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], where: str
 ) -> tuple[int, int]:
-    """Start and end, in the conversation's ``ids``, of what is trained of message ``number``.
+    """Return start and end of what is trained of a message.
+
+    Args:
+        number: of the message, from 0.
+        ids: of the whole conversation.
+        where: what errors call the row.
 
     Raises:
-        TemplateError: the template does not delimit it; ``where``, the message and the reason are
-            named.
+        TemplateError: the template does not delimit it.
     """
     role = conversation.messages[number]["role"]
     if role == "assistant":
@@ -59,21 +64,22 @@ def _answer(
         raise TemplateError(
             f"{here}: what the chat template asks the model to continue is not how it renders the "
             "answered "
-            f"conversation, so training would not match generation; {REMEDY}",
+            f"conversation, so training would not match generation; {_REMEDY}",
             "template_differs",
         )
     end = _answer_end(template, conversation, number, ids, start, where)
     if end == start:
         stop = template.tokenizer.convert_ids_to_tokens(template.stop)
         raise TemplateError(
-            f"{here}: the stop token {stop!r} does not close this assistant turn; {REMEDY}",
+            f"{here}: the stop token {stop!r} does not close this assistant turn; {_REMEDY}",
             "no_stop_token",
         )
-    if unsaid := not_said(template, messages[number], ids[start:end]):
+    unsaid = not_said(template, messages[number], ids[start:end])
+    if unsaid:
         raise TemplateError(
             f"{here}: the chat template does not render {unsaid[:40]!r} in this assistant turn, "
             "so it would not be "
-            f"trained; {REMEDY}"
+            f"trained; {_REMEDY}"
         )
     return start, end
 
@@ -86,11 +92,11 @@ def _answer_end(
     start: int,
     where: str,
 ) -> int:
-    """Where the answer that begins at ``start`` ends; ``start`` if nothing closes it."""
+    """Return the end of the answer that begins at ``start``; ``start`` if nothing closes it."""
     messages = conversation.messages
     tools = conversation.tools
-    for seen in (messages[: number + 1], followed_by_another(messages, number)):
-        end = common_prefix(template.ids(seen, tools, where=where), ids)
+    for part in (messages[: number + 1], followed_by_another(messages, number)):
+        end = common_prefix(template.ids(part, tools, where=where), ids)
         while end > start and ids[end - 1] != template.stop:
             end -= 1
         if end > start:
@@ -104,37 +110,40 @@ def _answer_end(
 
 
 def followed_by_another(messages: list[Message], number: int) -> list[Message]:
-    """The messages up to ``number`` and a stand-in for the next.
+    """Return the messages up to ``number`` and a stand-in for the next, if there is one.
 
-    Where a template renders its last answer otherwise (Qwen3), this shows where an earlier one
-    ends.
+    Some templates render the last answer otherwise (Qwen3); this shows where an earlier one ends.
     """
-    return [
-        *messages[: number + 1],
-        *(_saying(message, "?!") for message in messages[number + 1 : number + 2]),
-    ]
+    following = messages[number + 1 : number + 2]
+    return [*messages[: number + 1], *(_saying(message, "?!") for message in following)]
 
 
 def not_said(template: ChatTemplate, message: Message, ids: Sequence[int]) -> str | None:
-    """A text of an assistant's message that is not among ``ids``."""
+    """Return a text of an assistant's message that is not among ``ids``; None if all are."""
     return first_unsaid(
         texts_said(message), template.decode(ids), lambda text: _as_read(template, text)
     )
 
 
 def _as_read(template: ChatTemplate, text: str) -> str:
-    """The text as the tokenizer gives it back, where it normalises."""
+    """Return the text as the tokenizer gives it back, which may be normalised."""
     return template.decode(template.tokenizer(text, add_special_tokens=False)["input_ids"]).strip()
 
 
 def _other(
     template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], here: str
 ) -> tuple[int, int]:
+    """Return start and end of a message of another role than the assistant."""
     messages = conversation.messages
     tools = conversation.tools
     message = messages[number]
-    content = _content(message)
-    replaced = [*messages[:number], _saying(message, _unlike(content)), *messages[number + 1 :]]
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    # The stand-in shares neither its first nor its last letter with the content.
+    ends = {*content.strip()[:1], *content.strip()[-1:]}
+    letter = next(letter for letter in "?!0" if letter not in ends)
+    replaced = [*messages[:number], _saying(message, letter * 2), *messages[number + 1 :]]
     changed = template.ids(replaced, tools, where=here)
     start = common_prefix(ids, changed)
     after = max(start, len(ids) - common_prefix(ids[::-1], changed[::-1]))
@@ -157,30 +166,16 @@ def _other(
     return start, closing + 1
 
 
-def _content(message: Message) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 def _saying(message: Message, text: str) -> Message:
-    """The message with another content, in the form it has."""
-    return {
-        **message,
-        "content": text
-        if not isinstance(message.get("content"), list)
-        else [{"type": "text", "text": text}],
-    }
-
-
-def _unlike(content: str) -> str:
-    """A content that shares neither its first nor its last letter with this one."""
-    ends = {*content.strip()[:1], *content.strip()[-1:]}
-    letter = next(letter for letter in "?!0" if letter not in ends)
-    return letter * 2
+    """Return the message with another content, as text or in parts as before."""
+    if isinstance(message.get("content"), list):
+        return {**message, "content": [{"type": "text", "text": text}]}
+    return {**message, "content": text}
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    for position, (a, b) in enumerate(zip(left, right)):
-        if a != b:
+    """Return the number of ids that both begin with."""
+    for position, (one, other) in enumerate(zip(left, right)):
+        if one != other:
             return position
     return min(len(left), len(right))

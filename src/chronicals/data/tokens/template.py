@@ -1,5 +1,4 @@
-"""One way from a row to token ids and the mask of what is trained; training, evaluation and
-generation all take it.
+"""Tokenizer of rows: token ids and the mask of what is trained, also for evaluation and generation.
 
 A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is
 found by rendering prefixes of it (``spans``). ``encode`` is the definition, a row at a time;
@@ -30,13 +29,14 @@ from chronicals.data.tokens.texts import check_text, without_double_beginning, w
 
 __all__ = ["Message", "TemplateError", "Tokenizer", "Tokens", "stop_token_ids"]
 
-PROBE = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
-"""A text that tokenizers of one vocabulary split in different ways; where Python does it,
-nothing else tells.
+FINGERPRINT_TEXT = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
+"""Text that tokenizers of one vocabulary split in different ways.
+
+For tokenizers in Python nothing else shows their way.
 """
 
-NAMES: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
-"""What the names of stores are made of."""
+STORED_TRAIN_ON: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
+"""Words for ``train_on`` in fingerprints, of which the names of stores are made."""
 
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained."""
@@ -45,20 +45,20 @@ Tokens = tuple[list[int], list[bool]]
 class Tokenizer:
     """A transformers tokenizer with the one path from rows to tokens.
 
+    A message's own ``train`` (true or false) wins over ``train_on_roles`` and ``train_on_turns``.
+
     Args:
         tokenizer: a ``PreTrainedTokenizerBase``; its vocabulary and template must not change
             afterwards.
         train_on: ``answers`` of conversations, completions and texts, or ``all`` tokens of every
             row.
-        train_on_roles: whose messages of a conversation are trained.
+        train_on_roles: roles of the messages that are trained.
         train_on_turns: ``all`` of those messages, or the ``last`` of each conversation.
         completions_as_chat: rows of prompt and completion go through the chat template, as a
             question and its answer.
         kinds: of rows that the objective takes; a ``preference`` becomes an item of two documents.
-        train_after_stop: what the template writes behind the stop token of a trained answer is
-            trained, too: white space, and behind the last message everything.
-
-    A message's own ``train`` (true or false) wins over both.
+        train_after_stop: train, too, the text that the template writes behind the stop token of a
+            trained answer: white space, and everything behind the last message.
 
     Raises:
         ConfigurationError: a role is unknown, or none is named.
@@ -101,12 +101,19 @@ class Tokenizer:
     def configured(
         cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = DOCUMENT_KINDS
     ) -> Tokenizer:
-        """As a run's configuration has it."""
-        trained = config.trained_tokens, config.train_on_roles, config.train_on_turns
-        return cls(tokenizer, *trained, config.completions_as_chat, kinds, config.train_after_stop)
+        """Return the tokenizer for a run's configuration."""
+        return cls(
+            tokenizer,
+            config.trained_tokens,
+            config.train_on_roles,
+            config.train_on_turns,
+            config.completions_as_chat,
+            kinds,
+            config.train_after_stop,
+        )
 
     def encode(self, record: Record, where: str) -> Tokens:
-        """Token ids of a row and the mask of what is trained.
+        """Return the token ids of a row and the mask of what is trained.
 
         Raises:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses
@@ -120,15 +127,16 @@ class Tokenizer:
         return self.encode_normalised(NormalRow.of(record, kind, where), where)
 
     def encode_normalised(self, row: NormalRow, where: str) -> Tokens:
+        """Encode a row that is normalised already, as ``encode`` does."""
         return _ENCODERS[row.kind](self, row.record, where)
 
     @functools.cached_property
     def continuation(self) -> Continuation:
-        """How completions are tokenised."""
+        """Tokenises completions behind their prompts."""
         return Continuation(self.tokenizer)
 
     def fingerprint(self) -> str:
-        """Changes whenever this path could turn a row into other tokens."""
+        """Return a hash that changes whenever this path could turn a row into other tokens."""
         inner = self.tokenizer
         if getattr(inner, "is_fast", False):
             described = inner.backend_tokenizer.to_str()
@@ -136,23 +144,21 @@ class Tokenizer:
             # tokenizer last
             vocabulary = described.partition('"added_tokens":')[2] or described
         else:
-            vocabulary = json.dumps(
-                [
-                    sorted(inner.get_vocab().items()),
-                    type(inner).__qualname__,
-                    inner(PROBE)["input_ids"],
-                ]
-            )
+            ids = inner(FINGERPRINT_TEXT)["input_ids"]
+            entries = sorted(inner.get_vocab().items())
+            vocabulary = json.dumps([entries, type(inner).__qualname__, ids])
         trained: list[Any] = [
-            NAMES[self.train_on],
+            STORED_TRAIN_ON[self.train_on],
             sorted(self.train_on_roles),
             self.train_on_turns,
         ]
-        trained += (
-            [True] if self.completions_as_chat else []
-        )  # without it the tokens, and so the name, are those of before
-        trained += ["after stop"] if self.train_after_stop else []
-        trained += [] if self.kinds == frozenset(DOCUMENT_KINDS) else [sorted(self.kinds)]
+        # A setting that came later is left out at its default: stores then keep their names.
+        if self.completions_as_chat:
+            trained.append(True)
+        if self.train_after_stop:
+            trained.append("after stop")
+        if self.kinds != frozenset(DOCUMENT_KINDS):
+            trained.append(sorted(self.kinds))
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps(
             [inner.chat_template, inner.special_tokens_map, splits, *trained],
@@ -171,13 +177,15 @@ class Tokenizer:
         generation: bool = False,
         where: str = "chat",
     ) -> list[int]:
-        """Ids the template renders; with ``generation`` up to where the assistant begins to
-        answer.
+        """Return the ids that the template renders.
+
+        Args:
+            generation: end with the text that asks the assistant to answer.
         """
         return self.template.ids(self.template.form(messages, where), tools, generation, where)
 
     def stop_token(self) -> int:
-        """The special token that the template writes after an assistant's content.
+        """Return the special token that the template writes after an assistant's content.
 
         Raises:
             TemplateError: there is none, so a model trained on it would never stop.
@@ -185,7 +193,7 @@ class Tokenizer:
         return self.template.stop
 
     def conversation(self, record: Record, where: str) -> Conversation:
-        """The messages of a row in the template's form, and which of them are trained."""
+        """Return the messages of a row in the template's form, and which of them are trained."""
         messages, prompt = messages_of(record)
         trained = chosen(messages, prompt, self.train_on_roles, self.train_on_turns, where)
         return Conversation(self.template.form(messages, where), record.get("tools"), trained)
@@ -194,6 +202,11 @@ class Tokenizer:
         return self.encode_conversation(self.conversation(record, where), where)
 
     def encode_conversation(self, conversation: Conversation, where: str) -> Tokens:
+        """Return the token ids of a conversation and the mask of what is trained.
+
+        Raises:
+            TemplateError: the template refuses it, or does not delimit a trained message.
+        """
         ids = self.template.ids(conversation.messages, conversation.tools, where=where)
         if self.train_on == "all":
             return ids, [True] * len(ids)
@@ -208,19 +221,22 @@ class Tokenizer:
     def end_of_answer(
         self, conversation: Conversation, number: int, ids: Sequence[int] | np.ndarray, end: int
     ) -> int:
-        """Where what is trained of an answer ends in ``ids``, which its stop token closes just
-        before ``end``.
+        """Return the end, in ``ids``, of what is trained of an answer.
+
+        Args:
+            number: of the message.
+            end: place behind its stop token.
         """
         if not self.train_after_stop:
             return end
         if number + 1 == len(conversation.messages):
             return len(ids)
-        while end < len(ids) and self._is_white(int(ids[end])):
+        while end < len(ids) and self._is_white_space(int(ids[end])):
             end += 1
         return end
 
-    def _is_white(self, token: int) -> bool:
-        """Whether a token is white space and nothing else."""
+    def _is_white_space(self, token: int) -> bool:
+        """Return whether a token is white space and nothing else."""
         if token not in self._white:
             is_text = token not in self.tokenizer.added_tokens_decoder
             self._white[token] = is_text and not self.template.decode([token]).strip()
@@ -230,14 +246,13 @@ class Tokenizer:
     # -----------------------------------------------------------------------------------------
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a plain prompt as the model sees it in training and in generation."""
+        """Return the ids of a plain prompt as the model sees it in training and in generation."""
         ids = list(self.tokenizer(text)["input_ids"])
-        return without_end(
-            without_double_beginning(ids, self.tokenizer.bos_token_id), self.tokenizer.eos_token_id
-        )
+        ids = without_double_beginning(ids, self.tokenizer.bos_token_id)
+        return without_end(ids, self.tokenizer.eos_token_id)
 
     def end(self, where: str) -> int:
-        """The token that ends texts and completions.
+        """Return the token that ends texts and completions.
 
         Raises:
             DataError: the tokenizer has none.
@@ -252,7 +267,8 @@ class Tokenizer:
 
     def _completion(self, record: Record, where: str) -> Tokens:
         end = self.end(where)
-        prompt, text = (check_text(record[name], name, where) for name in ("prompt", "completion"))
+        prompt = check_text(record["prompt"], "prompt", where)
+        text = check_text(record["completion"], "completion", where)
         before = self.prompt(prompt)
         after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
         return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
@@ -267,9 +283,9 @@ class Tokenizer:
         labels = record.get("labels")
         if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
             raise DataError(f"{where}: input_ids must be a list of token ids")
-        seen = _attended(record.get("attention_mask"), len(ids), where)
+        attended = _attended(record.get("attention_mask"), len(ids), where)
         if labels is None or self.train_on == "all":
-            return ids[seen].tolist(), [True] * len(ids[seen])
+            return ids[attended].tolist(), [True] * len(ids[attended])
         labels = _integers(labels)
         if labels is None:
             raise DataError(f"{where}: labels must be a list of token ids and -100")
@@ -285,11 +301,15 @@ class Tokenizer:
                 f"{where}: labels[{position}]={label} is neither -100 nor "
                 f"input_ids[{position}]={token}"
             )
-        return ids[seen].tolist(), (labels[seen] != -100).tolist()
+        return ids[attended].tolist(), (labels[attended] != -100).tolist()
 
 
 def _attended(mask: Any, length: int, where: str) -> slice:
-    """The positions that are no padding, which stands at either end."""
+    """Return the positions that are no padding, which may stand at either end.
+
+    Raises:
+        DataError: the mask is none, or has a hole.
+    """
     if mask is None:
         return slice(0, length)
     values = _integers(mask, "iub")
@@ -297,9 +317,10 @@ def _attended(mask: Any, length: int, where: str) -> slice:
         raise DataError(
             f"{where}: attention_mask must hold a 0 or a 1 for each of {length} input_ids"
         )
-    kept = np.flatnonzero(values)
-    begin, end = (kept[0], kept[-1] + 1) if kept.size else (0, 0)
-    if end - begin != kept.size:
+    ones = np.flatnonzero(values)
+    begin = ones[0] if ones.size else 0
+    end = ones[-1] + 1 if ones.size else 0
+    if end - begin != ones.size:
         hole = begin + int(np.flatnonzero(values[begin:end] == 0)[0])
         raise DataError(
             f"{where}: attention_mask[{hole}] is 0 between ones; only padding at either end can "
@@ -309,7 +330,11 @@ def _attended(mask: Any, length: int, where: str) -> slice:
 
 
 def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
-    """int64 ``[T]``, or None where the values are no flat list of whole numbers."""
+    """Return values as int64 ``[T]``; None if they are no flat list of whole numbers.
+
+    Args:
+        kinds: numpy's kinds of types that count as whole numbers.
+    """
     try:
         array = np.asarray(values)
         if array.dtype == object:  # how pandas holds a column of lists
@@ -329,17 +354,19 @@ _ENCODERS = {
 
 
 def stop_token_ids(tokenizer: Any, chats: bool = True) -> list[int]:
-    """Ids at which generation must end: what training taught, and the tokenizer's own end of text.
+    """Return the ids at which generation must end.
+
+    They are the stop token that training used, and the tokenizer's own end of text.
 
     Args:
-        chats: whether the chat template was trained, so that its stop token counts.
+        chats: the chat template was trained, so its stop token counts.
 
     Raises:
         TemplateError: the template has no stop token.
     """
-    stops = (
-        [Tokenizer(tokenizer).stop_token()] if chats and tokenizer.chat_template is not None else []
-    )
+    stops = []
+    if chats and tokenizer.chat_template is not None:
+        stops.append(Tokenizer(tokenizer).stop_token())
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
         stops.append(tokenizer.eos_token_id)
     return stops

@@ -1,6 +1,4 @@
-"""Plain texts on their way to and from the tokenizer: checked, with one beginning and no end of
-their own.
-"""
+"""Plain texts before and after the tokenizer: checked, with one beginning and no end of their own."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ import numpy as np
 
 from chronicals.data.reading.gate import DataError
 
-Ids = TypeVar("Ids", Sequence[int], list[int], np.ndarray)
+_Ids = TypeVar("_Ids", Sequence[int], list[int], np.ndarray)
 
 
 def check_text(value: Any, name: str, where: str) -> str:
-    """``value``, which is text that a tokenizer takes.
+    """Return ``value``, which must be text that a tokenizer takes.
 
     Raises:
         DataError: it is not.
@@ -28,7 +26,7 @@ def check_text(value: Any, name: str, where: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text is free of halves of surrogate pairs, which JSON may bring."""
+    """Return whether the text is free of halves of surrogate pairs, which JSON may bring."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -36,14 +34,14 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def without_double_beginning(ids: Ids, beginning: int | None) -> Ids:
-    """The ids of a text that brought its own beginning, after the tokenizer put one before it."""
+def without_double_beginning(ids: _Ids, beginning: int | None) -> _Ids:
+    """Return ids with one beginning of text, also if the text brought one of its own."""
     doubled = beginning is not None and len(ids) > 1 and ids[0] == ids[1] == beginning
     return ids[1:] if doubled else ids
 
 
 def closed(ids: list[int], beginning: int | None, end: int | None) -> list[int]:
-    """The same list with one beginning and one end of text."""
+    """Return the same list, changed to have one beginning and one end of text."""
     if beginning is not None and ids[:2] == [beginning, beginning]:
         del ids[0]
     while ids and ids[-1] == end:
@@ -53,8 +51,8 @@ def closed(ids: list[int], beginning: int | None, end: int | None) -> list[int]:
     return ids
 
 
-def without_end(ids: Ids, end: int | None) -> Ids:
-    """The ids without the ends of text that close them."""
+def without_end(ids: _Ids, end: int | None) -> _Ids:
+    """Return the ids without the ends of text that close them."""
     length = len(ids)
     while length and ids[length - 1] == end:
         length -= 1

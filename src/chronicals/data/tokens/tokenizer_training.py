@@ -1,6 +1,4 @@
-"""A tokenizer trained from text, with a chat template whose stop token is trained like every
-other's.
-"""
+"""Training of a tokenizer from text, with a chat template and its stop token."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Byte-level BPE over ``texts`` as a transformers tokenizer, special tokens and chat
-    template included.
+    """Return byte-level BPE over ``texts`` as a transformers tokenizer.
+
+    It has special tokens and a chat template.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
