@@ -16,8 +16,8 @@ from chronicals.benchmark.floor import (
     loss_bytes,
     products,
 )
+from chronicals.benchmark.preparation import prepare
 from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
-from chronicals.benchmark.work import prepare
 
 SHAPE = DecoderShape(3, 64, 4, 2, 16, 128, 1024, 0, 10**5)
 

@@ -179,7 +179,7 @@ class Job:
         uneven: adapters differ between layers, or have lengths (DoRA), which is not counted.
         pairs: it trains on pairs of answers, whose shared prompts and reference policy are not
             counted.
-        taught: it has a teacher, which is not counted.
+        has_teacher: it has a teacher, which is not counted.
     """
 
     shape: DecoderShape
@@ -192,12 +192,33 @@ class Job:
     dequantised_bytes: float = 0.0
     uneven: bool = False
     pairs: bool = False
-    taught: bool = False
+    has_teacher: bool = False
 
     @property
     def counted(self) -> bool:
-        """Whether all of its FLOPs are."""
-        return self.shape.countable and not self.uneven and not self.pairs and not self.taught
+        """True if all of its FLOPs are counted."""
+        return not self.why_uncounted
+
+    @property
+    def why_uncounted(self) -> str:
+        """Reason why not all of its FLOPs are counted; empty if they are."""
+        if not self.shape.countable:
+            return (
+                "beside its experts this model has parts (latent attention, shared experts, dense "
+                "layers) that are not counted here"
+            )
+        if self.pairs:
+            return (
+                "prompts that answers share, and a reference policy, are not counted here; tokens "
+                "are those of prompt and answer of both sides, in every arm"
+            )
+        if self.has_teacher:
+            return "the products of a teacher are not counted here"
+        if self.uneven:
+            return (
+                "adapters differ between layers or have lengths, and their products are not counted"
+            )
+        return ""
 
     @property
     def adapter_parameters(self) -> int:

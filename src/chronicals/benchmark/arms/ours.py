@@ -13,8 +13,10 @@ import torch
 
 from chronicals.benchmark.arms.weights import load, load_in_4_bits
 from chronicals.benchmark.measurement import ArmPlan, Measurement, reset_peak
+from chronicals.benchmark.plan import OUR_FIELDS
+from chronicals.benchmark.preparation import adapter_shape, start_of
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
-from chronicals.benchmark.work import SPARE_STEPS, UNEQUAL, Work, adapter_shape, start_of
+from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.lora.peft_format import PREFIX
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import DTYPES
@@ -134,7 +136,7 @@ def _attach(model: Any, work: Work, config: Any) -> None:
     from chronicals.lora.layers import linear_adapters
 
     row = work.config()
-    if any(getattr(config, name) != getattr(row, name) for name in UNEQUAL):
+    if any(getattr(config, name) != getattr(row, name) for name in OUR_FIELDS):
         return
     apply_lora(model, adapter_shape(config))
     start = start_of(work, config)

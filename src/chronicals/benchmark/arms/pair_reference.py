@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.benchmark.arms.plain import TIGHT_STEPS, fp32_model
+from chronicals.benchmark.arms.reference import TIGHT_STEPS, fp32_model
 from chronicals.benchmark.measurement import (
     ArmPlan,
     Clock,
@@ -38,7 +38,7 @@ from chronicals.benchmark.measurement import (
     peak_gib,
     reset_peak,
 )
-from chronicals.benchmark.pairs import Held, Pair, PairWork
+from chronicals.benchmark.pairs import Pair, PairSteps, PairWork
 
 AT_ONCE = 2
 """Pairs whose logits exist together."""
@@ -60,9 +60,9 @@ def reference(work: PairWork, plan: ArmPlan) -> None:
     """Train the pairs of the work's first steps, or those of the plan's file."""
     model, settings, tight = fp32_model(work, plan)
     count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
-    held = Held([[pairs] for pairs in work.pairs_by_step(count)])
+    held = PairSteps([[pairs] for pairs in work.pairs_by_step(count)])
     if plan.documents is not None:
-        held = Held.of_json(json.loads(plan.documents.read_text()))
+        held = PairSteps.of_json(json.loads(plan.documents.read_text()))
     train(
         model,
         settings,
@@ -74,7 +74,7 @@ def reference(work: PairWork, plan: ArmPlan) -> None:
 
 
 def train(
-    model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, at_once: int
+    model: Any, settings: str, work: PairWork, plan: ArmPlan, held: PairSteps, at_once: int
 ) -> None:
     """Train the steps of ``held``, at most those of the plan, and hand them in.
 
@@ -167,7 +167,7 @@ class Losses:
         at_once: pairs of a group. Of DPO the model as it is now is the reference.
     """
 
-    def __init__(self, model: Any, work: PairWork, held: Held, at_once: int):
+    def __init__(self, model: Any, work: PairWork, held: PairSteps, at_once: int):
         self.model = model
         self.work = work
         self.held = held

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.arms.pair_ways import attentions_of, known_or_fastest_way
-from chronicals.benchmark.arms.plain import DTYPES
-from chronicals.benchmark.arms.trainer import Enough, Watch, usual_arguments
-from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import base_of_peers, load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import COMPARED, ArmPlan, device, reset_peak
-from chronicals.benchmark.pairs import Held, Pair, PairWork, equal_steps
+from chronicals.benchmark.pairs import Pair, PairSteps, PairWork
 from chronicals.benchmark.work import SPARE_STEPS
 from chronicals.models import load_tokenizer
+from peers.models import PEER_DTYPES, base_of_peers, load_for_peers
+from peers.pair_ways import attentions_of, known_or_fastest_way
+from peers.trainer import Enough, Watch, usual_arguments
+from peers.ways import flash_attention
 
 
 def trl(work: PairWork, plan: ArmPlan) -> None:
@@ -40,7 +40,9 @@ def trl_recompute(work: PairWork, plan: ArmPlan) -> None:
 
 
 def _trl(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
-    model = load_for_peers(work, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    model = load_for_peers(
+        work, PEER_DTYPES[work.config().mixed_precision], attn_implementation="sdpa"
+    )
     attentions = [*filter(None, [flash_attention(model)]), "sdpa"]
     if work.adapts:
         model = with_peft(model, work)
@@ -215,10 +217,10 @@ class PairWatch(Watch):
         is over tokens.
         """
         if self.objective == "orpo":
-            return Held(self.batches, prompt_is_trained=True).to_json()
+            return PairSteps(self.batches, prompt_is_trained=True).to_json()
         whole = _whole(self.batches)
         expected = _whole(self.expected)
-        return None if whole == expected else Held(whole).to_json()
+        return None if whole == expected else PairSteps(whole).to_json()
 
     def begins_alike(self) -> bool:
         return self.objective == "dpo" and _whole(self.batches[:1]) == _whole(self.expected[:1])
@@ -260,4 +262,21 @@ def pairs_in(inputs: dict[str, Any]) -> list[Pair]:
     return [
         Pair(prompt, chosen, sides[half + number][1])
         for number, (prompt, chosen) in enumerate(sides[:half])
+    ]
+
+
+def equal_steps(steps: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
+    """The same pairs in the same order, as many in each step as there are in the mean, which are
+    sorted, the longest first.
+
+    The number is a multiple of four where there are so many, so that it can be divided into
+    micro-batches.
+    """
+    mean = sum(map(len, steps)) / len(steps)
+    size = max(4 * round(mean / 4) if mean >= 3 else round(mean), 1)
+    pairs = [pair for step in steps for pair in step]
+    whole = range(0, len(pairs) - size + 1, size)
+    return [
+        sorted(pairs[start : start + size], key=lambda pair: pair.longest, reverse=True)
+        for start in whole
     ]

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.loop import train_padded
-from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import start_from
 from chronicals.benchmark.measurement import ArmPlan
-from chronicals.benchmark.work import UNEVEN, Work, start_of
+from chronicals.benchmark.preparation import start_of
+from chronicals.benchmark.work import UNEVEN_FIELDS, Work
+from peers.loop import train_padded
+from peers.trainer import train_with_trainer
 
 
 def unsloth(work: Work, plan: ArmPlan) -> None:
@@ -110,7 +111,7 @@ def load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]
 
     loader = FastModel if compiled else FastLanguageModel
     config = work.config()
-    if uneven := [name for name in UNEVEN if getattr(config, name)]:
+    if uneven := [name for name in UNEVEN_FIELDS if getattr(config, name)]:
         given = f"{uneven[0]}={getattr(config, uneven[0])!r}"
         raise ValueError(
             f"{given}: it is measured with plain adapters of one rank in all layers; leave it out "

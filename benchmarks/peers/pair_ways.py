@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from chronicals.benchmark.arms.ways import FLASH_ATTENTION
 from chronicals.benchmark.measurement import device
-from chronicals.benchmark.pairs import SHARES, Pair, PairWork
+from chronicals.benchmark.pairs import PROMPT_SHARES, Pair, PairWork
+from peers.ways import FLASH_ATTENTION
 
 MOST = 16
 USUAL = 4
@@ -235,7 +235,7 @@ def known_or_fastest_way(
     Returns:
         the way, and in words what was tried.
     """
-    if work.data not in SHARES:
+    if work.data not in PROMPT_SHARES:
         return fastest_way(build, steps, attentions)
     name = re.sub(r"[^a-z0-9]+", "-", f"{work.name} {work.mode} {work.objective} {arm}".lower())
     file = work.folder.parent / "ways" / f"{name}.json"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.arms.padding import flash_lengths
 from chronicals.benchmark.measurement import (
     COMPARED,
     ArmPlan,
@@ -25,6 +24,7 @@ from chronicals.benchmark.measurement import (
     reset_peak,
 )
 from chronicals.benchmark.work import SPARE_STEPS, Document, Work
+from peers.packing import flash_lengths
 
 
 def train_with_trainer(

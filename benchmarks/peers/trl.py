@@ -8,13 +8,13 @@ import logging
 from importlib.util import find_spec
 from typing import Any
 
-from chronicals.benchmark.arms.plain import DTYPES
-from chronicals.benchmark.arms.trainer import train_with_trainer, with_flash_lengths
-from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import base_of_peers, has_experts, load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Work
 from chronicals.models import load_tokenizer
+from peers.models import PEER_DTYPES, base_of_peers, has_experts, load_for_peers
+from peers.trainer import train_with_trainer, with_flash_lengths
+from peers.ways import flash_attention
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ def trl_recompute(work: Work, plan: ArmPlan) -> None:
 
 
 def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
-    model = load_for_peers(work, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    model = load_for_peers(
+        work, PEER_DTYPES[work.config().mixed_precision], attn_implementation="sdpa"
+    )
     attention = flash_attention(model)
     if work.adapts:
         model = with_peft(model, work)

@@ -12,19 +12,16 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.padding import (
-    OVERHEAD,
-    TRIED,
-    PaddedStep,
-    flash_lengths,
-    packed,
-    padded,
-)
+from chronicals.benchmark.arms.padding import MICRO_BATCH_OVERHEAD, PaddedStep, padded
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.work import Document
+from peers.packing import flash_lengths, packed
 
 FLASH_ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
-"""Of transformers, the fastest first; packed rows need one of them."""
+"""Names in transformers, the fastest first; packed rows need one of them."""
+
+TRIED_OVERHEADS = (512, MICRO_BATCH_OVERHEAD, 8192)
+"""Overheads between which a trial chooses: many small micro-batches, or few with more padding."""
 
 
 def flash_attention(model: Any) -> str | None:
@@ -73,7 +70,7 @@ class Way:
     """
 
     attention: str | None = None
-    overhead: int | None = OVERHEAD
+    overhead: int | None = MICRO_BATCH_OVERHEAD
 
     @property
     def words(self) -> str:
@@ -164,7 +161,7 @@ def fastest_way(
     """
     trial = Trial(model, steps, rows)
     names: list[str | None] = [*attentions] or [None]
-    cuts = [Way(names[-1], overhead).cut for overhead in TRIED]
+    cuts = [Way(names[-1], overhead).cut for overhead in TRIED_OVERHEADS]
     ragged = (
         len({str([cut(documents, rows).shapes for documents in trial.steps]) for cut in cuts}) > 1
     )
@@ -174,7 +171,7 @@ def fastest_way(
     way = trial.fastest(ways) if len(ways) > 1 else ways[0]
     if ragged and way.overhead is not None:
         way = trial.fastest(
-            [Way(way.attention, overhead) for overhead in sorted(TRIED, reverse=True)]
+            [Way(way.attention, overhead) for overhead in sorted(TRIED_OVERHEADS, reverse=True)]
         )
     if way.attention:
         model.set_attn_implementation(way.attention)

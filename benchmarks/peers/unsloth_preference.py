@@ -8,10 +8,10 @@ from contextlib import nullcontext
 
 import torch
 
-from chronicals.benchmark.arms.preference import train_pairs
-from chronicals.benchmark.arms.unsloth import load, states
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.pairs import PairWork
+from peers.preference import train_pairs
+from peers.unsloth import load, states
 
 
 def unsloth(work: PairWork, plan: ArmPlan) -> None:
