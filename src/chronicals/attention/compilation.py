@@ -1,7 +1,7 @@
 """Compiles FlashAttention-4's kernels for a model, forward and backward, into the package's cache
 on disk.
 
-The compilation takes about ten seconds, imports included; ``chronicals.beforehand`` runs ``main``
+The compilation takes about ten seconds, imports included; ``chronicals.precompilation`` runs ``main``
 as a process of its own.
 """
 

@@ -19,7 +19,7 @@ from typing import Any
 import chronicals
 from chronicals.benchmark.measurement import ROUND, Measurement, round_file
 from chronicals.benchmark.work import Work
-from chronicals.lifeline import BoundProcess
+from chronicals.bound_process import BoundProcess
 
 REFERENCE = "reference"
 OURS = "ours"

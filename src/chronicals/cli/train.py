@@ -77,7 +77,7 @@ def train(
 
         become_launcher(nproc, without_option(sys.argv[1:], "--nproc"))
 
-    from chronicals.cli.beforehand import compile_attention, compile_data_functions
+    from chronicals.cli.precompile import compile_attention, compile_data_functions
     from chronicals.config import Recipe
 
     if resume:

@@ -1,7 +1,7 @@
 """What numba compiles for a run's data: by which sources its machine code is told apart, and all of
 it at once.
 
-Compiling takes some ten seconds, once. ``chronicals.beforehand`` runs ``main`` as a process of its
+Compiling takes some ten seconds, once. ``chronicals.precompilation`` runs ``main`` as a process of its
 own, so this module imports what is heavy in functions.
 """
 

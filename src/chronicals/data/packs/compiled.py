@@ -21,7 +21,7 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
-from chronicals import beforehand
+from chronicals import precompilation
 from chronicals.data.packs import compilation
 from chronicals.data.packs.compilation import sources
 
@@ -93,7 +93,7 @@ class _Cache(FunctionCache):
         try:
             while (
                 found := super().load_overload(sig, target_context)
-            ) is None and beforehand.running(compilation.__name__):
+            ) is None and precompilation.running(compilation.__name__):
                 time.sleep(LOOKS_AGAIN)
             return found
         except OSError as error:
