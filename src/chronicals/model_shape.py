@@ -41,10 +41,11 @@ class ModelShape:
         """Read the sizes of a transformers configuration, or of the content of a ``config.json``
         whose fields have their usual names. A model of images and text has those of its text model.
         """
-        if isinstance(config, Mapping):
-            config = config.get("text_config") or config
-        else:
-            config = config.get_text_config()
+        config = (
+            config.get("text_config") or config
+            if isinstance(config, Mapping)
+            else config.get_text_config()
+        )
         width = _number(config, "hidden_size")
         heads = _number(config, "num_attention_heads")
         return cls(
