@@ -2,9 +2,17 @@
 
 ``python benchmarks/mutations.py [--only TEXT] [--jobs 2]`` prints a table and exits 1 if a planted
 fault survives. The faults are listed in ``tests/mutations/*.toml``, one ``[[mutant]]`` each:
-``name`` (what is wrong), ``file`` (below ``src/chronicals``), ``old`` (text that occurs once in
-it), ``new`` (what stands there instead) and ``tests`` (node ids of pytest, which pass without the
-fault). Some of them need the ``export`` extra and llama-cpp-python.
+
+- ``name``: what is wrong.
+- ``file``: the module below ``src/chronicals``, or one of ``benchmarks/peers/``. If it does not
+  define what ``in`` names, the only module there that does is taken.
+- ``in``: a function, class or constant, as ``Class.method``; left out for other code of a module.
+- ``old``: an expression or statements that occur once in it. How they are written does not matter.
+- ``new``: what stands there instead, ``pass`` for nothing.
+- ``tests``: node ids of pytest, which pass without the fault.
+
+``tests/planting.py`` says how ``old`` is found. Some tests need the ``export`` extra and
+llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -23,11 +31,14 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from planting import Unfit, find, module_at, path_of, plant  # noqa: E402
+
+SOURCE = ROOT / "src" / "chronicals"
 TIME_LIMIT = 900
 TESTS_FAILED = 1
-"""Exit code of pytest where it ran tests and some failed; other codes mean that it could not run
-them.
-"""
+"""Exit code of pytest where it ran tests and some failed; with others it could not run them."""
 
 
 def listed() -> list[dict]:
@@ -37,24 +48,30 @@ def listed() -> list[dict]:
 
 
 def check(mutants: list[dict]) -> None:
-    """Raises SystemExit where the text of a mutant is not there, or is there more than once."""
+    """Raises SystemExit with all mutants that have no place in the source, or several."""
+    wrong = []
     for mutant in mutants:
-        count = (ROOT / "src" / "chronicals" / mutant["file"]).read_text().count(mutant["old"])
-        if count != 1:
-            raise SystemExit(
-                f"{mutant['name']}: its text occurs {count} times in {mutant['file']}, not once"
-            )
+        try:
+            find(module_at(path_of(mutant, SOURCE)), mutant)
+        except Unfit as error:
+            wrong.append(f"{mutant['name']} ({mutant['file']}): {error}")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 def outcome(mutant: dict) -> str:
     """``killed``, ``SURVIVED``, or what kept the tests from running."""
     with tempfile.TemporaryDirectory(prefix="chronicals-") as folder:
-        source = Path(folder) / "src"
-        shutil.copytree(
-            ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-        )
-        path = source / "chronicals" / mutant["file"]
-        path.write_text(path.read_text().replace(mutant["old"], mutant["new"]))
+        copies = [Path(folder) / "src", Path(folder) / "benchmarks" / "peers"]
+        for copied in copies:
+            shutil.copytree(
+                ROOT / copied.relative_to(folder),
+                copied,
+                ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+            )
+        path = path_of(mutant, SOURCE)
+        copy = Path(folder) / path.relative_to(ROOT)
+        copy.write_text(plant(path.read_text(), mutant))
         command = [
             sys.executable,
             "-m",
@@ -65,7 +82,8 @@ def outcome(mutant: dict) -> str:
             "no:cacheprovider",
             *mutant["tests"],
         ]
-        places = filter(None, [str(source), os.environ.get("PYTHONPATH")])
+        # Tests import ``peers`` from beside the copy of ``chronicals``.
+        places = filter(None, [str(copies[0]), os.environ.get("PYTHONPATH")])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         try:
             run = subprocess.run(

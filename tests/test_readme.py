@@ -15,20 +15,34 @@ import tiny
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_runs(tmp_path, monkeypatch, capsys):
-    (example,) = re.findall(
-        r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL
-    )
+def examples(page):
+    """Return the blocks of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def beside_a_model(tmp_path, monkeypatch):
+    """Work in a folder with a small model, ``base``, and rows of chats, ``data.jsonl``."""
     tiny.llama().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in tiny.chat_rows())
-    )
+    lines = [json.dumps(row) + "\n" for row in tiny.chat_rows()]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {})
+    return tmp_path
+
+
+def test_a_script_is_patched_as_the_readme_says(capsys):
+    (example,) = examples("README.md")
+    exec(compile(example, "README.md", "exec"), {"model": tiny.llama()})
+    assert "RMSNorm" in capsys.readouterr().out
+
+
+def test_the_trainer_is_used_as_the_page_says(beside_a_model, capsys):
+    example = next(text for text in examples("docs/training.md") if "ChronicalsTrainer(" in text)
+    exec(compile(example, "docs/training.md", "exec"), {})
     loss, _, folder = capsys.readouterr().out.strip().splitlines()[-1].partition(" ")
     assert 0 < float(loss) < 7
-    assert (tmp_path / folder / "adapter_model.safetensors").exists()
+    assert (beside_a_model / folder / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
@@ -56,7 +70,6 @@ def test_no_command_trains_where_an_earlier_one_did(page):
 def test_the_figures_are_those_of_the_results(page, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = importlib.import_module("figures")
-    made = script.PAGES[page]()
+    made = script.written(page)
     assert "tokens/s" in made
-    text = (ROOT / page).read_text()
-    assert script.with_figures(text, made) == text, "run python benchmarks/figures.py"
+    assert made == (ROOT / page).read_text(), "run python benchmarks/figures.py"

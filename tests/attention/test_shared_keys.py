@@ -155,10 +155,7 @@ def test_backends_of_a_card_take_them(backend, device):
 
 
 FAULTS = {
-    "an answer's copies dropped": (
-        "for place in places.unbind():",
-        "for place in places[:-1].unbind():",
-    ),
+    "an answer's copies dropped": ("places.unbind()", "places[:-1].unbind()"),
     "absent copies counted": (
         "torch.where((place >= 0)[:, None, None], of_place, 0.0)",
         "of_place",

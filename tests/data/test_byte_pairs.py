@@ -194,9 +194,9 @@ def test_merging_by_ids_is_merging_by_the_list():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('if parts == 2 and model["ignore_merges"]:', "if False:"),
-        ('if parts == 1 or model["ignore_merges"]:', "if True:"),
-        (" or (np.diff(unions) < 0).any()", ""),
+        ('parts == 2 and model["ignore_merges"]', "False"),
+        ('parts == 1 or model["ignore_merges"]', "True"),
+        ("-1 in unions or (np.diff(unions) < 0).any()", "-1 in unions"),
     ],
 )
 def test_what_is_asked_of_the_merges_is_needed(old, new):

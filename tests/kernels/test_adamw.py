@@ -371,23 +371,29 @@ def test_who_saved_a_weight_notices(device):
 
 
 MUTATIONS = {
-    "no decay": ("tl.fma(w.to(tl.float32), decay,", "tl.fma(w.to(tl.float32), 1.0,"),
+    "no decay": (
+        "tl.fma(w.to(tl.float32), decay, -rate * m / (tl.sqrt(v * of_square) + eps))",
+        "tl.fma(w.to(tl.float32), 1.0, -rate * m / (tl.sqrt(v * of_square) + eps))",
+    ),
     "no correction of the mean": ("lr / tl.load(corrections_ptr + tensor)", "lr"),
     "correction of another tensor": (
         "tl.load(corrections_ptr + count + tensor)",
         "tl.load(corrections_ptr + count)",
     ),
-    "no factor": (".to(tl.float32) * factor\n", ".to(tl.float32)\n"),
+    "no factor": (
+        "tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor",
+        "tl.load(g_at, mask=inside, other=0.0).to(tl.float32)",
+    ),
     "eps within the root": ("tl.sqrt(v * of_square) + eps", "tl.sqrt(v * of_square + 0.1)"),
     "not rounded to the nearest": ("(magnitude + 0x8000) >> 16", "(magnitude + 0x4000) >> 16"),
     "the upper half alone": (
         "magnitude = ((pattern & 0x7FFF) << 16) + low.to(tl.int32)",
         "magnitude = ((pattern & 0x7FFF) << 16)",
     ),
-    "the first chunk only": ("at = start + offset", "at = offset"),
+    "the first chunk only": ("start + offset", "offset"),
     "steps not counted": (
-        "torch._foreach_add_(tensors.steps, 1.0",
-        "torch._foreach_add_(tensors.steps, 0.0",
+        "torch._foreach_add_(tensors.steps, 1.0)",
+        "torch._foreach_add_(tensors.steps, 0.0)",
     ),
 }
 

@@ -261,16 +261,25 @@ def test_what_does_not_fit_is_refused(device):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("v_scale[:, None], g * g)", "v_scale[:, None], g)"),
-        ("other=0.0) * (beta1 *", "other=0.0) * (beta2 *"),
+        ("tl.fma(v, v_scale[:, None], g * g)", "tl.fma(v, v_scale[:, None], g)"),
+        ("beta1 * (7 / M_LARGEST)", "beta2 * (7 / M_LARGEST)"),
         ("tl.max(tl.abs(m), axis=1)", "tl.max(m, axis=1)"),
-        ("v_scale * over, mask", "v_scale, mask"),
-        ("| sign)", ")"),
-        ("- (8388608 + 127 if SIGNED", "- (8388608 + 128 if SIGNED"),
-        ("* (43 << 16) +", "* (42 << 16) +"),
+        ("v_scale * over", "v_scale"),
+        (
+            "(seven.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign",
+            "seven.to(tl.int32, bitcast=True) & 0x7FFFFFFF",
+        ),
+        (
+            "_above_2_23(code) - (8388608 + 127 if SIGNED else 8388608)",
+            "_above_2_23(code) - (8388608 + 128 if SIGNED else 8388608)",
+        ),
+        (
+            "(magnitude.to(tl.int32, bitcast=True) >> 23) * (43 << 16)",
+            "(magnitude.to(tl.int32, bitcast=True) >> 23) * (42 << 16)",
+        ),
         ("tl.fma(power, -6 / 7, rank)", "tl.fma(power, -5 / 7, rank)"),
-        ("* _reciprocal(tl.fma", "* (tl.fma"),
-        ("tl.where(scale > LEAST,", "tl.where(scale > 1.0,"),
+        ("_reciprocal(tl.fma(_sqrt(v), of_root, eps))", "tl.fma(_sqrt(v), of_root, eps)"),
+        ("scale > LEAST", "scale > 1.0"),
     ],
 )
 def test_a_planted_fault_is_found(old, new, device):

@@ -52,9 +52,15 @@ def test_is_the_reference(dtype, ranks, device):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (".to(tl.float32) * scale", ".to(tl.float32)"),
+        (
+            "tl.load(b_ptr + at, mask=at < b_elements).to(tl.float32) * scale",
+            "tl.load(b_ptr + at, mask=at < b_elements).to(tl.float32)",
+        ),
         ("row, column = size0 + size1, rank0 + rank1", "row, column = size0 + size1, rank0"),
-        ("column + at % rank", "at % rank"),
+        (
+            "(row + at // rank).to(tl.int64) * up_stride + column",
+            "(row + at // rank).to(tl.int64) * up_stride",
+        ),
     ],
 )
 def test_planted_faults_are_found(old, new, device):

@@ -255,8 +255,8 @@ FAULTS = {
     ),
     "of the gradient's last rows alone": (
         RMSNORM,
-        "most = tl.maximum(most, tl.where(here,",
-        "most = (tl.where(here,",
+        "tl.maximum(most, tl.where(here, magnitude(ds.to(tl.float32)), 0.0))",
+        "tl.where(here, magnitude(ds.to(tl.float32)), 0.0)",
     ),
     "of the gate's gradient alone": (
         GLU,
@@ -266,8 +266,8 @@ FAULTS = {
     "before rounding": (GLU, "magnitude(y.to(tl.float32))", "magnitude(activated * up)"),
     "of queries and keys alone": (
         ROPE,
-        "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX",
-        "V_HEADS, ROWS, WIDTH, WHOLE, False",
+        "tl.where(inside, magnitude(x.to(tl.float32)), 0.0)",
+        "0.0 * tl.where(inside, magnitude(x.to(tl.float32)), 0.0)",
     ),
     "of rotated channels alone": (
         ROPE,
@@ -277,8 +277,16 @@ FAULTS = {
     "rotated, before rounding": (ROPE, "most.to(out_ptr.dtype.element_ty)", "most"),
     "of normed queries and keys alone": (
         NORM_ROPE,
-        "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX",
-        "V_HEADS, ROWS, WIDTH, WHOLE, False",
+        (
+            "copy_heads(dv_ptr, dv_place_ptr, amax_ptr, (program - of_q - of_k) * ROWS, "
+            "positions, length, dv_batch, dv_token, dv_head, place_batch, place_token, "
+            "place_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX)"
+        ),
+        (
+            "copy_heads(dv_ptr, dv_place_ptr, amax_ptr, (program - of_q - of_k) * ROWS, "
+            "positions, length, dv_batch, dv_token, dv_head, place_batch, place_token, "
+            "place_head, V_HEADS, ROWS, WIDTH, WHOLE, False)"
+        ),
     ),
     "of normed and rotated channels alone": (
         NORM_ROPE,
@@ -287,8 +295,8 @@ FAULTS = {
     ),
     "of the last heads alone": (
         NORM_ROPE,
-        "most = tl.maximum(most, tl.max(tl.maximum(",
-        "most = (tl.max(tl.maximum(",
+        "tl.maximum(most, tl.max(tl.maximum(magnitude(d_a), magnitude(d_b)), 1))",
+        "tl.max(tl.maximum(magnitude(d_a), magnitude(d_b)), 1)",
     ),
 }
 

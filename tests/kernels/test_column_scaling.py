@@ -78,10 +78,25 @@ def test_no_rows(device):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("dy = (dz * factor[None, :])", "dy = dz"),
-        ("total += dz *", "total = dz *"),
+        ("dz * factor[None, :]", "dz"),
+        (
+            (
+                "total += dz * tl.load(y_ptr + row * y_stride + column[None, :], mask=inside, "
+                "other=0.0).to(tl.float32)"
+            ),
+            (
+                "total = dz * tl.load(y_ptr + row * y_stride + column[None, :], mask=inside, "
+                "other=0.0).to(tl.float32)"
+            ),
+        ),
         ("return None if y is None else sums.sum(0)", "return None if y is None else sums[0]"),
-        (").to(tl.float32)[None, :]", ").to(tl.float32)[None, :] * factor[None, :]"),
+        (
+            "tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]",
+            (
+                "tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :] * "
+                "factor[None, :]"
+            ),
+        ),
     ],
 )
 def test_planted_faults_are_found(old, new, device):

@@ -258,19 +258,23 @@ MUTATIONS = {
         "weight * of_divergence",
     ),
     "teacher at temperature 1": (
-        "- y_top) / temperature - y_tempered\n                q, div",
-        "- y_top) - y_rest\n                q, div",
+        (
+            "log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) / temperature - "
+            "y_tempered\n"
+            "q, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)"
+        ),
+        (
+            "log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) - y_rest\n"
+            "q, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)"
+        ),
     ),
     "chances of the cross-entropy at the temperature": (
-        "x_top - x_rest) if TEMPERED",
-        "x_top - x_rest) if not TEMPERED",
+        "tl.exp(z - x_top - x_rest) if TEMPERED else q",
+        "tl.exp(z - x_top - x_rest) if not TEMPERED else q",
     ),
-    "the other side of the mixture": (
-        "of_q - (of_teacher * (1.0 - share)",
-        "of_q - (of_teacher * share",
-    ),
+    "the other side of the mixture": ("of_teacher * (1.0 - share)", "of_teacher * share"),
     "no mean is taken off": ("(h - q * sum_of_h)", "(h + q)"),
-    "another likeliest token": ("tl.where(top > largest, tl.min", "tl.where(top < largest, tl.min"),
+    "another likeliest token": ("top > largest", "top < largest"),
 }
 
 

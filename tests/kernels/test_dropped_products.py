@@ -166,10 +166,28 @@ def test_seeds_make_masks_of_their_own():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("tl.trans(a.to(KIND)), total,", "tl.trans(a.to(KIND)),"),
-        ('a.to(KIND), input_precision="ieee") * factor', 'a.to(KIND), input_precision="ieee")'),
-        ("tl.store(at, total * factor, mask=(r", "tl.store(at, total, mask=(r"),
-        ("total += tl.load(shares_ptr", "total = tl.load(shares_ptr"),
+        (
+            'tl.dot(x.to(KIND), tl.trans(a.to(KIND)), total, input_precision="ieee")',
+            'tl.dot(x.to(KIND), tl.trans(a.to(KIND)), input_precision="ieee")',
+        ),
+        (
+            'tl.dot(g.to(KIND), a.to(KIND), input_precision="ieee") * factor',
+            'tl.dot(g.to(KIND), a.to(KIND), input_precision="ieee")',
+        ),
+        (
+            "tl.store(at, total * factor, mask=(r < rank)[:, None] & (column < width)[None, :])",
+            "tl.store(at, total, mask=(r < rank)[:, None] & (column < width)[None, :])",
+        ),
+        (
+            (
+                "total += tl.load(shares_ptr + (part * rows + row) * rank + r, mask=(row < rows) "
+                "& (r < rank), other=0.0)"
+            ),
+            (
+                "total = tl.load(shares_ptr + (part * rows + row) * rank + r, mask=(row < rows) "
+                "& (r < rank), other=0.0)"
+            ),
+        ),
         ("begin = tl.program_id(1) * chunk", "begin = 0 * chunk"),
     ],
 )

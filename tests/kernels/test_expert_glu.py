@@ -120,7 +120,7 @@ MUTATIONS = {
     "a limited gate learns": ("tl.where(raw_gate <= limit, d_gate, 0.0)", "d_gate"),
     "a limited up learns from below": ("(raw_up <= limit) & (raw_up >= -limit)", "raw_up <= limit"),
     "no offset": ("d_u * (up + offset) * slope", "d_u * up * slope"),
-    "the share of the place": ("tl.load(shares_ptr + pair,", "tl.load(shares_ptr + number,"),
+    "the share of the place": ("shares_ptr + pair", "shares_ptr + number"),
 }
 
 

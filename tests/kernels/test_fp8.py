@@ -271,12 +271,24 @@ FAULTS = {
         "values * _inverse(scale)[:, None]",
         "values * scale[:, None]",
     ),
-    "scales of the first blocks": ("beside.to(tl.int64) * size + here", "here"),
-    "the scale of another row": ("rows_scale_ptr, row + n", "rows_scale_ptr, row"),
-    "the first row twice": ("_values(x_ptr, row + 1,", "_values(x_ptr, row,"),
+    "scales of the first blocks": ("scale_ptr + beside.to(tl.int64) * size", "scale_ptr"),
+    "the scale of another row": (
+        (
+            "_scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, "
+            "KNOWN, LIMIT)"
+        ),
+        (
+            "_scales(most, of_rows_ptr, rows_scale_ptr, row, rows, left, tile, SCALING, "
+            "KNOWN, LIMIT)"
+        ),
+    ),
+    "the first row twice": ("row + 1", "row"),
     "a column upside down": (
-        "(rows // 4) + four[None, :]",
-        "(rows // 4) + (rows // 4 - 1 - four)[None, :]",
+        "columns_ptr + column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]",
+        (
+            "columns_ptr + column.to(tl.int64)[:, None] * (rows // 4) + (rows // 4 - 1 - "
+            "four)[None, :]"
+        ),
     ),
     "four of a column upside down": (
         "transposed >> 8 * n & 255",
@@ -286,10 +298,7 @@ FAULTS = {
         "(4 * four + n < rows)",
         "(4 * four + n < rows - 1)",
     ),
-    "the fourth row without a part in a maximum": (
-        "_largest(a, b, c, d), 0)",
-        "_largest(a, b, c, c), 0)",
-    ),
+    "the fourth row without a part in a maximum": ("_largest(a, b, c, d)", "_largest(a, b, c, c)"),
     "the maximum of a block with its sign": ("tl.max(tl.abs(values), 1)", "tl.max(values, 1)"),
     "the maximum with its sign": (
         "sizes = tl.abs(given.to(tl.float32))",
@@ -297,7 +306,16 @@ FAULTS = {
     ),
     "the first strip alone": ("top = tl.program_id(0) // across * HIGH", "top = 0"),
     "the last rows of a strip alone": ("tl.maximum(most, sizes)", "sizes"),
-    "scales of rows for columns": ("_scales(most, of_columns_ptr", "_scales(most, of_rows_ptr"),
+    "scales of rows for columns": (
+        (
+            "_scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, "
+            "SCALING, KNOWN, LIMIT)"
+        ),
+        (
+            "_scales(most, of_rows_ptr, columns_scale_ptr, column, width, top, tile, "
+            "SCALING, KNOWN, LIMIT)"
+        ),
+    ),
 }
 
 

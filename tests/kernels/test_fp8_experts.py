@@ -130,8 +130,8 @@ FAULTS = {
         "into = columns_ptr",
     ),
     "the first block of an expert has no part": (
-        "at = first + step * BLOCK",
-        "at = BLOCK + first + step * BLOCK",
+        "first + step * BLOCK",
+        "BLOCK + first + step * BLOCK",
     ),
 }
 

@@ -192,16 +192,22 @@ FAULTS = {
         "{gradient_type}).pop(), layout)",
     ),
     "dy scaled twice": (
-        "scaled_product(dy_rows,",
-        "scaled_product(dy_rows._replace(scale=2 * dy_rows.scale),",
+        "scaled_product(dy_rows, Scaled(values, scale), dy.dtype)",
+        (
+            "scaled_product(dy_rows._replace(scale=2 * dy_rows.scale), Scaled(values, "
+            "scale), dy.dtype)"
+        ),
     ),
     "the scale of x forgotten": (
         "Scaled(x_values, x_scale)",
         "Scaled(x_values, torch.ones_like(x_scale))",
     ),
     "rows of dy for columns": (
-        "scaled_product(dy_columns,",
-        "scaled_product(Scaled(dy_rows[0].t().contiguous(), dy_columns[1]),",
+        "scaled_product(dy_columns, Scaled(x_values, x_scale), weight_type)",
+        (
+            "scaled_product(Scaled(dy_rows[0].t().contiguous(), dy_columns[1]), "
+            "Scaled(x_values, x_scale), weight_type)"
+        ),
     ),
 }
 

@@ -242,8 +242,8 @@ def test_what_does_not_belong_together_is_refused(change, message):
 
 MUTATIONS = {
     "the adapter of down learns twice as much": (
-        '["a2"] = grouped_weight',
-        '["a2"] = 2 * grouped_weight',
+        "grouped_weight_gradient(thin_dy, unit, to, dtype=a2.dtype)",
+        "2 * grouped_weight_gradient(thin_dy, unit, to, dtype=a2.dtype)",
     ),
     "the router does not learn of the bias": (
         "product(dy, b2.t(), d_shares.dtype).gather(1, experts)",
@@ -253,10 +253,7 @@ MUTATIONS = {
         "adapted = Adapted(thin, of.down.mT)",
         "adapted = None",
     ),
-    "a bias that learns without shares": (
-        "scatter_add_(1, experts, shares.to",
-        "scatter_add_(1, experts, 0.5 + shares.to",
-    ),
+    "a bias that learns without shares": ("shares.to(dtype)", "0.5 + shares.to(dtype)"),
 }
 
 

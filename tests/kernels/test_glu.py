@@ -163,7 +163,7 @@ MUTATIONS = {
     "slope of silu": ("slope = s * (1.0 + g * (1.0 - s))", "slope = s * (1.0 + g)"),
     "no activation for up": ("(dy * activated)", "(dy * gate)"),
     "no up for gate": ("(dy * up * slope)", "(dy * slope)"),
-    "one row for all": ("d_up_ptr + row * d_up_stride + column, d_up", "d_up_ptr + column, d_up"),
+    "one row for all": ("d_up_ptr + row * d_up_stride", "d_up_ptr"),
 }
 
 

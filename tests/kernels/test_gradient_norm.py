@@ -80,11 +80,11 @@ def test_captured(device):
 
 MUTATIONS = {
     "no squares": ("total += x * x", "total += x"),
-    "the first block of a chunk only": ("at = start + offset", "at = start"),
+    "the first block of a chunk only": ("start + offset", "start"),
     "chunks of the first tensor": ("(chunk - tl.load(firsts_ptr + tensor))", "chunk"),
     "one chunk a program": (
-        "for chunk in range(tl.program_id(0), chunks,",
-        "for chunk in range(tl.program_id(0), 1,",
+        "range(tl.program_id(0), chunks, tl.num_programs(0))",
+        "range(tl.program_id(0), 1, tl.num_programs(0))",
     ),
 }
 

@@ -221,18 +221,30 @@ program.
 
 MUTATIONS = {
     "no mean of the gradient": ("g - mean_g[:, None]", "g"),
-    "no projection": (" - x * mean_gx[:, None]", ""),
-    "sign of the projection": ("[:, None] - x * mean_gx", "[:, None] + x * mean_gx"),
-    "no rstd": ("dx = rstd * (", "dx = 1.0 * ("),
+    "no projection": ("g - mean_g[:, None] - x * mean_gx[:, None]", "g - mean_g[:, None]"),
+    "sign of the projection": (
+        "g - mean_g[:, None] - x * mean_gx[:, None]",
+        "g - mean_g[:, None] + x * mean_gx[:, None]",
+    ),
+    "no rstd": (
+        "rstd * (g - mean_g[:, None] - x * mean_gx[:, None])",
+        "1.0 * (g - mean_g[:, None] - x * mean_gx[:, None])",
+    ),
     "no weight in the backward": ("g *= w[None, :]", "g *= 1.0"),
     "the weight's last rows only": ("dw += g * x", "dw = g * x"),
     "the bias's last rows only": ("db += g", "db = g"),
-    "the weight before its bias": ("+ WANTS_WEIGHT * width,", ","),
+    "the weight before its bias": (
+        "shares_ptr + share + WANTS_WEIGHT * width",
+        "shares_ptr + share",
+    ),
     "padding counts in the variance": (
         "tl.where(inside, x - mean[:, None], 0.0)",
         "x - mean[:, None]",
     ),
-    "eps outside of the root": ("/ width + eps)", "/ width) + eps"),
+    "eps outside of the root": (
+        "1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=1) / width + eps)",
+        "1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=1) / width) + eps",
+    ),
 }
 
 

@@ -449,17 +449,14 @@ def test_under_autocast(device):
 MUTATIONS = {
     "last chunk only": ("beta = 0 if first else 1", "beta = 0"),
     "no upstream gradient": (
-        "scale_rows(gradient, upstream,",
-        "scale_rows(gradient, torch.ones_like(upstream),",
+        "scale_rows(gradient, upstream, torch.empty_like(gradient, dtype=kind))",
+        "scale_rows(gradient, torch.ones_like(upstream), torch.empty_like(gradient, dtype=kind))",
     ),
     "bias of one chunk": (
-        "factors[:, None].to(x.dtype), first)",
-        "factors[:, None].to(x.dtype), True)",
+        "_add_product(d_bias[:, None], x.t(), factors[:, None].to(x.dtype), first)",
+        "_add_product(d_bias[:, None], x.t(), factors[:, None].to(x.dtype), True)",
     ),
-    "chunks of hidden at the beginning": (
-        "put_of_states, d_picked[part]",
-        "put_of_states, d_picked[: len(x)]",
-    ),
+    "chunks of hidden at the beginning": ("d_picked[part]", "d_picked[: len(x)]"),
     "token weights of the first rows": (
         "weights if weights is None or rows is None else weights[rows]",
         "weights",
@@ -494,9 +491,18 @@ def test_kernels_of_the_rows(device):
 
 
 FACTORS = {
-    "hidden states without factors": ("factors.dtype), factors, out)", "factors.dtype), one, out)"),
-    "head without factors": ("scale_rows(hidden, factors,", "scale_rows(hidden, one,"),
-    "bias without factors": ("factors[:, None].to(x.dtype), first", "one.expand(len(x), 1), first"),
+    "hidden states without factors": (
+        "scale_rows(product(x, weight, factors.dtype), factors, out)",
+        "scale_rows(product(x, weight, factors.dtype), torch.ones_like(factors), out)",
+    ),
+    "head without factors": (
+        "scale_rows(hidden, factors, torch.empty_like(hidden))",
+        "scale_rows(hidden, torch.ones_like(factors), torch.empty_like(hidden))",
+    ),
+    "bias without factors": (
+        "factors[:, None].to(x.dtype)",
+        "torch.ones_like(factors)[:, None].to(x.dtype)",
+    ),
     "factors of another row": ("at // width * factor_stride", "at // width // 2 * factor_stride"),
     "one factor for all": ("factors.stride(0) if factors.ndim else 0", "0"),
 }
@@ -506,7 +512,6 @@ FACTORS = {
 @pytest.mark.parametrize("fault", FACTORS)
 def test_forgotten_factors_are_noticed(fault, device):
     broken = mutant(module, *FACTORS[fault])
-    broken.one = torch.ones((), device=device)
     with pytest.raises(AssertionError, match=r"tensor [0123]: .* error"):
         compare(
             inputs(torch.float32, device, rows=11, bias=True, weighted=True),
@@ -631,15 +636,21 @@ def test_replaced_rows(dtype, device):
 
 
 ROW_FAULTS = {
-    "the frozen row has a part": ("    x.index_fill_(1, index, 0)\n", ""),
+    "the frozen row has a part": ("x.index_fill_(1, index, 0)", "pass"),
     "logits of the frozen rows": (
         "x.index_copy_(1, replaced.ids, _logits_of(replaced, picked[part], bias))",
         "pass",
     ),
-    "states without the rows": (" + product(theirs, rows.values, factors.dtype)", ""),
+    "states without the rows": (
+        "product(x, weight, factors.dtype) + product(theirs, rows.values, factors.dtype)",
+        "product(x, weight, factors.dtype)",
+    ),
     "a bias of the first rows": ("bias[rows.ids]", "bias[: len(rows.ids)]"),
-    "no bias of the rows": ("if theirs is not None and index is not None:", "if False:"),
-    "rows of the last chunk": ("theirs.t(), scaled, first)", "theirs.t(), scaled, True)"),
+    "no bias of the rows": ("theirs is not None and index is not None", "False"),
+    "rows of the last chunk": (
+        "_add_product(d_rows, theirs.t(), scaled, first)",
+        "_add_product(d_rows, theirs.t(), scaled, True)",
+    ),
 }
 
 

@@ -730,28 +730,22 @@ def test_a_target_outside_the_common_ids_is_refused(device):
 
 MUTATIONS = {
     "no upstream gradient": (
-        "scale_rows(gradient, upstream,",
-        "scale_rows(gradient, torch.ones_like(upstream),",
+        "scale_rows(gradient, upstream, torch.empty_like(gradient, dtype=kind))",
+        "scale_rows(gradient, torch.ones_like(upstream), torch.empty_like(gradient, dtype=kind))",
     ),
-    "chunks of hidden at the beginning": (
-        "put_of_states, d_picked[part]",
-        "put_of_states, d_picked[: len(x)]",
-    ),
+    "chunks of hidden at the beginning": ("d_picked[part]", "d_picked[: len(x)]"),
     "chunks of the teacher at the beginning": (
-        "chunk_logits(taught[part]",
-        "chunk_logits(taught[: len(x)]",
+        "chunk_logits(taught[part], theirs, teacher_bias, their_buffer)",
+        "chunk_logits(taught[: len(x)], theirs, teacher_bias, their_buffer)",
     ),
-    "token weights of the first rows": (
-        "x if x is None or rows is None else x[rows] for x in (weights",
-        "x for x in (weights",
-    ),
+    "token weights of the first rows": ("x if x is None or rows is None else x[rows]", "x"),
     "another row of the teacher": (
-        "x in (hidden, teacher_hidden, t",
-        "x in (hidden, teacher_hidden.roll(1, 0), t",
+        "(hidden, teacher_hidden, targets)",
+        "(hidden, teacher_hidden.roll(1, 0), targets)",
     ),
     "weights left out of the gradient": (
-        "kept[part], of_row, options",
-        "kept[part], None, options",
+        "divergence_and_gradient_(x, y, kept[part], of_row, options, any(wanted))",
+        "divergence_and_gradient_(x, y, kept[part], None, options, any(wanted))",
     ),
     "weights left out of the loss": ("found if of_row is None else found * of_row", "found"),
 }

@@ -102,7 +102,9 @@ def target_errors(of, device):
 def test_the_target_of_a_row_is_exact(device):
     """Of a gradient that cancels over rows, what each row's target is off by would be left."""
     assert target_errors(module, device).max() < 1e-5
-    wrong = mutant(module, "/ whole * off)", "/ whole)")
+    wrong = mutant(
+        module, "weight * scale * steepness / whole * off", "weight * scale * steepness / whole"
+    )
     assert target_errors(wrong, device).max() > 1e-3
 
 
@@ -208,14 +210,20 @@ def test_without_a_kernel_a_target_outside_the_vocabulary_is_refused_on_the_cpu(
 
 
 MUTATIONS_OF_ONE_PASS = {
-    "no -1 at the target": ("- reference) - whole / steepness", "- reference)"),
-    "no slope of the softcap": ("numerator *= 1.0 - (z", "numerator *= 1.0 - 0 * (z"),
+    "no -1 at the target": (
+        "tl.exp(at_target - reference) - whole / steepness",
+        "tl.exp(at_target - reference)",
+    ),
+    "no slope of the softcap": (
+        "numerator *= 1.0 - (z / softcap) * (z / softcap)",
+        "numerator *= 1.0 - 0 * (z / softcap) * (z / softcap)",
+    ),
     "no slope of the softcap at the target": (
-        "numerator *= 1.0 - (at_target",
-        "numerator *= 1.0 - 0 * (at_target",
+        "(at_target / softcap) * (at_target / softcap)",
+        "0 * (at_target / softcap) * (at_target / softcap)",
     ),
     "no scale": ("weight * scale * steepness", "weight * steepness"),
-    "no token weights": ("row, weight * scale", "row, scale"),
+    "no token weights": ("weight * scale", "scale"),
     "no z-loss in the gradient": (
         "steepness = 1.0 + 2.0 * z_loss * lse",
         "steepness = 1.0 + 0.0 * lse",
@@ -224,8 +232,8 @@ MUTATIONS_OF_ONE_PASS = {
     "earlier blocks not shrunk": ("written * tl.exp(of_block - reference)", "written * 1.0"),
     "reference never raised": ("top > reference + 40.0", "top > reference + 4000.0"),
     "last block forgotten": (
-        "in range(0, vocabulary, BLOCK):\n            column",
-        "in range(0, vocabulary - BLOCK, BLOCK):\n            column",
+        "for start in range(0, vocabulary, BLOCK):\n    column = start + lane\n    ...",
+        "for start in range(0, vocabulary - BLOCK, BLOCK):\n    column = start + lane\n    ...",
     ),
 }
 
@@ -244,18 +252,28 @@ def test_planted_faults_in_one_pass_are_found(fault, device):
 
 
 MUTATIONS = {
-    "no -1 at the target": ("rest) - tl.where(column == target, of_target, 0.0)", "rest)"),
-    "no slope of the softcap": (
-        "CAP:\n                    gradient *= 1.0 -",
-        "CAP:\n                    gradient *= 1.0 - 0 *",
+    "no -1 at the target": (
+        "of_all * tl.exp(z - largest - rest) - tl.where(column == target, of_target, 0.0)",
+        "of_all * tl.exp(z - largest - rest)",
     ),
-    "no scale": ("                gradient *= scale\n", "                gradient *= 1.0\n"),
-    "no token weights": ("of_all, of_target = weight * (", "of_all, of_target = 1.0 * ("),
-    "no z-loss in the gradient": ("(1.0 + 2.0 * z_loss * lse)", "(1.0 + 0.0 * lse)"),
+    "no slope of the softcap": (
+        "(z / softcap) * (z / softcap)",
+        "0 * (z / softcap) * (z / softcap)",
+        "_loss_and_gradient_kernel",
+    ),
+    "no scale": ("gradient *= scale", "gradient *= 1.0", "_loss_and_gradient_kernel"),
+    "no token weights": ("weight * (1.0 + 2.0 * z_loss * lse)", "1.0 * (1.0 + 2.0 * z_loss * lse)"),
+    "no z-loss in the gradient": (
+        "weight * (1.0 + 2.0 * z_loss * lse)",
+        "weight * (1.0 + 0.0 * lse)",
+    ),
     "no smoothing in the gradient": ("gradient -= of_each", "gradient -= 0.0"),
-    "sums not shrunk": ("total = total * shrink +", "total = total +"),
+    "sums not shrunk": ("total * shrink + tl.sum(share, axis=1)", "total + tl.sum(share, axis=1)"),
     "sums of neighbours not shrunk": ("tl.sum(total * shrink, axis=0)", "tl.sum(total, axis=0)"),
-    "last block forgotten": ("for back in range(blocks):", "for back in range(1, blocks):"),
+    "last block forgotten": (
+        "for back in range(blocks):\n    ...",
+        "for back in range(1, blocks):\n    ...",
+    ),
 }
 
 

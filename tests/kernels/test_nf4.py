@@ -211,9 +211,12 @@ def test_it_is_an_operator_of_torch(device):
     [
         ("(first * 16 + second)", "(first + second * 16)"),
         ("absmax = absmax + tl.load(offset_ptr)", "absmax = absmax"),
-        ("block // BLOCK2, mask", "block // SIZE, mask"),
-        ("(start + element) // columns * stride + (start + element) % columns", "start + element"),
-        ("(row.to(tl.int64) * stride +", "(row.to(tl.int64) * columns +"),
+        ("block // BLOCK2", "block // SIZE"),
+        (
+            "out_ptr + (start + element) // columns * stride + (start + element) % columns",
+            "out_ptr + start + element",
+        ),
+        ("row.to(tl.int64) * stride", "row.to(tl.int64) * columns"),
         ("(value > bound)", "(value >= 0.5 * bound)"),
         ("value * 16 + 16.5", "value * 16 + 17.5"),
     ],

@@ -438,27 +438,40 @@ MUTATIONS = {
     ),
     "no projection": ("projection /= WIDTH", "projection *= 0"),
     "projection of the rotated alone": (
-        "projection += tl.sum(g_rest * rest",
-        "projection += 0 * tl.sum(g_rest * rest",
+        "tl.sum(g_rest * rest, axis=1, keep_dims=True)",
+        "0 * tl.sum(g_rest * rest, axis=1, keep_dims=True)",
     ),
     "norm of the rotated alone": (
-        "squares += tl.sum(rest * rest",
-        "squares += 0 * tl.sum(rest * rest",
+        "tl.sum(rest * rest, axis=1, keep_dims=True)",
+        "0 * tl.sum(rest * rest, axis=1, keep_dims=True)",
     ),
-    "the others without a norm": ("rest *= rstd * (_load_rest", "rest *= (_load_rest"),
+    "the others without a norm": (
+        "rstd * (_load_rest(w_ptr, tl.full((1, 1), 1, tl.int1), WIDTH, HALF, REST) + offset)",
+        "_load_rest(w_ptr, tl.full((1, 1), 1, tl.int1), WIDTH, HALF, REST) + offset",
+    ),
     "no weight in the backward": ("g_b *= w_b\n", "g_b *= 1\n"),
     "the weight's last tokens only": ("dw_a += g_a * a", "dw_a = g_a * a"),
     "sum before the rotation": ("dw_b += g_b * b", "dw_b += dy_b * b"),
-    "weights of q for k": ("dk_out_ptr, k_ptr, k_weight_ptr", "dk_out_ptr, k_ptr, q_weight_ptr"),
+    "weights of q for k": (
+        "program = tl.program_id(0)",
+        "program = tl.program_id(0)\nk_weight_ptr = q_weight_ptr",
+        "_qk_norm_rope_backward_kernel",
+    ),
     "sums of k among those of q": (
         "shares[:of_q].sum(0), shares[of_q:].sum(0)",
         "shares.sum(0), shares[of_q:].sum(0)",
     ),
     "rstd of the first heads": (
-        "tl.load(rstd_ptr + first +",
-        "tl.load(rstd_ptr + program * ROWS +",
+        "tl.load(rstd_ptr + first + tl.arange(0, ROWS)[:, None], mask=inside, other=0.0)",
+        (
+            "tl.load(rstd_ptr + program * ROWS + tl.arange(0, ROWS)[:, None], mask=inside, "
+            "other=0.0)"
+        ),
     ),
-    "eps outside of the root": ("/ WIDTH + eps)", "/ WIDTH) + eps"),
+    "eps outside of the root": (
+        "1.0 / tl.sqrt_rn(squares / WIDTH + eps)",
+        "1.0 / tl.sqrt_rn(squares / WIDTH) + eps",
+    ),
 }
 
 
@@ -557,7 +570,7 @@ def test_made_again_by_a_checkpoint(merged, device):
 
 
 def test_values_that_are_merged_wrongly_are_noticed(device):
-    broken = mutant(module, "(program - of_q - of_k) * ROWS, positions", "0 * ROWS, positions")
+    broken = mutant(module, "program - of_q - of_k", "0")
     of, draw = in_parts(broken.fused_qkv_norm_rope, (2, 2), 256)
     options = *tables(13, 64, device=device), 1e-6, 0.0, False, 0
     with pytest.raises(AssertionError):

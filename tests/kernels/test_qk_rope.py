@@ -393,14 +393,34 @@ def test_the_gradient_of_all_three_is_one_tensor(heads, width, rotated, padding,
 
 
 def test_values_of_another_head_are_noticed(device):
-    broken = mutant(module, "out_head + column, x, mask", "out_head * 0 + column, x, mask")
+    broken = mutant(
+        module,
+        "out_ptr + batch * out_batch + token * out_token + head * out_head",
+        "out_ptr + batch * out_batch + token * out_token + head * out_head * 0",
+    )
     with pytest.raises(AssertionError):
         assert_gradient_of_all_three(broken.fused_qkv_rope, (4, 2), 64, 64, 0, device)
 
 
 MUTATIONS = {
-    "not inverted": ("if INVERSE:", "if not INVERSE:"),
-    "the other sine": ("b * sin_b, b * cos_b - a * sin_a", "b * sin_a, b * cos_b - a * sin_b"),
+    "not inverted": (
+        (
+            "if INVERSE:\n"
+            "    ...\n"
+            "else:\n"
+            "    rotated_a, rotated_b = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)"
+        ),
+        (
+            "if not INVERSE:\n"
+            "    ...\n"
+            "else:\n"
+            "    rotated_a, rotated_b = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)"
+        ),
+    ),
+    "the other sine": (
+        "a * cos_a + b * sin_b, b * cos_b - a * sin_a",
+        "a * cos_a + b * sin_a, b * cos_b - a * sin_b",
+    ),
     "cosine of the wrong sign": ("a * cos_a + b * sin_b", "b * sin_b - a * cos_a"),
     "tables of another position": (
         "batch * table_batch + token * table_token",

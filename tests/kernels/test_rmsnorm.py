@@ -235,11 +235,20 @@ program.
 
 MUTATIONS = {
     "no projection": ("g - s * (tl.sum(g * s, axis=1) / width)[:, None]", "g"),
-    "sign of the projection": ("rstd * (g - s *", "rstd * (g + s *"),
-    "no rstd": ("ds = rstd * (", "ds = 1.0 * ("),
+    "sign of the projection": (
+        "g - s * (tl.sum(g * s, axis=1) / width)[:, None]",
+        "g + s * (tl.sum(g * s, axis=1) / width)[:, None]",
+    ),
+    "no rstd": (
+        "rstd * (g - s * (tl.sum(g * s, axis=1) / width)[:, None])",
+        "1.0 * (g - s * (tl.sum(g * s, axis=1) / width)[:, None])",
+    ),
     "no weight in the backward": ("g *= w[None, :]", "g *= 1.0"),
     "last rows only": ("dw += g * s", "dw = g * s"),
-    "eps outside of the root": ("/ width + eps)", "/ width) + eps"),
+    "eps outside of the root": (
+        "1.0 / tl.sqrt_rn(tl.sum(s * s, axis=1) / width + eps)",
+        "1.0 / tl.sqrt_rn(tl.sum(s * s, axis=1) / width) + eps",
+    ),
 }
 
 
@@ -256,7 +265,11 @@ def test_planted_faults_are_found(name, device):
 
 
 def test_a_dropped_residual_gradient_is_found(device):
-    broken = mutant(MODULE, "ds += tl.load(at_extra", "ds += 0 * tl.load(at_extra")
+    broken = mutant(
+        MODULE,
+        "tl.load(at_extra, mask=here, other=0.0).to(tl.float32)",
+        "0 * tl.load(at_extra, mask=here, other=0.0).to(tl.float32)",
+    )
     with pytest.raises(AssertionError):
         assert_as_exact_as_plain(
             lambda x, w, r: broken.fused_add_rmsnorm(x, r, w),

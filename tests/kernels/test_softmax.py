@@ -179,22 +179,40 @@ MUTATIONS = {
     "no maximum": ("tl.exp(x - _finite(tl.max(x, axis=1))[:, None])", "tl.exp(x)"),
     "no division": ("e * (1.0 / tl.sum(e, axis=1))[:, None]", "e"),
     "padding counts": (
-        '+ column[None, :], mask=inside, other=float("-inf"))',
-        "+ column[None, :], mask=inside, other=0.0)",
+        (
+            "tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, "
+            'other=float("-inf"))'
+        ),
+        "tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)",
     ),
     "no projection": ("dy - tl.sum(dy * y, axis=1)[:, None]", "dy"),
-    "sign of the projection": ("dy - tl.sum(dy * y, axis=1)", "dy + tl.sum(dy * y, axis=1)"),
-    "no y": ("dx = y * (dy - tl.sum", "dx = (dy - tl.sum"),
+    "sign of the projection": (
+        "dy - tl.sum(dy * y, axis=1)[:, None]",
+        "dy + tl.sum(dy * y, axis=1)[:, None]",
+    ),
+    "no y": ("y * (dy - tl.sum(dy * y, axis=1)[:, None])", "dy - tl.sum(dy * y, axis=1)[:, None]"),
 }
 
 WIDE_MUTATIONS = {
     "the old sum keeps its maximum": ("total * tl.exp(highest - _finite(higher))", "total"),
-    "the last block only": ("total * tl.exp(highest - _finite(higher)) + tl.sum", "tl.sum"),
+    "the last block only": (
+        "total * tl.exp(highest - _finite(higher)) + tl.sum(tl.exp(x - _finite(higher)), axis=0)",
+        "tl.sum(tl.exp(x - _finite(higher)), axis=0)",
+    ),
     "maximum of the last block": (
         "higher = tl.maximum(highest, tl.max(x, axis=0))",
         "higher = tl.max(x, axis=0)",
     ),
-    "projection of the last block": ("products += dy *", "products = dy *"),
+    "projection of the last block": (
+        (
+            "products += dy * tl.load(y_ptr + row * width + first + column, mask=inside, "
+            "other=0.0).to(tl.float32)"
+        ),
+        (
+            "products = dy * tl.load(y_ptr + row * width + first + column, mask=inside, "
+            "other=0.0).to(tl.float32)"
+        ),
+    ),
     "no projection": ("y * (dy - projection)", "y * dy"),
 }
 

@@ -176,12 +176,12 @@ def test_targets_of_another_type_are_refused(head, device):
 
 PROBABILITY_MUTATIONS = {
     "entropy of the wrong sign": (
-        "gradient -= tl.load(d_entropy_ptr",
-        "gradient += tl.load(d_entropy_ptr",
+        "gradient -= tl.load(d_entropy_ptr + row) * p * (z - lse + tl.load(entropy_ptr + row))",
+        "gradient += tl.load(d_entropy_ptr + row) * p * (z - lse + tl.load(entropy_ptr + row))",
     ),
     "no entropy in its own gradient": ("(z - lse + tl.load(entropy_ptr + row))", "(z - lse)"),
-    "no share of the others": ("- of_target * p", "- 0 * p"),
-    "mean of the wrong logits": ("below * share, 0.0)", "z * share, 0.0)"),
+    "no share of the others": ("of_target * p", "0 * p"),
+    "mean of the wrong logits": ("below * share", "z * share"),
 }
 
 

@@ -70,9 +70,15 @@ def test_equals_the_formula(shape, bias, dtype, device):
 
 
 MUTATIONS = {
-    "no scale forward": ("alpha=scale", "alpha=1.0"),
+    "no scale forward": (
+        "y.addmm_(down, b.t().to(kind), alpha=scale)",
+        "y.addmm_(down, b.t().to(kind), alpha=1.0)",
+    ),
     "no scale backward": ("(dy @ b.to(kind)) * ctx.scale", "(dy @ b.to(kind))"),
-    "no scale of dB": ("down, b.dtype, ctx.scale)", "down, b.dtype)"),
+    "no scale of dB": (
+        "product(dy.t(), down, b.dtype, ctx.scale)",
+        "product(dy.t(), down, b.dtype)",
+    ),
     "no adapter in dx": ("(dy @ weight).addmm_(g, a.to(kind))", "(dy @ weight)"),
     "no base in dx": ("(dy @ weight).addmm_", "torch.zeros_like(rows).addmm_"),
     "dA of the output's gradient": (

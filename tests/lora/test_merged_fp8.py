@@ -219,21 +219,21 @@ FAULTS = {
         "y.addmm_(rows[:, base.width :], padding.up.t())",
         "pass",
     ),
-    "the adapter is forgotten in dx": (module, "return dx.addmm_(g, down) if", "return dx if"),
+    "the adapter is forgotten in dx": (module, "dx.addmm_(g, down)", "dx"),
     "operands in another type": (
         FORMAT,
-        "(x, layout=layout, amax=",
-        "(x, dtype=torch.float8_e5m2, layout=layout, amax=",
+        "fp8_quantize(x, layout=layout, amax=amax)",
+        "fp8_quantize(x, dtype=torch.float8_e5m2, layout=layout, amax=amax)",
     ),
     "the scale of dy for x": (
         FORMAT,
-        'layout="columns", scale=x.scale',
-        'layout="columns", scale=dy.scale',
+        'fp8_quantize(x.dense, layout="columns", scale=x.scale)',
+        'fp8_quantize(x.dense, layout="columns", scale=dy.scale)',
     ),
     "the scale of dy for x in 8 bits": (
         FORMAT,
-        "(dy.columns, columns,",
-        "(dy.columns, Scaled(columns[0], dy.scale),",
+        "scaled_product(dy.columns, columns, self.dtype)",
+        "scaled_product(dy.columns, Scaled(columns[0], dy.scale), self.dtype)",
     ),
 }
 

@@ -231,11 +231,8 @@ def test_under_dropout_equals_the_formula_with_its_mask(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (
-            "if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout)",
-            "if True else x",
-        ),
-        ("return add_dropped_product_(dx, g, down, seed, ctx.dropout)", "return dx + g @ down"),
+        ("dropped_gradient_of_down(g, x, seed, ctx.dropout)", "g.t() @ x"),
+        ("add_dropped_product_(dx, g, down, seed, ctx.dropout)", "dx + g @ down"),
     ],
     ids=["dA of all of x", "dx of all of g A"],
 )
@@ -274,8 +271,20 @@ def test_layers_must_fit_each_other():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("dy, padding.up, rows[:", "-dy, padding.up, rows[:"),
-        ("operand, x)) is not None", "operand, Operand(1.1 * x.dense))) is not None"),
+        (
+            (
+                "adapter_gradients(dy, padding.up, rows[:, base.width :], g, merged.sizes, "
+                "padding.ranks, ctx.scales, ctx.adapter_dtype)"
+            ),
+            (
+                "adapter_gradients(-dy, padding.up, rows[:, base.width :], g, merged.sizes, "
+                "padding.ranks, ctx.scales, ctx.adapter_dtype)"
+            ),
+        ),
+        (
+            "base.weight_gradient(operand, x)",
+            "base.weight_gradient(operand, Operand(1.1 * x.dense))",
+        ),
     ],
 )
 def test_a_wrong_backward_is_found(old, new, device):

@@ -114,14 +114,10 @@ MUTATIONS = {
     "dm without the norm": (module, "sums / lengths", "sums"),
     "dx without the factor": (
         module,
-        "else _of_magnitudes(ctx, dz, outputs, factor, lengths)",
-        "else (in_rows(dz), _of_magnitudes(ctx, dz, outputs, factor, lengths)[1])",
+        "_of_magnitudes(ctx, dz, outputs, factor, lengths)",
+        "(in_rows(dz), _of_magnitudes(ctx, dz, outputs, factor, lengths)[1])",
     ),
-    "dm of the result as if it were not scaled": (
-        module,
-        "factor * norms if stays else",
-        "norms if stays else",
-    ),
+    "dm of the result as if it were not scaled": (module, "factor * norms", "norms"),
     "the bias scaled, too": (module, "None if ctx.scaled else merged.bias", "merged.bias"),
     "the gradient of biases scaled": (module, "_of_biases(dz)", "_of_biases(dy)"),
 }
@@ -200,9 +196,7 @@ def test_a_graph_computes_its_norms_itself(device, monkeypatch):
 
 def test_norms_that_are_never_computed_again_are_found(device):
     wrong = mutant(
-        norms_module,
-        "if self._norms is not None and self._norms[0] == key:",
-        "if self._norms is not None:",
+        norms_module, "self._norms is not None and self._norms[0] == key", "self._norms is not None"
     )
     x, merged, w, a, b, m = one_layer(device)
     merged = Merged(

@@ -66,7 +66,7 @@ def test_transformers_trainer_trains_it(folder):
         folder / "out",
         max_steps=12,
         per_device_train_batch_size=4,
-        learning_rate=1e-2,
+        learning_rate=3e-3,
         report_to=[],
         use_cpu=True,
         logging_steps=1,

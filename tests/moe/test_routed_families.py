@@ -20,6 +20,7 @@ from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, routing_of
 from chronicals.patching import patch_parts
 from chronicals.patching.experts import BY
+from chronicals.versions import transformers_before
 from comparison import equal
 
 MADE = {name: (name, {}) for name in families.ROUTED} | {
@@ -212,6 +213,8 @@ def test_rows_that_are_lost_are_seen(kind, patched):
     """As with a capacity: of one layer, an expert takes no more than two of the tokens that want
     it.
     """
+    if transformers_before("5.21"):
+        pytest.skip("the classes take no pair without an expert")
     model = build(kind)
     batch = documents()
     if patched:

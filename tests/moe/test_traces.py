@@ -17,11 +17,17 @@ from choosers import batch, build
 from chronicals.models import present
 from chronicals.moe.lookahead.choosing import SAMPLE, Choice
 from chronicals.moe.lookahead.distil_heads import Distillation
-from chronicals.moe.lookahead.heads import train_predictor as training
+from chronicals.moe.lookahead import train_predictor as training
 from chronicals.moe.lookahead.identity import checksum, config_digest
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.lookahead.recording import record, record_data
-from chronicals.moe.lookahead.trace import Trace, TraceInfo, TraceWriter, read_trace, record_trace
+from chronicals.moe.lookahead.trace import (
+    Trace,
+    TraceInfo,
+    TraceWriter,
+    read_trace,
+    record_trace,
+)
 from chronicals.moe.lookahead.train_predictor import train_from_trace, train_predictor
 from chronicals.moe.mixture_parts import mixture_layers
 from comparison import equal

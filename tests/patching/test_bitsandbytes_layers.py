@@ -196,10 +196,19 @@ def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("state.offset, nested.blocksize", "state.offset * 1.5, nested.blocksize"),
         (
-            "known.state is layer.weight.quant_state and known.places == _places(layer)",
-            "known.ours is not None",
+            "Scales(state.absmax, nested.absmax, nested.code, state.offset, nested.blocksize)",
+            (
+                "Scales(state.absmax, nested.absmax, nested.code, state.offset * 1.5, "
+                "nested.blocksize)"
+            ),
+        ),
+        (
+            (
+                "known is not None and known.state is layer.weight.quant_state and known.places "
+                "== _places(layer)"
+            ),
+            "known is not None and known.ours is not None",
         ),
     ],
 )

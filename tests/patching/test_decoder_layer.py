@@ -595,17 +595,28 @@ def test_other_layers_keep_their_parts(family):
 @pytest.mark.parametrize(
     ("old", "new", "kept"),
     [
-        ("return q * factors", "return q * 1.01 * factors", "attention half"),
-        ("if not beta or", "if True or", "attention half"),
-        ("scale=attention.scaling", "scale=1.01 * attention.scaling", "attention half"),
         (
-            "return x, self._after(self._between(",
-            "return 2 * x, self._after(self._between(",
+            "q * factors[:, None, None].to(q.dtype)",
+            "q * 1.01 * factors[:, None, None].to(q.dtype)",
+            "attention half",
+        ),
+        (
+            'not beta or tokens.longest <= (early := rope["original_max_position_embeddings"])',
+            'True or tokens.longest <= (early := rope["original_max_position_embeddings"])',
+            "attention half",
+        ),
+        ("attention.scaling", "1.01 * attention.scaling", "attention half"),
+        (
+            "x, self._after(self._between(normed, remake, unread))",
+            "2 * x, self._after(self._between(normed, remake, unread))",
             "MLP half",
         ),
         (
-            "activation, padding, self.first.",
-            "activation.replace('silu', 'gelu'), padding, self.first.",
+            "glu_of_both(both, activation, padding, self.first.padding, amax, gradient_amax)",
+            (
+                'glu_of_both(both, activation.replace("silu", "gelu"), padding, '
+                "self.first.padding, amax, gradient_amax)"
+            ),
             "MLP half",
         ),
     ],
@@ -627,8 +638,17 @@ def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("return x.unsqueeze(0)", "return 2 * x.unsqueeze(0)"),
-        ("x, branch = mlp(x, branch,", "_, branch = mlp(x, branch,"),
+        ("x.unsqueeze(0)", "2 * x.unsqueeze(0)"),
+        (
+            (
+                "x, branch = mlp(x, branch, Gradient() if attention is None else "
+                "attention.gradient(len(x)))"
+            ),
+            (
+                "_, branch = mlp(x, branch, Gradient() if attention is None else "
+                "attention.gradient(len(x)))"
+            ),
+        ),
     ],
 )
 def test_halves_that_are_wrong_together_are_not_taken(old, new, monkeypatch):

@@ -121,7 +121,7 @@ def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):
         getattr(attention, name).bias is not None
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     )
-    wrong = mutant(halves, 'sinks=getattr(attention, "sinks", None)', "sinks=None")
+    wrong = mutant(halves, 'getattr(attention, "sinks", None)', "None")
     monkeypatch.setattr(decoder_layer, "AttentionHalf", wrong.AttentionHalf)
     monkeypatch.setattr(decoder_layer, "FusedHalf", wrong.FusedHalf)
     monkeypatch.setattr(plan, "_PLANS", {})
@@ -254,12 +254,12 @@ def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
     ("old", "new"),
     [
         ("k_rotary.expand(-1, heads, -1)", "key.unsqueeze(1).expand(-1, heads, -1)"),
-        ("(plain, value), 2)", "(value, plain), 2)"),
+        ("(plain, value)", "(value, plain)"),
         (
             "fused_rmsnorm(latent, *self.reads.of_keys.of(self.attention.kv_a_layernorm, latent))",
             "latent",
         ),
-        ("repeat_interleave(2, 1)", "repeat(1, 2)"),
+        ("x[:, : rotary // 2].repeat_interleave(2, 1)", "x[:, : rotary // 2].repeat(1, 2)"),
     ],
     ids=[
         "a key that is not rotated",

@@ -83,8 +83,11 @@ FAULTS = {
         "dequantize_moment(tensors.squares[n], tensors.square_scales[n], False)",
         "dequantize_moment(tensors.squares[n], tensors.square_scales[n], True)",
     ),
-    "blocks without a scale": ("blocks.abs().amax(1) if", "torch.ones(len(blocks)) if"),
-    "m forgets its sign": (".round() * scaled.sign()", ".round()"),
+    "blocks without a scale": ("blocks.abs().amax(1)", "torch.ones(len(blocks))"),
+    "m forgets its sign": (
+        "((magnitude / power.square() + 6 * power) / 7).round() * scaled.sign()",
+        "((magnitude / power.square() + 6 * power) / 7).round()",
+    ),
 }
 
 

@@ -70,7 +70,7 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, name, caplog):
 
 
 def test_peft_loads_what_a_run_leaves(tmp_path):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", "0.20", reason="PEFT 0.19 loads no adapter over experts")
     model = base(tmp_path)
     runs.train(tmp_path, model=model, **FIELDS)
     other = peft.PeftModel.from_pretrained(

@@ -156,6 +156,9 @@ def load_model(
         elif _quantization(config).get("quant_method") == IN_FP8:
             options |= dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)
+        if _quantization(config).get("quant_method") == IN_FP8:
+            # transformers below 5.21 would dequantise again, backwards, as the model is saved.
+            vars(model).pop("_weight_conversions", None)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
     except SafetensorError as error:

@@ -79,10 +79,7 @@ class Progress:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         separator = ", " if options.ascii_only else " · "
         step, *rest = self.first_parts()
-        room = (
-            options.max_width - len(_fitted([step, *rest], [], options.max_width, separator)[0]) - 1
-        )
-        bar = "" if room < NARROWEST_BAR else "-" * min(room, WIDEST_BAR)
+        bar = "-" * self._bar_width([step, *rest], options.max_width, separator)
         parts = [f"{step} {bar}" if bar else step, *rest]
         for number, line in enumerate(
             _fitted(parts, self.further_parts(), options.max_width, separator)
@@ -92,6 +89,18 @@ class Progress:
                 if number == 0 and bar
                 else _text(line)
             )
+
+    def _bar_width(self, parts: list[str], width: int, separator: str) -> int:
+        """Return the characters of the bar behind the step: 0 where two lines have no room for it.
+
+        Later parts move to the second line where the bar needs their place.
+        """
+        for first in range(len(parts), 0, -1):
+            room = width - len(separator.join(parts[:first])) - 1
+            second = len(separator.join(parts[first:]))
+            if room >= NARROWEST_BAR and second <= width:
+                return min(room, WIDEST_BAR)
+        return 0
 
     def _with_bar(self, line: str, start: int, width: int, ascii_only: bool) -> Text:
         """The line with the bar drawn over its place."""
