@@ -25,8 +25,8 @@ from chronicals.config.foreign import (
     OBJECTIVE_NAMES,
     OUR_NAMES,
     RENAMED,
-    SETTINGS_BY_NAME,
     SETTINGS,
+    SETTINGS_BY_NAME,
     TURNED_OFF,
     suggestion,
 )
@@ -128,7 +128,7 @@ def test_the_table_is_of_fields_there_are_and_names_there_are_not():
         *foreign_data.NOT_NEEDED,
         *foreign_data.PATHS,
     }
-    assert set(foreign_data.COLUMNS.values()) <= data_source.FIELDS
+    assert set(foreign_data.COLUMNS.values()) <= data_source.ROW_FIELDS
     for name in SETTINGS:
         section, _, setting = name.partition(".")
         assert setting in {
