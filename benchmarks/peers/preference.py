@@ -1,9 +1,9 @@
 """TRL's trainers of preferences, ``DPOTrainer`` and ``ORPOTrainer``, on the work's pairs.
 
-Their own tokenising is left out, so that all arms have the same tokens. Steps have as many pairs
-each as ours have in the mean, sorted by length. Attention and the pairs of a micro-batch are the
-fastest in a trial (``pair_ways``). DPO has its reference as the row says: log-probabilities stored
-before the first step, or adapters off.
+Their own tokenising is left out, so that all arms have the same tokens. Each step has as many pairs
+as ours have in the mean, sorted by length. Attention and the pairs of a micro-batch are the fastest
+in a trial (``pair_ways``). The reference of DPO is the row's: log-probabilities stored before the
+first step, or adapters off.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from peers.ways import flash_attention
 
 
 def trl(work: PairWork, plan: ArmPlan) -> None:
-    """TRL's trainer at its best, without recomputation."""
+    """Train through TRL's trainer at its best, without recomputation."""
     _trl(work, plan, recompute=False)
 
 
 def trl_recompute(work: PairWork, plan: ArmPlan) -> None:
-    """The same with gradient checkpointing."""
+    """Train as ``trl``, with gradient checkpointing."""
     _trl(work, plan, recompute=True)
 
 
@@ -76,7 +76,8 @@ def train_pairs(
 
     Args:
         words: how it runs.
-        attentions: of transformers, to choose between, the safest last; by default the model's own.
+        attentions: names in transformers to choose between, the safest last; by default the
+            model's own.
         arguments: further fields of the trainer's configuration.
     """
     steps = equal_steps([*work.pairs_by_step(plan.in_all + SPARE_STEPS)])
@@ -140,9 +141,8 @@ class Builder:
             train_dataset=rows,
             processing_class=load_tokenizer(self.work.tokenizer),
         )
-        if "ref" in getattr(
-            self.model, "peft_config", {}
-        ):  # a copy of the adapters, in the place of having them off
+        # TRL may have copied the adapters as a reference; here the reference has them off.
+        if "ref" in getattr(self.model, "peft_config", {}):
             self.model.delete_adapter("ref")
         trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
         return trainer
@@ -169,7 +169,7 @@ def _of_dpo() -> tuple[type[Any], type[Any], Row]:
 def _of_orpo() -> tuple[type[Any], type[Any], Row]:
     try:
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-    except ImportError:  # where it stood before TRL 1.0
+    except ImportError:  # its place before TRL 1.0
         from trl import ORPOConfig, ORPOTrainer
 
     class Tokenised(ORPOTrainer):
@@ -193,7 +193,7 @@ def _of_orpo() -> tuple[type[Any], type[Any], Row]:
 
 
 class PairWatch(Watch):
-    """Sees pairs of prompts and answers.
+    """Records pairs of prompts and answers.
 
     Attributes:
         objective: of the row.
@@ -213,8 +213,8 @@ class PairWatch(Watch):
         return [pairs_in(inputs)]
 
     def own_batches(self) -> Any:
-        """The steps as the reference reads them: a mean over pairs has no micro-batches; ORPO's
-        is over tokens.
+        """Return the steps as the reference reads them. DPO's mean over pairs needs no micro-batches;
+        ORPO's is over tokens.
         """
         if self.objective == "orpo":
             return PairSteps(self.batches, prompt_is_trained=True).to_json()
@@ -227,20 +227,18 @@ class PairWatch(Watch):
 
 
 def _whole(steps: Sequence[Sequence[Sequence[Pair]]]) -> list[list[list[Pair]]]:
-    """Each step as one micro-batch."""
-    return [[_in_order(step)] for step in steps]
-
-
-def _in_order(step: Sequence[Sequence[Pair]]) -> list[Pair]:
-    return sorted(
-        itertools.chain.from_iterable(step),
-        key=lambda pair: (-pair.longest, pair.prompt, pair.chosen),
-    )
+    """Return each step as one micro-batch, in an order that depends on the pairs alone."""
+    whole = []
+    for step in steps:
+        pairs = itertools.chain.from_iterable(step)
+        ordered = sorted(pairs, key=lambda pair: (-pair.longest, pair.prompt, pair.chosen))
+        whole.append([ordered])
+    return whole
 
 
 def pairs_in(inputs: dict[str, Any]) -> list[Pair]:
-    """The pairs of a trainer's batch: of DPO all chosen rows before the rejected ones, of ORPO
-    both apart.
+    """Return the pairs of a trainer's batch. DPO's has all chosen rows before the rejected ones,
+    ORPO's both in tensors of their own.
     """
     if "input_ids" in inputs:
         ids, mask, answers = (
@@ -266,10 +264,10 @@ def pairs_in(inputs: dict[str, Any]) -> list[Pair]:
 
 
 def equal_steps(steps: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
-    """The same pairs in the same order, as many in each step as there are in the mean, which are
-    sorted, the longest first.
+    """Return the same pairs in the same order with their mean number in each step, sorted within a
+    step, the longest first.
 
-    The number is a multiple of four where there are so many, so that it can be divided into
+    From three pairs on the number is rounded to a multiple of four, which can be divided into
     micro-batches.
     """
     mean = sum(map(len, steps)) / len(steps)

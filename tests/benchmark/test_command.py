@@ -11,6 +11,7 @@ import pytest
 from peers.names import chosen_peers
 from typer.testing import CliRunner
 
+import chronicals
 from chronicals.benchmark.plan import plan_work
 from chronicals.benchmark.work import SIZE_FIELDS
 from chronicals.cli import benchmark as command
@@ -327,6 +328,15 @@ def test_the_figures_are_not_written_where_the_bars_are(tmp_path, monkeypatch):
         app, ["benchmark", "--model", "tiny", "--output", str(tmp_path / "row.png")]
     )
     assert isinstance(done.exception, ConfigurationError) and "ends in .json" in str(done.exception)
+
+
+def test_without_a_checkout_the_command_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure", None)
+    monkeypatch.setattr("chronicals.benchmark.checkout.PEERS_FOLDER", tmp_path)
+    given = ["benchmark", "--model", "tiny", "--folder", str(tmp_path), "--against", "trl"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2 and not [*tmp_path.iterdir()]
+    assert f"git clone --branch v{chronicals.__version__} " in done.output
 
 
 def test_a_mode_that_contradicts_the_recipe_is_refused(tmp_path):
