@@ -24,7 +24,7 @@ from chronicals.distributed import (
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
 from chronicals.quantization import Linear4bit, Packed
 from chronicals.training import weight_sharding
-from chronicals.training.alike import fingerprint_over
+from chronicals.training.rank_agreement import fingerprint_over
 
 
 def packed_of(rows, width, seed):

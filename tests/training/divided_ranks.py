@@ -26,7 +26,7 @@ from chronicals.distributed import LinearInShards, Mesh
 from chronicals.models import embedding_table, quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.patching import decoder_layer, patch_parts, recompute_norms_and_units
-from chronicals.training.alike import fingerprint_over
+from chronicals.training.rank_agreement import fingerprint_over
 from chronicals.training.session import prepared
 
 EPSILON = 1e-5

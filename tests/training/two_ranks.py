@@ -26,8 +26,8 @@ from chronicals.distributed import Mesh, ShardedAdamW, Shards
 from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, Interrupted
-from chronicals.training.alike import fingerprint
 from chronicals.training.precision import Precision
+from chronicals.training.rank_agreement import fingerprint
 from chronicals.training.step import EagerStep, train_step, update
 
 SETTINGS = {

@@ -24,8 +24,8 @@ from chronicals.models.rows import NotByRows, digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
-from chronicals.training.alike import prove_alike
 from chronicals.training.needed_memory import choose_sharding, sharing_of, smallest_card
+from chronicals.training.rank_agreement import prove_alike
 from chronicals.training.reference_record import LOADED_FROM
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 

@@ -68,7 +68,6 @@ from chronicals.patching import (
 )
 from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.adapters import attach_adapters
-from chronicals.training.alike import prove_alike
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.context import check_context, prove_context
@@ -77,6 +76,7 @@ from chronicals.training.frozen import bring_frozen, frozen_attending, release_f
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
+from chronicals.training.rank_agreement import prove_alike
 from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import (

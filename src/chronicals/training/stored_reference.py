@@ -29,9 +29,9 @@ from chronicals.lora import adapters, adapters_are_fresh
 from chronicals.models import PresentedModel, in_evaluation
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, WithReference
-from chronicals.training.alike import fingerprint_over
 from chronicals.training.errors import CheckpointError
 from chronicals.training.metrics import Moment
+from chronicals.training.rank_agreement import fingerprint_over
 from chronicals.training.reference_record import Record, difference, record_of
 from chronicals.training.session import Session
 

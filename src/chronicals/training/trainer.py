@@ -19,16 +19,15 @@ from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.training.adapters import with_token_ids
-from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.context import check_dealt, sharing_packs
+from chronicals.training.default_logging import heard
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.finish import about_data, finish
 from chronicals.training.frozen import check_frozen_positions
 from chronicals.training.guard import check_that_something_was_applied
-from chronicals.training.heard import heard
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop
 from chronicals.training.needed_memory import with_sharding
@@ -43,6 +42,7 @@ from chronicals.training.preparation import (
     teach_generation_to_stop,
 )
 from chronicals.training.progress import ProgressBar
+from chronicals.training.rank_agreement import fingerprint, prove_alike, shared_settings
 from chronicals.training.resume import checkpoint_to_resume, claimed, holds_a_run
 from chronicals.training.routers import keep_anchor
 from chronicals.training.run import Run, TrainingResult

@@ -33,9 +33,9 @@ from chronicals.objectives import Count
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
 from chronicals.quantization import LinearGGUF
-from chronicals.training.alike import fingerprint, prove_alike
 from chronicals.training.context import skips_layers
 from chronicals.training.precision import kept_in_fp32
+from chronicals.training.rank_agreement import fingerprint, prove_alike
 from chronicals.training.step import EagerStep
 
 logger = logging.getLogger(__name__)
