@@ -1,5 +1,5 @@
-"""Preference rows, one step of an objective over them, and how its gradients are compared: what
-several tests share.
+"""Preference rows, the registered objectives over them, one step of an objective, and how its
+gradients are compared: what several tests share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import torch
 import runs
 import tiny
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.objectives import build_objective
+from chronicals.data.kinds.judged_answers import JUDGED
+from chronicals.data.kinds.preferences import PREFERENCE
+from chronicals.objectives import OBJECTIVES, build_objective
+from chronicals.objectives.reference import WithReference
 from chronicals.training.session import prepared
 
 WORDS = (
@@ -61,6 +64,29 @@ def judged_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
         }
         for n, row in enumerate(pairs)
     ]
+
+
+IN_TREE = {
+    name: cls for name, cls in OBJECTIVES.items() if cls.__module__.startswith("chronicals.")
+}
+"""The registered objectives of the package."""
+
+OF_ANSWERS = tuple(
+    name for name, cls in IN_TREE.items() if {PREFERENCE, JUDGED} & set(cls.row_kinds)
+)
+"""Objectives over pairs or judged answers."""
+
+WITH_REFERENCE = tuple(name for name, cls in IN_TREE.items() if issubclass(cls, WithReference))
+
+
+def rows_of(objective: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of the kind that the objective takes."""
+    row_kinds = OBJECTIVES[objective].row_kinds
+    if JUDGED in row_kinds:
+        return judged_rows(count, seed)
+    if PREFERENCE in row_kinds:
+        return rows(count, seed)
+    return tiny.chat_rows(count)
 
 
 def store_of(

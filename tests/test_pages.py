@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from chronicals.cli.app import app
 from chronicals.cli.options import SETTING_FLAG, SHORT_FLAGS, values_of, without_option
 from chronicals.config import Recipe
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.export import FORMATS
 from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.registry import BESIDE
@@ -32,6 +33,11 @@ moe_new = importlib.import_module("chronicals.cli.moe_new")
 plan_command = importlib.import_module("chronicals.cli.plan")
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+IN_TREE = {
+    name: cls for name, cls in OBJECTIVES.items() if cls.__module__.startswith("chronicals.")
+}
 
 
 def names(pages):
@@ -231,3 +237,50 @@ def test_the_tree_names_every_room():
     tree = (ROOT / "docs" / "design.md").read_text()
     rooms = {path.parent.name for path in ROOT.glob("src/chronicals/*/__init__.py")}
     assert rooms <= set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+
+
+# --- tables of objectives
+# ------------------------------------------------------------------------------------------------------
+
+
+def table_rows(page):
+    """The cells of each line of a page's tables."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in cells]
+
+
+def test_papers_of_objectives_are_those_that_they_declare():
+    """``papers`` of a class beside the rows of docs/papers.md that name its file."""
+    documented = {}
+    for method, citation, files, *_ in table_rows("papers.md"):
+        for file in re.findall(r"`objectives/(\w+)\.py`", files):
+            documented.setdefault(file, set()).add((method, citation))
+    declared = {}
+    for cls in IN_TREE.values():
+        papers = {(paper.method, paper.citation) for paper in cls.papers}
+        declared[cls.__module__.rpartition(".")[2]] = papers
+    assert declared == documented
+
+
+def test_settings_of_objectives_over_answers_are_documented():
+    """Every setting with its default, in a table of docs/preference.md or docs/reward.md."""
+    documented = {}
+    objectives = []
+    for first, *others in table_rows("preference.md"):
+        objectives = re.findall(r"`(\w+)`", first) or objectives
+        if len(others) == 2:
+            setting = others[0].partition(":")[0]
+            for name in re.findall(r"`(\w+)`", setting):
+                documented |= {(objective, name): others[1] for objective in objectives}
+    for setting, _, default in (row for row in table_rows("reward.md") if len(row) == 3):
+        documented["reward", setting.strip("`")] = default
+    answers = [
+        name for name, cls in IN_TREE.items() if not set(cls.row_kinds) <= set(DOCUMENT_KINDS)
+    ]
+    assert answers
+    for objective in answers:
+        for field in dataclasses.fields(OBJECTIVES[objective].Settings):
+            assert (objective, field.name) in documented, f"{objective}.{field.name}"
+            if isinstance(field.default.default, float):
+                assert float(documented[objective, field.name]) == field.default.default

@@ -408,18 +408,20 @@ MUTATIONS = {
             "if INVERSE:\n"
             "    ...\n"
             "else:\n"
-            "    rotated_a, rotated_b = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)"
+            "    rotated_a = a * cos_a - b * sin_a\n"
+            "    rotated_b = b * cos_b + a * sin_b"
         ),
         (
             "if not INVERSE:\n"
             "    ...\n"
             "else:\n"
-            "    rotated_a, rotated_b = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)"
+            "    rotated_a = a * cos_a - b * sin_a\n"
+            "    rotated_b = b * cos_b + a * sin_b"
         ),
     ),
     "the other sine": (
-        "a * cos_a + b * sin_b, b * cos_b - a * sin_a",
-        "a * cos_a + b * sin_a, b * cos_b - a * sin_b",
+        "rotated_a = a * cos_a + b * sin_b\nrotated_b = b * cos_b - a * sin_a",
+        "rotated_a = a * cos_a + b * sin_a\nrotated_b = b * cos_b - a * sin_b",
     ),
     "cosine of the wrong sign": ("a * cos_a + b * sin_b", "b * sin_b - a * cos_a"),
     "tables of another position": (

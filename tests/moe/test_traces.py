@@ -15,9 +15,9 @@ import runs
 import tiny
 from choosers import batch, build
 from chronicals.models import present
+from chronicals.moe.lookahead import train_predictor as training
 from chronicals.moe.lookahead.choosing import SAMPLE, Choice
 from chronicals.moe.lookahead.distil_heads import Distillation
-from chronicals.moe.lookahead import train_predictor as training
 from chronicals.moe.lookahead.identity import checksum, config_digest
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.lookahead.recording import record, record_data

@@ -9,10 +9,9 @@ import tiny
 from chronicals.models import quantise_layers
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts
 from chronicals.patching.decoder_layer import BY
-from preferences import assert_close, judged_rows, one_step, rows
+from preferences import OF_ANSWERS, WITH_REFERENCE, assert_close, one_step, rows_of
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
-OBJECTIVES = ("dpo", "ipo", "simpo", "cpo", "orpo", "kto", "reward")
 
 
 def base(weights):
@@ -38,12 +37,12 @@ def adapt_and_fuse(model):
 
 
 @pytest.mark.parametrize("weights", ["fp32", "NF4"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", OF_ANSWERS)
 def test_a_step_through_fused_layers_is_that_of_separate_rows(objective, weights, tmp_path):
     """In one pack, the reference being the base with adapters switched off, beside plain layers
     and a row for each answer.
     """
-    given = judged_rows(7) if objective == "kto" else rows(7)
+    given = rows_of(objective, 7)
     usual = {"max_seq_length": 1024, "use_cuda_graphs": False, **LORA}
     terms, gradients = one_step(
         tmp_path, given, objective, {}, base(weights), padded=True, ready=adapt, **usual
@@ -54,5 +53,5 @@ def test_a_step_through_fused_layers_is_that_of_separate_rows(objective, weights
     assert any("lora_A" in name and gradient.norm() > 0 for name, gradient in gradients.items())
     assert fused[0] == pytest.approx(terms, rel=1e-4, abs=1e-5)
     assert_close(fused[1], gradients, 1e-4)
-    if objective in ("dpo", "ipo", "kto"):
+    if objective in WITH_REFERENCE:
         assert abs(terms["rewards/chosen"]) > 1e-2, "adapters are switched off in the reference"

@@ -1,5 +1,6 @@
 """Preference objectives: the mathematics of TRL, on packs, however a step is divided."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -17,7 +18,18 @@ from chronicals.objectives.orpo import log_one_minus_exp
 from chronicals.objectives.pairs import Pairs, reward_metrics
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
-from preferences import assert_close, gradients_of, judged_rows, one_step, rows, store_of
+from preferences import (
+    IN_TREE,
+    OF_ANSWERS,
+    WITH_REFERENCE,
+    assert_close,
+    gradients_of,
+    judged_rows,
+    one_step,
+    rows,
+    rows_of,
+    store_of,
+)
 
 COUNT = 9
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
@@ -314,9 +326,6 @@ def test_kto_is_of_the_answers_that_there_are(width, without, tmp_path):
     assert terms["kl"] == pytest.approx(sum(ratios) / len(others), rel=1e-4)
 
 
-OF_ANSWERS = ("dpo", "ipo", "simpo", "cpo", "orpo", "kto", "reward")
-
-
 @pytest.mark.parametrize("objective", OF_ANSWERS)
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -335,13 +344,10 @@ def test_what_answers_cannot_be_asked_is_refused(objective, changes, words):
 @pytest.mark.parametrize(
     ("objective", "field"),
     [
-        ("dpo", "beta"),
-        ("ipo", "tau"),
-        ("simpo", "gamma"),
-        ("cpo", "alpha"),
-        ("orpo", "beta"),
-        ("kto", "desirable_weight"),
-        ("reward", "center_coefficient"),
+        (name, field.name)
+        for name, cls in IN_TREE.items()
+        for field in dataclasses.fields(cls.Settings)
+        if isinstance(field.default.default, float)
     ],
 )
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -351,14 +357,13 @@ def test_settings_are_finite(objective, field, value):
 
 
 SETTINGS = {
+    **{name: {} for name in OF_ANSWERS if name != "reward"},
     "dpo": {"beta": 0.3},
     "ipo": {"tau": 0.3},
-    "simpo": {},
-    "cpo": {},
-    "orpo": {},
     "kto": {"beta": 0.3},
 }
-WITH_REFERENCE = ("dpo", "ipo", "kto")
+"""Of every registered objective over answers, but for reward models, which have no documents'
+log-probabilities; those that are set make terms differ more."""
 
 
 def reference_column(store, seed=3):
@@ -368,7 +373,7 @@ def reference_column(store, seed=3):
 
 def rows_and_reference(folder, objective, count):
     """Rows that the objective takes, and what their documents have under its reference."""
-    given = judged_rows(count) if objective == "kto" else rows(count)
+    given = rows_of(objective, count)
     if objective not in WITH_REFERENCE:
         return given, None
     return given, reference_column(store_of(folder, given, OBJECTIVES[objective].row_kinds))

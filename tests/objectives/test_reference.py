@@ -16,13 +16,13 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream
 from chronicals.objectives import build_objective
+from chronicals.objectives.reference import with_reference
 from chronicals.saving import SavedModel
 from chronicals.training import CheckpointError, ChronicalsTrainer
+from chronicals.training.columns import StartColumns
 from chronicals.training.evaluation import evaluate_data
 from chronicals.training.loading import load_to_train
-from chronicals.training.reference_record import with_reference
 from chronicals.training.session import prepared
-from chronicals.training.stored_reference import StoredReference
 from preferences import judged_rows, rows, store_of
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -206,7 +206,7 @@ def in_training_mode(folder, section, dropout):
         session.stepping(),
     ):
         if section:
-            stored = StoredReference(
+            stored = StartColumns(
                 session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False)
             )
             store = stored.beside(store)
@@ -284,15 +284,15 @@ def test_what_is_stored_of_pairs_is_not_read_for_others_of_their_lengths(tmp_pat
         ) as session,
         session.stepping(),
     ):
-        stored = StoredReference(
-            session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False)
-        )
+        stored = StartColumns(session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False))
         expected = stored.beside(whole).columns["reference"]
         found = [stored.beside(part).columns["reference"] for part in parts]
-        file = stored._file(store)
+        files = len(list(store.path.parent.glob("*.reference.safetensors")))
         for changes in ({"mixed_precision": "bf16"}, {"use_fp8": True}):
             session.config = config.replace(**changes)
-            assert stored._file(store) != file, changes
+            stored.beside(store)
+            files += 1
+            assert len(list(store.path.parent.glob("*.reference.safetensors"))) == files, changes
     assert not np.array_equal(expected[halves[0]], expected[halves[1]])
     for half, column in zip(halves, found):
         np.testing.assert_allclose(column, expected[half], rtol=1e-5)

@@ -18,14 +18,14 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream
-from chronicals.data.making.building import open_store
+from chronicals.data.making.opening import open_store
 from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
+from chronicals.training.columns import _CachedColumns, _Source, with_frozen_columns
 from chronicals.training.evaluation import evaluate_data
-from chronicals.training.stored_predictions import _Predictions, with_predictions
 from chronicals.verification import verify
 from distillations import SETTINGS, fields, refused, sharp, train
 
@@ -45,7 +45,7 @@ def stored(folder, teacher, rows=None, **settings):
     store = open_store(rows or tiny.chat_rows(), tiny.tokenizer(), config)
     return (
         objective,
-        *with_predictions([store], objective, student, tiny.tokenizer(), config),
+        *with_frozen_columns([store], objective, student, tiny.tokenizer(), config),
         config,
     )
 
@@ -100,7 +100,7 @@ def test_what_is_stored_of_documents_is_not_read_for_others_of_their_lengths(tea
     halves = np.split(np.arange(len(store)), 2)
     parts = [store.subset(half) for half in halves]
     assert np.array_equal(parts[0].lengths, parts[1].lengths)
-    parts = with_predictions(parts, objective, sharp(tiny.llama()), tiny.tokenizer(), config)
+    parts = with_frozen_columns(parts, objective, sharp(tiny.llama()), tiny.tokenizer(), config)
     for half, part in zip(halves, parts):
         for name in (STORED_IDS, STORED_LOG_P):
             expected = whole.of_targets[name]
@@ -120,7 +120,7 @@ def test_drawn_tokens_are_the_teachers_distribution_in_the_mean(temperature, tea
     )
     logits = torch.randn(1, 30) * 2
     n = 20_000
-    ids, log_p = objective.kept(
+    ids, log_p = objective.tokens_to_store(
         logits.expand(n, -1), torch.Generator().manual_seed(torch.seed() % 2**31)
     )
     p = (logits[0] / temperature).softmax(-1)
@@ -134,7 +134,7 @@ def test_drawn_tokens_are_the_teachers_distribution_in_the_mean(temperature, tea
 
 def test_places_beyond_the_vocabulary_are_not_used(teacher, tmp_path):
     objective, _, _ = stored(tmp_path, teacher, stored_tokens=320)
-    ids, log_p = objective.kept(torch.randn(3, ALL), torch.Generator())
+    ids, log_p = objective.tokens_to_store(torch.randn(3, ALL), torch.Generator())
     assert (
         ids.shape == log_p.shape == (3, 320)
         and (log_p[:, ALL:] == -torch.inf).all()
@@ -306,13 +306,13 @@ def test_a_healthy_run_passes_verification(teacher, tmp_path, seed):
 
 
 def test_one_token_less_fails_verification(teacher, tmp_path, seed, monkeypatch):
-    right = Distill.kept
+    right = Distill.tokens_to_store
 
     def planted(self, logits, drawing):
         ids, log_p = right(self, logits, drawing)
         return ids, torch.cat([log_p[:, :-1], torch.full_like(log_p[:, -1:], -torch.inf)], 1)
 
-    monkeypatch.setattr(Distill, "kept", planted)
+    monkeypatch.setattr(Distill, "tokens_to_store", planted)
     assert not checked(tmp_path, teacher, seed).passed
 
 
@@ -388,7 +388,9 @@ def test_what_cannot_be_stored_is_refused(teacher, tmp_path):
 
 
 def test_draws_are_not_verified_and_cost_no_pass_of_the_teacher(teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr(_Predictions, "_compute", lambda *_: pytest.fail("the teacher ran"))
+    monkeypatch.setattr(
+        _CachedColumns, "_compute_targets", lambda *_: pytest.fail("the teacher ran")
+    )
     with pytest.raises(
         ConfigurationError,
         match="^objective='distill': .* no draws.*; verify with stored='likeliest'",
@@ -458,7 +460,9 @@ def left_in(folder):
 def test_a_computation_that_was_broken_off_is_done_anew(teacher, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(
-            Distill, "kept", lambda *_: (_ for _ in ()).throw(CheckpointError("broken off"))
+            Distill,
+            "tokens_to_store",
+            lambda *_: (_ for _ in ()).throw(CheckpointError("broken off")),
         )
         with pytest.raises(CheckpointError, match="broken off"):
             stored(tmp_path, teacher, stored_tokens=9)
@@ -495,21 +499,21 @@ def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(
     teacher's.
     """
     _, expected, _ = stored(tmp_path / "alone", teacher, stored_tokens=9)
-    whole = _Predictions._predicted
+    whole = _Source.values
     began = threading.Event()
     goes_on = threading.Event()
     others = []
 
-    def second(self, rows):
-        for number, found in enumerate(whole(self, rows)):
+    def second(self, *given):
+        for number, found in enumerate(whole(self, *given)):
             if number == 1:
                 began.set()
                 assert ends_first or goes_on.wait(60)
             yield found
 
-    def first(self, rows):
-        monkeypatch.setattr(_Predictions, "_predicted", second)
-        for number, found in enumerate(whole(self, rows)):
+    def first(self, *given):
+        monkeypatch.setattr(_Source, "values", second)
+        for number, found in enumerate(whole(self, *given)):
             if number == 1:
                 other.start()
                 other.join() if ends_first else began.wait(60)
@@ -524,7 +528,7 @@ def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(
         return all(np.array_equal(*both) for both in columns)
 
     other = threading.Thread(target=lambda: others.append(holds_all()))
-    monkeypatch.setattr(_Predictions, "_predicted", first)
+    monkeypatch.setattr(_Source, "values", first)
     assert holds_all()
     goes_on.set()
     other.join()

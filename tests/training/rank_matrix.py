@@ -34,14 +34,8 @@ from chronicals.training import ChronicalsTrainer, precision
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.report import STEP_FIELDS
 
-OBJECTIVES = {
-    "sft": tiny.chat_rows,
-    "pretraining": tiny.chat_rows,
-    "distill": tiny.chat_rows,
-    "kto": preferences.judged_rows,
-    **dict.fromkeys(("dpo", "ipo", "simpo", "cpo", "orpo", "reward"), preferences.rows),
-}
-"""What makes the rows of each, given how many."""
+OBJECTIVES = tuple(preferences.IN_TREE)
+"""Every registered objective; ``preferences.rows_of`` makes its rows."""
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -193,7 +187,7 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
         "context_parallel": shares,
     }
     if "pack_parts" in fields:
-        fields["max_seq_length"] = WIDTHS[OBJECTIVES[objective] is tiny.chat_rows]
+        fields["max_seq_length"] = WIDTHS[objective not in preferences.OF_ANSWERS]
     if objective == "distill":
         fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
     place = place / f"rank{ranks.rank}"
@@ -201,7 +195,7 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
     try:
         with patch.object(Mesh, "current", return_value=ranks):
             trainer = ChronicalsTrainer(base(kind, folder), tiny.tokenizer(), config)
-        result = trainer.train(OBJECTIVES[objective](ROWS))
+        result = trainer.train(preferences.rows_of(objective, ROWS))
     except ConfigurationError as refusal:
         return {"refused": str(refusal), "begun": (place / "run" / "metrics.jsonl").exists()}
     lines = [line for line in read_metrics(place / "run" / "metrics.jsonl") if "loss" in line]

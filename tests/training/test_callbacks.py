@@ -84,7 +84,9 @@ def test_afterwards_logging_is_as_before(monkeypatch, capsys):
         PACKAGE_LOGGER.debug("details")
     PACKAGE_LOGGER.info("after")
     assert (
-        capsys.readouterr().err == "within\n" and not PACKAGE_LOGGER.handlers and PACKAGE_LOGGER.level == logging.NOTSET
+        capsys.readouterr().err == "within\n"
+        and not PACKAGE_LOGGER.handlers
+        and PACKAGE_LOGGER.level == logging.NOTSET
     )
 
 

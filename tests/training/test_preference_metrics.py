@@ -9,19 +9,18 @@ import pytest
 
 import runs
 from chronicals.training.callbacks import read_metrics
-from preferences import judged_rows, rows
+from preferences import OF_ANSWERS, WITH_REFERENCE, rows_of
 
 OF_BOTH = {f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")}
 OF_PAIRS = {*OF_BOTH, "rewards/margins", "rewards/accuracies", "entropy"}
 SHOWN = {
-    "dpo": {*OF_PAIRS, "kl"},
-    "ipo": {*OF_PAIRS, "kl"},
-    "simpo": OF_PAIRS,
+    **{name: {*OF_PAIRS, *(["kl"] if name in WITH_REFERENCE else [])} for name in OF_ANSWERS},
     "cpo": {*OF_PAIRS, "cpo", "cross_entropy"},
     "orpo": {*OF_PAIRS, "cross_entropy", "odds_ratio", "log_odds_ratio", "log_odds_chosen"},
     "reward": {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")},
     "kto": {*OF_BOTH, "rewards/margins", "entropy", "kl"},
 }
+"""Metrics by objective: those of pairs, unless it has others."""
 STEPS = 4
 
 
@@ -54,7 +53,7 @@ def curves(page):
 @pytest.mark.parametrize("objective", SHOWN)
 def test_every_metric_is_everywhere(objective, tmp_path, capsys, caplog):
     pytest.importorskip("tensorboard")
-    given = judged_rows(32) if objective == "kto" else rows(32)
+    given = rows_of(objective, 32)
     result = runs.train(
         tmp_path,
         given,

@@ -13,11 +13,14 @@ import runs
 import tiny
 from chronicals.objectives import Term
 from chronicals.verification import verify
-from preferences import judged_rows, rows
+from preferences import IN_TREE, OF_ANSWERS, WITH_REFERENCE, rows_of
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 
 HEALTHY = {
+    **{
+        name: {"objective": name, **(LORA if name in WITH_REFERENCE else {})} for name in OF_ANSWERS
+    },
     "dpo, stored": {"objective": "dpo", "dpo": {"beta": 0.3}},
     "dpo, off": {"objective": "dpo", **LORA, "gradient_accumulation_steps": 1},
     "dpo, smoothed": {"objective": "dpo", "dpo": {"label_smoothing": 0.2}, **LORA},
@@ -25,18 +28,15 @@ HEALTHY = {
     "dpo, robust": {"objective": "dpo", "dpo": {"loss": "robust", "label_smoothing": 0.2}, **LORA},
     "dpo, by token": {"objective": "dpo", "dpo": {"loss": "sigmoid_norm", "beta": 3.0}, **LORA},
     "dpo, bf16": {"objective": "dpo", **LORA, "mixed_precision": "bf16"},
-    "ipo": {"objective": "ipo", **LORA},
-    "simpo": {"objective": "simpo"},
-    "cpo": {"objective": "cpo", "cpo": {"label_smoothing": 0.1}},
-    "orpo": {"objective": "orpo"},
-    "kto": {"objective": "kto", **LORA},
+    "cpo, smoothed": {"objective": "cpo", "cpo": {"label_smoothing": 0.1}},
     "kto, stored": {"objective": "kto"},
     "kto, little room": {"objective": "kto", **LORA, "max_seq_length": 50},
 }
+"""Every registered objective over answers with its defaults, and variants of some."""
 
 
 def found(folder, **changes):
-    given = judged_rows(40) if changes["objective"] == "kto" else rows(40)
+    given = rows_of(changes["objective"], 40)
     config = runs.config(folder, **{"max_seq_length": 128, "learning_rate": 1e-3, **changes})
     return verify(tiny.llama(), tiny.tokenizer(), config, given)
 
@@ -71,6 +71,9 @@ pairs, dpo, ipo, simpo, cpo, orpo, kto, reference, log_probabilities = (
         "log_probabilities",
     )
 )
+
+OF_PAIRS = {name: cls for name, cls in IN_TREE.items() if issubclass(cls, pairs.PairObjective)}
+"""The registered objectives over pairs."""
 
 
 def sides_swapped(monkeypatch):
@@ -128,7 +131,7 @@ def a_wrong_sign(monkeypatch):
 
 def by_token(monkeypatch):
     """The loss of pairs, or of judged answers, is divided by tokens."""
-    for cls in (dpo.DPO, ipo.IPO, simpo.SimPO, cpo.CPO, orpo.ORPO):
+    for cls in OF_PAIRS.values():
         monkeypatch.setattr(
             cls,
             "terms",
@@ -153,7 +156,7 @@ def a_mean_of_means(monkeypatch):
             "packs", right(self, model, batch), (batch.segments["side"] == 0).sum().clamp(min=1)
         )
 
-    for cls in (dpo.DPO, ipo.IPO, simpo.SimPO, cpo.CPO, orpo.ORPO):
+    for cls in OF_PAIRS.values():
         monkeypatch.setattr(cls, "terms", functools.partialmethod(of_pairs, right=cls.terms))
     monkeypatch.setattr(kto.KTO, "__call__", of_answers)
 
@@ -171,14 +174,12 @@ def divided_by(per, terms, count):
 
 
 FAULTS = [
-    (sides_swapped, "dpo, off"),
-    (sides_swapped, "orpo"),
+    *itertools.product((sides_swapped, a_mean_of_means), OF_PAIRS),
     (no_reference, "kto"),
     (a_document_late, "simpo"),
     (of_a_micro_batch, "kto"),
-    *itertools.product(
-        (a_wrong_sign, a_mean_of_means), ("dpo, off", "ipo", "simpo", "cpo", "orpo", "kto")
-    ),
+    (a_mean_of_means, "kto"),
+    *((a_wrong_sign, name) for name in ("dpo, off", "ipo", "simpo", "cpo", "orpo", "kto")),
     *itertools.product(
         (a_wrong_sign, a_mean_of_means),
         ("dpo, smoothed", "dpo, hinge", "dpo, robust", "dpo, by token"),

@@ -132,7 +132,7 @@ def show(
     from rich.console import Console
 
     from chronicals.data import DataError, Tokenizer, build_store
-    from chronicals.data.making.building import log_report
+    from chronicals.data.making.opening import log_report
     from chronicals.data.packs.loader import plan_of
     from chronicals.data.reading.gate import check_shares
     from chronicals.data.tokens.chat_templates import with_chat_template
@@ -214,12 +214,12 @@ def _answer(store: TokenStore, number: int) -> str:
     answer.
     """
     from chronicals.data.kinds.preferences import SIDES
-    from chronicals.data.making.store import LABEL, SIDE
+    from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 
     if store.items is None:
         return ""
-    side = int(store.columns[SIDE][number])
-    label = int(store.columns[LABEL][number])
+    side = int(store.columns[SIDE_COLUMN][number])
+    label = int(store.columns[LABEL_COLUMN][number])
     judged = ("bad" if label == 0 else "good", "with the answer of another row")
     name = SIDES[side] if label < 0 else judged[side]
     shared = int(store.before[number])

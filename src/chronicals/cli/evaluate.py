@@ -95,9 +95,9 @@ def evaluate(
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import load_trained
     from chronicals.objectives import OBJECTIVES, NextToken
+    from chronicals.objectives.reference import with_reference
     from chronicals.saving import SavedModel
     from chronicals.training.evaluation import evaluate_data
-    from chronicals.training.reference_record import with_reference
 
     warn_of_other_processes("evaluate")
     make_room_for(output)

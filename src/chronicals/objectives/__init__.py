@@ -1,18 +1,27 @@
-"""What is minimised, a file an objective; each file of this folder is imported, and registers
-its own.
+"""Objectives: what is minimised, a file each. Every file of this folder is imported, and registers its
+own.
 """
 
 import importlib
 import pkgutil
 
 from chronicals.models import Term, Terms
+from chronicals.objectives.columns import Column, Columns
 from chronicals.objectives.registry import (
     OBJECTIVES,
     build_objective,
     default_learning_rate,
     register,
 )
-from chronicals.objectives.terms import Count, Objective, ScoredDocument, divide, settings, shown
+from chronicals.objectives.terms import (
+    Count,
+    Objective,
+    Paper,
+    ScoredDocument,
+    divide,
+    settings,
+    shown,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -21,9 +30,12 @@ from chronicals.objectives.next_token import NextToken  # noqa: E402
 
 __all__ = [
     "OBJECTIVES",
+    "Column",
+    "Columns",
     "Count",
     "NextToken",
     "Objective",
+    "Paper",
     "ScoredDocument",
     "Term",
     "Terms",

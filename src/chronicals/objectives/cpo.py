@@ -25,14 +25,17 @@ from chronicals.objectives.pairs import (
     reward_metrics,
 )
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 @register("cpo")
 class CPO(PairObjective):
-    """Raises the odds of the chosen answer over the rejected one, and its probability."""
+    """An objective that raises the odds of the chosen answer over the rejected one, and its
+    probability.
+    """
 
     name = "cpo"
+    papers = (Paper("CPO", "Xu et al., 2024, eq. 3 to 5"),)
 
     @settings
     class Settings:
@@ -50,7 +53,7 @@ class CPO(PairObjective):
         return binary_entropy(self.settings.label_smoothing)
 
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
-        """The cross-entropy is flat nowhere."""
+        """Return None if the cross-entropy, which is flat nowhere, has a weight."""
         return None if self.settings.alpha else super().why_no_gradient(values)
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:

@@ -1,8 +1,8 @@
-"""What the definitions of objectives over answers are written in, for ``verify``: nothing here is
-on the path of training.
+"""Parts of the definitions of objectives over answers, with which ``verify`` compares a run; training
+does not use them.
 
-A definition sees whole logits of one item's documents, and writes its formula out; only settings
-are shared with the objective.
+A definition gets the whole logits of one item's documents, and writes its formula out; it shares
+only the settings with the objective.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from chronicals.objectives.terms import ScoredDocument
 
 
 def document_of(item: Sequence[ScoredDocument], side: int) -> ScoredDocument:
+    """Return the item's document of this side."""
     return next(document for document in item if document.side == side)
 
 
 def log_p(document: ScoredDocument) -> Tensor:
-    """fp32 ``[n]``: log π of each target."""
+    """Return log π of each target, fp32 ``[n]``."""
     return _of_targets(document.logits, document)
 
 
 def log_ratio(document: ScoredDocument) -> Tensor:
-    """fp32 ``[n]``: log π/π_ref of each target."""
+    """Return log π/π_ref of each target, fp32 ``[n]``."""
     return log_p(document) - _of_targets(document.frozen[REFERENCE], document)
 
 
 def minus_log_sigmoid(x: Tensor) -> Tensor:
-    """− log σ(x) = log(1 + e⁻ˣ)."""
+    """Return − log σ(x) = log(1 + e⁻ˣ)."""
     return torch.logaddexp(torch.zeros_like(x), -x)
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -34,11 +35,12 @@ from chronicals.kernels.linear_distillation import (
     distillation_of_logits,
     linear_distillation,
 )
-from chronicals.models import Head, PresentedModel, Term, Terms
+from chronicals.models import Head, PresentedModel, Term, Terms, embedding_table
 from chronicals.models.loading import without_field
+from chronicals.objectives.columns import Column, Columns
 from chronicals.objectives.registry import register
-from chronicals.objectives.same_tokenizer import OF_ITS_BASE, check_same_tokenizer
-from chronicals.objectives.terms import Objective, settings
+from chronicals.objectives.same_tokenizer import ADAPTER_BASE_REMEDY, check_same_tokenizer
+from chronicals.objectives.terms import Objective, Paper, settings
 from chronicals.saving import SavedModel
 
 TEACHER = "teacher"
@@ -46,13 +48,13 @@ TEACHER = "teacher"
 
 STORED_IDS = "teacher_ids"
 STORED_LOG_P = "teacher_log_p"
-"""Columns of a Batch's tokens: k tokens that were stored of the teacher's predictions, and their
-log-probabilities.
-"""
+"""Columns of targets: k stored token ids of the teacher's prediction, and their log-probabilities."""
 
-BETA = 0.5
-SKEW = 0.1
-"""Where they are not set: the JSD of both sides' mean, and the skew that DistiLLM recommends."""
+DEFAULT_BETA = 0.5
+"""Default of ``beta``: the JSD from the mean of both sides."""
+
+DEFAULT_SKEW = 0.1
+"""Default of ``skew``, which DistiLLM recommends."""
 
 PRECISIONS = {
     "bf16": torch.bfloat16,
@@ -61,13 +63,12 @@ PRECISIONS = {
     "int8": torch.bfloat16,
     "nf4": torch.bfloat16,
 }
-"""The dtype of the teacher's products, or of what stands around them."""
+"""Dtype of the teacher's products, or of its other operations if the products are quantised."""
 
 QUANTISED = ("int8", "nf4")
-"""The precisions that are formats of ``load_model``."""
+"""Precisions that are formats of ``load_model``."""
 
-REMEDY = "distil from a teacher of the same family, whose tokenizer is the student's"
-"""Where it is another."""
+_TOKENIZER_REMEDY = "distil from a teacher of the same family, whose tokenizer is the student's"
 
 Log = Tensor
 """Log-probabilities ``[..., V]``."""
@@ -75,11 +76,15 @@ Log = Tensor
 
 @register("distill")
 class Distill(Objective):
-    """A divergence from a frozen teacher, which sees the same Batch, and a share of
-    cross-entropy.
+    """An objective that minimises the divergence from a frozen teacher, which sees the same Batch, and
+    a share of cross-entropy.
     """
 
     of_tokens = True
+    papers = (
+        Paper("knowledge distillation", "Hinton et al., 2015, section 2"),
+        Paper("truncated teacher distributions", "Peng et al., 2024 (arXiv 2410.16215)"),
+    )
 
     @settings
     class Settings:
@@ -104,13 +109,13 @@ class Distill(Objective):
             ge=0,
             le=1,
             description="Of jsd: the teacher's share of the mixture, 0 the forward KL and 1 the "
-            f"reverse one [{BETA}]",
+            f"reverse one [{DEFAULT_BETA}]",
         )
         skew: float | None = Field(
             default=None,
             ge=0,
             lt=1,
-            description=f"Of skew_kl and skew_reverse_kl: the first side's share of m [{SKEW}]",
+            description=f"Of skew_kl and skew_reverse_kl: the first side's share of m [{DEFAULT_SKEW}]",
         )
         alpha: float = Field(
             default=1.0,
@@ -142,9 +147,7 @@ class Distill(Objective):
         @field_validator("stored_tokens")
         @classmethod
         def _can_be_stored(cls, value: int | None, given: ValidationInfo) -> int | None:
-            """Refuses the divergence that is infinite where the teacher is known by some tokens
-            alone.
-            """
+            """Refuse a divergence that is infinite if only some of the teacher's tokens are known."""
             divergence = given.data.get("divergence")
             without_skew = given.data.get("skew") == 0.0
             if value is not None and divergence == "skew_reverse_kl" and without_skew:
@@ -169,7 +172,7 @@ class Distill(Objective):
         @field_validator("stored")
         @classmethod
         def _drawn_in_the_mean(cls, value: str, given: ValidationInfo) -> str:
-            """Refuses drawn tokens where their mean is not the teacher."""
+            """Refuse drawn tokens if the mean of their gradients is not the teacher's."""
             if value == "drawn" and given.data.get("stored_tokens", 0) is None:
                 raise PydanticCustomError(
                     "belongs",
@@ -187,7 +190,7 @@ class Distill(Objective):
         @field_validator("beta", "skew")
         @classmethod
         def _belongs(cls, value: float | None, given: ValidationInfo) -> float | None:
-            """Refuses a setting of another divergence."""
+            """Refuse a setting of another divergence."""
             users = ["jsd"] if given.field_name == "beta" else ["skew_kl", "skew_reverse_kl"]
             divergence = given.data.get("divergence")
             if value is not None and divergence is not None and divergence not in users:
@@ -198,30 +201,29 @@ class Distill(Objective):
             return value
 
     vocabulary: int
-    """Ids that student and teacher have in common, where predictions are stored."""
+    """Number of ids that student and teacher have in common; set if predictions are stored."""
 
     @property
     def divergence(self) -> Divergence:
-        """Of the settings."""
-        name = self.settings.divergence
+        """The divergence that the settings name."""
         beta = self._beta
         skew = self._skew
-        made: dict[str, Callable[[], Divergence]] = {
+        divergences: dict[str, Callable[[], Divergence]] = {
             "forward_kl": Divergence.forward_kl,
             "reverse_kl": Divergence.reverse_kl,
             "jsd": lambda: Divergence.jsd(beta),
             "skew_kl": lambda: Divergence.skew_kl(skew),
             "skew_reverse_kl": lambda: Divergence.skew_reverse_kl(skew),
         }
-        return made[name]()
+        return divergences[self.settings.divergence]()
 
     @property
     def _beta(self) -> float:
-        return BETA if self.settings.beta is None else self.settings.beta
+        return DEFAULT_BETA if self.settings.beta is None else self.settings.beta
 
     @property
     def _skew(self) -> float:
-        return SKEW if self.settings.skew is None else self.settings.skew
+        return DEFAULT_SKEW if self.settings.skew is None else self.settings.skew
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -230,8 +232,57 @@ class Distill(Objective):
         return self.settings.alpha * squared, 1.0 - self.settings.alpha
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
-        """The teacher, where nothing is stored of it."""
+        """Return the teacher, unless its predictions are stored."""
         return {} if self.settings.stored_tokens is not None else self.teacher(tokenizer)
+
+    def frozen_columns(
+        self, model: Any, tokenizer: Any, config: ChronicalsConfig
+    ) -> Sequence[Columns]:
+        """Declare the teacher's predictions for every target, if they are stored: k token ids and
+        their log-probabilities.
+        """
+        given = self.settings
+        if given.stored_tokens is None:
+            return ()
+        saved = self.saved_teacher(tokenizer)
+        rows = embedding_table(model).shape[0]
+        self.vocabulary = min(rows, saved.embedding_rows(given.trust_remote_code))
+        identity = [
+            saved.identity(),
+            given.teacher_precision,
+            given.stored_tokens,
+            given.stored,
+            self.vocabulary,
+        ]
+        if given.stored == "drawn":
+            identity += [given.temperature, config.seed]
+        shape = (given.stored_tokens,)
+        return (
+            Columns(
+                TEACHER,
+                "predictions",
+                "target",
+                (Column(STORED_IDS, np.int32, shape), Column(STORED_LOG_P, np.float32, shape)),
+                self._teacher_predictions,
+                load=lambda: self.teacher(tokenizer)[TEACHER],
+                identity=identity,
+                setting=f"distill.stored_tokens={given.stored_tokens}",
+            ),
+        )
+
+    def _teacher_predictions(
+        self, teacher: PresentedModel, batch: Batch, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the stored tokens of the Batch's targets, ``chunk_size`` rows of logits at a time,
+        over the ids that teacher and student have in common.
+        """
+        head = teacher.head
+        states = teacher.logits(batch) if head is None else teacher.hidden_states(batch)
+        states = states[batch.targets != IGNORED]
+        for first in range(0, len(states), self.chunk_size):
+            rows = states[first : first + self.chunk_size]
+            logits = rows if head is None else head.logits(rows)
+            yield self.tokens_to_store(logits[:, : self.vocabulary], generator)
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
         given = self.settings
@@ -253,22 +304,26 @@ class Distill(Objective):
         return {} if self.settings.stored_tokens is None else self.teacher(tokenizer)
 
     def saved_teacher(self, tokenizer: Any) -> SavedModel:
-        """Where the teacher is.
+        """Return the place of the teacher.
 
         Raises:
-            ConfigurationError: it is nowhere, its tokenizer is another, or it does not know all of
-                the tokenizer's tokens.
+            ConfigurationError: it cannot be found, its tokenizer is another, or its embedding has
+                fewer rows than the tokenizer has tokens.
         """
         given = self.settings
         try:
-            saved = SavedModel.find(given.teacher, remedy=OF_ITS_BASE)
+            saved = SavedModel.find(given.teacher, remedy=ADAPTER_BASE_REMEDY)
             check_same_tokenizer(
-                tokenizer, saved.tokenizer(given.trust_remote_code), self._said, REMEDY
+                tokenizer,
+                saved.tokenizer(given.trust_remote_code),
+                self._setting,
+                _TOKENIZER_REMEDY,
             )
-            if (rows := saved.embedding_rows(given.trust_remote_code)) < len(tokenizer):
+            rows = saved.embedding_rows(given.trust_remote_code)
+            if rows < len(tokenizer):
                 raise ValueError(
                     f"its embedding has {rows} rows, the tokenizer {len(tokenizer)} tokens; "
-                    f"{REMEDY}"
+                    f"{_TOKENIZER_REMEDY}"
                 )
         except ConfigurationError:
             raise
@@ -277,7 +332,7 @@ class Distill(Objective):
         return saved
 
     def teacher(self, tokenizer: Any) -> Mapping[str, Any]:
-        """The teacher, loaded, by its name."""
+        """Load the teacher, and return it by its name."""
         given = self.settings
         quantization = given.teacher_precision if given.teacher_precision in QUANTISED else None
         saved = self.saved_teacher(tokenizer)
@@ -297,16 +352,18 @@ class Distill(Objective):
             raise ConfigurationError(f"{self._said}: {without_field(error)}") from error
 
     @property
-    def _said(self) -> str:
+    def _setting(self) -> str:
+        """The setting that names the teacher, for error messages."""
         return f"distill={{'teacher': {self.settings.teacher!r}}}"
 
-    def kept(self, logits: Tensor, drawing: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What is stored of a teacher's logits ``[n, V]``: int64 ids and fp32 log-probabilities,
-        ``[n, k]`` both.
+    def tokens_to_store(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Choose the stored tokens of a teacher's logits ``[n, V]``: int64 ids and fp32
+        log-probabilities, ``[n, k]`` both.
 
-        The likeliest tokens have their own log-probabilities. Drawn ones stand for their shares of
-        the draws, which were made at the temperature of the run and are divided by it again; the
-        mean of the shares is the teacher's distribution (Anshumann et al., 2025, section 4).
+        The likeliest tokens have their own log-probabilities. Drawn tokens have the logarithms of
+        their shares of the draws, times the temperature at which they were drawn, because the loss
+        divides by it again. The mean of the shares is the teacher's distribution (Anshumann et al.,
+        2025, section 4).
         """
         k = self.settings.stored_tokens
         temperature = self.settings.temperature
@@ -317,7 +374,7 @@ class Distill(Objective):
         ids = (
             (logits.float() / temperature)
             .softmax(-1)
-            .multinomial(k, replacement=True, generator=drawing)
+            .multinomial(k, replacement=True, generator=generator)
         )
         counts = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(
             1, ids, torch.ones_like(ids, dtype=torch.float32)
@@ -336,8 +393,8 @@ class Distill(Objective):
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """The same without auxiliary terms, and the ratio of targets that are the student's
-        likeliest token.
+        """Return the loss and the metrics without auxiliary terms, and the ratio of targets that are
+        the student's likeliest token.
         """
         head = model.head
         found = self._compared(
@@ -359,38 +416,41 @@ class Distill(Objective):
         if self.settings.stored_tokens is None:
             metrics["teacher_cross_entropy"] = found.teacher_cross_entropy
         elif self.settings.stored == "likeliest":
-            kept = (
-                batch.tokens[STORED_LOG_P].exp().sum(-1).masked_fill(batch.targets == IGNORED, 0.0)
-            )
-            metrics["teacher_kept"] = (
-                kept if batch.weights is None else kept * batch.weights
-            ).sum()
+            stored = batch.tokens[STORED_LOG_P].exp().sum(-1)
+            stored = stored.masked_fill(batch.targets == IGNORED, 0.0)
+            if batch.weights is not None:
+                stored = stored * batch.weights
+            metrics["teacher_kept"] = stored.sum()
         return {name: Term(value, 0.0, "weight") for name, value in metrics.items()}
 
     def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> Distillation:
-        """The sums over the Batch; without whole logits where the heads of both sides are
+        """Compute the sums over the Batch, without whole logits if the heads of both sides are
         understood.
         """
-        of_divergence, of_cross_entropy = self.weights
+        divergence_weight, cross_entropy_weight = self.weights
         options: dict[str, Any] = {
             "temperature": self.settings.temperature,
-            "divergence_weight": of_divergence,
-            "cross_entropy_weight": of_cross_entropy,
+            "divergence_weight": divergence_weight,
+            "cross_entropy_weight": cross_entropy_weight,
             "weights": batch.weights,
         }
         if self.settings.stored_tokens is not None:
             return self._from_stored(head, states, batch, options)
         teacher = self.frozen[TEACHER]
-        theirs = teacher.head
+        teacher_head = teacher.head
         with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
-            taught = teacher.logits(batch) if theirs is None else teacher.hidden_states(batch)
-        if head is None or theirs is None:
+            teacher_states = (
+                teacher.logits(batch) if teacher_head is None else teacher.hidden_states(batch)
+            )
+        if head is None or teacher_head is None:
             z = states if head is None else head.logits(states)
-            teachers_z = taught if theirs is None else theirs.logits(taught)
-            return distillation_of_logits(z, teachers_z, batch.targets, self.divergence, **options)
+            teacher_z = (
+                teacher_states if teacher_head is None else teacher_head.logits(teacher_states)
+            )
+            return distillation_of_logits(z, teacher_z, batch.targets, self.divergence, **options)
         return linear_distillation(
             _linear(states, head),
-            _linear(taught, theirs),
+            _linear(teacher_states, teacher_head),
             batch.targets,
             self.divergence,
             count=batch.trained,
@@ -403,13 +463,15 @@ class Distill(Objective):
     ) -> Distillation:
         stored = StoredTokens(batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P])
         if head is None:
-            theirs = stored.logits(self.vocabulary)
             return distillation_of_logits(
-                states[:, : self.vocabulary], theirs, batch.targets, self.divergence, **options
+                states[:, : self.vocabulary],
+                stored.logits(self.vocabulary),
+                batch.targets,
+                self.divergence,
+                **options,
             )
-        ours = _linear(states, head).of_rows(self.vocabulary)
         return linear_distillation(
-            ours,
+            _linear(states, head).of_rows(self.vocabulary),
             stored,
             batch.targets,
             self.divergence,
@@ -419,14 +481,15 @@ class Distill(Objective):
         )
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
-        """By ``torch.nn.functional.kl_div``, a mixture being made where the paper has one."""
+        """Return the loss by ``torch.nn.functional.kl_div``, from a mixture if the paper has one."""
         common = min(logits.shape[-1], frozen[TEACHER].shape[-1])
         z = logits[:, :common].float()
-        teachers_z = frozen[TEACHER][:, :common].float()
+        teacher_z = frozen[TEACHER][:, :common].float()
         if self.settings.stored_tokens is not None:
-            least = teachers_z.topk(min(self.settings.stored_tokens, common)).values[:, -1:]
-            teachers_z = teachers_z.masked_fill(teachers_z < least, -torch.inf)
-        q, p = ((x / self.settings.temperature).log_softmax(-1) for x in (z, teachers_z))
+            least = teacher_z.topk(min(self.settings.stored_tokens, common)).values[:, -1:]
+            teacher_z = teacher_z.masked_fill(teacher_z < least, -torch.inf)
+        q = (z / self.settings.temperature).log_softmax(-1)
+        p = (teacher_z / self.settings.temperature).log_softmax(-1)
         divergence = DEFINITIONS[self.settings.divergence](p, q, self._beta, self._skew)
         if self.settings.temperature_squared:
             divergence = self.settings.temperature**2 * divergence
@@ -440,14 +503,13 @@ def _linear(states: Tensor, head: Head) -> LinearHead:
 
 
 def _kl(p: Log, q: Log) -> Tensor:
-    """``KL(p ‖ q)``; torch has the second one first. What p excludes adds nothing."""
-    return (
-        F.kl_div(q, p, reduction="none", log_target=True).masked_fill(p == -torch.inf, 0.0).sum(-1)
-    )
+    """Return ``KL(p ‖ q)``; what p excludes adds nothing."""
+    terms = F.kl_div(q, p, reduction="none", log_target=True)  # torch has q first
+    return terms.masked_fill(p == -torch.inf, 0.0).sum(-1)
 
 
 def _mix(p: Log, q: Log, share: float) -> Log:
-    """So much of p, and the rest of q."""
+    """Return the mixture of ``share`` p and the rest q."""
     if share in (0.0, 1.0):
         return p if share else q
     return torch.logaddexp(p + math.log(share), q + math.log1p(-share))
@@ -467,6 +529,6 @@ DEFINITIONS: dict[str, Callable[[Log, Log, float, float], Tensor]] = {
     "skew_kl": lambda p, q, beta, skew: _kl(p, _mix(p, q, skew)),
     "skew_reverse_kl": lambda p, q, beta, skew: _kl(q, _mix(q, p, skew)),
 }
-"""Of log-probabilities of teacher and student, β and the skew; nothing of the kernels is in
-them.
+"""Divergences of log-probabilities of teacher and student, given β and the skew; they share nothing
+with the kernels.
 """

@@ -31,18 +31,18 @@ from chronicals.objectives.pairs import (
 )
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 Loss = Literal["sigmoid", "hinge", "robust", "sigmoid_norm"]
 
 
 def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
-    """The loss of each pair.
+    """Return the loss of each pair.
 
     Args:
-        h: ``[G]``, β times the difference of the log-ratios; for ``sigmoid_norm`` of the log-ratios
+        h: β times the difference of the log-ratios, ``[G]``; for ``sigmoid_norm`` of the log-ratios
             by token.
-        label_smoothing: ε, the share of pairs that are taken to be the wrong way round.
+        label_smoothing: ε, the assumed share of pairs that are the wrong way round.
     """
     wrong = label_smoothing
     if loss == "hinge":
@@ -54,9 +54,18 @@ def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
 
 @register("dpo")
 class DPO(PairObjective, WithReference):
-    """Raises the odds of the chosen answer over the rejected one, beside a reference policy."""
+    """An objective that raises the odds of the chosen answer over the rejected one, beside a reference
+    policy.
+    """
 
     name = "dpo"
+    papers = (
+        Paper("DPO", "Rafailov et al., 2023, eq. 7"),
+        Paper("conservative DPO (cDPO)", "Mitchell, 2023"),
+        Paper("robust DPO", "Chowdhury et al., 2024, eq. 9"),
+        Paper("hinge loss (SLiC)", "Zhao et al., 2023"),
+        Paper("length-normalised DPO", "Lambert et al., 2024 (Tülu 3)"),
+    )
 
     @settings
     class Settings(ReferenceSettings):
@@ -87,14 +96,13 @@ class DPO(PairObjective, WithReference):
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         given = self.settings
-        (chosen, rejected) = pairs.log_ratios()
-        scores = (chosen, rejected)
+        chosen, rejected = pairs.log_ratios()
+        difference = chosen - rejected
         if given.loss == "sigmoid_norm":
-            scores = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
-        losses = dpo_losses(given.beta * (scores[0] - scores[1]), given.loss, given.label_smoothing)
-        loss = Term(pairs.total(losses), per=PER_PAIR)
+            difference = chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens
+        losses = dpo_losses(given.beta * difference, given.loss, given.label_smoothing)
         return {
-            self.name: loss,
+            self.name: Term(pairs.total(losses), per=PER_PAIR),
             **reward_metrics(pairs, given.beta * chosen, given.beta * rejected),
         }
 

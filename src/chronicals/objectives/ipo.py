@@ -16,19 +16,20 @@ from chronicals.objectives.definitions import log_ratio
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 def ipo_losses(h: Tensor, tau: float) -> Tensor:
-    """The loss of each pair, of the difference ``[G]`` of the log-ratios by token."""
+    """Return the loss of each pair, given the difference ``[G]`` of the log-ratios by token."""
     return (h - 1 / (2 * tau)).square()
 
 
 @register("ipo")
 class IPO(PairObjective, WithReference):
-    """Holds the difference of both log-ratios at 1 / 2τ."""
+    """An objective that holds the difference of both log-ratios at 1 / 2τ."""
 
     name = "ipo"
+    papers = (Paper("IPO", "Azar et al., 2023, eq. 17"),)
 
     @settings
     class Settings(ReferenceSettings):
@@ -38,7 +39,7 @@ class IPO(PairObjective, WithReference):
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         tau = self.settings.tau
-        (chosen, rejected) = pairs.log_ratios()
+        chosen, rejected = pairs.log_ratios()
         losses = ipo_losses(chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens, tau)
         loss = Term(pairs.total(losses), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, tau * chosen, tau * rejected)}

@@ -23,44 +23,42 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.kinds.judged_answers import JUDGED
-from chronicals.data.making.store import LABEL, SIDE
+from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED
 from chronicals.objectives.definitions import document_of, log_ratio
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Count, ScoredDocument, Value, settings
+from chronicals.objectives.terms import Count, Paper, ScoredDocument, Value, settings
 
 OWN = 0
 MISMATCHED = 1
-"""Sides: the row's own answer, and the answer of another row to its prompt."""
+"""Values of the column ``side``: the row's own answer, and another row's answer to its prompt."""
 
-GOOD = "good_items"
-BAD = "bad_items"
-OTHERS = "mismatched_items"
-"""The counts of a step's good and bad answers, and of those beside which one to another prompt
-stands.
-"""
+PER_GOOD = "good_items"
+PER_BAD = "bad_items"
+PER_MISMATCHED = "mismatched_items"
+"""Names of the counts of a step's good answers, bad answers, and answers to another prompt."""
 
-FLAT_BEYOND = 16.0
-"""Size of beta (r - z) beyond which the sigmoid's derivative is at most 1e-7, and 0 on one side
-in fp32.
+FLAT_GAIN = 16.0
+"""Size of beta (r - z) beyond which the sigmoid's derivative is at most 1e-7, and 0 on one side in
+fp32.
 """
 
 KL = "kl"
-"""z, a segment of every Batch of a step."""
+"""Segment of every Batch of a step: z."""
 
 
 def kto_losses(
     r: Tensor, kl: Tensor, good: Tensor, beta: float, desirable: float, undesirable: float
 ) -> Tensor:
-    """The loss of each answer.
+    """Return the loss of each answer, ``[N]``.
 
     Args:
-        r: ``[N]``.
+        r: log-ratios of the answers, ``[N]``.
         kl: z, ``[1]``.
-        good: bool ``[N]``.
+        good: whether an answer is good, bool ``[N]``.
         desirable, undesirable: λ_D and λ_U.
     """
     gain = beta * (r - kl)
@@ -71,11 +69,12 @@ def kto_losses(
 
 @register("kto")
 class KTO(WithReference):
-    """Raises the probability of good answers and lowers that of bad ones, beside a reference
-    policy.
+    """An objective that raises the probability of good answers and lowers that of bad ones, beside a
+    reference policy.
     """
 
     row_kinds = (JUDGED,)
+    papers = (Paper("KTO", "Ethayarajh et al., 2024, eq. 8"),)
     full_learning_rate = 1e-6
     adapter_learning_rate = 1e-5
 
@@ -88,24 +87,26 @@ class KTO(WithReference):
         undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad answers")
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
-        own = "for its divergence the policy's, a forward pass more of each micro-batch"
-        return f"{super().unplanned_costs(config)}; {own}"
+        policy = "for its divergence the policy's, a forward pass more of each micro-batch"
+        return f"{super().unplanned_costs(config)}; {policy}"
 
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
         reference = self.reference_sums(model, batch)
         sums = document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)
-        mismatched = batch.segments[SIDE] == MISMATCHED
+        mismatched = batch.segments[SIDE_COLUMN] == MISMATCHED
         total = torch.where(mismatched, sums - reference, 0.0).sum()
-        own = batch.segments[SIDE] == OWN  # alone are trained, routers too
+        own = (
+            batch.segments[SIDE_COLUMN] == OWN
+        )  # the only answers that are trained, by routers too
         batch = replace(batch, segments={**batch.segments, REFERENCE: reference, COUNTED: own})
-        return batch, {KL: Term(total, 0.0, OTHERS)}
+        return batch, {KL: Term(total, 0.0, PER_MISMATCHED)}
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         given = self.settings
         segments = batch.segments
         scores = score_tokens(model, batch, self.chunk_size)
-        own = segments[SIDE] == OWN
-        good = segments[LABEL] == 1
+        own = segments[SIDE_COLUMN] == OWN
+        good = segments[LABEL_COLUMN] == 1
         log_p = document_sums(scores.log_p, batch)
         r = log_p - segments[REFERENCE]
         kl = segments[KL].clamp(min=0)
@@ -116,51 +117,52 @@ class KTO(WithReference):
         def total(values: Tensor, which: Tensor) -> Tensor:
             return torch.where(which, values, 0.0).sum()
 
-        here = own.sum().to(kl.dtype)
+        count = own.sum().to(kl.dtype)
         metrics = {}
         for name, values in (("rewards", given.beta * r.detach()), ("logps", log_p.detach())):
-            metrics[f"{name}/chosen"] = Term(total(values, own & good), 0.0, GOOD)
-            metrics[f"{name}/rejected"] = Term(total(values, own & ~good), 0.0, BAD)
+            metrics[f"{name}/chosen"] = Term(total(values, own & good), 0.0, PER_GOOD)
+            metrics[f"{name}/rejected"] = Term(total(values, own & ~good), 0.0, PER_BAD)
         return {
             "kto": Term(total(losses, own), per="items"),
-            "kl": Term(kl.detach()[0] * here, 0.0, "items"),
+            "kl": Term(kl.detach()[0] * count, 0.0, "items"),
             "entropy": Term(total(document_sums(scores.entropy, batch), own), 0.0, "first_targets"),
             **metrics,
             **scores.auxiliary,
         }
 
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
-        """The loss of an answer is flat far from z on either side."""
+        """Return a reason if every mean reward is far from z, where the sigmoid is flat."""
         beta = self.settings.beta
         rewards = [
             values[name] for name in ("rewards/chosen", "rewards/rejected") if name in values
         ]
-        if all(abs(reward - beta * values["kl"]) > FLAT_BEYOND for reward in rewards):
+        if all(abs(reward - beta * values["kl"]) > FLAT_GAIN for reward in rewards):
             return "every answer is so far from the reference that the sigmoid of its gain is flat"
         return None
 
     def finish_metrics(
         self, values: Mapping[str, Value], counts: Mapping[str, Count]
     ) -> dict[str, Value]:
-        """Without means over the good or the bad answers where there are none; with their margin
-        where there are both.
+        """Return the metrics without means over good or bad answers if there are none, and with
+        their margin if there are both.
         """
-        without = {
-            side for side, count in (("/chosen", GOOD), ("/rejected", BAD)) if not counts[count]
+        absent = []
+        if not counts[PER_GOOD]:
+            absent.append("/chosen")
+        if not counts[PER_BAD]:
+            absent.append("/rejected")
+        metrics = {
+            name: value for name, value in values.items() if not name.endswith(tuple(absent))
         }
-        shown = {name: value for name, value in values.items() if not name.endswith(tuple(without))}
-        if not without:
-            shown["rewards/margins"] = shown["rewards/chosen"] - shown["rewards/rejected"]
-        return shown
+        if not absent:
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
-        others = [document for document in item if document.side == 1]
-        none = item[0].logits.new_zeros(())
-        return {
-            "kl": Term(
-                sum((log_ratio(other).sum() for other in others), none), 0.0, "mismatched_items"
-            )
-        }
+        mismatched = [document for document in item if document.side == 1]
+        zero = item[0].logits.new_zeros(())
+        ratios = sum((log_ratio(document).sum() for document in mismatched), zero)
+        return {"kl": Term(ratios, 0.0, "mismatched_items")}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         given = self.settings

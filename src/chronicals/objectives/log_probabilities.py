@@ -1,4 +1,4 @@
-"""Log-probabilities of the answers of a Batch, by document."""
+"""Log-probabilities of the targets of a Batch, and their sums by document."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from chronicals.models import PresentedModel, Terms
 
 
 class TokenScores(NamedTuple):
-    """Attributes:
-    log_p: fp32 ``[T]``, of each target; 0 where there is none.
-    entropy: fp32 ``[T]``, of each prediction that has a target, without a gradient; 0 elsewhere.
-    auxiliary: further terms of the model.
+    """Scores of the positions of a Batch.
+
+    Attributes:
+        log_p: log-probability of each target, fp32 ``[T]``; 0 where there is none.
+        entropy: entropy of each prediction that has a target, fp32 ``[T]``, without a gradient; 0
+            elsewhere.
+        auxiliary: further terms of the model.
     """
 
     log_p: Tensor
@@ -25,7 +28,8 @@ class TokenScores(NamedTuple):
 
 
 def score_tokens(model: PresentedModel, batch: Batch, chunk_size: int) -> TokenScores:
-    """Through the head without whole logits, where it is understood.
+    """Compute the log-probability and the entropy of every target: in chunks through a head that is
+    understood, else from the model's own logits.
 
     Args:
         chunk_size: rows of logits that may exist at a time.
@@ -33,7 +37,13 @@ def score_tokens(model: PresentedModel, batch: Batch, chunk_size: int) -> TokenS
     head = model.head
     states, auxiliary = model(batch)
     if head is None:
-        log_p, entropy = _of_logits(states, batch.targets)
+        ignored = batch.targets == IGNORED
+        at_least_fp32 = torch.promote_types(states.dtype, torch.float32)
+        scores = torch.log_softmax(states.to(at_least_fp32), -1)
+        log_p = scores.gather(1, batch.targets.masked_fill(ignored, 0)[:, None]).squeeze(1)
+        log_p = log_p.masked_fill(ignored, 0.0)
+        entropy = -(scores.detach().exp() * scores.detach()).sum(-1)
+        entropy = entropy.masked_fill(ignored, 0.0)
     else:
         log_p, entropy = token_log_probability(
             states,
@@ -50,17 +60,10 @@ def score_tokens(model: PresentedModel, batch: Batch, chunk_size: int) -> TokenS
     return TokenScores(log_p, entropy.detach(), auxiliary)
 
 
-def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    ignored = targets == IGNORED
-    scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    log_p = scores.gather(1, targets.masked_fill(ignored, 0)[:, None]).squeeze(1)
-    entropy = -(scores.detach().exp() * scores.detach()).sum(-1)
-    return log_p.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
-
-
 def document_sums(values: Tensor, batch: Batch) -> Tensor:
-    """``[N]``: the sum of ``values`` ``[T]`` over each document, 0 for one without tokens; in
-    one order, without waiting.
+    """Return the sums of ``values`` ``[T]`` over the documents, ``[N]``: 0 for one without tokens.
+
+    The order of the additions is fixed, and the host does not wait.
     """
     return torch.segment_reduce(
         values, "sum", offsets=batch.cu_seqlens.long(), unsafe=True, initial=0
@@ -68,5 +71,5 @@ def document_sums(values: Tensor, batch: Batch) -> Tensor:
 
 
 def document_targets(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """``[N]``: how many targets each document has."""
+    """Return the number of targets of each document, ``[N]``."""
     return document_sums((batch.targets != IGNORED).to(dtype), batch)

@@ -18,21 +18,22 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.kernels import linear_cross_entropy
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Objective
+from chronicals.objectives.terms import Objective, Paper
 
-ROWS = 4096
-"""Rows of logits that exist at a time while a model is scored."""
+SCORED_ROWS = 4096
+"""Rows of logits that exist at a time while a model is evaluated."""
 
 
 @register("sft", "pretraining")
 class NextToken(Objective):
-    """Cross-entropy of every trained target, summed; through the head without whole logits where it
-    is understood.
+    """The summed cross-entropy of every trained target, through a head that is understood without
+    whole logits.
 
-    What tells ``sft`` from ``pretraining`` is which tokens the data marks as trained.
+    ``sft`` and ``pretraining`` differ only in the tokens that the data marks as trained.
     """
 
     of_tokens = True
+    papers = (Paper("next-token prediction", "Radford et al., 2018, eq. 1"),)
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
@@ -57,14 +58,16 @@ class NextToken(Objective):
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """The cross-entropy, and as a metric the ratio of targets that are the likeliest token;
-        without auxiliary terms.
+        """Return the cross-entropy and, as a metric, the ratio of targets that are the likeliest
+        token; no auxiliary terms.
         """
         head = model.head
         states = model.logits(batch) if head is None else model.hidden_states(batch)
         total, correct = (torch.zeros((), device=states.device) for _ in range(2))
-        weights = [None] * len(batch) if batch.weights is None else batch.weights.split(ROWS)
-        for rows, targets, weight in zip(states.split(ROWS), batch.targets.split(ROWS), weights):
+        weights = [None] * len(batch) if batch.weights is None else batch.weights.split(SCORED_ROWS)
+        for rows, targets, weight in zip(
+            states.split(SCORED_ROWS), batch.targets.split(SCORED_ROWS), weights
+        ):
             logits = _wide(rows) if head is None else head.logits(rows)
             if weight is None:
                 total += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
@@ -81,11 +84,11 @@ class NextToken(Objective):
 
 
 def _weighted(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Cross-entropy summed over the targets that are not ignored, each with its weight."""
+    """Return the cross-entropy summed over the targets that are not ignored, each by its weight."""
     losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
     return (losses if weights is None else losses * weights).sum()
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """In fp32 at least, as through the head."""
+    """Return the logits in fp32 at least, as the head computes them."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -28,30 +28,29 @@ from chronicals.objectives.pairs import (
     reward_metrics,
 )
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """log odds(y_w) − log odds(y_l) of mean log-probabilities ``[G]``, below 0."""
+    """Return log odds(y_w) − log odds(y_l), given mean log-probabilities ``[G]`` below 0."""
     return (chosen - rejected) - (log_one_minus_exp(chosen) - log_one_minus_exp(rejected))
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 − eˣ) of x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as
+    """Return log(1 − eˣ) for x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as
     the next smaller number.
     """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    near = x > -0.6931471805599453
+    near = x > -0.6931471805599453  # − log 2: where both forms are as exact
     return torch.where(near, (-torch.expm1(x.where(near, -0.5))).log(), torch.log1p(-x.exp()))
 
 
 @register("orpo")
 class ORPO(PairObjective):
-    """Supervised fine-tuning on the chosen answers, with the odds of the rejected ones held
-    down.
-    """
+    """Supervised fine-tuning on the chosen answers that holds the odds of the rejected ones down."""
 
     name = "odds_ratio"
+    papers = (Paper("ORPO", "Hong et al., 2024, eq. 6 and 7"),)
     by_token = True
     full_learning_rate = 8e-6
     adapter_learning_rate = 1e-4
@@ -63,11 +62,11 @@ class ORPO(PairObjective):
         )
 
     def why_no_gradient(self, values: Mapping[str, float]) -> None:
-        """The cross-entropy is flat nowhere."""
+        """Return None: the cross-entropy is flat nowhere."""
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         beta = self.settings.beta
-        (chosen, rejected) = pairs.mean_log_p()
+        chosen, rejected = pairs.mean_log_p()
         ratio = log_odds_ratio(chosen, rejected)
         losses = -F.logsigmoid(ratio)
         return {

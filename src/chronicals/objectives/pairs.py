@@ -1,4 +1,4 @@
-"""Objectives over pairs of answers to one prompt: what their files share.
+"""Base of the objectives over pairs of answers to one prompt.
 
 A row of kind ``preference`` is an item of two documents, of side 0 (chosen, y_w) and 1 (rejected,
 y_l). With x the prompt,
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.data.making.store import SIDE
-from chronicals.data.packs.loader import GROUP
+from chronicals.data.making.store import SIDE_COLUMN
+from chronicals.data.packs.step_memory import GROUP_SEGMENT
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.definitions import document_of
 from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
@@ -30,24 +30,28 @@ from chronicals.objectives.terms import SATURATED, Objective, ScoredDocument
 
 CHOSEN = 0
 REJECTED = 1
-"""Sides."""
+"""Values of the column ``side``."""
 
 PER_PAIR = "items"
+"""Name of the count of a step's pairs."""
+
 PER_CHOSEN_TOKEN = "first_targets"
-"""The counts of a step's pairs, and of the targets of their chosen answers."""
+"""Name of the count of the targets of their chosen answers."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Both answers of the items of a Batch. There are as many entries, G, as the Batch has
-    documents: a number that does not change; entries without an item are not ``there``.
+    """Both answers of the items of a Batch.
+
+    There are as many entries, G, as the Batch has documents, so that shapes do not change from step
+    to step; ``there`` is False for entries without an item.
 
     Attributes:
-        chosen, rejected: fp32 ``[G]``, log π of each answer.
-        chosen_tokens, rejected_tokens: fp32 ``[G]``, its trained tokens, at least 1.
+        chosen, rejected: log π of each answer, fp32 ``[G]``.
+        chosen_tokens, rejected_tokens: trained tokens of each answer, at least 1, fp32 ``[G]``.
         there: bool ``[G]``.
-        reference_chosen, reference_rejected: fp32 ``[G]``, log π_ref of each answer, where the
-            objective has a reference.
+        reference_chosen, reference_rejected: log π_ref of each answer, fp32 ``[G]``; None if the
+            objective has no reference.
     """
 
     chosen: Tensor
@@ -59,48 +63,62 @@ class Pairs:
     reference_rejected: Tensor | None = None
 
     def mean_log_p(self) -> tuple[Tensor, Tensor]:
-        """log π over the number of tokens, of the chosen and of the rejected answers."""
+        """Return log π over the number of tokens, of the chosen and of the rejected answers."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """log π/π_ref of the chosen and the rejected answers."""
+        """Return log π/π_ref of the chosen and of the rejected answers."""
         assert self.reference_chosen is not None and self.reference_rejected is not None
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the items of ``values`` ``[G]``."""
+        """Return the sum of ``values`` ``[G]`` over the items."""
         return torch.where(self.there, values, 0.0).sum()
 
 
 def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
-    """``[G]``: of each item the value ``[N]`` of its document of this side, 0 where there is
-    none.
+    """Return, for each item, the entry of ``values`` ``[N]`` of its document of this side, ``[G]``;
+    0 for none.
     """
-    group = batch.segments[GROUP]
-    here = batch.segments[SIDE] == side
+    group = batch.segments[GROUP_SEGMENT]
+    here = batch.segments[SIDE_COLUMN] == side
     place = torch.where(here, group, len(values))
     return values.new_zeros(len(values) + 1).index_copy(0, place, values * here)[:-1]
 
 
 def pairs_of(sums: Tensor, batch: Batch, reference: Tensor | None) -> Pairs:
-    """Of the log-probabilities ``[N]`` of the documents, and those under the reference."""
+    """Return the pairs of a Batch.
+
+    Args:
+        sums: log-probabilities of the documents, ``[N]``.
+        reference: the same under the reference; None if there is none.
+    """
     tokens = document_targets(batch, sums.dtype)
     chosen, rejected = (by_item(sums, batch, side) for side in (CHOSEN, REJECTED))
-    of_chosen, of_rejected = (by_item(tokens, batch, side) for side in (CHOSEN, REJECTED))
-    found = Pairs(chosen, rejected, of_chosen.clamp(min=1), of_rejected.clamp(min=1), of_chosen > 0)
+    chosen_tokens, rejected_tokens = (by_item(tokens, batch, side) for side in (CHOSEN, REJECTED))
+    pairs = Pairs(
+        chosen,
+        rejected,
+        chosen_tokens.clamp(min=1),
+        rejected_tokens.clamp(min=1),
+        there=chosen_tokens > 0,
+    )
     if reference is None:
-        return found
-    references = (by_item(reference, batch, side) for side in (CHOSEN, REJECTED))
-    return replace(found, **dict(zip(("reference_chosen", "reference_rejected"), references)))
+        return pairs
+    return replace(
+        pairs,
+        reference_chosen=by_item(reference, batch, CHOSEN),
+        reference_rejected=by_item(reference, batch, REJECTED),
+    )
 
 
 class PairObjective(Objective):
-    """Minimises a function of both answers' log-probabilities, the mean over the pairs of a step.
+    """An objective that minimises a function of both answers' log-probabilities, the mean over the
+    pairs of a step.
 
     Attributes:
-        name: of the loss among the terms.
-        by_token: whether the log-probabilities that are shown are means over an answer's tokens, as
-            those of the loss.
+        name: name of the loss among the terms.
+        by_token: True if the loss, and so the metrics, take means over an answer's tokens.
     """
 
     row_kinds: ClassVar[tuple[str, ...]] = ("preference",)
@@ -128,8 +146,8 @@ class PairObjective(Objective):
         return self.pair_definition(document_of(item, 0), document_of(item, 1))
 
     def lowest_loss(self) -> float | None:
-        """The value that the loss of a pair has, or comes near, where it is flat; None where it
-        is flat nowhere.
+        """Return the value of a pair's loss, or its limit, where it is flat; None if it is flat
+        nowhere.
         """
         return 0.0
 
@@ -139,18 +157,18 @@ class PairObjective(Objective):
 
     @abstractmethod
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
-        """What a pair adds to the loss, by the formula (``definitions.py``), and what that is
-        divided by.
-        """
+        """Return the terms of a pair by the formula, with the parts of ``definitions.py``."""
 
     @abstractmethod
     def terms(self, pairs: Pairs) -> dict[str, Term]:
-        """The loss under ``name``, with what else is minimised, and ``reward_metrics``."""
+        """Return the loss under ``name``, further terms that are minimised, and
+        ``reward_metrics``.
+        """
 
 
 def why_flat(loss: float, lowest: float = 0.0) -> str | None:
-    """The reason why the mean loss of a step's pairs has no gradient; None where it is above the
-    value at which it is flat.
+    """Return why the mean loss of a step's pairs has no gradient; None if it is above the value at
+    which it is flat.
     """
     if loss - lowest > SATURATED:
         return None
@@ -158,8 +176,8 @@ def why_flat(loss: float, lowest: float = 0.0) -> str | None:
 
 
 def binary_entropy(share: float) -> float:
-    """− ε log ε − (1 − ε) log(1 − ε): the lowest value of − (1 − ε) log σ(h) − ε log σ(−h),
-    where σ(h) = 1 − ε.
+    """Return − ε log ε − (1 − ε) log(1 − ε), the lowest value of − (1 − ε) log σ(h) − ε log σ(−h),
+    at σ(h) = 1 − ε.
     """
     if not share:
         return 0.0
@@ -167,17 +185,17 @@ def binary_entropy(share: float) -> float:
 
 
 def nll_of_chosen(pairs: Pairs, coefficient: float) -> dict[str, Term]:
-    """The cross-entropy of the chosen answers, a mean over all their tokens in a step."""
+    """Return the cross-entropy of the chosen answers, a mean over all their tokens in a step."""
     return {"cross_entropy": Term(-pairs.total(pairs.chosen), coefficient, PER_CHOSEN_TOKEN)}
 
 
 def reward_metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> Mapping[str, Term]:
-    """What is shown of the rewards ``[G]`` of both answers: their means, the margin, and how
-    often the chosen one is higher.
+    """Return metrics of the rewards ``[G]`` of both answers: their means, the margin, and how often
+    the chosen one is higher.
     """
     chosen = chosen.detach()
     rejected = rejected.detach()
-    found = {
+    metrics = {
         "chosen": chosen,
         "rejected": rejected,
         "margins": chosen - rejected,
@@ -185,5 +203,5 @@ def reward_metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> Mapping[st
     }
     return {
         f"rewards/{name}": Term(pairs.total(values), 0.0, PER_PAIR)
-        for name, values in found.items()
+        for name, values in metrics.items()
     }

@@ -1,44 +1,57 @@
-"""The reference policy of an objective: the model as the run begins, or another one, without a
+"""The reference policy of an objective: the model as the run begins, or another model, without a
 gradient.
 
-It is had in one of three ways: adapters are switched off for a forward pass more, a frozen model
-beside the trained one is asked, or every document's log-probability was computed before the first
-step and is a column of the data. It never drops out.
+Its log-probabilities come from one of three places: a further forward pass with adapters switched
+off, a frozen model beside the trained one, or a column of the data that was computed before the
+first step. It never drops out.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.paths import lasting
 from chronicals.lora import adapters_are_fresh, why_base_is_gone, without_adapters
-from chronicals.models import PresentedModel, in_evaluation
+from chronicals.models import PresentedModel, has_4bit_layers, in_evaluation
 from chronicals.models.loading import without_field
+from chronicals.objectives.columns import Column, Columns, Record, ReferencePolicy
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
-from chronicals.objectives.same_tokenizer import OF_ITS_BASE, check_same_tokenizer
+from chronicals.objectives.registry import OBJECTIVES
+from chronicals.objectives.same_tokenizer import ADAPTER_BASE_REMEDY, check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
-"""The column of log-probabilities under the reference, and the name of a frozen model."""
+"""Name of the column of log-probabilities under the reference, and of a frozen reference model."""
 
-REMEDY = "the reference must read texts as the policy does: take one of the policy's family"
-"""Where its tokenizer is another."""
+_TOKENIZER_REMEDY = (
+    "the reference must read texts as the policy does: take one of the policy's family"
+)
+
+_COMPARED_PARAMETERS = 16
+"""Parameters that a resumed run recognises a reference by: those of the last layer, and the head."""
+
+_UNKNOWN_COMMIT = [None]
+"""End of the identity of a hub's model in records of runs that did not know its commit."""
 
 
 @settings
 class ReferenceSettings:
-    """Of an objective with a reference policy."""
+    """Settings of an objective with a reference policy."""
 
     reference: Literal["auto", "adapters_off", "stored"] = Field(
         default="auto",
@@ -61,10 +74,12 @@ class ReferenceSettings:
 
 
 class WithReference(Objective):
-    """An objective whose settings have the fields of ``ReferenceSettings``."""
+    """An objective with a reference policy; its settings have the fields of
+    ``ReferenceSettings``.
+    """
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
-        """The reference model, where one is named."""
+        """Return the reference model, if the settings name one."""
         chosen = self.settings
         if chosen.reference_model is None:
             if chosen.reference_in_4bit:
@@ -80,36 +95,41 @@ class WithReference(Objective):
                 f"{config.objective}.reference_model="
                 f"{chosen.reference_model!r}; leave one of them out"
             )
-        said = f"{config.objective}={{'reference_model': {chosen.reference_model!r}}}"
+        setting = f"{config.objective}={{'reference_model': {chosen.reference_model!r}}}"
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         try:
-            saved = SavedModel.find(chosen.reference_model, remedy=OF_ITS_BASE)
+            saved = SavedModel.find(chosen.reference_model, remedy=ADAPTER_BASE_REMEDY)
             if saved.has_tokenizer():
                 check_same_tokenizer(
-                    tokenizer, saved.tokenizer(chosen.trust_remote_code), said, REMEDY
+                    tokenizer,
+                    saved.tokenizer(chosen.trust_remote_code),
+                    setting,
+                    _TOKENIZER_REMEDY,
                 )
             else:
                 logger.info(
                     "%s: it has no tokenizer beside it, so only the number of tokens is compared",
-                    said,
+                    setting,
                 )
-            other = saved.model(
+            reference = saved.model(
                 dtype, chosen.trust_remote_code, "nf4" if chosen.reference_in_4bit else None
             )
         except ConfigurationError:
             raise
         except ValueError as error:
-            raise ConfigurationError(f"{said}: {without_field(error)}") from error
+            raise ConfigurationError(f"{setting}: {without_field(error)}") from error
         rows = model.get_input_embeddings().weight.shape[0]
-        if (there := other.get_input_embeddings().weight.shape[0]) < min(rows, len(tokenizer)):
+        reference_rows = reference.get_input_embeddings().weight.shape[0]
+        if reference_rows < min(rows, len(tokenizer)):
             raise ConfigurationError(
-                f"{said}: its embedding has {there} rows, the tokenizer {len(tokenizer)} tokens; "
-                f"{REMEDY}"
+                f"{setting}: its embedding has {reference_rows} rows, the tokenizer "
+                f"{len(tokenizer)} tokens; {_TOKENIZER_REMEDY}"
             )
-        return {REFERENCE: other}
+        return {REFERENCE: reference}
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
-        if (named := self.settings.reference_model) is not None:
+        named = self.settings.reference_model
+        if named is not None:
             return f"the reference model {named}: its weights on every card, and its forward passes"
         if self.settings.reference == "adapters_off" and not config.use_lora:
             raise ConfigurationError(
@@ -126,13 +146,25 @@ class WithReference(Objective):
     def frozen_start(self) -> str | None:
         return REFERENCE if self.settings.reference_model is None else None
 
-    def stores_reference(self, model: Any) -> bool:
-        """Whether the log-probability of every document is to be computed with ``model``, as the
-        run begins.
+    def start_columns(self, model: Any) -> Sequence[Columns]:
+        """Declare the log-probability of every document, unless a reference model or the base
+        without adapters gives it.
+        """
+        if not self._stores_reference(model):
+            return ()
+        column = Column(REFERENCE, np.float32)
+        return (
+            Columns(
+                REFERENCE, "log-probabilities", "document", (column,), self._log_p_of_documents
+            ),
+        )
+
+    def _stores_reference(self, model: Any) -> bool:
+        """Return whether log-probabilities under the reference are a column of the data.
 
         Raises:
-            ConfigurationError: adapters are to be switched off, and what that gives is not what the
-                run begins with.
+            ConfigurationError: the settings ask for adapters switched off, and that is not the
+                model that the run begins with.
         """
         if self.settings.reference_model is not None:
             return False
@@ -146,43 +178,65 @@ class WithReference(Objective):
             )
         return self.settings.reference == "stored" or not fresh
 
-    def check_reference(self, model: Any) -> None:
-        """Whether there is a reference to compare ``model`` with, which was trained before.
+    def _log_p_of_documents(
+        self, model: PresentedModel, batch: Batch, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, ...]]:
+        log_p = model.as_forward(lambda: score_tokens(model, batch, self.chunk_size).log_p)
+        yield (document_sums(log_p, batch).float(),)
 
-        Raises:
-            ConfigurationError: there is none, or what the model is without its adapters need not be
-                it.
-        """
+    def reference_policy(
+        self, model: Any, loaded_from: SavedModel | None, config: ChronicalsConfig
+    ) -> ReferencePolicy:
+        named = self.settings.reference_model
+        frozen = self.frozen.get(REFERENCE)
+        if frozen is not None:
+            parameters = list(frozen.model.parameters())
+        else:
+            parameters = [p for name, p in model.named_parameters() if "lora_" not in name]
+        weights = tuple(parameters[-_COMPARED_PARAMETERS:])
+        if named is not None:
+            saved = SavedModel.find(named)
+            return ReferencePolicy({"how": "reference_model", **_place_of(saved)}, weights)
+        in_4bit = {"in_4bit": True} if has_4bit_layers(model) else {}
+        if not self._stores_reference(model):
+            return ReferencePolicy({"how": "adapters_off", **in_4bit}, weights)
+        # LoftQ changes the base: the model that the run begins with is that of no files.
+        changed_by_loftq = config.use_lora and config.lora_init == "loftq"
+        if loaded_from is None or (changed_by_loftq and not loaded_from.adapted):
+            return ReferencePolicy({"how": "stored"})
+        place = _place_of(loaded_from)
+        return ReferencePolicy({"how": "stored", **place, **(in_4bit if place else {})})
+
+    def why_not_evaluated(self, model: Any) -> str | None:
         if self.settings.reference_model is not None:
-            return
+            return None
         if self.settings.reference != "adapters_off":
-            raise ConfigurationError(
+            return (
                 "nothing says which reference policy this model was trained beside; give it as "
                 "reference_model, a folder or "
                 "hub name: the model that the run began with, unless another was named"
             )
-        gone = (
-            "it has no adapters of ours"
-            if not hasattr(model, "chronicals_lora")
-            else why_base_is_gone(model)
+        adapted = hasattr(model, "chronicals_lora")
+        reason = why_base_is_gone(model) if adapted else "it has no adapters of ours"
+        if reason is None:
+            return None
+        return (
+            f"reference='adapters_off': {reason}, so that switching them off gives no reference "
+            "policy; give it as "
+            "reference_model, a folder or hub name"
         )
-        if gone is not None:
-            raise ConfigurationError(
-                f"reference='adapters_off': {gone}, so that switching them off gives no reference "
-                "policy; give it as "
-                "reference_model, a folder or hub name"
-            )
 
     @torch.no_grad()
     def reference_sums(self, model: PresentedModel, batch: Batch) -> Tensor:
-        """``[N]``: the log-probability of each document's targets under the reference.
+        """Return the log-probability of each document's targets under the reference, ``[N]``.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: there is no reference.
         """
         if REFERENCE in batch.segments:
             return batch.segments[REFERENCE]
-        if (frozen := self.frozen.get(REFERENCE)) is not None:
+        frozen = self.frozen.get(REFERENCE)
+        if frozen is not None:
             return document_sums(score_tokens(frozen, batch, self.chunk_size).log_p, batch)
         if not hasattr(model.model, "chronicals_lora"):
             raise ConfigurationError(
@@ -191,3 +245,86 @@ class WithReference(Objective):
             )
         with without_adapters(model.model), in_evaluation(model.model):
             return document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)
+
+
+def _place_of(saved: SavedModel) -> dict[str, Any]:
+    """Return ``start`` and ``identity`` of a stored model; empty if its place does not lead to it
+    again.
+    """
+    start = lasting(saved.place)
+    with suppress(ValueError, OSError):
+        again = SavedModel.find(start)
+        if again.base == saved.base:
+            return {"start": start, "identity": again.identity()}
+    return {}
+
+
+def with_reference(
+    config: ChronicalsConfig,
+    record: Record | None,
+    reference_model: str | Path | None = None,
+    base: str | None = None,
+) -> ChronicalsConfig:
+    """Return the configuration of an evaluation, with the reference policy that the model was
+    trained beside.
+
+    Args:
+        record: written by the run beside its model; None if it wrote none.
+        reference_model: another reference, given by the user.
+        base: model under adapters that are merged into the evaluated model, which has none to
+            switch off.
+
+    Raises:
+        ConfigurationError: a reference model is given to an objective that has none; or the one of
+            the run is gone or changed.
+    """
+    objective = OBJECTIVES.get(config.objective)
+    if objective is None or not issubclass(objective, WithReference):
+        if reference_model is not None:
+            raise ConfigurationError(
+                f"reference_model={str(reference_model)!r}: objective={config.objective!r} "
+                "compares with no reference policy; "
+                "leave it out"
+            )
+        return config
+    section = dict(config.sections.get(config.objective, {}))
+    if reference_model is None and section.get("reference_model") is None and record is not None:
+        reference_model = base if record["how"] == "adapters_off" else _start_of(record)
+        if record.get("in_4bit") and reference_model is not None:
+            section["reference_in_4bit"] = True
+    if reference_model is not None:
+        section["reference_model"] = lasting(reference_model)
+        section["reference"] = "auto"
+    elif section.get("reference_model") is None and record is not None:
+        section["reference"] = "adapters_off"
+    return config.fitted(sections={**config.sections, config.objective: section})
+
+
+def _start_of(record: Record) -> str:
+    """Return the place of the model that a run began with.
+
+    Raises:
+        ConfigurationError: it is not known, gone or changed.
+    """
+    start = record.get("start")
+    remedy = "give as reference_model, a folder or hub name, the model that the run began with"
+    if start is None:
+        raise ConfigurationError(
+            "the run's reference policy was the model that it began with, and it was not known "
+            f"where that is stored; {remedy}"
+        )
+    try:
+        same = (
+            SavedModel.find(start).identity() == record["identity"]
+            or record["identity"][1:] == _UNKNOWN_COMMIT
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(
+            f"the run's reference policy, {start}, cannot be read: {without_field(error)}; {remedy}"
+        ) from error
+    if not same:
+        raise ConfigurationError(
+            f"the run's reference policy was the model in {start}, whose files were changed or "
+            f"moved since; {remedy}"
+        )
+    return str(start)

@@ -11,15 +11,15 @@ import pydantic
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.foreign import no_such_field, no_such_objective, setting_called
 from chronicals.config.sections import SHARED
-from chronicals.data.kinds.rows import TRAINED
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
 
 OBJECTIVES: dict[str, type[Objective]] = {}
-"""By the name in the configuration."""
+"""Objectives by their name in the configuration."""
 
 BESIDE: dict[str, type] = {SHARED: RouterSettings}
-"""Sections that any objective may have beside its own, and their settings."""
+"""Settings of the sections that any objective may have beside its own, by their names."""
 
 C = TypeVar("C", bound=type[Objective])
 
@@ -37,11 +37,11 @@ def register(*names: str) -> Callable[[C], C]:
 
 
 def build_objective(config: ChronicalsConfig) -> Objective:
-    """The objective that ``config`` names, with its settings.
+    """Build the objective that ``config`` names, with its settings.
 
     Raises:
-        ConfigurationError: there is no such objective, a section belongs to none or to another one,
-            or a setting is wrong.
+        ConfigurationError: there is no such objective, a section belongs to none or to another
+            objective, or a setting is wrong.
     """
     name = config.objective
     if name not in OBJECTIVES:
@@ -56,7 +56,7 @@ def build_objective(config: ChronicalsConfig) -> Objective:
                 "them out, or set "
                 f"objective={section!r}"
             )
-    if set(OBJECTIVES[name].row_kinds).isdisjoint(TRAINED):
+    if set(OBJECTIVES[name].row_kinds).isdisjoint(DOCUMENT_KINDS):
         _check_answers_alone(config)
     built = OBJECTIVES[name](
         _checked(name, OBJECTIVES[name].Settings, config), config.logits_chunk_size
@@ -67,8 +67,10 @@ def build_objective(config: ChronicalsConfig) -> Objective:
 
 
 def _check_answers_alone(config: ChronicalsConfig) -> None:
-    """Raises ConfigurationError where fields ask what an objective of pairs or judged answers
-    cannot do.
+    """Check fields that an objective of pairs or judged answers cannot honour.
+
+    Raises:
+        ConfigurationError: a field asks for parts of answers, or for trained prompts.
     """
     if config.overlong == "split":
         raise ConfigurationError(
@@ -85,10 +87,10 @@ def _check_answers_alone(config: ChronicalsConfig) -> None:
 
 
 def _checked(section: str, settings: type, config: ChronicalsConfig) -> Any:
-    """The settings of a section.
+    """Return the settings of a section.
 
     Raises:
-        ConfigurationError: one is wrong.
+        ConfigurationError: a setting is wrong.
     """
     try:
         return settings(**config.sections.get(section, {}))
@@ -97,13 +99,13 @@ def _checked(section: str, settings: type, config: ChronicalsConfig) -> Any:
 
 
 def default_learning_rate(config: ChronicalsConfig, adapters: bool) -> float:
-    """Of the objective, where adapters are trained or all weights."""
+    """Return the objective's default learning rate for adapters, or for all weights."""
     cls = OBJECTIVES[config.objective]
     return cls.adapter_learning_rate if adapters else cls.full_learning_rate
 
 
 def _explained(section: str, settings: type, error: pydantic.ValidationError) -> str:
-    """For each wrong setting the section, its name, the value and what is allowed."""
+    """Return, for each wrong setting, its section, name and value, and what is allowed."""
     known = [field.name for field in dataclasses.fields(settings)]
     lines = []
     for detail in error.errors():

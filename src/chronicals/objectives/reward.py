@@ -36,22 +36,26 @@ from chronicals.objectives.pairs import (
     why_flat,
 )
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Objective, ScoredDocument, settings
+from chronicals.objectives.terms import Objective, Paper, ScoredDocument, settings
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
 
 
 def bradley_terry_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """``[G]``: the negative log-likelihood of each choice, of both answers' rewards ``[G]``."""
+    """Return the negative log-likelihood of each choice, given both answers' rewards ``[G]``."""
     return -F.logsigmoid(chosen - rejected)
 
 
 @register("reward")
 class Reward(Objective):
-    """Scores the chosen answer above the rejected one."""
+    """An objective that trains a score, higher for the chosen answer than for the rejected one."""
 
     row_kinds = ("preference",)
+    papers = (
+        Paper("reward model", "Ouyang et al., 2022, eq. 1"),
+        Paper("rewards held around zero", "Eisenstein et al., 2023, eq. 2"),
+    )
     full_learning_rate = 1e-5
     adapter_learning_rate = 1e-4
     generates = False
@@ -80,8 +84,8 @@ class Reward(Objective):
         quantization: str | None = None,
         watch: Watch | None = None,
     ) -> Any:
-        """A language model, which is given a new score, or a reward model, whose score is
-        trained further.
+        """Load a language model, which gets a new score, or a reward model, whose score is trained
+        further.
         """
         if saved.is_scored(trust_remote_code):
             return saved.scored_model(dtype, trust_remote_code, quantization)
@@ -117,7 +121,7 @@ class Reward(Objective):
         return why_flat(values["loss"])
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
-        """By the sigmoid itself."""
+        """Return the loss by the sigmoid itself, not by its logarithm."""
         rewards = {document.side: document.score for document in item}
         chosen = rewards[CHOSEN]
         rejected = rewards[REJECTED]
@@ -127,20 +131,19 @@ class Reward(Objective):
         return {"reward": Term(loss, per="items")}
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
-        """Of pairs whose values are rewards."""
+        """Return the losses and metrics of pairs whose values are rewards."""
         chosen = pairs.chosen
         rejected = pairs.rejected
         weight = self.settings.center_coefficient
-        found = {
-            "bradley_terry": Term(pairs.total(bradley_terry_losses(chosen, rejected)), per=PER_PAIR)
-        }
+        losses = bradley_terry_losses(chosen, rejected)
+        terms = {"bradley_terry": Term(pairs.total(losses), per=PER_PAIR)}
         if weight:
-            found["centering"] = Term(pairs.total((chosen + rejected).square()), weight, PER_PAIR)
-        return {**found, **reward_metrics(pairs, chosen, rejected)}
+            terms["centering"] = Term(pairs.total((chosen + rejected).square()), weight, PER_PAIR)
+        return {**terms, **reward_metrics(pairs, chosen, rejected)}
 
 
 def document_scores(model: PresentedModel, states: Tensor, batch: Batch) -> Tensor:
-    """fp32 ``[N]``: the score of each document, of the hidden states ``[T, D]``.
+    """Return the score of each document, fp32 ``[N]``, given the hidden states ``[T, D]``.
 
     Raises:
         ConfigurationError: the model has no score.
@@ -156,26 +159,27 @@ def document_scores(model: PresentedModel, states: Tensor, batch: Batch) -> Tens
 
 
 def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
-    """The id of a token with which no answer ends; it becomes the tokenizer's padding token.
+    """Choose a token with which no answer ends, make it the tokenizer's padding token, and return its
+    id.
 
     transformers takes the score of the last token that is not the padding token, which therefore
     must not be an end.
 
     Args:
-        rows: of the embedding, which must have the token.
-        asked: the token's text.
+        rows: rows of the embedding, which must have the token.
+        asked: the token's text; None to choose one of the special tokens.
 
     Raises:
-        ConfigurationError: there is none, or what is asked for is none.
+        ConfigurationError: there is no such token, or the one that is asked for is not one.
     """
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     ends = set(stop_token_ids(tokenizer))
     if asked is not None:
         candidates = [asked]
     else:
         named = [
             token
-            for token in known
+            for token in vocabulary
             if "pad" in token.lower() and token in tokenizer.all_special_tokens
         ]
         candidates = [
@@ -185,11 +189,10 @@ def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
             tokenizer.bos_token,
             *tokenizer.all_special_tokens,
         ]
-    found = next(
-        (t for t in candidates if t in known and known[t] not in ends and known[t] < rows), None
-    )
-    if found is None:
-        told = (
+    usable = {token for token, number in vocabulary.items() if number not in ends and number < rows}
+    chosen = next((token for token in candidates if token in usable), None)
+    if chosen is None:
+        problem = (
             f"reward.pad_token={asked!r}: is no token of the model, or one with which answers end"
             if asked
             else (
@@ -198,13 +201,13 @@ def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
             )
         )
         raise ConfigurationError(
-            f"{told}; set reward.pad_token to a token of its vocabulary that ends no answer"
+            f"{problem}; set reward.pad_token to a token of its vocabulary that ends no answer"
         )
-    if found != tokenizer.pad_token:
+    if chosen != tokenizer.pad_token:
         logger.info(
             "rows of the saved model are padded with %r; answers may end with %r",
-            found,
+            chosen,
             tokenizer.pad_token,
         )
-        tokenizer.pad_token = found
-    return int(known[found])
+        tokenizer.pad_token = chosen
+    return int(vocabulary[chosen])

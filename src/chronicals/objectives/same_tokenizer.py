@@ -1,5 +1,6 @@
-"""Models that a setting names beside the one that is trained, a teacher or a reference: they
-must read the same texts in the same ids."""
+"""A check that a teacher or a reference model, named by a setting, reads texts as the same token
+ids as the trained model.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +9,53 @@ from typing import Any
 from chronicals.config import ConfigurationError
 from chronicals.data.tokens.template import PROBE
 
-OF_ITS_BASE = (
+ADAPTER_BASE_REMEDY = (
     "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name "
     "the model that chronicals "
     "merge makes of it"
 )
-"""What to do where the named model is an adapter whose own model is not known."""
+"""Remedy if the named model is an adapter whose base model is not known."""
 
 
-def check_same_tokenizer(tokenizer: Any, others: Any, said: str, remedy: str) -> None:
-    """What another model predicts for ids says something about the same texts only.
+def check_same_tokenizer(tokenizer: Any, other: Any, setting: str, remedy: str) -> None:
+    """Check that another model's predictions for token ids are of the same texts.
 
     Args:
-        others: tokenizer of the other model.
-        said: the setting that names it, for the message.
-        remedy: what to do, likewise.
+        tokenizer: of the trained model.
+        other: tokenizer of the other model.
+        setting: names the other model, for the message.
+        remedy: advice for the message.
 
     Raises:
         ConfigurationError: a text has other ids with the other tokenizer, or a special token is
             another.
     """
     ours = tokenizer.get_vocab()
-    theirs = others.get_vocab()
+    theirs = other.get_vocab()
     if ours != theirs:
-        token = min(
-            dict(ours.items() ^ theirs.items()), key=lambda text: ours.get(text, theirs.get(text))
-        )
-        ids = " and ".join(
-            f"{side} {vocabulary.get(token, 'none')}"
-            for side, vocabulary in (("ours", ours), ("its", theirs))
-        )
+        differing = dict(ours.items() ^ theirs.items())
+        token = min(differing, key=lambda text: ours.get(text, theirs.get(text)))
         raise ConfigurationError(
-            f"{said}: its tokenizer has another vocabulary ({len(theirs):,} tokens, ours "
+            f"{setting}: its tokenizer has another vocabulary ({len(theirs):,} tokens, ours "
             f"{len(ours):,}; {token!r} has "
-            f"id {ids}); {remedy}"
+            f"id ours {ours.get(token, 'none')} and its {theirs.get(token, 'none')}); {remedy}"
         )
-    special, other = (
-        {at: str(token) for at, token in side.added_tokens_decoder.items() if token.special}
-        for side in (tokenizer, others)
-    )
-    if special != other:
-        at = min(key for key in {*special, *other} if special.get(key) != other.get(key))
+    special = _special_tokens(tokenizer)
+    other_special = _special_tokens(other)
+    if special != other_special:
+        differing_ids = {*special, *other_special}
+        at = min(key for key in differing_ids if special.get(key) != other_special.get(key))
         raise ConfigurationError(
-            f"{said}: its tokenizer has other special tokens (id {at} is {other.get(at)!r}, ours "
-            f"{special.get(at)!r}); {remedy}"
+            f"{setting}: its tokenizer has other special tokens (id {at} is "
+            f"{other_special.get(at)!r}, ours {special.get(at)!r}); {remedy}"
         )
-    if tokenizer(PROBE)["input_ids"] != others(PROBE)["input_ids"]:
+    if tokenizer(PROBE)["input_ids"] != other(PROBE)["input_ids"]:
         raise ConfigurationError(
-            f"{said}: its tokenizer divides texts otherwise than ours; {remedy}"
+            f"{setting}: its tokenizer divides texts otherwise than ours; {remedy}"
         )
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the special tokens by their ids."""
+    added = tokenizer.added_tokens_decoder
+    return {at: str(token) for at, token in added.items() if token.special}

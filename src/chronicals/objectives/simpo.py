@@ -16,21 +16,22 @@ from chronicals.models import Term, Terms
 from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import ScoredDocument, settings
+from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 
 def simpo_losses(chosen: Tensor, rejected: Tensor, gamma: float) -> Tensor:
-    """The loss of each pair, of the rewards ``[G]`` of both answers."""
+    """Return the loss of each pair, given the rewards ``[G]`` of both answers."""
     return -F.logsigmoid(chosen - rejected - gamma)
 
 
 @register("simpo")
 class SimPO(PairObjective):
-    """Raises the mean log-probability of the chosen answer's tokens over that of the rejected
-    one's, by a margin.
+    """An objective that raises the mean log-probability of the chosen answer's tokens over that of the
+    rejected one's, by a margin.
     """
 
     name = "simpo"
+    papers = (Paper("SimPO", "Meng et al., 2024, eq. 6"),)
     by_token = True
 
     @settings

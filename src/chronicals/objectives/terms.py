@@ -1,5 +1,5 @@
-"""What an objective is, and the one place where sums are divided by the counts of the whole
-optimizer step.
+"""The interface of an objective, and the division of its sums by the counts of the whole optimizer
+step.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.kinds.rows import TRAINED
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.models import PresentedModel, Term, Terms, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.moe.router_settings import RouterSettings
+from chronicals.objectives.columns import Columns, ReferencePolicy
 from chronicals.saving import SavedModel
 
 Count = int | float | Tensor
-"""What a sum is divided by; a scalar on the device where steps are CUDA graphs."""
+"""Divisor of a sum; a scalar on the device where steps are CUDA graphs."""
 
 Value = TypeVar("Value", Tensor, float)
-"""Of a metric, on the device or not."""
+"""Value of a metric, on the device or not."""
 
 CHUNK = 4352
-"""Rows of logits that exist at a time, unless told otherwise."""
+"""Default of the rows of logits that exist at a time."""
 
 SATURATED = 1e-6
 """Distance of a step's loss from its lowest value, below which its gradient may be too small for
@@ -43,7 +44,7 @@ and numbers are finite.
 
 @settings
 class NoSettings:
-    """Of an objective that has none of its own."""
+    """Settings of an objective that has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class ScoredDocument:
         logits: of the trained model at the trained targets, ``[n, V]``, differentiable.
         targets: int64 ``[n]``.
         frozen: logits of the objective's frozen models at the same places, by name.
-        side, label: of these columns of the data (``data/making/store.py``).
-        score: fp32 scalar, of a model with a score (``models/classifier.py``), which has no logits.
+        side, label: values of these columns of the data (``data/making/store.py``).
+        score: fp32 scalar of a model with a score (``models/classifier.py``), which has no logits.
     """
 
     logits: Tensor
@@ -66,36 +67,49 @@ class ScoredDocument:
     score: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Paper:
+    """The source of a method, as ``docs/papers.md`` cites it.
+
+    Attributes:
+        method: name of the method, such as ``DPO``.
+        citation: authors, year and place of the formula.
+    """
+
+    method: str
+    citation: str
+
+
 class Objective(ABC):
-    """``(model, batch) → Terms``: what is minimised, and metrics beside it, by name.
+    """``(model, batch) → Terms``: sums that are minimised, and metrics beside them, by name.
 
     A file of this folder with a class under ``@register("NAME")`` is an objective; nothing else
     lists it. The names of its terms appear in ``metrics.jsonl``, the progress bar, trackers, the
     report and evaluation; a slash makes a group, as in ``dpo/margin``.
 
     Args:
-        settings: of the class's own ``Settings``; their defaults if None.
+        settings: an instance of the class's own ``Settings``; their defaults if None.
         chunk_size: rows of logits that may exist at a time.
 
     Attributes:
         Settings: dataclass of its settings, the section of its name in a configuration.
-        row_kinds: the kinds of row that it takes; of a ``preference`` it gets items of two
-            documents, of an ``unpaired preference`` the answer and the answer of another row to the
-            same prompt.
-        of_tokens: whether its terms are sums over tokens, each of which counts by itself: then a
+        row_kinds: kinds of row that it takes. A ``preference`` becomes an item of two documents, an
+            ``unpaired preference`` one of the answer and of another row's answer to the same
+            prompt.
+        papers: methods that the class implements; ``docs/papers.md`` has a row for each.
+        of_tokens: True if its terms are sums over tokens, each of which counts by itself: then a
             Batch may hold parts of documents (``context_parallel``).
-        generates: whether the model that is trained is a language model still, which answers
-            prompts.
-        full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all
-            weights or adapters are trained.
-        frozen: the models of ``bring``, presented, in evaluation mode and without gradients, while
-            a run goes on; empty before and after.
-        router: what is trained of the routers of a mixture of experts beside it; None where nothing
-            is.
+        generates: True if the trained model is still a language model, which answers prompts.
+        full_learning_rate, adapter_learning_rate: default of ``learning_rate`` if all weights or
+            adapters are trained.
+        frozen: models of ``bring``, presented, in evaluation mode and without gradients, while a
+            run goes on; empty before and after.
+        router: losses of a mixture's routers that are trained beside it; None for none.
     """
 
     Settings: ClassVar[type] = NoSettings
-    row_kinds: ClassVar[tuple[str, ...]] = TRAINED
+    row_kinds: ClassVar[tuple[str, ...]] = DOCUMENT_KINDS
+    papers: ClassVar[tuple[Paper, ...]] = ()
     of_tokens: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     full_learning_rate: ClassVar[float] = 2e-4
@@ -109,8 +123,8 @@ class Objective(ABC):
 
     @classmethod
     def shares_prompts(cls) -> bool:
-        """Whether answers to one prompt come in an item, with the prompt in a pack once."""
-        return not set(cls.row_kinds) <= set(TRAINED)
+        """Return whether answers to one prompt come in an item, with the prompt in a pack once."""
+        return not set(cls.row_kinds) <= set(DOCUMENT_KINDS)
 
     @classmethod
     def load(
@@ -121,23 +135,21 @@ class Objective(ABC):
         quantization: str | None = None,
         watch: Watch | None = None,
     ) -> Any:
-        """The model that is trained or evaluated, from where it is stored, as
-        ``SavedModel.model`` takes its arguments.
-        """
+        """Load the model that is trained or evaluated; arguments as of ``SavedModel.model``."""
         return saved.model(dtype, trust_remote_code, quantization, watch)
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
-        """The frozen models that the objective needs beside the one that is trained, by name: a
-        teacher, a reference.
+        """Return the frozen models, by name, that every step needs beside the trained one, such as
+        a teacher or a reference.
 
         Called once a run, before adapters are attached to ``model`` and before it is changed in any
-            other way: a copy of it is
-        what the run starts from. ``training/frozen.py`` freezes what is returned, moves it to the
-        device of ``model``, gives it kernels and presents it; the objective then finds it in
-        ``self.frozen`` and calls it under ``torch.no_grad()`` with the Batch that it is given.
+        other way: a copy of it is the model that the run starts from. ``training/frozen.py``
+        freezes the returned models, moves them to the device of ``model``, gives them kernels and
+        presents them; the objective then finds them in ``self.frozen``, and calls them under
+        ``torch.no_grad()`` with its Batch.
 
         Args:
-            model: that is trained, on its device.
+            model: the trained model, on its device.
             tokenizer: its tokenizer.
 
         Returns:
@@ -148,6 +160,47 @@ class Objective(ABC):
             ConfigurationError: one cannot be had, or does not fit; the message names the setting.
         """
         return {}
+
+    def frozen_columns(
+        self, model: Any, tokenizer: Any, config: ChronicalsConfig
+    ) -> Sequence[Columns]:
+        """Declare columns of the data that frozen models compute before the run; those models are
+        not needed in the steps.
+
+        Called once a run, before the trained ``model`` is changed. ``training/columns.py`` computes
+        the values or reads them from the cache.
+
+        Raises:
+            ConfigurationError: a frozen model cannot be found or does not fit; the message names
+                the setting.
+        """
+        return ()
+
+    def start_columns(self, model: Any) -> Sequence[Columns]:
+        """Declare columns of the data that the trained ``model`` computes as the run begins.
+
+        Called once a run, with adapters attached, before the first step and before a checkpoint's
+        weights are loaded. A resumed run must begin with the same model.
+        """
+        return ()
+
+    def reference_policy(
+        self, model: Any, loaded_from: SavedModel | None, config: ChronicalsConfig
+    ) -> ReferencePolicy | None:
+        """Return the model that the objective compares with; None if it compares with none.
+
+        Args:
+            model: the trained model as the run begins.
+            loaded_from: where it was loaded from; None if it was changed since, or made otherwise.
+        """
+        return None
+
+    def why_not_evaluated(self, model: Any) -> str | None:
+        """Return why ``model``, which was trained before, cannot be evaluated, and what to do: the
+        settings do not say which reference policy it was trained beside, or that policy is not
+        there. None if it can be.
+        """
+        return None
 
     def prepare(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> None:
         """Give ``model``, on its device, the parameters that the objective trains beside the
@@ -172,12 +225,12 @@ class Objective(ABC):
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms: ...
 
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
-        """What must be known of the whole optimizer step, all ranks, before its first micro-batch
-        is computed.
+        """Compute what must be known of the whole optimizer step on all ranks before its first
+        micro-batch.
 
-        Called under ``torch.no_grad()`` for each Batch of the step where a class overrides it. The
-        values of the terms, divided as those of the loss are, are segments of all Batches of the
-        step then, of shape ``[1]``, by their names.
+        Called under ``torch.no_grad()`` for each Batch of the step if a class overrides it. The
+        terms are divided as those of the loss are; their values then are segments of all Batches of
+        the step, of shape ``[1]``, by their names.
 
         Returns:
             The Batch as ``__call__`` gets it, with more segments or the same; and terms.
@@ -187,38 +240,37 @@ class Objective(ABC):
     def finish_metrics(
         self, values: Mapping[str, Value], counts: Mapping[str, Count]
     ) -> dict[str, Value]:
-        """What is shown of a whole step, or of held-out data: all by default.
+        """Return the metrics that are shown of a whole step, or of held-out data: all by default.
 
         Args:
             values: by name, as ``divide`` gives them, added up.
-            counts: of the step, on the host; or of the data.
+            counts: counts of the step or of the held-out data, on the host.
         """
         return dict(values)
 
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
-        """Why the loss has no gradient at these values, though everything is trained as it should
-        be.
+        """Return why the loss has no gradient at these values although nothing is wrong.
 
-        It is asked about a step whose gradient is exactly zero. An objective whose loss is flat
-        somewhere, such as a hinge beyond its margin, gives the reason, and the step counts as a
-        step. By default such a gradient is a fault, and ends the run.
+        Called for a step whose gradient is exactly zero. An objective whose loss is flat somewhere,
+        such as a hinge beyond its margin, gives the reason, and the step counts as a step. By
+        default such a gradient is a fault, and ends the run.
 
         Args:
             values: ``loss`` and the metrics of the step by name, as they are shown.
 
         Returns:
-            The reason in words, for the log; None where the loss has a gradient there.
+            The reason for the log; None if the loss has a gradient there.
         """
         return None
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """The terms of evaluation."""
+        """Return the terms of evaluation."""
         return self(model, batch)
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
-        """What each target adds to the loss, by the formula in plain torch: what ``verify`` holds a
-        run against.
+        """Return the loss of each target by the formula in plain torch, with which ``verify``
+        compares a run.
 
         Args:
             logits: of the trained model at the trained targets, ``[n, V]``, differentiable.
@@ -237,14 +289,17 @@ class Objective(ABC):
         )
 
     def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
-        """Frozen models, by name, that ``definition`` needs though ``bring`` has none of them."""
+        """Return frozen models, by name, that ``definition`` needs though ``bring`` does not return
+        them.
+        """
         return {}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
-        """As ``definition``, of an item: for an objective over several documents together.
+        """Return the terms of an item by the formula, for an objective over several documents
+        together.
 
         Args:
-            known: the values of ``known_definition`` over the whole step.
+            known: values of ``known_definition`` over the whole step.
         """
         (document,) = item
         return {
@@ -255,24 +310,24 @@ class Objective(ABC):
         }
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
-        """What ``before_step`` gives of an item, by the formula in plain torch."""
+        """Return the terms of ``before_step`` for an item, by the formula in plain torch."""
         return {}
 
     def frozen_start(self) -> str | None:
-        """The name by which ``item_definition`` finds logits of the model as the run begins;
-        None where it needs none.
+        """Return the name by which ``item_definition`` finds logits of the model as the run begins;
+        None if it needs none.
         """
         return None
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
-        """What a run has beside the passes of the trained model, which `chronicals plan` does
-        not count, in words; or None.
+        """Return, in words, what a run costs beside the passes of the trained model, which
+        `chronicals plan` does not count; None for nothing.
         """
         return None
 
     def why_not_defined(self) -> str | None:
-        """Why there is no definition to hold a run against, and what to do; None where there is
-        one.
+        """Return why there is no definition to compare a run with, and what to do; None if there
+        is one.
         """
         cls = type(self)
         if (
@@ -288,20 +343,19 @@ class Objective(ABC):
 
 
 def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:
-    """The values of a Batch's terms; added up over the Batches of a step, they are those of the
-    step.
+    """Divide a Batch's terms by the counts of the step; added up over the Batches of a step, the
+    values are those of the step.
 
     Args:
-        counts: of the whole step: all micro-batches, all ranks. A count of zero divides by one.
+        counts: counts of the whole step: all micro-batches, all ranks. A count of zero divides by
+            one.
 
     Returns:
         Scalars: ``loss``, which is ``Σ coefficient · sum / count``, and ``sum / count`` of each
-            term by name, without a
-        gradient. A term that is the whole loss is not repeated.
+        term by name, without a gradient. A term that is the whole loss is not repeated.
 
     Raises:
-        ValueError: a term is divided by a count that there is not, or its name stands for the sum
-            of all terms.
+        ValueError: there is no such count as a term is divided by, or a term is called ``loss``.
     """
     parts = [
         term.sum * (term.coefficient / _count(name, term, counts))
@@ -315,7 +369,7 @@ def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:
 
 
 def shown(terms: Terms) -> list[str]:
-    """Names of the terms that are shown beside the loss: all, but for one that is the whole
+    """Return the names of the terms that are shown beside the loss: all but one that is the whole
     loss.
     """
     minimised = [term for term in terms.values() if term.coefficient]
@@ -328,8 +382,8 @@ def shown(terms: Terms) -> list[str]:
 
 
 def _count(name: str, term: Term, counts: Mapping[str, Count]) -> Count:
-    """What ``term`` is divided by: one in the place of zero; a sum of weights may well be less
-    than one.
+    """Return the divisor of ``term``: one instead of zero. A sum of weights may be less than
+    one.
     """
     if term.per not in counts:
         raise ValueError(

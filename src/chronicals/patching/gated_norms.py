@@ -26,14 +26,12 @@ def recognise_gated_norm(module: nn.Module) -> Form | None:
     """
     vectors = [name for name, p in module._parameters.items() if p is not None]
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    if (
-        len(vectors) != 1
-        or len(names) != 2
-        or any(module.children())
-        or module._parameters[vectors[0]].dim() != 1
-    ):  # type: ignore[union-attr]
+    if len(vectors) != 1 or len(names) != 2 or any(module.children()):
         return None
-    x = torch.randn(3, 5, 2 * len(module._parameters[vectors[0]]))  # type: ignore[arg-type]
+    weight = module.get_parameter(vectors[0])
+    if weight.dim() != 1:
+        return None
+    x = torch.randn(3, 5, 2 * len(weight))
     with random_numbers(module):
         for forward in _candidates(module, vectors[0]):
             try:

@@ -28,8 +28,8 @@ from chronicals.data.reading.own_files import RUN
 from chronicals.models import within_adapters
 from chronicals.moe.anchor import FILE as ANCHOR
 from chronicals.saving import MANIFEST, remove
-from chronicals.training import stored_reference
 from chronicals.training.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
+from chronicals.training.columns import REFERENCE_FILE
 from chronicals.training.errors import CheckpointError
 from chronicals.training.lock import LOCK_FILE
 
@@ -44,7 +44,7 @@ REPLACED_BY = "replaced-by"
 was moved.
 """
 
-BESIDE = (RUN | {stored_reference.KEPT, ANCHOR}) - {CHECKPOINTS, MODEL}
+BESIDE = (RUN | {REFERENCE_FILE, ANCHOR}) - {CHECKPOINTS, MODEL}
 """Names of what a run writes beside its checkpoints and its model."""
 
 LEFT = re.compile(

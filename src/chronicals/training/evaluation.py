@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from chronicals.config import ChronicalsConfig
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, Source, filler_token, open_store
 from chronicals.data.packs.steps import Steps
 from chronicals.distributed import Mesh
@@ -27,12 +27,11 @@ from chronicals.models import (
     present,
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
-from chronicals.objectives.reference import WithReference
+from chronicals.training.columns import with_frozen_columns
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
 from chronicals.training.step import asked_before, asks_before, counts_of, nothing, values_before
-from chronicals.training.stored_predictions import with_predictions
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -214,8 +213,9 @@ def evaluate_data(
             gives no finite loss.
     """
     objective = build_objective(config)
-    if isinstance(objective, WithReference):
-        objective.check_reference(model)
+    reason = objective.why_not_evaluated(model)
+    if reason is not None:
+        raise ConfigurationError(reason)
     embedding_rows = embedding_table(model).shape[0]
     store = open_store(
         data,
@@ -226,7 +226,7 @@ def evaluate_data(
         scored=True,
     )
     check_positions(model, store.longest)
-    (store,) = with_predictions([store], objective, model, tokenizer, config)
+    (store,) = with_frozen_columns([store], objective, model, tokenizer, config)
     stream = BatchStream(
         store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False
     )

@@ -1,5 +1,5 @@
-"""Frozen models that an objective needs beside the one that is trained, such as a teacher: from
-loading to release.
+"""Frozen models that an objective needs beside the trained one, such as a teacher: from loading to
+release.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
-from chronicals.models import PresentedModel, check_positions, input_device, present
+from chronicals.models import check_positions, input_device, present
 from chronicals.objectives import Objective
 from chronicals.patching import fuse_weights, patch_parts
 from chronicals.training.decisions import why_not_fused
@@ -21,60 +21,48 @@ logger = logging.getLogger(__name__)
 def bring_frozen(
     objective: Objective, model: Any, tokenizer: Any, config: ChronicalsConfig
 ) -> None:
-    """Ask the objective for its frozen models and make them ready: ``objective.frozen`` holds them
-    afterwards.
+    """Load the objective's frozen models, and put them into ``objective.frozen``, ready to be
+    called.
 
     Call it before ``model``, on its device, is changed in any way.
 
     Raises:
-        ConfigurationError: one cannot be had, or does not fit; the message names the setting.
+        ConfigurationError: a model cannot be loaded or does not fit; the message names the setting.
     """
     release_frozen(objective)
-    made_ready(objective, objective.bring(model, tokenizer, config), model, config)
+    present_frozen(objective, objective.bring(model, tokenizer, config), model, config)
 
 
-def made_ready(
+def present_frozen(
     objective: Objective, models: Mapping[str, Any], model: Any, config: ChronicalsConfig
 ) -> None:
-    """Freeze models, move them to the device of ``model``, give them kernels, and put them into
-    ``objective.frozen``.
+    """Freeze models, move them to the device of ``model``, give them its kernels, and put them into
+    ``objective.frozen``. Their own adapters stay as they are.
     """
-    for name, brought in models.items():
-        brought.requires_grad_(False).eval().to(input_device(model))
-        brought.config.use_cache = False
-        objective.frozen[name] = _ready(brought, config, objective.shares_prompts())
-        size = sum(parameter.nbytes for parameter in brought.parameters()) / 2**30
-        logger.info(
-            "%s: %s, frozen, %.2f GiB on %s",
-            name,
-            type(brought).__name__,
-            size,
-            input_device(model),
+    device = input_device(model)
+    for name, frozen in models.items():
+        frozen.requires_grad_(False).eval().to(device)
+        frozen.config.use_cache = False
+        presented = present(
+            frozen,
+            config.use_fused_kernels,
+            config.use_flash_attention,
+            config.max_seq_length,
+            objective.shares_prompts(),
         )
-
-
-def _ready(model: Any, config: ChronicalsConfig, shared_prompts: bool) -> PresentedModel:
-    """Presented, and on a card with kernels, as the model that is trained: adapters of the
-    frozen model stay as they are.
-    """
-    presented = present(
-        model,
-        config.use_fused_kernels,
-        config.use_flash_attention,
-        config.max_seq_length,
-        shared_prompts,
-    )
-    if config.use_fused_kernels and input_device(model).type == "cuda":
-        patch_parts(presented.model, whole_layers=why_not_fused(config, presented) is None)
-        fuse_weights(model)
-    return presented
+        if config.use_fused_kernels and device.type == "cuda":
+            patch_parts(presented.model, whole_layers=why_not_fused(config, presented) is None)
+            fuse_weights(frozen)
+        objective.frozen[name] = presented
+        size = sum(parameter.nbytes for parameter in frozen.parameters()) / 2**30
+        logger.info("%s: %s, frozen, %.2f GiB on %s", name, type(frozen).__name__, size, device)
 
 
 def check_frozen_positions(objective: Objective, longest: int) -> None:
-    """As ``check_positions``, of each frozen model.
+    """Check that each frozen model has positions for a document of ``longest`` tokens.
 
     Raises:
-        ValueError: one has no position for a document of ``longest`` tokens.
+        ValueError: a model has too few.
     """
     for presented in objective.frozen.values():
         check_positions(presented.model, longest)
@@ -82,15 +70,15 @@ def check_frozen_positions(objective: Objective, longest: int) -> None:
 
 @contextmanager
 def frozen_attending(objective: Objective) -> Iterator[None]:
-    """Within: the frozen models of ``objective`` attend within documents, as the trained one
-    does, and may be called.
+    """Return a context in which the frozen models may be called, and attend within documents as the
+    trained one does.
     """
-    with ExitStack() as around:
+    with ExitStack() as contexts:
         for presented in objective.frozen.values():
-            around.enter_context(presented.attending_documents())
+            contexts.enter_context(presented.attending_documents())
         yield
 
 
 def release_frozen(objective: Objective) -> None:
-    """Give back the memory of the frozen models."""
+    """Release the memory of the frozen models."""
     objective.frozen.clear()

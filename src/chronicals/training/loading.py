@@ -10,9 +10,9 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, RowsRead, on_each_machine, put_whole, shard_frozen
+from chronicals.formats.gguf.reader import gguf_of
 from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
-from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import (
     DTYPES,
     is_packed,
@@ -26,10 +26,12 @@ from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
 from chronicals.training.needed_memory import choose_sharding, sharing_of, smallest_card
 from chronicals.training.rank_agreement import prove_alike
-from chronicals.training.reference_record import LOADED_FROM
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
 logger = logging.getLogger(__name__)
+
+LOADED_FROM = "_chronicals_loaded_from"
+"""Attribute of a model that nothing has changed since it was loaded: its ``SavedModel``."""
 
 
 def load_to_train(
@@ -50,11 +52,8 @@ def load_to_train(
     """
     kind = OBJECTIVES[config.objective]
     place = saved.place
-    plain = (
-        not saved.adapted
-        and gguf_of(place) is None
-        and kind.load.__func__ is Objective.load.__func__
-    )  # type: ignore[attr-defined]
+    loads_as_usual = kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
+    plain = not saved.adapted and gguf_of(place) is None and loads_as_usual
     by_rows = (
         ranks.count > 1
         and plain

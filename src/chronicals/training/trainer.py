@@ -20,6 +20,7 @@ from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
+from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.context import check_dealt, sharing_packs
 from chronicals.training.default_logging import heard
 from chronicals.training.disk import check_disk, disk_use
@@ -50,8 +51,6 @@ from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
 from chronicals.training.session import Session, prepared
 from chronicals.training.stopping import Stop
-from chronicals.training.stored_predictions import with_predictions
-from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
 from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.training.weight_sharding import WEIGHTS
@@ -213,7 +212,7 @@ class ChronicalsTrainer:
         ):
             objective = self.objective
             given = [store for store in (train_store, eval_store) if store is not None]
-            train_store, *held = with_predictions(
+            train_store, *held = with_frozen_columns(
                 given, objective, model, self.tokenizer, config, self.ranks
             )
             eval_store = held[0] if held else None
@@ -280,12 +279,10 @@ class ChronicalsTrainer:
         config = self.config
         model = self.model
         limited = partial(self._watch.limited, "computing the reference, before the first step")
-        reference = StoredReference(
-            session, partial(self._stream, epochs=1, shuffle=False), limited
-        )
-        reference.keep(self.output_dir, resumed)
-        train_store = reference.beside(train_store)
-        eval_store = None if eval_store is None else reference.beside(eval_store)
+        columns = StartColumns(session, partial(self._stream, epochs=1, shuffle=False), limited)
+        columns.write_or_compare(self.output_dir, resumed)
+        train_store = columns.beside(train_store)
+        eval_store = None if eval_store is None else columns.beside(eval_store)
         keep_anchor(session, train_store, self.output_dir, resumed)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
         run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
@@ -310,7 +307,7 @@ class ChronicalsTrainer:
         divided = model if session.decisions["sharding"].how == WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(
-            lambda: about_data(train_store, model, self.tokenizer, config, reference.record)
+            lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
         )
         session.before_update = saved.hold_update
         session.told = lambda: (

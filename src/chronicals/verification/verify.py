@@ -33,7 +33,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.making.store import LABEL, SIDE
+from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.data.packs.loader import plan_of
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
@@ -43,11 +43,10 @@ from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
+from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.training.routers import prepare_routers
-from chronicals.training.stored_predictions import with_predictions
-from chronicals.training.stored_reference import StoredReference
 from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import (
@@ -197,10 +196,10 @@ def verify(
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     arms = _Arms.of(model, device, config, objective, notes)
     path = TrainingPath(model, config, total, tokenizer)
-    store = StoredReference(
+    store = StartColumns(
         path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)
     ).beside(store)
-    (store,) = with_predictions([store], path.session.objective, model, tokenizer, config)
+    (store,) = with_frozen_columns([store], path.session.objective, model, tokenizer, config)
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     arms.follow(path, objective.for_definition(tokenizer), notes)
     compared = _Comparison(path, arms, scheduled_rates(config, total), device)
@@ -334,7 +333,7 @@ def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list
     """The items of each pack of the step that begins at ``position``, each document by itself,
     from the store.
     """
-    sides, labels = (store.columns.get(name) for name in (SIDE, LABEL))
+    sides, labels = (store.columns.get(name) for name in (SIDE_COLUMN, LABEL_COLUMN))
     packs = []
     for pack in stream.packs_of(position):
         items: list[Item] = []

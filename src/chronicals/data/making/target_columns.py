@@ -1,8 +1,7 @@
-"""Columns of what is trained: values for every target of a store, which lie in a Batch where the
-target stands.
+"""Columns of values for every target of a store, which a Batch holds at the target's position.
 
 A column has a row for each target, document after document, so it may be a file that is mapped into
-memory. What is stored of a teacher's predictions is one.
+memory. A teacher's stored predictions are one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ class TargetColumn:
     """Values of the targets of some documents.
 
     Attributes:
-        values: ``[rows, ...]``, the targets of a document in their order, one behind the other.
-        starts: int64 ``[documents]``, where each begins.
-        counts: int64 ``[documents]``, targets of each.
+        values: ``[rows, ...]``, the values of each document's targets in their order.
+        starts: int64 ``[documents]``, first row of each document.
+        counts: int64 ``[documents]``, targets of each document.
     """
 
     values: np.ndarray
@@ -28,7 +27,11 @@ class TargetColumn:
 
     @classmethod
     def of(cls, values: np.ndarray, counts: np.ndarray) -> TargetColumn:
-        """Values of all documents of a store, whose ``targets`` are ``counts``.
+        """Return the column of a store.
+
+        Args:
+            values: ``[targets in all, ...]``.
+            counts: int64 ``[documents]``, targets of each document.
 
         Raises:
             ValueError: there are more or fewer values than targets.
@@ -38,23 +41,22 @@ class TargetColumn:
         return cls(values, np.cumsum(counts) - counts, counts)
 
     def subset(self, indices: np.ndarray) -> TargetColumn:
-        """Of some of the documents, over the same values."""
+        """Return the column of some of the documents, over the same values."""
         return replace(self, starts=self.starts[indices], counts=self.counts[indices])
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
-        """int64, the rows of these documents' targets, one behind the other."""
+        """Return the rows of these documents' targets, one behind the other, int64."""
         counts = self.counts[documents]
-        return np.repeat(self.starts[documents] - (np.cumsum(counts) - counts), counts) + np.arange(
-            counts.sum()
-        )
+        before = np.cumsum(counts) - counts
+        return np.repeat(self.starts[documents] - before, counts) + np.arange(counts.sum())
 
     def laid(self, documents: np.ndarray, is_target: np.ndarray) -> np.ndarray:
-        """``[T, ...]``: the values at the targets, zero elsewhere.
+        """Return the values at the targets of a Batch, zero elsewhere, ``[T, ...]``.
 
         Args:
-            documents: int64, those of the Batch in their order.
+            documents: int64, the documents of the Batch in their order.
             is_target: bool ``[T]``.
         """
-        found = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
-        found[is_target] = self.values[self.rows(documents)]
-        return found
+        column = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
+        column[is_target] = self.values[self.rows(documents)]
+        return column
