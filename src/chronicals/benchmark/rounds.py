@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How a row is measured.
+    """Options of the measurement of a row.
 
     Attributes:
         against: peers by name.

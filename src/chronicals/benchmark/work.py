@@ -136,7 +136,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained in a benchmark; see the module's docstring for the files.
+    """The work that all arms of a benchmark train; see the module's docstring for the files.
 
     Attributes:
         folder: of this row.

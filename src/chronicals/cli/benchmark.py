@@ -280,6 +280,7 @@ def _changes(text: str) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], profile: bool) -> None:
+    """Print the record of a row: tables of speeds and proofs, ratios, the reference step, notes."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -323,8 +324,8 @@ def _print(result: dict[str, Any], profile: bool) -> None:
 
 
 def _speeds(result: dict[str, Any]) -> Any:
-    """Median real tokens per second, half the distance of the quartiles, bars, MFU, ratio to the
-    reference step, memory.
+    """Return the table of median real tokens per second, half the distance of the quartiles, bars,
+    MFU, ratio to the reference step, and memory.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -366,8 +367,8 @@ def _share(part: float | None) -> str:
 
 
 def _proofs(result: dict[str, Any]) -> Any:
-    """What is printed beside each speed: loss, gradient norm, deviation from fp32, trained
-    parameters, padding, warm-up.
+    """Return the table of the proofs of each speed: loss, gradient norm, deviation from fp32,
+    trained parameters, padding, warm-up.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -394,12 +395,13 @@ def _proofs(result: dict[str, Any]) -> Any:
 
 
 def _print_profile(console: Any, result: dict[str, Any]) -> None:
+    """Print the time of each category and the longest kernels, for every arm with a profile."""
     from rich.markup import escape
     from rich.table import Table
 
     for arm_name, arm in result["arms"].items():
-        found = arm.get("profile")
-        if not found:
+        profile = arm.get("profile")
+        if not profile:
             continue
         table = Table(
             "where the time goes",
@@ -408,10 +410,10 @@ def _print_profile(console: Any, result: dict[str, Any]) -> None:
             title=escape(arm_name),
             title_justify="left",
         )
-        for kind, share in sorted(found["share"].items(), key=lambda item: -item[1]):
-            table.add_row(kind, f"{share:.1%}", f"{found['milliseconds_a_step'][kind]:.2f}")
+        for kind, share in sorted(profile["share"].items(), key=lambda item: -item[1]):
+            table.add_row(kind, f"{share:.1%}", f"{profile['milliseconds_a_step'][kind]:.2f}")
         longest = Table("kernel", "kind", "calls a step", "ms a step")
-        for kernel in found["kernels"][:15]:
+        for kernel in profile["kernels"][:15]:
             name = escape(kernel["name"][:70])
             calls = kernel["calls_a_step"]
             time = kernel["milliseconds_a_step"]
